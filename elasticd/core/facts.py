@@ -1,0 +1,286 @@
+"""What is true of a job: the records that agents share through etcd.
+
+Everything here is frozen. Each record is one etcd value (``elasticd.etcd.records`` turns it into
+JSON and back); the key it lives under is named in its docstring, below ``/elasticd/<job>/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the world size, in workers (not nodes), both inclusive."""
+
+    min: int
+    max: int
+
+    def __post_init__(self) -> None:
+        if self.min < 1:
+            raise ValueError(f"min is {self.min}, but a world has at least 1 worker")
+        if self.max < self.min:
+            raise ValueError(f"max is {self.max}, which is below min, {self.min}")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How patient the leader is; times in seconds.
+
+    ``settle_s``: how long a starting job waits, after the last node came, for more of them.
+    ``grow_cooldown_s``: how long a round lives before it is ended in order to grow.
+    ``join_timeout_s``: how long a job may wait below ``min`` before it ends with exit code 3.
+    ``shutdown_s``: how long workers get between SIGTERM and SIGKILL when a round ends as planned.
+    ``broken_s``: the same when the round is broken, so that there is nothing left to save.
+    ``node_ttl_s``: the lease of a node; a lost node is noticed after at most this long.
+    ``restarts_max`` in ``restart_window_s``: the restart budget.
+    ``futile_max``: failures in a row without a single step of progress before the job gives up.
+    ``quarantine_after``: failures in a row by which a slot is judged to fail alone.
+    ``quarantine_s``: its first quarantine; doubled each time up to ``quarantine_max_s``.
+    """
+
+    settle_s: float = 1.0
+    grow_cooldown_s: float = 30.0
+    join_timeout_s: float = 600.0
+    shutdown_s: float = 30.0
+    broken_s: float = 2.0
+    node_ttl_s: float = 5.0
+    restarts_max: int = 10
+    restart_window_s: float = 3600.0
+    futile_max: int = 3
+    quarantine_after: int = 3
+    quarantine_s: float = 30.0
+    quarantine_max_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """A node that was asked to leave; the incarnation keeps a returning node from leaving again."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What people want of the job. Key ``spec``, no lease.
+
+    ``asked`` are the limits on the command lines of its agents, which must agree; ``limits`` are
+    those in force, which ``elasticd scale`` changes. ``script`` is what runs, for people;
+    ``fingerprint`` tells another script from the same one.
+    """
+
+    asked: Limits
+    limits: Limits
+    script: str
+    fingerprint: str
+    policy: Policy = Policy()
+    stop: bool = False
+    drain: tuple[Drained, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One agent and what it offers. Key ``nodes/<name>``, on the agent's lease: no key, no node.
+
+    ``incarnation`` is new each time the agent starts. ``slots`` are the places a worker can run
+    in. ``released`` is the newest round of which no worker is left here (0 before the first): a
+    member of round n can be given work in a later round only once it has released n.
+    ``store_port`` is a port already listening for the store of the next round this node hosts.
+    """
+
+    name: str
+    incarnation: str
+    address: str
+    slots: tuple[int, ...]
+    released: int
+    store_port: int
+    pid: int
+    host: str
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node's part in a round: its slots and the rank of the first; ranks follow slot order."""
+
+    node: str
+    incarnation: str
+    slots: tuple[int, ...]
+    base_rank: int
+
+    def rank_of(self, slot: int) -> int:
+        return self.base_rank + self.slots.index(slot)
+
+
+class Phase(StrEnum):
+    LIVE = "live"  # its workers run
+    CLOSING = "closing"  # its members stop their workers and release it; the next has not formed
+    ENDED = "ended"  # the job is over; see Round.outcome
+
+
+class Cause(StrEnum):
+    """Why a round began, or why it is closing. Bounded, as it becomes a metric label."""
+
+    START = "start"
+    WORKER_FAILED = "worker_failed"
+    NODE_LOST = "node_lost"
+    NODE_DRAINED = "node_drained"
+    GREW = "grew"
+    SCALED = "scaled"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a worker ended. ``code``: its exit status, or minus the signal that killed it.
+
+    ``at``: seconds since the epoch. ``message`` and ``traceback`` come from the worker's error
+    file where it wrote one (torch's ``@record``), else from the end of its stderr. ``log``: where
+    its output is, on its node.
+    """
+
+    slot: int
+    rank: int
+    code: int
+    at: float
+    message: str = ""
+    traceback: str = ""
+    log: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed worker and where it ran."""
+
+    node: str
+    exit: Exit
+
+
+class Outcome(StrEnum):
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"  # the budget is spent, or failures repeat without progress
+    SHORT = "short"  # fewer than min workers for longer than the join timeout
+    STOPPED = "stopped"  # by `elasticd stop`
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The numbered life of one world. Key ``round``, no lease; written by the leader only.
+
+    ``number`` only grows; it fences everything. ``members`` are in rank order. ``store`` is
+    ``address:port`` of the c10d store, hosted by the agent of the first member. ``cause`` says why
+    the round began; once it closes, ``closing`` says why, ``planned`` whether its workers may
+    still save, and ``failures`` what broke it. ``restarts`` counts the failures charged so far.
+    ``formed_at``: seconds since the epoch. An ended job has an ``outcome`` and, in a sentence, why.
+    """
+
+    number: int
+    phase: Phase
+    members: tuple[Member, ...]
+    store: str
+    cause: Cause
+    formed_at: float
+    restarts: int = 0
+    closing: Cause | None = None
+    planned: bool = False
+    outcome: Outcome | None = None
+    why: str = ""
+    failure: Failure | None = None
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(m.slots) for m in self.members)
+
+    def member(self, node: str, incarnation: str) -> Member | None:
+        for m in self.members:
+            if m.node == node and m.incarnation == incarnation:
+                return m
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an agent last saw of its workers of a round. Key ``reports/<node>``, no lease.
+
+    ``exits`` are those the agent did not cause itself. ``finished``: every worker here ended with
+    status 0. ``steps``: optimizer steps made here in this round, of the slot that made the most.
+    """
+
+    node: str
+    incarnation: str
+    round: int
+    exits: tuple[Exit, ...] = ()
+    finished: bool = False
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A slot kept out of the world until ``until`` (seconds since the epoch)."""
+
+    node: str
+    slot: int
+    until: float
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One failure of the user's code, charged to the budget."""
+
+    at: float
+    node: str
+    slot: int
+    progressed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What failures have cost the job. Key ``budget``, no lease; written by the leader only.
+
+    ``charges`` of the window, oldest first. ``total`` counts all there ever were.
+    """
+
+    charges: tuple[Charge, ...] = ()
+    total: int = 0
+    quarantines: tuple[Quarantine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotProgress:
+    """A worker's heartbeat, as its agent read it. ``at``: seconds since the epoch; 0 for never."""
+
+    slot: int
+    rank: int
+    pid: int
+    step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the workers of a node are. Key ``progress/<node>``, on the agent's lease.
+
+    Written every second or two, for people to look at; no decision rests on it.
+    """
+
+    node: str
+    round: int
+    slots: tuple[SlotProgress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """Who leads. Key ``leader``, on the leader's lease; created only if absent."""
+
+    node: str
+    incarnation: str
+
+
+Fact = Spec | Node | Round | Report | Budget | Progress | Leadership

@@ -1,0 +1,197 @@
+"""What the core's driver asks of the world: a store and a keeper of processes.
+
+The daemon gives it etcd and real processes, the simulator gives it simulated ones; one contract
+suite for each port holds both to the same behaviour. Nothing here blocks: every request ends as a
+call back, and "unknown" is an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from elasticd.core.facts import Exit, Fact
+
+# ---------------------------------------------------------------- the store
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key as the store last had it. ``key`` is below the job's prefix, such as ``nodes/a``.
+
+    ``fact`` is None once the key is deleted; ``revision`` is then the revision of the deletion,
+    else its mod_revision. ``created`` is its create_revision (0 when deleted).
+    """
+
+    key: str
+    fact: Fact | None
+    revision: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """Guard: the key's mod_revision is still this; 0 says that the key does not exist."""
+
+    key: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class StillThere:
+    """Guard: the key still has this create_revision, so its owner's lease has not run out."""
+
+    key: str
+    created: int
+
+
+Guard = Unchanged | StillThere
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """``leased``: the key disappears with this agent's lease."""
+
+    key: str
+    fact: Fact
+    leased: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """``prefix``: the key and all keys below it (``reports/``)."""
+
+    key: str
+    prefix: bool = False
+
+
+Write = Put | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The writes happened, all at this revision."""
+
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A guard did not hold; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """No answer in time: the writes may have happened, or may happen yet. Read again."""
+
+    why: str
+
+
+Answer = Applied | Refused | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Everything a watch covers, as of a revision; sent first, and again whenever changes may
+    have been missed (compaction, a long outage). What it does not name does not exist."""
+
+    entries: tuple[Entry, ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed since, in order of revision."""
+
+    entries: tuple[Entry, ...]
+
+
+Seen = Listing | Changes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The agent's lease is held: the store will not drop it before ``until`` (seconds since the
+    epoch, counted from before the request was sent)."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The lease ran out or was revoked: every key on it is gone. A new one is being asked for;
+    ``Held`` will say when there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """The store does not answer. ``cut_off``: it may be answering others, since a majority of its
+    endpoints cannot even be reached over TCP from here. Else the fault is the store's own, and
+    nobody else can have written anything either. ``since``: seconds since the epoch."""
+
+    since: float
+    cut_off: bool
+
+
+LeaseNews = Held | Lost | Silent
+
+
+class Store(Protocol):
+    """The keys of one job."""
+
+    def transact(
+        self,
+        guards: tuple[Guard, ...],
+        writes: tuple[Write, ...],
+        answer: Callable[[Answer], None],
+    ) -> None:
+        """Apply all writes at once if all guards hold. ``answer`` is called exactly once."""
+
+    def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
+        """Follow a key, or all keys that start with it. Returns the call that ends the watch.
+
+        Survives everything: reconnects, resumes from the next revision, lists anew when it must.
+        Never reports an older state of a key after a newer one.
+        """
+
+    def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
+        """Take a lease and keep it until ``close``. Called once, before any leased put."""
+
+
+# ---------------------------------------------------------------- processes
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One worker to run: where, as which rank, with which environment on top of the agent's own."""
+
+    slot: int
+    rank: int
+    local_rank: int
+    env: Mapping[str, str]
+
+
+class Procs(Protocol):
+    """The workers of one node. At most one round's at a time."""
+
+    def start(
+        self,
+        round_number: int,
+        assignments: tuple[Assignment, ...],
+        exited: Callable[[int, Exit], None],
+    ) -> None:
+        """Start one worker per assignment. ``exited(round_number, exit)`` is called once for each,
+        also where it could not be started (code 127 and a message)."""
+
+    def stop(self, signal: int, grace_s: float) -> None:
+        """Send the signal to every worker, and SIGKILL to what is left after ``grace_s``; returns
+        at once. Descendants that a worker leaves behind are killed when it ends. Calling it again
+        with a shorter grace shortens it."""
+
+    def fence(self, until: float | None) -> None:
+        """Workers may run until then (seconds since the epoch; None: without limit) and are killed
+        when it passes without another call, even if the agent itself is stopped."""
+
+    def steps(self) -> Mapping[int, int]:
+        """Optimizer steps made in this round, by slot."""
