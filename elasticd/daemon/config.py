@@ -1,0 +1,84 @@
+"""What an agent is told to do, checked and complete. Made by the command line, or by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from elasticd.core.facts import Limits, Policy
+
+
+class CommandKind(StrEnum):
+    SCRIPT = "script"  # python -u job.py
+    MODULE = "module"  # python -u -m package.job
+    PROGRAM = "program"  # --no-python: as it stands
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What every worker runs. ``args`` are the user's own, untouched."""
+
+    kind: CommandKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAccess:
+    """An etcd v3 to use. ``endpoints`` are ``host:port``; TLS where ``cacert`` is given.
+
+    ``username`` and ``password`` need TLS; the password never appears in a repr.
+    """
+
+    endpoints: tuple[str, ...]
+    tls: bool = False
+    cacert: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    timeout_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """Torchrun's log options, in its own notation: ``redirects`` and ``tee`` such as "3" or
+    "0:1,1:2"; ``line_prefix`` is its TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
+
+    dir: Path | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks: frozenset[int] | None = None
+    line_prefix: str | None = None
+    specs: str | None = None  # an entry point of the group torchrun.logs_specs
+    duplicate_stdout: tuple[str, ...] = ()
+    duplicate_stderr: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One agent of one job. ``etcd`` is None for a standalone run on an embedded etcd.
+
+    ``slots`` is how many workers this node offers to run. ``etcd_grace_s``: how long etcd may be
+    away before the agent gives up with exit code 4. ``env``: added to every worker's environment.
+    ``fingerprint``: tells this script from another one of the same name.
+    """
+
+    job: str
+    node: str
+    address: str
+    limits: Limits
+    slots: int
+    command: Command
+    fingerprint: str
+    policy: Policy = Policy()
+    etcd: EtcdAccess | None = None
+    etcd_grace_s: float = 600.0
+    role: str = "default"
+    logs: LogOptions = LogOptions()
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
