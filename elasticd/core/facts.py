@@ -36,7 +36,8 @@ class Policy:
     ``node_ttl_s``: the lease of a node; a lost node is noticed after at most this long.
     ``restarts_max`` in ``restart_window_s``: the restart budget.
     ``futile_max``: failures in a row without a single step of progress before the job gives up.
-    ``quarantine_after``: failures in a row by which a slot is judged to fail alone.
+    ``quarantine_after``: failures in a row by which a slot is judged to fail alone (below
+    ``futile_max``, so that a bad slot is tried without before the job is called futile).
     ``quarantine_s``: its first quarantine; doubled each time up to ``quarantine_max_s``.
     """
 
@@ -48,7 +49,7 @@ class Policy:
     node_ttl_s: float = 5.0
     restarts_max: int = 10
     restart_window_s: float = 3600.0
-    futile_max: int = 3
+    futile_max: int = 4
     quarantine_after: int = 3
     quarantine_s: float = 30.0
     quarantine_max_s: float = 600.0
@@ -115,8 +116,11 @@ class Member:
 
 
 class Phase(StrEnum):
+    """Where a round is in its life: waiting* -> live -> closing -> (the next round | waiting | ended)."""
+
+    WAITING = "waiting"  # nothing runs, and there are too few workers for the next round
     LIVE = "live"  # its workers run
-    CLOSING = "closing"  # its members stop their workers and release it; the next has not formed
+    CLOSING = "closing"  # its members stop their workers and release it
     ENDED = "ended"  # the job is over; see Round.outcome
 
 
@@ -175,9 +179,10 @@ class Round:
 
     ``number`` only grows; it fences everything. ``members`` are in rank order. ``store`` is
     ``address:port`` of the c10d store, hosted by the agent of the first member. ``cause`` says why
-    the round began; once it closes, ``closing`` says why, ``planned`` whether its workers may
-    still save, and ``failures`` what broke it. ``restarts`` counts the failures charged so far.
-    ``formed_at``: seconds since the epoch. An ended job has an ``outcome`` and, in a sentence, why.
+    the round began; once it closes, ``closing`` says why and ``planned`` whether its workers may
+    still save. ``since``: when the phase began, in seconds since the epoch. ``restarts`` counts the
+    failures charged so far, and ``failure`` is the last of them. An ended job has an ``outcome`` and,
+    in a sentence, ``why``. Round 0 never lives: it is the job waiting for its first workers.
     """
 
     number: int
@@ -185,7 +190,7 @@ class Round:
     members: tuple[Member, ...]
     store: str
     cause: Cause
-    formed_at: float
+    since: float
     restarts: int = 0
     closing: Cause | None = None
     planned: bool = False

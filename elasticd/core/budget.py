@@ -1,0 +1,96 @@
+"""The restart budget: what a broken round costs, and when a job has had enough.
+
+Intensity and period, as in Erlang's supervisors: at most ``restarts_max`` charged failures within
+``restart_window_s``. Only a failure of the user's code is charged, once per broken round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from elasticd.core.facts import (
+    Budget,
+    Charge,
+    Failure,
+    Policy,
+    Quarantine,
+    Report,
+    Round,
+)
+
+PROGRESS_AFTER_S = 60.0  # a round that lived this long counts as progress even without a step seen
+
+
+def first_failure(round: Round, reports: Iterable[Report]) -> Failure | None:
+    """The failure that broke the round: the earliest, as the others are usually its echoes."""
+    failures = [
+        Failure(report.node, exit)
+        for report in reports
+        if report.round == round.number and round.member(report.node, report.incarnation)
+        for exit in report.exits
+        if exit.failed
+    ]
+    return min(failures, key=lambda f: (f.exit.at, f.exit.rank), default=None)
+
+
+def progressed(round: Round, reports: Iterable[Report], lived_s: float) -> bool:
+    """Whether the round was of any use: some worker took a step, or it lived long."""
+    return lived_s >= PROGRESS_AFTER_S or any(
+        r.steps > 0 for r in reports if r.round == round.number
+    )
+
+
+def charge(budget: Budget, failure: Failure, progressed: bool, policy: Policy, now: float) -> Budget:
+    """The budget after one more failure; charges that left the window are forgotten."""
+    recent = tuple(c for c in budget.charges if c.at > now - policy.restart_window_s)
+    new = Charge(now, failure.node, failure.exit.slot, progressed)
+    return replace(budget, charges=(*recent, new), total=budget.total + 1)
+
+
+def exhausted(budget: Budget, policy: Policy) -> str | None:
+    """Why the job must end now, in a sentence, or None while it may go on."""
+    spent = len(budget.charges)
+    futile = 0
+    for c in reversed(budget.charges):
+        if c.progressed:
+            break
+        futile += 1
+    if spent > policy.restarts_max:
+        if policy.restarts_max == 0:
+            return "a worker failed, and no restarts are allowed"
+        return (
+            f"the restart budget is spent: {spent} failures within "
+            f"{policy.restart_window_s:g} s, where {policy.restarts_max} are allowed"
+        )
+    if futile >= policy.futile_max > 0:
+        return f"{futile} failures in a row without a single step of progress"
+    return None
+
+
+def left(budget: Budget, policy: Policy, now: float) -> int:
+    """How many more failures the job survives."""
+    recent = sum(c.at > now - policy.restart_window_s for c in budget.charges)
+    return max(0, policy.restarts_max - recent)
+
+
+def suspect(budget: Budget, policy: Policy) -> tuple[str, int] | None:
+    """The slot that failed alone, ``quarantine_after`` times in a row, if there is one."""
+    last = budget.charges[-policy.quarantine_after :]
+    if len(last) < policy.quarantine_after or policy.quarantine_after < 1:
+        return None
+    places = {(c.node, c.slot) for c in last}
+    return places.pop() if len(places) == 1 else None
+
+
+def quarantine(budget: Budget, place: tuple[str, int], policy: Policy, now: float) -> Budget:
+    """The budget with the slot kept out: longer each time, forgotten a window after its end."""
+    known: Mapping[tuple[str, int], Quarantine] = {(q.node, q.slot): q for q in budget.quarantines}
+    times = known[place].times + 1 if place in known else 1
+    length_s = min(policy.quarantine_s * 2 ** (times - 1), policy.quarantine_max_s)
+    others = tuple(
+        q
+        for q in budget.quarantines
+        if (q.node, q.slot) != place and q.until + policy.restart_window_s > now
+    )
+    return replace(budget, quarantines=(*others, Quarantine(*place, now + length_s, times)))

@@ -1,0 +1,190 @@
+"""Why something was decided, as values. Tests compare them; ``telemetry.words`` renders them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticd.core.facts import Cause, Failure, Outcome
+
+# ---------------------------------------------------------------- why the leader waits
+
+
+@dataclass(frozen=True, slots=True)
+class BelowMinimum:
+    """Too few workers; the job ends when this lasts until ``until``."""
+
+    have: int
+    need: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """Enough workers to start, but more may be on their way until ``until``."""
+
+    have: int
+    most: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitingRelease:
+    """Members of the closing round still have workers."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitingReturn:
+    """Members are not registered, but etcd was away, so they may come back until ``until``."""
+
+    nodes: tuple[str, ...]
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class CoolingDown:
+    """There is room to grow, once the round has lived until ``until``."""
+
+    have: int
+    could_have: int
+    until: float
+
+
+# ---------------------------------------------------------------- what the leader decided
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFormed:
+    number: int
+    world_size: int
+    nodes: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClosing:
+    number: int
+    cause: Cause
+    nodes: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCharged:
+    failure: Failure
+    spent: int
+    allowed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotQuarantined:
+    node: str
+    slot: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    outcome: Outcome
+    why: str
+
+
+# ---------------------------------------------------------------- what an agent decided
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersStarted:
+    round: int
+    ranks: tuple[int, ...]
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersStopping:
+    round: int
+    cause: Cause
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    round: int
+    slot: int
+    rank: int
+    code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """A newer round exists without this node, whose workers of an older one are killed."""
+
+    running: int
+    newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """The node's keys are gone; it registers again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAway:
+    """etcd does not answer. Workers go on, unless ``cut_off``: then they stop at ``until``."""
+
+    cut_off: bool
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBack:
+    away_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """This node leaves: asked by a signal, or (signal 0) by ``elasticd drain``."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeadsNow:
+    """This agent leads the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameTaken:
+    """Another agent has this node name; waits until its lease must have run out."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDiffers:
+    """The job runs with the policy of its first agent, which is not what this one was told."""
+
+    fields: tuple[str, ...]
+
+
+Wait = BelowMinimum | Settling | AwaitingRelease | AwaitingReturn | CoolingDown
+Reason = (
+    Wait
+    | RoundFormed
+    | RoundClosing
+    | FailureCharged
+    | SlotQuarantined
+    | JobEnded
+    | WorkersStarted
+    | WorkersStopping
+    | WorkerEnded
+    | Expelled
+    | LeaseLost
+    | StoreAway
+    | StoreBack
+    | Draining
+    | LeadsNow
+    | NameTaken
+    | PolicyDiffers
+)

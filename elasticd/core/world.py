@@ -1,0 +1,58 @@
+"""Forming a world: which slots of which nodes take part, and with which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elasticd.core.facts import Limits, Member, Node, Quarantine, Round
+
+
+def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
+    """The node's slots that are not in quarantine at ``now``."""
+    out = {q.slot for q in quarantines if q.node == node.name and q.until > now}
+    return tuple(s for s in node.slots if s not in out)
+
+
+def available(node: Node, last: Round | None) -> bool:
+    """Whether the node may be given work: it is not leaving, and nothing of ``last`` runs there."""
+    if node.draining:
+        return False
+    if last is None or last.member(node.name, node.incarnation) is None:
+        return True
+    return node.released >= last.number
+
+
+def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
+    """Survivors of ``last`` in their old order, then newcomers in the order given."""
+    if last is None:
+        return list(nodes)
+    seats = {(m.node, m.incarnation): i for i, m in enumerate(last.members)}
+    end = len(seats)
+    return sorted(nodes, key=lambda n: seats.get((n.name, n.incarnation), end))
+
+
+def form(
+    nodes: Sequence[Node],
+    last: Round | None,
+    limits: Limits,
+    quarantines: Sequence[Quarantine],
+    now: float,
+) -> tuple[Member, ...]:
+    """The largest world of at most ``limits.max`` workers; may be smaller than ``limits.min``.
+
+    ``nodes`` are those available, newcomers in order of arrival. Survivors keep their order, so
+    rank 0 stays where it is while its node lives; the ranks of a node are contiguous.
+    """
+    members: list[Member] = []
+    rank = 0
+    for node in order(nodes, last):
+        slots = usable_slots(node, quarantines, now)[: limits.max - rank]
+        if slots:
+            members.append(Member(node.name, node.incarnation, slots, rank))
+            rank += len(slots)
+    return tuple(members)
+
+
+def size(members: Iterable[Member]) -> int:
+    """The number of workers."""
+    return sum(len(m.slots) for m in members)
