@@ -36,9 +36,7 @@ def first_failure(round: Round, reports: Iterable[Report]) -> Failure | None:
 
 def progressed(round: Round, reports: Iterable[Report], lived_s: float) -> bool:
     """Whether the round was of any use: some worker took a step, or it lived long."""
-    return lived_s >= PROGRESS_AFTER_S or any(
-        r.steps > 0 for r in reports if r.round == round.number
-    )
+    return lived_s >= PROGRESS_AFTER_S or any(r.steps > 0 for r in reports if r.round == round.number)
 
 
 def charge(budget: Budget, failure: Failure, progressed: bool, policy: Policy, now: float) -> Budget:
@@ -89,8 +87,6 @@ def quarantine(budget: Budget, place: tuple[str, int], policy: Policy, now: floa
     times = known[place].times + 1 if place in known else 1
     length_s = min(policy.quarantine_s * 2 ** (times - 1), policy.quarantine_max_s)
     others = tuple(
-        q
-        for q in budget.quarantines
-        if (q.node, q.slot) != place and q.until + policy.restart_window_s > now
+        q for q in budget.quarantines if (q.node, q.slot) != place and q.until + policy.restart_window_s > now
     )
     return replace(budget, quarantines=(*others, Quarantine(*place, now + length_s, times)))

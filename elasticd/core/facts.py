@@ -180,7 +180,8 @@ class Round:
     ``number`` only grows; it fences everything. ``members`` are in rank order. ``store`` is
     ``address:port`` of the c10d store, hosted by the agent of the first member. ``cause`` says why
     the round began; once it closes, ``closing`` says why and ``planned`` whether its workers may
-    still save. ``since``: when the phase began, in seconds since the epoch. ``restarts`` counts the
+    still save. ``since``: when the phase began, in seconds since the epoch; ``lived_s``: how long a
+    closing round had lived. ``restarts`` counts the
     failures charged so far, and ``failure`` is the last of them. An ended job has an ``outcome`` and,
     in a sentence, ``why``. Round 0 never lives: it is the job waiting for its first workers.
     """
@@ -191,6 +192,7 @@ class Round:
     store: str
     cause: Cause
     since: float
+    lived_s: float = 0.0
     restarts: int = 0
     closing: Cause | None = None
     planned: bool = False
