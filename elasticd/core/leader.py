@@ -220,14 +220,14 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         return _close(view, round, Cause.WORKER_FAILED, False, now, failure=failure)
 
     missing = [m.node for m in round.members if m.node not in finished and not _present(view, m)]
+    lost = tuple(node for node in missing if _surely_gone(view, node, now))
     idle = [
         m.node
         for m in round.members
         if m.node not in finished and _present(view, m) and _released(view, m, round.number)
     ]
-    if idle or (missing and now >= view.absence_counts_from):
-        lost = (*idle, *missing) if now >= view.absence_counts_from else tuple(idle)
-        return _close(view, round, Cause.NODE_LOST, False, now, nodes=tuple(lost))
+    if idle or lost:
+        return _close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
 
     leaving = [m.node for m in round.members if _present(view, m) and _leaving(view, spec, m)]
     if leaving:
@@ -268,7 +268,7 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     )
     if holding:
         return Plan(reasons=(AwaitingRelease(holding),))
-    if missing and now < view.absence_counts_from:
+    if not all(_surely_gone(view, node, now) for node in missing):
         until = view.absence_counts_from
         return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))
 
@@ -385,6 +385,12 @@ def _present(view: View, member: Member) -> bool:
     assert view.nodes is not None
     known = view.nodes.get(member.node)
     return known is not None and known.node.incarnation == member.incarnation
+
+
+def _surely_gone(view: View, node: str, now: float) -> bool:
+    """Whether an absent member has been replaced, or can no longer be merely late."""
+    assert view.nodes is not None
+    return node in view.nodes or now >= view.absence_counts_from
 
 
 def _released(view: View, member: Member, number: int) -> bool:

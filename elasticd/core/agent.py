@@ -1,0 +1,789 @@
+"""The agent of one node: joins the job, runs its workers in each round, and leaves.
+
+``step(state, event, now)`` takes in one event and returns the new state, what to do, why, and when
+to be woken if nothing happens. Level-triggered: an event changes what is known, and all that
+follows is decided from the whole of it, so that lost, late and repeated answers do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import assert_never
+
+from elasticd.core.facts import (
+    Drained,
+    Exit,
+    Leadership,
+    Member,
+    Node,
+    Outcome,
+    Phase,
+    Report,
+    Round,
+    Spec,
+)
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Delete,
+    Entry,
+    Guard,
+    Held,
+    LeaseNews,
+    Lost,
+    Put,
+    Silent,
+    StillThere,
+    Unchanged,
+    Write,
+)
+from elasticd.core.reasons import (
+    Draining,
+    Expelled,
+    LeadsNow,
+    LeaseLost,
+    NameTaken,
+    PolicyDiffers,
+    Reason,
+    StoreAway,
+    StoreBack,
+    WorkerEnded,
+    WorkersStarted,
+    WorkersStopping,
+)
+
+SIGKILL, SIGTERM = 9, 15  # core knows no signal module of any platform; these are POSIX's
+RETRY_S = 0.5  # after an unknown or refused write, when no news came meanwhile
+DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round for it
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Saw:
+    """News of one of the keys that every agent watches: spec, round, leader, its own node.
+    ``fact`` is None where the key does not exist."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class SawOthers:
+    """Answer to ``LookAround``: how many other nodes are registered."""
+
+    count: int
+
+
+class Tag(StrEnum):
+    """Which of the agent's writes an answer belongs to; one of each is under way at a time."""
+
+    SPEC = "spec"
+    NODE = "node"
+    EVICT = "evict"
+    LEAD = "lead"
+    REPORT = "report"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    tag: Tag
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseChanged:
+    news: LeaseNews
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """``fenced``: killed because the lease was running out. ``steps``: see ``Report.steps``."""
+
+    round: int
+    exit: Exit
+    fenced: bool = False
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PortReserved:
+    """Answer to ``CloseStore``: the port for the next store that this node hosts."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGone:
+    """Answer to ``CheckProcess``: no process of that incarnation is left on this machine."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLost:
+    """The process keeper died and took all workers with it; the driver has started another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Saw
+    | SawOthers
+    | Answered
+    | LeaseChanged
+    | WorkerExited
+    | PortReserved
+    | Signalled
+    | ProcessGone
+    | KeeperLost
+    | Tick
+)
+
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Transact:
+    tag: Tag
+    guards: tuple[Guard, ...]
+    writes: tuple[Write, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Host the round's store first if this node is its first member."""
+
+    round: Round
+    member: Member
+    hosts_store: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    signal: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStore:
+    """The round's store is no longer needed; reserve a port for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookAround:
+    """Count the other nodes of the job, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckProcess:
+    pid: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Revoke the lease and end with this exit code. ``why``: a sentence for a person."""
+
+    code: int
+    why: str
+
+
+Action = Transact | StartWorkers | StopWorkers | CloseStore | Fence | LookAround | CheckProcess | Leave
+
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this agent is. ``host`` tells machines apart (name and boot id), ``pid`` is its own."""
+
+    node: str
+    incarnation: str
+    address: str
+    slots: tuple[int, ...]
+    host: str
+    pid: int
+
+    @property
+    def key(self) -> str:
+        return f"nodes/{self.node}"
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers here, of one round. ``alive``: slots whose worker has not ended yet."""
+
+    round: Round
+    member: Member
+    hosts_store: bool
+    alive: frozenset[int]
+    failures: tuple[Exit, ...] = ()
+    stopping: bool = False
+    killed: bool = False
+    fenced: bool = False
+    steps: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return not (self.alive or self.failures or self.stopping or self.fenced)
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """The node is leaving: since a signal (0: asked by the operator), patient until then."""
+
+    signal: int
+    patient_until: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All an agent knows. ``wanted`` is the spec its command line asks for.
+
+    ``history``: the number of a round that had ended before this agent came, which is no news.
+    ``retry_at``: writes that are not to be tried again before a time.
+    """
+
+    me: Identity
+    wanted: Spec
+    etcd_grace_s: float
+    store_port: int
+    seen: Mapping[str, Entry] = field(default_factory=dict)
+    others: int | None = None
+    joined: bool = False
+    history: int = -1
+    lease_until: float | None = None
+    silent: Silent | None = None
+    own: Entry | None = None
+    crew: Crew | None = None
+    released: int = 0
+    closing_store: bool = False
+    reported: Report | None = None
+    departure: Departure | None = None
+    name_taken_until: float | None = None
+    busy: Mapping[Tag, Transact] = field(default_factory=dict)
+    retry_at: Mapping[Tag, float] = field(default_factory=dict)
+    exiting: Leave | None = None
+    gone: bool = False
+
+    @property
+    def registered(self) -> bool:
+        return self.own is not None and self.own.fact is not None
+
+    @property
+    def spec(self) -> Spec | None:
+        entry = self.seen.get("spec")
+        return entry.fact if entry and isinstance(entry.fact, Spec) else None
+
+    @property
+    def round(self) -> Round | None:
+        entry = self.seen.get("round")
+        fact = entry.fact if entry else None
+        return fact if isinstance(fact, Round) else None
+
+    @property
+    def leads(self) -> Entry | None:
+        """The leader key, if it is this agent's."""
+        entry = self.seen.get("leader")
+        mine = Leadership(self.me.node, self.me.incarnation)
+        return entry if entry and entry.fact == mine and self.registered else None
+
+    @property
+    def policy_source(self) -> Spec:
+        return self.spec or self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    state: State
+    actions: tuple[Action, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    wake_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Doing:
+    """What one step has decided so far. Lives no longer than the step."""
+
+    state: State
+    now: float
+    actions: list[Action] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
+    wakes: list[float] = field(default_factory=list)
+
+    def set(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+    def crew(self, **changes: object) -> None:
+        assert self.state.crew is not None
+        self.set(crew=replace(self.state.crew, **changes))  # type: ignore[arg-type]
+
+    def transact(self, tag: Tag, guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> None:
+        """One write of a kind at a time, and none while the store is silent or has just refused."""
+        if tag in self.state.busy or self.state.silent is not None:
+            return
+        retry_at = self.state.retry_at.get(tag, 0.0)
+        if self.now < retry_at:
+            self.wakes.append(retry_at)
+            return
+        action = Transact(tag, guards, writes)
+        self.set(busy={**self.state.busy, tag: action})
+        self.actions.append(action)
+
+
+def start(me: Identity, wanted: Spec, store_port: int, etcd_grace_s: float) -> State:
+    """An agent that knows nothing yet. The driver then watches the keys of ``watched``."""
+    return State(me=me, wanted=wanted, etcd_grace_s=etcd_grace_s, store_port=store_port)
+
+
+def watched(me: Identity) -> tuple[str, ...]:
+    """The keys that every agent follows; only the leader follows more."""
+    return ("spec", "round", "leader", me.key)
+
+
+def step(state: State, event: Event, now: float) -> Step:
+    """One event. Never blocks, never fails on an event that is possible."""
+    do = _Doing(state, now)
+    if not state.gone:
+        _absorb(do, event)
+        _decide(do)
+    return Step(do.state, tuple(do.actions), tuple(do.reasons), min(do.wakes, default=None))
+
+
+# ---------------------------------------------------------------- taking in
+
+
+def _absorb(do: _Doing, event: Event) -> None:
+    state = do.state
+    match event:
+        case Saw(entry):
+            _saw(do, entry)
+        case SawOthers(count):
+            do.set(others=count)
+        case Answered(tag, answer):
+            _answered(do, tag, answer)
+        case LeaseChanged(news):
+            _lease(do, news)
+        case WorkerExited():
+            _exited(do, event)
+        case PortReserved(port):
+            do.set(store_port=port, closing_store=False)
+        case Signalled(signal):
+            _signalled(do, signal)
+        case ProcessGone(incarnation):
+            key = state.seen.get(state.me.key)
+            if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
+                do.transact(Tag.EVICT, (Unchanged(key.key, key.revision),), (Delete(key.key),))
+        case KeeperLost():
+            if state.crew:
+                do.crew(alive=frozenset(), fenced=True)
+        case Tick():
+            pass
+        case _:
+            assert_never(event)
+
+
+def _saw(do: _Doing, entry: Entry) -> None:
+    old = do.state.seen.get(entry.key)
+    if old is not None and entry.revision and entry.revision < old.revision:
+        return
+    do.set(seen={**do.state.seen, entry.key: entry})
+    if entry.key == do.state.me.key:
+        own = do.state.own
+        mine = isinstance(entry.fact, Node) and entry.fact.incarnation == do.state.me.incarnation
+        if mine:
+            do.set(own=entry, name_taken_until=None)
+        elif own is None or entry.revision >= own.revision or not entry.revision:
+            do.set(own=None, reported=None)
+    if entry.key == "leader" and do.state.leads and (old is None or old.fact != entry.fact):
+        do.reasons.append(LeadsNow())
+
+
+def _answered(do: _Doing, tag: Tag, answer: Answer) -> None:
+    asked = do.state.busy.get(tag)
+    do.set(busy={t: a for t, a in do.state.busy.items() if t is not tag})
+    if isinstance(answer, Applied):
+        for write in asked.writes if asked else ():
+            if write.key in do.state.seen:  # our own news: no need to wait for the watch
+                _saw(do, _written(do.state.seen[write.key], write, answer.revision))
+        return
+    # The view is older than the store. News is on its way; if it is not, try again later.
+    do.set(retry_at={**do.state.retry_at, tag: do.now + RETRY_S})
+    if tag is Tag.REPORT:
+        do.set(reported=None)
+
+
+def _written(old: Entry, write: Write, revision: int) -> Entry:
+    if isinstance(write, Delete):
+        return Entry(old.key, None, revision, 0)
+    created = old.created if old.fact is not None else revision
+    return Entry(old.key, write.fact, revision, created)
+
+
+def _lease(do: _Doing, news: LeaseNews) -> None:
+    state = do.state
+    match news:
+        case Held(until):
+            if state.silent is not None:
+                do.reasons.append(StoreBack(do.now - state.silent.since))
+            do.set(lease_until=until, silent=None)
+            do.actions.append(Fence(until))
+        case Lost():
+            do.set(own=None, reported=None, lease_until=None)
+            do.reasons.append(LeaseLost())
+        case Silent(_, cut_off):
+            # A silent store that is not merely cut off from here serves nobody else either, so no
+            # world can have formed without us: training goes on beyond the lease.
+            if state.silent is None or state.silent.cut_off != cut_off:
+                fence = (state.lease_until or do.now) if cut_off else None
+                do.reasons.append(StoreAway(cut_off, fence))
+                do.actions.append(Fence(fence))
+            do.set(silent=news)
+        case _:
+            assert_never(news)
+
+
+def _exited(do: _Doing, event: WorkerExited) -> None:
+    crew = do.state.crew
+    exit = event.exit
+    if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
+        return
+    own_doing = crew.stopping or event.fenced
+    do.crew(
+        alive=crew.alive - {exit.slot},
+        fenced=crew.fenced or event.fenced,
+        steps=max(crew.steps, event.steps),
+        failures=crew.failures if own_doing or not exit.failed else (*crew.failures, exit),
+    )
+    if not own_doing:
+        do.reasons.append(WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message))
+
+
+def _signalled(do: _Doing, signal: int) -> None:
+    if do.state.departure is None:
+        do.set(departure=Departure(signal, do.now + DRAIN_PATIENCE_S))
+        do.reasons.append(Draining(signal))
+    else:  # asked twice: at once
+        do.set(departure=Departure(signal, do.now))
+        _stop(do, SIGKILL, 0.0)
+
+
+# ---------------------------------------------------------------- deciding
+
+
+def _decide(do: _Doing) -> None:
+    _heed_the_operator(do)
+    _outlast_the_store(do)
+    _notice_a_false_start(do)
+    if not do.state.joined and do.state.exiting is None and do.state.departure is None:
+        _join(do)
+    _follow_the_round(do)
+    _release(do)
+    _depart(do)
+    if do.state.exiting is None:
+        _register(do)
+        _report(do)
+        _campaign(do)
+    _exit(do)
+
+
+def _heed_the_operator(do: _Doing) -> None:
+    spec, me = do.state.spec, do.state.me
+    if spec and do.state.departure is None and Drained(me.node, me.incarnation) in spec.drain:
+        do.set(departure=Departure(0, do.now + DRAIN_PATIENCE_S))
+        do.reasons.append(Draining(0))
+
+
+def _outlast_the_store(do: _Doing) -> None:
+    silent = do.state.silent
+    if silent is None or do.state.exiting is not None:
+        return
+    until = silent.since + do.state.etcd_grace_s
+    if do.now >= until:
+        why = f"etcd has not answered for {do.state.etcd_grace_s:g} s"
+        do.set(exiting=Leave(4, why))
+    else:
+        do.wakes.append(until)
+
+
+def _notice_a_false_start(do: _Doing) -> None:
+    """The spec we joined by belonged to a job that was just ending: join again, afresh."""
+    round = do.state.round
+    if do.state.joined and "spec" in do.state.seen and do.state.spec is None:
+        if round is None or (round.phase is Phase.ENDED and round.number <= do.state.history):
+            do.set(joined=False)
+
+
+def _join(do: _Doing) -> None:
+    """Agree with the job on what it is, or be the one that says so."""
+    state = do.state
+    if "spec" not in state.seen or "round" not in state.seen or state.me.key not in state.seen:
+        return
+    spec, round, wanted = state.spec, state.round, state.wanted
+    over = round is not None and round.phase is Phase.ENDED
+    if round is not None and over:
+        if spec is None and round.outcome is Outcome.SUCCEEDED:
+            why = "this job has already finished; give the run another --job to train again"
+            do.set(exiting=Leave(0, why))
+            return
+        do.set(history=round.number)
+    if spec is None:
+        do.transact(Tag.SPEC, (Unchanged("spec", 0),), (Put("spec", wanted),))
+        return
+    difference = _difference(spec, wanted)
+    if difference is None:
+        do.set(joined=True)
+        other_policy = tuple(
+            name
+            for name in type(spec.policy).__dataclass_fields__
+            if getattr(spec.policy, name) != getattr(wanted.policy, name)
+        )
+        if other_policy:
+            do.reasons.append(PolicyDiffers(other_policy))
+    elif state.others is None:
+        do.actions.append(LookAround())
+        do.set(others=-1)  # asked
+    elif state.others == 0:
+        # A job nobody works on any more: what it was is not binding.
+        guard = Unchanged("spec", state.seen["spec"].revision)
+        do.transact(
+            Tag.SPEC,
+            (guard,),
+            (Put("spec", wanted), Delete("budget"), Delete("reports/", prefix=True)),
+        )
+    elif state.others > 0:
+        do.set(exiting=Leave(2, difference))
+
+
+def _difference(spec: Spec, wanted: Spec) -> str | None:
+    if spec.asked != wanted.asked:
+        return (
+            f"this job runs with --min {spec.asked.min} --max {spec.asked.max}, not with "
+            f"--min {wanted.asked.min} --max {wanted.asked.max}; use the same limits, another --job, "
+            "or `elasticd scale`"
+        )
+    if spec.fingerprint != wanted.fingerprint:
+        return (
+            f"this job runs another script ({spec.script}, not {wanted.script} as it is here); "
+            "use the same script, or another --job"
+        )
+    return None
+
+
+def _register(do: _Doing) -> None:
+    """Keep the node's record in etcd what it should be."""
+    state = do.state
+    if not state.joined or state.lease_until is None or state.me.key not in state.seen:
+        return
+    key = state.seen[state.me.key]
+    if state.own is None:
+        if state.departure is not None:
+            return
+        if isinstance(key.fact, Node) and key.fact.incarnation != state.me.incarnation:
+            _wait_for_name(do, key, key.fact)
+        elif key.fact is None:
+            put = Put(state.me.key, _record(state), leased=True)
+            do.transact(Tag.NODE, (Unchanged(state.me.key, 0),), (put,))
+    elif state.own.fact != _record(state):
+        put = Put(state.me.key, _record(state), leased=True)
+        do.transact(Tag.NODE, (Unchanged(state.me.key, state.own.revision),), (put,))
+
+
+def _record(state: State) -> Node:
+    me = state.me
+    return Node(
+        name=me.node,
+        incarnation=me.incarnation,
+        address=me.address,
+        slots=me.slots,
+        released=state.released,
+        store_port=state.store_port,
+        pid=me.pid,
+        host=me.host,
+        draining=state.departure is not None,
+    )
+
+
+def _wait_for_name(do: _Doing, key: Entry, holder: Node) -> None:
+    """An earlier agent of this name may just have died; its lease says so within its TTL."""
+    state = do.state
+    if state.name_taken_until is None:
+        until = do.now + 2 * state.policy_source.policy.node_ttl_s + 1.0
+        do.set(name_taken_until=until)
+        do.reasons.append(NameTaken(until))
+        if holder.host == state.me.host:
+            do.actions.append(CheckProcess(holder.pid, holder.incarnation))
+    elif do.now >= state.name_taken_until:
+        why = f"another agent of this job is already called {state.me.node}; give this one another --node"
+        do.set(exiting=Leave(2, why))
+        return
+    assert do.state.name_taken_until is not None
+    do.wakes.append(do.state.name_taken_until)
+
+
+def _campaign(do: _Doing) -> None:
+    state = do.state
+    leader = state.seen.get("leader")
+    if not (state.registered and leader and leader.fact is None and state.departure is None):
+        return
+    assert state.own is not None
+    put = Put("leader", Leadership(state.me.node, state.me.incarnation), leased=True)
+    do.transact(Tag.LEAD, (Unchanged("leader", 0), StillThere(state.me.key, state.own.created)), (put,))
+
+
+# ---------------------------------------------------------------- the round
+
+
+def _follow_the_round(do: _Doing) -> None:
+    state, round = do.state, do.state.round
+    if round is None or not state.joined:
+        return
+    policy = state.policy_source.policy
+    if round.phase is Phase.ENDED:
+        if round.number <= state.history:
+            return
+        _stop(do, SIGTERM, policy.broken_s)
+        if do.state.exiting is None:
+            do.set(exiting=_epitaph(round))
+        return
+    if state.crew is not None:
+        crew = state.crew
+        if round.number > crew.round.number:
+            if not crew.killed:
+                do.reasons.append(Expelled(crew.round.number, round.number))
+            _stop(do, SIGKILL, 0.0)
+        elif round.number == crew.round.number and round.phase is not Phase.LIVE:
+            signal = state.departure.signal if state.departure else 0
+            _stop(do, signal or SIGTERM, policy.shutdown_s if round.planned else policy.broken_s)
+        return
+    member = round.member(state.me.node, state.me.incarnation)
+    if (
+        round.phase is Phase.LIVE
+        and member is not None
+        and state.registered
+        and state.released < round.number
+        and state.departure is None
+        and state.exiting is None
+        and not state.closing_store
+    ):
+        hosts = round.members[0] == member
+        do.set(crew=Crew(round, member, hosts, frozenset(member.slots)))
+        do.actions.append(StartWorkers(round, member, hosts))
+        ranks = tuple(member.rank_of(s) for s in member.slots)
+        do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
+
+
+def _stop(do: _Doing, signal: int, grace_s: float) -> None:
+    """Stop the workers, once; and once more if it must be at once."""
+    crew = do.state.crew
+    if crew is None or not crew.alive or crew.killed or (crew.stopping and signal != SIGKILL):
+        return
+    do.crew(stopping=True, killed=signal == SIGKILL)
+    do.actions.append(StopWorkers(signal, grace_s))
+    round = do.state.round
+    cause = (round.closing if round else None) or crew.round.cause
+    do.reasons.append(WorkersStopping(crew.round.number, cause, grace_s))
+
+
+def _release(do: _Doing) -> None:
+    """Once no worker of a round is left and the round is over (for us), say so."""
+    state, crew = do.state, do.state.crew
+    if crew is None or crew.alive:
+        return
+    round = state.round
+    still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
+    if still_live and not (crew.fenced or crew.stopping):
+        return  # finished or failed: the leader has yet to hear of it
+    do.set(crew=None, released=max(state.released, crew.round.number))
+    if crew.hosts_store:
+        do.set(closing_store=True)
+        do.actions.append(CloseStore())
+
+
+def _report(do: _Doing) -> None:
+    """What the leader must know of this round."""
+    state, crew = do.state, do.state.crew
+    if crew is None or not state.registered or not (crew.failures or crew.finished):
+        return
+    report = Report(
+        node=state.me.node,
+        incarnation=state.me.incarnation,
+        round=crew.round.number,
+        exits=crew.failures,
+        finished=crew.finished,
+        steps=crew.steps,
+    )
+    if report == state.reported:
+        return
+    assert state.own is not None
+    if Tag.REPORT not in state.busy:
+        before = len(do.actions)
+        do.transact(
+            Tag.REPORT,
+            (StillThere(state.me.key, state.own.created),),
+            (Put(f"reports/{state.me.node}", report),),
+        )
+        if len(do.actions) > before:
+            do.set(reported=report)
+
+
+# ---------------------------------------------------------------- leaving
+
+
+def _epitaph(round: Round) -> Leave:
+    match round.outcome:
+        case Outcome.SUCCEEDED:
+            return Leave(0, round.why)
+        case Outcome.FAILED | None:
+            return Leave(1, round.why)
+        case Outcome.SHORT:
+            return Leave(3, round.why)
+        case Outcome.STOPPED:
+            return Leave(128 + SIGTERM, round.why)
+        case _:
+            assert_never(round.outcome)
+
+
+def _depart(do: _Doing) -> None:
+    """A draining node lets the leader end the round for everybody, but not for ever."""
+    state, departure = do.state, do.state.departure
+    if departure is None or state.exiting is not None:
+        return
+    if state.crew is not None:
+        unanswered = not (state.crew.stopping or state.crew.killed)
+        if unanswered and (do.now >= departure.patient_until or not state.registered or state.silent):
+            _stop(do, departure.signal or SIGTERM, state.policy_source.policy.shutdown_s)
+        elif unanswered:
+            do.wakes.append(departure.patient_until)
+        if do.state.crew is not None and (do.state.crew.alive or not do.now >= departure.patient_until):
+            return
+    do.set(exiting=Leave(128 + (departure.signal or SIGTERM), "drained"))
+
+
+def _exit(do: _Doing) -> None:
+    leave = do.state.exiting
+    if leave is None:
+        return
+    if do.state.crew is not None and do.state.crew.alive:
+        _stop(do, SIGTERM, do.state.policy_source.policy.broken_s)
+        return
+    do.set(gone=True, crew=None)
+    do.actions.append(leave)
