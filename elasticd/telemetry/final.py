@@ -1,0 +1,66 @@
+"""The last screen: of a failed job, who failed first, how, why, and where to read on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticd.core.facts import Failure, Outcome, Round
+from elasticd.telemetry import words
+
+TRACEBACK_LINES_MAX = 60
+
+
+def screen(job: str, last: Round, *, restarts: int, lasted_s: float) -> str:
+    """What to print when the job has ended, from its last round.
+
+    ``restarts``: failures the job has had in all; ``lasted_s``: how long it took, in seconds.
+    """
+    outcome = last.outcome or Outcome.STOPPED
+    head = f"{job} {words.ended(outcome)} after {words.span(lasted_s)}"
+    if outcome is Outcome.SUCCEEDED:
+        tail = f", {words.count(restarts, 'restart')} on the way" if restarts else ""
+        rounds = f" in {words.count(last.number, 'round')}"
+        return f"{head}{rounds}, with {words.count(last.world_size, 'worker')} at the end{tail}."
+    said = f"{head}: {last.why}." if last.why else f"{head}."
+    if outcome is Outcome.FAILED and last.failure is not None:
+        return "\n".join([said, *_failure(last.failure)])
+    return said
+
+
+def _failure(failure: Failure) -> Sequence[str]:
+    exit = failure.exit
+    lines = [
+        "",
+        f"First to fail: {words.worker(failure.node, exit)}, which {words.ending(exit.code)}.",
+    ]
+    traceback = exit.traceback.rstrip()
+    if traceback:
+        lines += ["", *(f"    {line}" for line in _shortened(traceback.splitlines()))]
+    elif exit.message.strip():
+        lines += [
+            "",
+            *(f"    {line}" for line in _shortened(exit.message.strip().splitlines())),
+        ]
+    else:
+        lines += ["", "    It left no traceback and wrote nothing to stderr."]
+    lines.append("")
+    if exit.log:
+        lines.append(f"Its output: {exit.log} (on {failure.node})")
+    else:
+        lines.append(
+            "Its output was not kept; run with --log-dir DIR --tee 3 to have it in files."
+        )
+    return lines
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """A traceback says where at its start and what at its end; a deep recursion fills the middle."""
+    if len(lines) <= TRACEBACK_LINES_MAX:
+        return lines
+    head = TRACEBACK_LINES_MAX // 3
+    tail = TRACEBACK_LINES_MAX - head - 1
+    return [
+        *lines[:head],
+        f"... {len(lines) - head - tail} lines left out ...",
+        *lines[-tail:],
+    ]

@@ -1,0 +1,145 @@
+"""The lines at the bottom of the terminal, from a snapshot and the terminal's size. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from io import StringIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
+
+_STATE_STYLES: dict[SlotState, str] = {
+    SlotState.IDLE: "dim",
+    SlotState.STARTING: "yellow",
+    SlotState.RUNNING: "green",
+    SlotState.STOPPING: "yellow",
+    SlotState.FINISHED: "blue",
+    SlotState.FAILED: "bold red",
+    SlotState.QUARANTINED: "magenta",
+}
+_GAP = 3  # between columns of slots
+
+
+def render(snapshot: Snapshot, width: int, height: int) -> list[str]:
+    """Lines with ANSI colours, each narrower than ``width`` cells; never more than half of
+    ``height``, whatever the number of slots."""
+    room = max(1, height // 2)
+    usable = max(8, width - 1)  # a full last column makes some terminals wrap
+    lines: list[Text] = [_head(snapshot, usable)]
+    if snapshot.waiting and len(lines) < room:
+        lines.append(Text(f" {snapshot.waiting}", style="yellow"))
+    events = snapshot.events[-3:] if room > 8 else snapshot.events[-1:]
+    slot_rows = max(0, room - 1 - len(lines) - len(events))
+    lines += _slots(snapshot.slots, usable, min(slot_rows, 8))
+    for event in events[: max(0, room - 1 - len(lines))]:
+        clock = time.strftime("%H:%M:%S", time.localtime(event.at))
+        lines.append(Text.assemble((f" {clock} ", "dim"), event.text))
+    rule = Text("─" * usable, style="dim")
+    return _ansi([rule, *lines] if room > 1 else lines, usable)
+
+
+def _head(s: Snapshot, width: int) -> Text:
+    """The job in one line: what is most important first, as many words as fit."""
+    pace = s.steps_per_s
+    words: list[tuple[str, str]] = [
+        (f"world {s.world_size}", "bold green" if s.world_size else "bold yellow"),
+        (f"({s.limits.min}..{s.limits.max})", "dim"),
+        (f"round {s.round}", "bold"),
+        (s.phase, "yellow" if s.phase != "live" else ""),
+        (f"step {s.step}", ""),
+    ]
+    if pace is not None:
+        words.append((f"{_rate(pace)} steps/s", "cyan"))
+    words.append((f"restarts {s.restarts}", "yellow" if s.restarts else "dim"))
+    words.append((f"({s.budget_left} left)", "dim"))
+    head = Text.assemble((f" {_short(s.job, max(8, width // 3))}", "bold cyan"))
+    for word, style in words:
+        if word and head.cell_len + 2 + cell_len(word) <= width:
+            head.append("  ").append(word, style=style)
+    return head
+
+
+def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
+    """Slots in as many columns as fit; what does not fit is counted."""
+    if not slots or rows < 1:
+        return []
+    several = len({s.node for s in slots}) > 1
+    cells = [_cell(s, several) for s in slots]
+    widest = min(max(c.cell_len for c in cells), width - 1)
+    columns = max(1, (width - 1 + _GAP) // (widest + _GAP))
+    capacity = columns * rows
+    rest = 0
+    if len(cells) > capacity:
+        # What is not running as it should is what people look for.
+        order = sorted(
+            range(len(slots)), key=lambda i: (slots[i].state is SlotState.RUNNING, i)
+        )
+        kept = sorted(order[: max(0, columns * (rows - 1))])
+        rest = len(cells) - len(kept)
+        cells = [cells[i] for i in kept]
+    lines: list[Text] = []
+    for start in range(0, len(cells), columns):
+        line = Text(" ")
+        for cell in cells[start : start + columns]:
+            padding = widest - cell.cell_len + _GAP
+            line.append_text(cell).append(" " * max(0, padding))
+        line.rstrip()
+        lines.append(line)
+    if rest:
+        lines.append(Text(f" … and {rest} more slots", style="dim"))
+    return lines
+
+
+def _cell(s: SlotLine, several_nodes: bool) -> Text:
+    where = f"{_short(s.node, 20)}/{s.slot}" if several_nodes else f"slot {s.slot}"
+    cell = Text.assemble((where, "dim"))
+    if s.rank is not None:
+        cell.append(f" rank {s.rank}", style="")
+    cell.append(f" {s.state}", style=_STATE_STYLES[s.state])
+    if s.step:
+        cell.append(f" {s.step}")
+    if s.steps_per_s is not None:
+        cell.append(f" {_rate(s.steps_per_s)}/s", style="cyan")
+    return cell
+
+
+def _rate(per_s: float) -> str:
+    return (
+        f"{per_s:.0f}"
+        if per_s >= 100
+        else f"{per_s:.1f}"
+        if per_s >= 1
+        else f"{per_s:.2f}"
+    )
+
+
+def _short(name: str, most: int) -> str:
+    """The name, with its middle left out where it is longer than ``most`` characters."""
+    if len(name) <= most:
+        return name
+    head = (most - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
+
+
+def _ansi(lines: Sequence[Text], width: int) -> list[str]:
+    out: list[str] = []
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+        buffer = StringIO()
+        console = Console(
+            file=buffer,
+            width=width + 1,
+            force_terminal=True,
+            color_system="standard",
+            legacy_windows=False,
+            highlight=False,
+            emoji=False,
+            no_color=False,
+        )
+        console.print(line, end="", soft_wrap=True)
+        out.append(buffer.getvalue())
+    return out

@@ -1,0 +1,172 @@
+"""The log: structlog events on stderr, readable on a terminal, JSON for machines.
+
+``setup`` once, ``bind`` what every event carries (job, node, round), ``get`` a logger anywhere.
+Events are named with dots and say what changed: ``log.info("round.formed", round=7, workers=12)``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, MutableMapping
+from typing import Any, Literal
+
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+from elasticd.core.reasons import Reason
+from elasticd.telemetry import words
+
+Format = Literal["auto", "console", "json"]
+
+# Bound process-wide, not in contextvars, as those do not reach the threads that edges log from.
+# Replaced whole, never changed in place, so that readers need no lock.
+_bound: dict[str, object] = {}
+
+
+def bind(**fields: object) -> None:
+    """Add fields to every event from now on, whatever thread it comes from."""
+    global _bound
+    _bound = {**_bound, **fields}
+
+
+def unbind_all() -> None:
+    """Forget what was bound."""
+    global _bound
+    _bound = {}
+
+
+def get(name: str = "elasticd") -> FilteringBoundLogger:
+    """A logger; ``name`` says which part of elasticd speaks."""
+    logger: FilteringBoundLogger = structlog.get_logger(name)
+    return logger
+
+
+def reason(logger: FilteringBoundLogger, why: Reason) -> None:
+    """Log a decision of the core."""
+    event = words.event(why)
+    logger.log(
+        logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.fields
+    )
+
+
+def setup(
+    format: Format = "auto",
+    *,
+    level: str = "info",
+    colors: bool | None = None,
+    line: Callable[[str], None] | None = None,
+) -> None:
+    """Make structlog and the standard library's logging write one line per event.
+
+    ``format``: "auto" is "console" when stderr is a terminal, else "json". ``line`` takes each
+    finished line (the live view's, so that its footer stays whole); by default it goes to stderr.
+    Raises ValueError for an unknown level.
+    """
+    terminal = sys.stderr.isatty()
+    as_json = format == "json" or (format == "auto" and not terminal)
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(
+            f"log level {level!r} is none of debug, info, warning, error and critical"
+        )
+
+    shared: list[Processor] = [
+        _add_bound,
+        structlog.stdlib.add_log_level,
+        structlog.processors.StackInfoRenderer(),
+    ]
+    if as_json:
+        shared += [
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+        ]
+        renderer: Processor = structlog.processors.JSONRenderer(default=str)
+    else:
+        shared += [
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            _quiet_for_people,
+        ]
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=terminal if colors is None else colors, pad_event_to=22
+        )
+
+    write = line or _to_stderr
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=lambda *_: _Lines(write),
+        cache_logger_on_first_use=False,
+    )
+    handler = _LineHandler(write)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, _name_of_library],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                renderer,
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    # Libraries tell of their daily life at INFO; what people asked for is ours.
+    root.setLevel(max(number, logging.WARNING))
+
+
+class _Lines:
+    """What structlog calls a logger: takes finished lines."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+
+    def msg(self, message: str) -> None:
+        self._write(message)
+
+    debug = info = warning = error = critical = exception = log = msg
+
+
+class _LineHandler(logging.Handler):
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(self.format(record))
+        except Exception:  # noqa: BLE001 - logging's own contract: never raise into who logs
+            self.handleError(record)
+
+
+def _to_stderr(text: str) -> None:
+    # Looked up at each call, so that a replaced sys.stderr is honoured.
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _add_bound(
+    _: Any, __: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    for key, value in _bound.items():
+        event.setdefault(key, value)
+    return event
+
+
+def _quiet_for_people(
+    _: Any, __: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """On a terminal there is one job and one node, named at the start: do not repeat them."""
+    if event.get("event") != "agent.started":
+        for key in ("job", "node"):
+            if event.get(key) == _bound.get(key, object()):
+                del event[key]
+    return event
+
+
+def _name_of_library(
+    _: Any, __: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    record = event.get("_record")
+    if isinstance(record, logging.LogRecord):
+        event["library"] = record.name
+    return event

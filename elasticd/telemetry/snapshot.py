@@ -1,0 +1,71 @@
+"""What the live view shows, as one immutable value: whoever knows the job publishes a new one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elasticd.core.facts import Limits
+
+
+class SlotState(StrEnum):
+    IDLE = "idle"  # offered, but without a worker
+    STARTING = "starting"  # its worker has made no step yet
+    RUNNING = "running"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    FAILED = "failed"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLine:
+    """A slot and its worker, if it has one. ``steps_per_s`` is None while it cannot be told."""
+
+    node: str
+    slot: int
+    state: SlotState
+    rank: int | None = None
+    pid: int | None = None
+    step: int = 0
+    steps_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened, in words. ``at``: seconds since the epoch."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The job as one agent knows it.
+
+    ``round`` is 0 before the first. ``phase`` is a word such as "live"; ``waiting`` says in a
+    sentence what the job waits for, or is empty. ``events``: the last ones, oldest first.
+    """
+
+    job: str
+    node: str
+    round: int
+    phase: str
+    world_size: int
+    limits: Limits
+    slots: tuple[SlotLine, ...] = ()
+    restarts: int = 0
+    budget_left: int = 0
+    waiting: str = ""
+    events: tuple[Event, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The furthest step of any worker in this round."""
+        return max((s.step for s in self.slots), default=0)
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The pace of the world: that of its slowest worker, as all wait for it."""
+        paces = [s.steps_per_s for s in self.slots if s.steps_per_s is not None]
+        return min(paces, default=None)

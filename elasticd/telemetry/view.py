@@ -1,0 +1,298 @@
+"""What a person at the terminal sees of a run: the workers' output, and below it the live view.
+
+``open_view`` gives a ``LiveView`` where there is a terminal and nobody objects, else a
+``PlainView`` that passes bytes on untouched. Both may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Hashable, Mapping
+from typing import IO, Protocol, Self
+
+from rich.text import Text
+
+from elasticd.telemetry import footer
+from elasticd.telemetry.lines import LineBuffer
+from elasticd.telemetry.snapshot import Snapshot
+
+REPAINT_S = (
+    0.05  # between two paintings: smooth to the eye, and cheap under a flood of output
+)
+PENDING_MAX_CHARS = (
+    1 << 20
+)  # a terminal slower than its writers holds them back from here on
+PARTIALS_MAX = 4  # progress bars shown at a time
+
+_HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
+_SYNC, _UNSYNC = "\x1b[?2026h", "\x1b[?2026l"  # terminals that know it draw all at once
+
+
+class View(Protocol):
+    """Where a run's output goes.
+
+    ``live``: whether workers must write through ``write`` (else they may inherit the streams).
+    """
+
+    live: bool
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Replace what the live view shows. Never blocks."""
+
+    def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
+        """Pass on a worker's output; ``stream`` is 1 or 2, ``source`` tells its writers apart.
+
+        Blocks while the terminal is slower than the writers.
+        """
+
+    def line(self, text: str) -> None:
+        """Print a log line to stderr. The live view never blocks here."""
+
+    def close(self) -> None:
+        """Take the live view down, everything written. May be called twice."""
+
+    def finish(self, text: str) -> None:
+        """``close``, then print the last screen to stderr."""
+
+
+def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> View:
+    """The live view, unless it was declined (``--plain``, NO_COLOR) or stderr is no terminal."""
+    declined = (
+        plain
+        or bool(environ.get("NO_COLOR"))
+        or environ.get("TERM", "dumb") in ("", "dumb")
+    )
+    if declined or not sys.stderr.isatty():
+        return PlainView()
+    return LiveView()
+
+
+class PlainView:
+    """No live view: bytes pass as they came."""
+
+    live = False
+
+    def show(self, snapshot: Snapshot) -> None:
+        pass
+
+    def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
+        _write_all(stream, data)
+
+    def line(self, text: str) -> None:
+        _write_all(2, (text + "\n").encode(errors="replace"))
+
+    def close(self) -> None:
+        pass
+
+    def finish(self, text: str) -> None:
+        self.close()
+        if text:
+            self.line(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LiveView:
+    """A few lines at the bottom of the terminal; all else is printed above them.
+
+    One thread paints; the others hand over what is to be printed. What goes to a stream that is
+    not the terminal (``> log.txt``) passes as it came.
+    """
+
+    live = True
+
+    def __init__(self) -> None:
+        self._piped = {n for n in (1, 2) if not os.isatty(n)}
+        self._wake = threading.Condition()
+        self._pending: list[str] = []
+        self._pending_chars = 0
+        self._buffers: dict[tuple[int, Hashable], LineBuffer] = {}
+        self._snapshot: Snapshot | None = None
+        self._dirty = False
+        self._closed = False
+        self._broken = False
+        # Touched by the painter alone:
+        self._painted: list[int] = []  # how many cells each line of the footer took
+        self._rendered: tuple[Snapshot | None, tuple[int, int], list[str]] | None = None
+        self._stdio = (sys.stdout, sys.stderr)
+        if 1 not in self._piped:
+            sys.stdout = _Redirected(self, 1, sys.stdout)
+        sys.stderr = _Redirected(self, 2, sys.stderr)
+        self._painter = threading.Thread(
+            target=self._paint_until_closed, name="elasticd-view", daemon=True
+        )
+        self._painter.start()
+
+    def show(self, snapshot: Snapshot) -> None:
+        with self._wake:
+            self._snapshot = snapshot
+            self._touch()
+
+    def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
+        if stream in self._piped or self._closed:
+            _write_all(stream, data)
+            return
+        with self._wake:
+            while self._pending_chars > PENDING_MAX_CHARS and not (
+                self._closed or self._broken
+            ):
+                self._wake.wait()
+            buffer = self._buffers.get((stream, source))
+            if buffer is None:
+                buffer = self._buffers[stream, source] = LineBuffer()
+            self._print(buffer.feed(data))
+
+    def line(self, text: str) -> None:
+        with self._wake:
+            if not self._closed:
+                self._print(text.split("\n"))
+                return
+        _write_all(2, (text + "\n").encode(errors="replace"))
+
+    def close(self) -> None:
+        with self._wake:
+            if not self._closed:
+                self._closed = True
+                self._print(
+                    [rest for b in self._buffers.values() if (rest := b.close())]
+                )
+                self._wake.notify_all()
+        if threading.current_thread() is not self._painter:
+            self._painter.join()
+        sys.stdout, sys.stderr = self._stdio
+
+    def finish(self, text: str) -> None:
+        self.close()
+        if text:
+            _write_all(2, (text + "\n").encode(errors="replace"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- with the lock held
+
+    def _print(self, lines: list[str]) -> None:
+        self._pending += lines
+        self._pending_chars += sum(map(len, lines))
+        self._touch()
+
+    def _touch(self) -> None:
+        self._dirty = True
+        self._wake.notify_all()
+
+    # ---------------------------------------------------------------- the painter
+
+    def _paint_until_closed(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._dirty or self._closed):
+                    self._wake.wait()
+                lines, self._pending, self._pending_chars = self._pending, [], 0
+                closed, self._dirty = self._closed, False
+                partials = [p for b in self._buffers.values() if (p := b.partial)][
+                    -PARTIALS_MAX:
+                ]
+                snapshot = self._snapshot
+                self._wake.notify_all()
+            try:
+                _write_all(
+                    2,
+                    self._frame(lines, partials, snapshot, closed).encode(
+                        errors="replace"
+                    ),
+                )
+            except OSError:
+                # The terminal is gone; the training is not. Nobody is left to look.
+                with self._wake:
+                    self._broken = True
+            if closed:
+                return
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed, REPAINT_S)
+
+    def _frame(
+        self,
+        lines: list[str],
+        partials: list[str],
+        snapshot: Snapshot | None,
+        closed: bool,
+    ) -> str:
+        """Everything between two states of the screen, to be written at once."""
+        size = (
+            shutil.get_terminal_size() if not os.isatty(2) else os.get_terminal_size(2)
+        )
+        width, height = size.columns or 80, size.lines or 24
+        # Lines painted when the terminal was wider have been wrapped by it since.
+        above = sum(max(1, -(-cells // width)) for cells in self._painted)
+        # Line by line: tmux takes "clear to the end" from the top of the screen for a reason to
+        # keep what was cleared in its history.
+        erase = "\r" + "\x1b[1A\x1b[2K" * above
+        printed = "".join(f"{line}\r\n" for line in lines)
+        bottom = (
+            []
+            if closed
+            else [_crop(p, width - 1) for p in partials]
+            + self._footer(snapshot, width, height)
+        )
+        self._painted = [_cells(line) for line in bottom]
+        painted = "".join(f"{line}\r\n" for line in bottom)
+        return f"{_SYNC}{_HIDE}{erase}{printed}{painted}{_SHOW}{_UNSYNC}"
+
+    def _footer(self, snapshot: Snapshot | None, width: int, height: int) -> list[str]:
+        if snapshot is None:
+            return []
+        size = (width, height)
+        if (
+            self._rendered is None
+            or self._rendered[0] is not snapshot
+            or self._rendered[1] != size
+        ):
+            self._rendered = (snapshot, size, footer.render(snapshot, width, height))
+        return self._rendered[2]
+
+
+class _Redirected:
+    """Stands in for sys.stdout or sys.stderr, so that whatever this process prints joins in."""
+
+    def __init__(self, view: LiveView, stream: int, original: IO[str]) -> None:
+        self._view, self._stream, self._original = view, stream, original
+
+    def write(self, text: str) -> int:
+        self._view.write(
+            self._stream, text.encode(errors="replace"), source=self._original
+        )
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._original, name)
+
+
+def _crop(text: str, width: int) -> str:
+    if _cells(text) <= width:
+        return text
+    plain = Text.from_ansi(text)
+    plain.truncate(max(1, width), overflow="ellipsis")
+    return plain.plain
+
+
+def _cells(text: str) -> int:
+    return Text.from_ansi(text).cell_len if text else 0
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,296 @@
+"""Facts and reasons in words: sentences for people, named events with fields for the log."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, assert_never
+
+from elasticd.core import reasons as r
+from elasticd.core.facts import Cause, Exit, Failure, Outcome
+
+# ---------------------------------------------------------------- small words
+
+_CAUSES: dict[Cause, str] = {
+    Cause.START: "the job started",
+    Cause.WORKER_FAILED: "a worker failed",
+    Cause.NODE_LOST: "a node was lost",
+    Cause.NODE_DRAINED: "a node was drained",
+    Cause.GREW: "there was room to grow",
+    Cause.SCALED: "the limits were changed",
+    Cause.STOPPED: "the job was stopped",
+}
+
+_SIGNAL_HINTS: dict[str, str] = {
+    "SIGKILL": "perhaps out of memory: see `dmesg`",
+    "SIGSEGV": "a crash in native code",
+    "SIGBUS": "often a full /dev/shm",
+    "SIGABRT": "native code gave up: a failed assertion, or NCCL's watchdog",
+    "SIGFPE": "an arithmetic error in native code",
+    "SIGILL": "an instruction this CPU does not have",
+    "SIGTERM": "something asked it to end",
+    "SIGXCPU": "over its CPU time limit",
+    "SIGXFSZ": "over its file size limit",
+}
+
+
+def cause(cause: Cause) -> str:
+    """Why a round began or ended, as a clause: "a node was lost"."""
+    return _CAUSES[cause]
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" for 9; "signal 99" for what has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def ending(code: int) -> str:
+    """How a process ended, from its exit status or minus the signal that killed it."""
+    if code == 0:
+        return "ended well"
+    if code < 0:
+        return f"was killed by {_with_hint(signal_name(-code))}"
+    if code == 127:
+        return "could not be started (exit code 127)"
+    if 128 < code < 128 + signal.NSIG and not signal_name(code - 128).startswith(
+        "signal"
+    ):
+        return f"ended with exit code {code}, a shell's word for {_with_hint(signal_name(code - 128))}"
+    return f"ended with exit code {code}"
+
+
+def _with_hint(name: str) -> str:
+    hint = _SIGNAL_HINTS.get(name)
+    return f"{name} ({hint})" if hint else name
+
+
+def worker(node: str, exit: Exit) -> str:
+    """ "rank 3 (slot 1 on node-b)"."""
+    return f"rank {exit.rank} (slot {exit.slot} on {node})"
+
+
+def failure(failure: Failure) -> str:
+    """Who failed and how, in a clause without a full stop."""
+    said = (
+        f": {first_line(failure.exit.message)}" if failure.exit.message.strip() else ""
+    )
+    return f"{worker(failure.node, failure.exit)} {ending(failure.exit.code)}{said}"
+
+
+def first_line(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def count(n: int, noun: str) -> str:
+    """ "1 worker", "2 workers"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def listing(names: Sequence[str], most: int = 5) -> str:
+    """ "a, b and c"; beyond ``most`` names, how many more there are."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    if len(names) > 1:
+        return f"{', '.join(names[:-1])} and {names[-1]}"
+    return "".join(names)
+
+
+def span(seconds: float) -> str:
+    """A length of time to two units: "45 s", "3 min 20 s", "2 h 5 min", "1 d 2 h"."""
+    s = max(0, round(seconds))
+    for unit, length, smaller, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
+        if s >= length:
+            rest = s % length // part
+            return f"{s // length} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{s} s"
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def waiting(wait: r.Wait, now: float) -> str:
+    """Why nothing happens, in a sentence. ``now``: seconds since the epoch."""
+    match wait:
+        case r.BelowMinimum(have, need, until):
+            return f"waiting for {count(need - have, 'more worker')}: {have} of at least {need}{_left(until, now)}"
+        case r.Settling(have, most, until):
+            return f"{count(have, 'worker')} of at most {most} are here; others may follow{_left(until, now)}"
+        case r.AwaitingRelease(nodes):
+            return f"waiting for {listing(nodes)} to stop the last round's workers"
+        case r.AwaitingReturn(nodes, until):
+            return f"waiting for {listing(nodes)} to come back after the etcd outage{_left(until, now)}"
+        case r.CoolingDown(have, could_have, until):
+            return f"could grow from {have} to {count(could_have, 'worker')}{_in(until, now)}"
+        case _:
+            assert_never(wait)
+
+
+def _left(until: float, now: float) -> str:
+    return f", for another {span(until - now)}" if until < float("inf") else ""
+
+
+def _in(until: float, now: float) -> str:
+    return f", in {span(until - now)}" if until > now else ", any moment"
+
+
+def sentence(reason: r.Reason, now: float) -> str:
+    """What was decided and why, in a sentence without a full stop."""
+    match reason:
+        case (
+            r.BelowMinimum()
+            | r.Settling()
+            | r.AwaitingRelease()
+            | r.AwaitingReturn()
+            | r.CoolingDown()
+        ):
+            return waiting(reason, now)
+        case r.RoundFormed(number, world_size, nodes, why):
+            return (
+                f"round {number} formed with {count(world_size, 'worker')} "
+                f"on {count(nodes, 'node')}: {cause(why)}"
+            )
+        case r.RoundClosing(number, why, nodes, failed):
+            who = (
+                f" ({failure(failed)})"
+                if failed
+                else f" ({listing(nodes)})"
+                if nodes
+                else ""
+            )
+            return f"round {number} ends: {cause(why)}{who}"
+        case r.FailureCharged(failed, spent, allowed):
+            return f"{failure(failed)}; {spent} of {allowed} restarts spent"
+        case r.SlotQuarantined(node, slot, until):
+            return f"slot {slot} on {node} keeps failing alone and is left out for {span(until - now)}"
+        case r.JobEnded(outcome, why):
+            return f"the job {ended(outcome)}" + (f": {why}" if why else "")
+        case r.WorkersStarted(number, ranks, world_size):
+            return f"started {_ranks(ranks)} of {world_size} for round {number}"
+        case r.WorkersStopping(number, why, grace_s):
+            return f"stopping the workers of round {number} within {span(grace_s)}: {cause(why)}"
+        case r.WorkerEnded(_, slot, rank, code, message):
+            said = f": {first_line(message)}" if message.strip() else ""
+            return f"rank {rank} (slot {slot}) {ending(code)}{said}"
+        case r.Expelled(running, newest):
+            return f"round {newest} formed without this node; its workers of round {running} are killed"
+        case r.LeaseLost():
+            return "this node's lease ran out; registering again"
+        case r.StoreAway(cut_off, until):
+            if not cut_off:
+                return "etcd does not answer; the workers go on"
+            stop = (
+                f"; the workers stop{_in(until, now)} unless it is back"
+                if until is not None
+                else ""
+            )
+            return f"this node is cut off from etcd{stop}"
+        case r.StoreBack(away_s):
+            return f"etcd is back after {span(away_s)}"
+        case r.Draining(number):
+            return f"leaving the job: {signal_name(number) if number else '`elasticd drain`'} asked for it"
+        case r.LeadsNow():
+            return "this node leads the job now"
+        case r.NameTaken(until):
+            return f"another agent has this node's name; waiting for its lease to run out{_left(until, now)}"
+        case r.PolicyDiffers(names):
+            options = listing([n.removesuffix("_s").replace("_", "-") for n in names])
+            return f"the job's own policy rules, not what was asked here for {options}"
+        case _:
+            assert_never(reason)
+
+
+def ended(outcome: Outcome) -> str:
+    """The verb of a job's end."""
+    match outcome:
+        case Outcome.SUCCEEDED:
+            return "finished"
+        case Outcome.FAILED:
+            return "failed"
+        case Outcome.SHORT:
+            return "gave up waiting for workers"
+        case Outcome.STOPPED:
+            return "was stopped"
+        case _:
+            assert_never(outcome)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listing([str(n) for n in ranks], most=8)}"
+
+
+# ---------------------------------------------------------------- events
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """A reason as the log wants it: a dotted name, a level, and flat fields."""
+
+    name: str
+    level: Level
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+_NAMES: dict[type, tuple[str, Level]] = {
+    r.BelowMinimum: ("job.waiting", "warning"),
+    r.Settling: ("job.settling", "info"),
+    r.AwaitingRelease: ("round.awaiting_release", "info"),
+    r.AwaitingReturn: ("round.awaiting_return", "warning"),
+    r.CoolingDown: ("round.cooling_down", "info"),
+    r.RoundFormed: ("round.formed", "info"),
+    r.RoundClosing: ("round.closing", "info"),
+    r.FailureCharged: ("failure.charged", "warning"),
+    r.SlotQuarantined: ("slot.quarantined", "warning"),
+    r.JobEnded: ("job.ended", "info"),
+    r.WorkersStarted: ("workers.started", "info"),
+    r.WorkersStopping: ("workers.stopping", "info"),
+    r.WorkerEnded: ("worker.ended", "info"),
+    r.Expelled: ("node.expelled", "warning"),
+    r.LeaseLost: ("lease.lost", "warning"),
+    r.StoreAway: ("etcd.away", "warning"),
+    r.StoreBack: ("etcd.back", "info"),
+    r.Draining: ("node.draining", "info"),
+    r.LeadsNow: ("leader.elected", "info"),
+    r.NameTaken: ("node.name_taken", "warning"),
+    r.PolicyDiffers: ("policy.differs", "warning"),
+}
+
+
+def event(reason: r.Reason) -> LogEvent:
+    """The reason as a log event. Nested facts become flat fields (``node``, ``slot``, ``rank``)."""
+    name, level = _NAMES[type(reason)]
+    if isinstance(reason, r.WorkerEnded) and reason.code != 0:
+        level = "warning"
+    if isinstance(reason, r.JobEnded) and reason.outcome in (
+        Outcome.FAILED,
+        Outcome.SHORT,
+    ):
+        level = "error"
+    flat: dict[str, object] = {}
+    for f in fields(reason):
+        value: object = getattr(reason, f.name)
+        if isinstance(value, Failure):
+            flat |= {
+                "failed_node": value.node,
+                "slot": value.exit.slot,
+                "rank": value.exit.rank,
+                "code": value.exit.code,
+                "message": first_line(value.exit.message),
+            }
+        elif isinstance(value, tuple):
+            flat[f.name] = list(value)
+        elif value is not None:
+            flat["round" if f.name == "number" else f.name] = value
+    return LogEvent(name, level, flat)
