@@ -100,11 +100,10 @@ class LeaseChanged:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """``fenced``: killed because the lease was running out. ``steps``: see ``Report.steps``."""
+    """``steps``: see ``Report.steps``."""
 
     round: int
     exit: Exit
-    fenced: bool = False
     steps: int = 0
 
 
@@ -466,10 +465,10 @@ def _exited(do: _Doing, event: WorkerExited) -> None:
     exit = event.exit
     if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
         return
-    own_doing = crew.stopping or event.fenced
+    own_doing = crew.stopping or exit.fenced
     do.crew(
         alive=crew.alive - {exit.slot},
-        fenced=crew.fenced or event.fenced,
+        fenced=crew.fenced or exit.fenced,
         steps=max(crew.steps, event.steps),
         failures=crew.failures if own_doing or not exit.failed else (*crew.failures, exit),
     )

@@ -142,7 +142,7 @@ class Exit:
 
     ``at``: seconds since the epoch. ``message`` and ``traceback`` come from the worker's error
     file where it wrote one (torch's ``@record``), else from the end of its stderr. ``log``: where
-    its output is, on its node.
+    its output is, on its node. ``fenced``: it was killed because its node's lease was running out.
     """
 
     slot: int
@@ -152,6 +152,7 @@ class Exit:
     message: str = ""
     traceback: str = ""
     log: str = ""
+    fenced: bool = False
 
     @property
     def failed(self) -> bool:

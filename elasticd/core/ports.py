@@ -182,7 +182,8 @@ class Procs(Protocol):
         exited: Callable[[int, Exit], None],
     ) -> None:
         """Start one worker per assignment. ``exited(round_number, exit)`` is called once for each,
-        also where it could not be started (code 127 and a message)."""
+        also where it could not be started (code 127 and a message); ``exit.fenced`` says whether the
+        fence killed it."""
 
     def stop(self, signal: int, grace_s: float) -> None:
         """Send the signal to every worker, and SIGKILL to what is left after ``grace_s``; returns
@@ -193,5 +194,18 @@ class Procs(Protocol):
         """Workers may run until then (seconds since the epoch; None: without limit) and are killed
         when it passes without another call, even if the agent itself is stopped."""
 
-    def steps(self) -> Mapping[int, int]:
+    def steps(self) -> Mapping[int, int]:  # read from shared memory: cheap
         """Optimizer steps made in this round, by slot."""
+
+
+# ---------------------------------------------------------------- the store of a round
+
+
+class RoundStores(Protocol):
+    """The c10d stores this node hosts, one after the other: a fresh one for every round."""
+
+    def open(self, world_size: int) -> None:
+        """Serve the round's store on the port reserved last."""
+
+    def close(self) -> int:
+        """End the store, if one is open; the port reserved (and listening) for the next."""

@@ -1,0 +1,82 @@
+"""The environment of a worker: torchrun's contract, and what elasticd adds to it.
+
+Source: torch.distributed.elastic.agent.server.local_elastic_agent (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elasticd.core.facts import Member, Round
+from elasticd.core.ports import Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the workers of an agent have in common. ``inherited`` is the agent's own environment;
+    ``devices``: the GPUs of the node's slots, in slot order, as CUDA_VISIBLE_DEVICES names them."""
+
+    job: str
+    role: str = "default"
+    restarts_max: int = 0
+    devices: tuple[str, ...] = ()
+    virtual_local_rank: bool = False
+    inherited: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignment, ...]:
+    """One for each of the member's slots, in rank order; the environment is on top of
+    ``setting.inherited``."""
+    address, _, port = round.store.rpartition(":")
+    group_rank = round.members.index(member)
+    made = []
+    for local_rank, slot in enumerate(member.slots):
+        rank = member.base_rank + local_rank
+        env = {
+            "LOCAL_RANK": str(local_rank),
+            "RANK": str(rank),
+            "GROUP_RANK": str(group_rank),
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": setting.role,
+            "LOCAL_WORLD_SIZE": str(len(member.slots)),
+            "WORLD_SIZE": str(round.world_size),
+            "GROUP_WORLD_SIZE": str(len(round.members)),
+            "ROLE_WORLD_SIZE": str(round.world_size),
+            "MASTER_ADDR": address.strip("[]"),
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": str(round.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(setting.restarts_max),
+            "TORCHELASTIC_RUN_ID": setting.job,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": setting.inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "ELASTICD_ROUND": str(round.number),
+            "ELASTICD_SLOT": str(slot),
+            **_threads(round, setting),
+            **_devices(member, local_rank, setting),
+            **setting.extra,
+        }
+        if setting.virtual_local_rank:
+            env["LOCAL_RANK"] = "0"
+        made.append(Assignment(slot, rank, local_rank, env))
+    return tuple(made)
+
+
+def _threads(round: Round, setting: Setting) -> dict[str, str]:
+    """Torchrun's default, so that workers do not fight for cores; the user's word goes first."""
+    if "OMP_NUM_THREADS" in setting.inherited or round.world_size == 1:
+        return {}
+    return {"OMP_NUM_THREADS": "1"}
+
+
+def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str]:
+    """Scripts take LOCAL_RANK for the GPU's index; where a slot is left out, that must still hold."""
+    if not setting.devices:
+        return {}
+    mine = [setting.devices[s] for s in member.slots if s < len(setting.devices)]
+    if setting.virtual_local_rank:
+        return {"CUDA_VISIBLE_DEVICES": mine[local_rank]} if local_rank < len(mine) else {}
+    if member.slots == tuple(range(len(member.slots))):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}

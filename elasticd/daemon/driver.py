@@ -1,0 +1,292 @@
+"""Ties the pure agent and leader to a store and to processes; the simulator drives the same code.
+
+Single-threaded: ``handle`` is called with one event at a time. The edges call back from wherever
+they like; those calls only go through ``post``, which the daemon makes an inbox and the simulator
+a scheduled call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from elasticd.core import agent, leader
+from elasticd.core.agent import (
+    Answered,
+    CheckProcess,
+    CloseStore,
+    Fence,
+    LeaseChanged,
+    Leave,
+    LookAround,
+    PortReserved,
+    ProcessGone,
+    Saw,
+    SawOthers,
+    StartWorkers,
+    StopWorkers,
+    Tag,
+    Transact,
+    WorkerExited,
+)
+from elasticd.core.facts import Exit, Member, Node, Round
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Assignment,
+    Changes,
+    Entry,
+    Listing,
+    Procs,
+    RoundStores,
+    Seen,
+    StillThere,
+    Store,
+)
+from elasticd.core.reasons import Reason
+
+LEADER_SCOPES = ("nodes/", "reports/", "budget")
+LEADER_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSaw:
+    """News of what only the leader watches. ``term`` tells it from news of an earlier leadership."""
+
+    term: int
+    scope: str
+    seen: Seen
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderAnswered:
+    term: int
+    answer: Answer
+
+
+Happening = agent.Event | LeaderSaw | LeaderAnswered
+
+
+@dataclass(slots=True)
+class _Term:
+    """One leadership. ``shown_from``: the view must have reached this revision of the round before
+    the next decision, since our own last write made it. ``retry_at``: not before this time."""
+
+    number: int
+    created: int
+    view: leader.View
+    ends: list[Callable[[], None]]
+    asking: bool = False
+    shown_from: int = 0
+    retry_at: float = 0.0
+    waiting: tuple[Reason, ...] = ()
+
+
+class Driver:
+    """One agent. Call ``begin``, then ``handle`` for each event that ``post`` was given, and again
+    with ``agent.Tick()`` at ``wake_at``; ``left`` is set when it is over."""
+
+    def __init__(
+        self,
+        state: agent.State,
+        *,
+        store: Store,
+        procs: Procs,
+        stores: RoundStores,
+        assign: Callable[[Round, Member], tuple[Assignment, ...]],
+        process_alive: Callable[[int], bool],
+        post: Callable[[Happening], None],
+        say: Callable[[Reason], None],
+    ) -> None:
+        self.state = state
+        self.left: Leave | None = None
+        self.wake_at: float | None = None
+        self._store = store
+        self._procs = procs
+        self._stores = stores
+        self._assign = assign
+        self._process_alive = process_alive
+        self._post = post
+        self._say = say
+        self._term: _Term | None = None
+        self._terms = 0
+        self._trust_absence_from = 0.0
+
+    # ------------------------------------------------------------ what others may look at
+
+    @property
+    def view(self) -> leader.View | None:
+        """The leader's view, while this agent leads."""
+        return self._term.view if self._term else None
+
+    @property
+    def waiting(self) -> tuple[Reason, ...]:
+        """Why the job waits, while this agent leads."""
+        return self._term.waiting if self._term else ()
+
+    # ------------------------------------------------------------ events
+
+    def begin(self) -> None:
+        """Take a lease and follow the keys that matter to every agent."""
+        self._store.hold_lease(lambda news: self._post(LeaseChanged(news)))
+        for key in agent.watched(self.state.me):
+            self._store.watch(key, lambda seen, key=key: self._watched(key, seen))  # type: ignore[misc]
+
+    def handle(self, event: Happening, now: float) -> None:
+        if self.left is not None:
+            return
+        match event:
+            case LeaderSaw(term, scope, seen):
+                if self._term and self._term.number == term:
+                    self._term.view = leader.see(self._term.view, seen, scope, now)
+            case LeaderAnswered(term, answer):
+                if self._term and self._term.number == term:
+                    self._leader_answered(self._term, answer, now)
+            case _:
+                self._step(event, now)
+        self._lead(now)
+
+    def _watched(self, key: str, seen: Seen) -> None:
+        if isinstance(seen, Listing) and not any(e.key == key for e in seen.entries):
+            self._post(Saw(Entry(key, None, seen.revision, 0)))
+        for entry in seen.entries:
+            if entry.key == key:
+                self._post(Saw(entry))
+
+    def _step(self, event: agent.Event, now: float) -> None:
+        before = self.state
+        result = agent.step(before, event, now)
+        self.state = result.state
+        if isinstance(event, Saw) and self._term:
+            self._term.view = leader.see(self._term.view, Changes((event.entry,)), event.entry.key, now)
+        self._note_absences(before, now)
+        for reason in result.reasons:
+            self._say(reason)
+        self.wake_at = result.wake_at
+        for action in result.actions:
+            self._perform(action)
+
+    def _note_absences(self, before: agent.State, now: float) -> None:
+        """After an outage, and when this agent itself is new, others may be about to register."""
+        returned = before.silent is not None and self.state.silent is None
+        arrived = self.state.registered and not before.registered
+        if returned or arrived:
+            policy = (self.state.spec or self.state.wanted).policy
+            self._trust_absence_from = now + policy.node_ttl_s
+            if self._term:
+                self._term.view = replace(self._term.view, absence_counts_from=self._trust_absence_from)
+
+    # ------------------------------------------------------------ actions
+
+    def _perform(self, action: agent.Action) -> None:
+        match action:
+            case Transact(tag, guards, writes):
+                self._store.transact(guards, writes, lambda answer: self._post(Answered(tag, answer)))
+            case StartWorkers(round, member, hosts_store):
+                if hosts_store:
+                    self._stores.open(round.world_size)
+                self._procs.start(round.number, self._assign(round, member), self._exited)
+            case StopWorkers(signal, grace_s):
+                self._procs.stop(signal, grace_s)
+            case CloseStore():
+                self._post(PortReserved(self._stores.close()))
+            case Fence(until):
+                self._procs.fence(until)
+            case LookAround():
+                self._look_around()
+            case CheckProcess(pid, incarnation):
+                if not self._process_alive(pid):
+                    self._post(ProcessGone(incarnation))
+            case Leave():
+                self._stop_leading()
+                self.left = action
+            case _:
+                assert_never(action)
+
+    def _exited(self, round_number: int, exit: Exit) -> None:
+        steps = max(self._procs.steps().values(), default=0)
+        self._post(WorkerExited(round_number, exit, steps))
+
+    def _look_around(self) -> None:
+        cancels: list[Callable[[], None]] = []
+
+        def seen(news: Seen) -> None:
+            if isinstance(news, Listing):
+                mine = self.state.me.key
+                others = [e for e in news.entries if isinstance(e.fact, Node) and e.key != mine]
+                self._post(SawOthers(len(others)))
+                for cancel in cancels:
+                    cancel()
+
+        cancels.append(self._store.watch("nodes/", seen, prefix=True))
+
+    # ------------------------------------------------------------ leading
+
+    def _lead(self, now: float) -> None:
+        entry = self.state.leads
+        if self._term and (entry is None or entry.created != self._term.created):
+            self._stop_leading()
+        if self.left is not None or entry is None:
+            return
+        if self._term is None:
+            self._term = self._start_leading(entry, now)
+        term = self._term
+        if term.asking or self.state.silent is not None:
+            return
+        if (term.view.round_revision or 0) < term.shown_from:
+            return
+        if now < term.retry_at:
+            self._wake_by(term.retry_at)
+            return
+        plan = leader.decide(term.view, now)
+        waiting = () if plan.writes else plan.reasons
+        for reason in plan.reasons:
+            if reason not in term.waiting:
+                self._say(reason)
+        term.waiting = waiting
+        self._wake_by(plan.wake_at)
+        if plan.writes:
+            term.asking = True
+            guards = (StillThere("leader", term.created), *plan.guards)
+            number = term.number
+            self._store.transact(
+                guards, plan.writes, lambda answer: self._post(LeaderAnswered(number, answer))
+            )
+
+    def _wake_by(self, at: float | None) -> None:
+        if at is not None:
+            self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
+
+    def _start_leading(self, entry: Entry, now: float) -> _Term:
+        self._terms += 1
+        number = self._terms
+        view = leader.View(absence_counts_from=self._trust_absence_from)
+        for key in ("spec", "round"):
+            if key in self.state.seen:
+                view = leader.see(view, Changes((self.state.seen[key],)), key, now)
+        ends = [
+            self._store.watch(
+                scope,
+                lambda seen, scope=scope: self._post(LeaderSaw(number, scope, seen)),  # type: ignore[misc]
+                prefix=scope.endswith("/"),
+            )
+            for scope in LEADER_SCOPES
+        ]
+        return _Term(number, entry.created, view, ends)
+
+    def _stop_leading(self) -> None:
+        if self._term:
+            for end in self._term.ends:
+                end()
+            self._term = None
+
+    def _leader_answered(self, term: _Term, answer: Answer, now: float) -> None:
+        term.asking = False
+        if isinstance(answer, Applied):
+            term.shown_from = answer.revision
+        else:
+            term.retry_at = now + LEADER_RETRY_S
+
+
+__all__ = ["Driver", "Happening", "Tag"]
