@@ -31,7 +31,17 @@ from elasticd.core.facts import (
     Round,
     Spec,
 )
-from elasticd.core.ports import Changes, Delete, Entry, Guard, Listing, Put, Seen, Unchanged, Write
+from elasticd.core.ports import (
+    Changes,
+    Delete,
+    Entry,
+    Guard,
+    Listing,
+    Put,
+    Seen,
+    Unchanged,
+    Write,
+)
 from elasticd.core.reasons import (
     AwaitingRelease,
     AwaitingReturn,

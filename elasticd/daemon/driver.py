@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from elasticd.core import agent, leader
-from elasticd.core.agent import (
+from elasticd.core.facts import Exit, Member, Node, Round
+from elasticd.core.messages import (
+    Action,
     Answered,
     CheckProcess,
     CloseStore,
+    Event,
     Fence,
     LeaseChanged,
     Leave,
@@ -26,11 +29,9 @@ from elasticd.core.agent import (
     SawOthers,
     StartWorkers,
     StopWorkers,
-    Tag,
     Transact,
     WorkerExited,
 )
-from elasticd.core.facts import Exit, Member, Node, Round
 from elasticd.core.ports import (
     Answer,
     Applied,
@@ -65,7 +66,7 @@ class LeaderAnswered:
     answer: Answer
 
 
-Happening = agent.Event | LeaderSaw | LeaderAnswered
+Happening = Event | LeaderSaw | LeaderAnswered
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class _Term:
 
 class Driver:
     """One agent. Call ``begin``, then ``handle`` for each event that ``post`` was given, and again
-    with ``agent.Tick()`` at ``wake_at``; ``left`` is set when it is over."""
+    with ``messages.Tick()`` at ``wake_at``; ``left`` is set when it is over."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class Driver:
             if entry.key == key:
                 self._post(Saw(entry))
 
-    def _step(self, event: agent.Event, now: float) -> None:
+    def _step(self, event: Event, now: float) -> None:
         before = self.state
         result = agent.step(before, event, now)
         self.state = result.state
@@ -179,7 +180,7 @@ class Driver:
 
     # ------------------------------------------------------------ actions
 
-    def _perform(self, action: agent.Action) -> None:
+    def _perform(self, action: Action) -> None:
         match action:
             case Transact(tag, guards, writes):
                 self._store.transact(guards, writes, lambda answer: self._post(Answered(tag, answer)))
@@ -287,6 +288,3 @@ class Driver:
             term.shown_from = answer.revision
         else:
             term.retry_at = now + LEADER_RETRY_S
-
-
-__all__ = ["Driver", "Happening", "Tag"]

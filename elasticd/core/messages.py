@@ -1,0 +1,156 @@
+"""What happens to an agent, and what it does about it: the alphabet of ``core.agent``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elasticd.core.facts import Exit, Member, Round
+from elasticd.core.ports import Answer, Entry, Guard, LeaseNews, Write
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Saw:
+    """News of one of the keys that every agent watches: spec, round, leader, its own node.
+    ``fact`` is None where the key does not exist."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class SawOthers:
+    """Answer to ``LookAround``: how many other nodes are registered."""
+
+    count: int
+
+
+class Tag(StrEnum):
+    """Which of the agent's writes an answer belongs to; one of each is under way at a time."""
+
+    SPEC = "spec"
+    NODE = "node"
+    EVICT = "evict"
+    LEAD = "lead"
+    REPORT = "report"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    tag: Tag
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseChanged:
+    news: LeaseNews
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """``steps``: see ``Report.steps``."""
+
+    round: int
+    exit: Exit
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PortReserved:
+    """Answer to ``CloseStore``: the port for the next store that this node hosts."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGone:
+    """Answer to ``CheckProcess``: no process of that incarnation is left on this machine."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLost:
+    """The process keeper died and took all workers with it; the driver has started another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Saw
+    | SawOthers
+    | Answered
+    | LeaseChanged
+    | WorkerExited
+    | PortReserved
+    | Signalled
+    | ProcessGone
+    | KeeperLost
+    | Tick
+)
+
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Transact:
+    tag: Tag
+    guards: tuple[Guard, ...]
+    writes: tuple[Write, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Host the round's store first if this node is its first member."""
+
+    round: Round
+    member: Member
+    hosts_store: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    signal: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStore:
+    """The round's store is no longer needed; reserve a port for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookAround:
+    """Count the other nodes of the job, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckProcess:
+    pid: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Revoke the lease and end with this exit code. ``why``: a sentence for a person."""
+
+    code: int
+    why: str
+
+
+Action = Transact | StartWorkers | StopWorkers | CloseStore | Fence | LookAround | CheckProcess | Leave
