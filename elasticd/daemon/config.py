@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from elasticd.core.facts import Limits, Policy
+from elasticd.etcd.access import EtcdAccess
 
 
 class CommandKind(StrEnum):
@@ -23,23 +24,6 @@ class Command:
     kind: CommandKind
     target: str
     args: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdAccess:
-    """An etcd v3 to use. ``endpoints`` are ``host:port``; TLS where ``cacert`` is given.
-
-    ``username`` and ``password`` need TLS; the password never appears in a repr.
-    """
-
-    endpoints: tuple[str, ...]
-    tls: bool = False
-    cacert: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    timeout_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)

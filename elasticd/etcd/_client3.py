@@ -1,0 +1,129 @@
+"""The one file that touches the etcd3 package.
+
+etcd3 0.12 is old. Its messages were generated for protobuf 3 and cannot be imported with protobuf
+4 or later ("Descriptors cannot be created directly"), so they are rebuilt here from the
+descriptors that its own files carry, in a private pool, before etcd3 is imported. Its client
+neither reconnects nor sets timeouts, so only its messages and its gRPC stubs are used;
+``elasticd.etcd.connection`` drives them.
+
+Two additions to its protocol of 2018, both part of etcd since 3.4: a watch can be asked for its
+progress, and ``LeaseKeepAlive``, a stream in both directions, is also offered as a plain call. (A
+stream of one request and one response is the same bytes as a call; etcd ends it when we do.)
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+_FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")  # in order of dependency
+_lock = threading.Lock()
+
+
+def _serialized_descriptor(path: Path) -> bytes:
+    """The ``serialized_pb`` literal of a generated module, without running it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
+            value = node.value
+            literal = ast.literal_eval(value.args[0] if isinstance(value, ast.Call) else value)
+            return literal.encode("latin1") if isinstance(literal, str) else bytes(literal)
+    raise ImportError(f"{path} holds no protobuf descriptor; is it really etcd3 0.12?")
+
+
+def _with_progress_request(file: descriptor_pb2.FileDescriptorProto) -> None:
+    request = next(m for m in file.message_type if m.name == "WatchRequest")
+    if any(f.name == "progress_request" for f in request.field):
+        return
+    file.message_type.add(name="WatchProgressRequest")
+    request.field.add(
+        name="progress_request",
+        number=3,
+        type=descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE,
+        label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
+        type_name=".etcdserverpb.WatchProgressRequest",
+        oneof_index=0,
+    )
+
+
+def _message_modules(folder: Path) -> dict[str, ModuleType]:
+    pool = descriptor_pool.DescriptorPool()
+    modules = {}
+    for name in _FILES:
+        proto = descriptor_pb2.FileDescriptorProto.FromString(_serialized_descriptor(folder / f"{name}.py"))
+        if name == "rpc_pb2":
+            _with_progress_request(proto)
+        pool.AddSerializedFile(proto.SerializeToString())
+        file = pool.FindFileByName(proto.name)
+        module = ModuleType(f"etcd3.etcdrpc.{name}")
+        for message, descriptor in file.message_types_by_name.items():
+            setattr(module, message, message_factory.GetMessageClass(descriptor))
+        for enum in file.enum_types_by_name.values():
+            for value in enum.values:
+                setattr(module, value.name, value.number)
+        module.DESCRIPTOR = file  # type: ignore[attr-defined]
+        modules[module.__name__] = module
+    return modules
+
+
+def _import_etcd3() -> ModuleType:
+    """etcd3.etcdrpc, importable. Leaves ``sys.modules`` as it was if it fails."""
+    with _lock:
+        if "etcd3.etcdrpc" not in sys.modules:
+            spec = importlib.util.find_spec("etcd3")
+            if spec is None or not spec.submodule_search_locations:
+                raise ImportError("the package etcd3 is not installed; elasticd cannot talk to etcd without it")
+            modules = _message_modules(Path(spec.submodule_search_locations[0]) / "etcdrpc")
+            sys.modules.update(modules)
+            try:
+                import etcd3  # type: ignore[import-untyped]  # noqa: F401
+            except BaseException:
+                for name in [n for n in sys.modules if n == "etcd3" or n.startswith("etcd3.")]:
+                    del sys.modules[name]
+                raise
+        return sys.modules["etcd3.etcdrpc"]
+
+
+def _import_grpc() -> ModuleType:
+    """grpc without its chatter on stderr (it logs each failed connection itself; we report them)."""
+    quiet = "GRPC_VERBOSITY" not in os.environ and "grpc" not in sys.modules
+    if quiet:
+        os.environ["GRPC_VERBOSITY"] = "NONE"
+    try:
+        import grpc  # type: ignore[import-untyped]
+        from grpc._cython import cygrpc  # type: ignore[import-untyped]  # noqa: F401  (reads the variable)
+    finally:
+        if quiet:  # workers inherit our environment, and may use grpc themselves
+            del os.environ["GRPC_VERBOSITY"]
+    return grpc  # type: ignore[no-any-return]
+
+
+grpc: Any = _import_grpc()
+rpc: Any = _import_etcd3()
+
+
+class Stubs:
+    """The calls of etcd that elasticd uses, on one channel."""
+
+    def __init__(self, channel: Any) -> None:
+        kv, lease = rpc.KVStub(channel), rpc.LeaseStub(channel)
+        self.range = kv.Range
+        self.txn = kv.Txn
+        self.compact = kv.Compact
+        self.grant = lease.LeaseGrant
+        self.revoke = lease.LeaseRevoke
+        self.keep_alive = channel.unary_unary(
+            "/etcdserverpb.Lease/LeaseKeepAlive",
+            request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
+            response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
+        )
+        self.watch = rpc.WatchStub(channel).Watch
+        self.status = rpc.MaintenanceStub(channel).Status
+        self.authenticate = rpc.AuthStub(channel).Authenticate

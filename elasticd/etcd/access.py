@@ -1,0 +1,140 @@
+"""Which etcd to use, and how: parsed from what people type, and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+DEFAULT_PORT = 2379
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAccess:
+    """An etcd v3 to use. ``endpoints`` are ``host:port`` (``[host]:port`` for IPv6).
+
+    With ``tls`` and no ``cacert``, the machine's own trusted authorities count. ``username`` and
+    ``password`` need TLS; the password never appears in a repr. ``timeout_s`` bounds one request.
+    """
+
+    endpoints: tuple[str, ...]
+    tls: bool = False
+    cacert: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    timeout_s: float = 2.0
+
+    @property
+    def url(self) -> str:
+        """As people write it; without secrets."""
+        scheme = "https" if self.tls else "http"
+        return ",".join(f"{scheme}://{e}" for e in self.endpoints)
+
+
+def parse_endpoints(
+    text: str,
+    *,
+    cacert: str | Path | None = None,
+    cert: str | Path | None = None,
+    key: str | Path | None = None,
+    username: str | None = None,
+    password: str | None = None,
+    timeout_s: float = 2.0,
+) -> EtcdAccess:
+    """``http://a:2379,http://b`` and the TLS options beside it, as an EtcdAccess.
+
+    Without a scheme it is https if any TLS option is given, else http. Raises ValueError with one
+    sentence for a person.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not any(parts):
+        raise ValueError("no etcd endpoint is given; expected something like http://host:2379")
+    if not all(parts):
+        raise ValueError(f"{_shown(text)!r} has an empty endpoint between its commas")
+    tls_options = {"CA certificate": cacert, "client certificate": cert, "client key": key}
+    fallback = "https" if any(tls_options.values()) else "http"
+    split = [_split(part, fallback) for part in parts]
+    schemes = {scheme for scheme, _ in split}
+    if len(schemes) > 1:
+        raise ValueError(
+            f"etcd endpoints mix http and https ({_shown(text)}); all must be the same, as TLS is for all or none"
+        )
+    tls = schemes == {"https"}
+    for name, path in tls_options.items():
+        if path is None:
+            continue
+        if not tls:
+            raise ValueError(f"a {name} is given ({path}), but the etcd endpoints are http://; use https://")
+        _check_readable(name, Path(path))
+    if (cert is None) != (key is None):
+        given, missing = ("certificate", "key") if key is None else ("key", "certificate")
+        raise ValueError(f"an etcd client {given} is given without its {missing}; they only work together")
+    if (username is None) != (password is None):
+        given, missing = ("user name", "password") if password is None else ("password", "user name")
+        raise ValueError(f"an etcd {given} is given without a {missing}")
+    if username is not None and not tls:
+        raise ValueError("an etcd password would be sent in the clear over http://; use https:// endpoints")
+    return EtcdAccess(
+        endpoints=tuple(dict.fromkeys(endpoint for _, endpoint in split)),
+        tls=tls,
+        cacert=Path(cacert) if cacert is not None else None,
+        cert=Path(cert) if cert is not None else None,
+        key=Path(key) if key is not None else None,
+        username=username,
+        password=password,
+        timeout_s=timeout_s,
+    )
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port`` taken apart; the host without its brackets."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _split(part: str, fallback: str) -> tuple[str, str]:
+    """(scheme, ``host:port``) of one endpoint."""
+    shown = _shown(part)
+    if "://" not in part:
+        part = f"{fallback}://{part}"
+    try:
+        url = urlsplit(part)
+        port = DEFAULT_PORT if url.port is None else url.port
+    except ValueError as error:
+        raise ValueError(f"etcd endpoint {shown!r} is malformed: {error}") from None
+    if url.scheme not in ("http", "https"):
+        raise ValueError(f"etcd endpoint {shown!r} has the scheme {url.scheme!r}; expected http or https")
+    if url.username is not None or url.password is not None:
+        raise ValueError("an etcd endpoint carries a user name or password; give them as options instead")
+    if url.path not in ("", "/") or url.query or url.fragment:
+        raise ValueError(f"etcd endpoint {shown!r} has something after its port; expected scheme://host:port")
+    if not url.hostname:
+        raise ValueError(f"etcd endpoint {shown!r} names no host")
+    if any(c.isspace() for c in url.hostname) or (":" in url.hostname and "[" not in url.netloc):
+        raise ValueError(f"etcd endpoint {shown!r} is malformed; expected scheme://host:port")
+    if port == 0:
+        raise ValueError(f"etcd endpoint {shown!r} has port 0, which nobody can listen on")
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return url.scheme, f"{host}:{port}"
+
+
+def _shown(text: str) -> str:
+    """What the person typed, fit for an error message: without user name and password."""
+    return ",".join(
+        f"{part.split('://', 1)[0]}://{part.rpartition('@')[2]}"
+        if "://" in part and "@" in part
+        else part.rpartition("@")[2]
+        for part in text.split(",")
+    )
+
+
+def _check_readable(name: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except FileNotFoundError:
+        raise ValueError(f"the etcd {name} {path} does not exist") from None
+    except OSError as error:
+        raise ValueError(f"the etcd {name} {path} cannot be read: {error.strerror}") from error

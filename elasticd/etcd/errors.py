@@ -1,0 +1,62 @@
+"""What can go wrong with etcd, named by whose fault it is. No gRPC error leaves this package."""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Base of all errors of ``elasticd.etcd``. Its text is one sentence for a person."""
+
+
+class StoreUnavailable(StoreError):
+    """etcd did not answer, or could not serve. Retry.
+
+    ``sent`` is False where it is certain that the request had no effect.
+    """
+
+    def __init__(self, why: str, *, sent: bool = True) -> None:
+        super().__init__(why)
+        self.sent = sent
+
+
+class StoreRefused(StoreError):
+    """etcd answers, and says no: credentials, certificates, permissions. Fix the input."""
+
+
+class TokenExpired(StoreRefused):
+    """The token of a password login is no longer known (etcd restarted). Log in again."""
+
+
+class WrongEndpoint(StoreError):
+    """What listens there is not the etcd that was meant: wrong scheme, wrong port. Fix the input."""
+
+
+class LeaseGone(StoreError):
+    """The lease of a leased write no longer exists; nothing was written."""
+
+
+class Compacted(StoreError):
+    """The revision asked for is no longer kept. List again."""
+
+
+class HistoryLost(StoreError):
+    """etcd is at an older revision than it has already shown us: it was wiped or restored."""
+
+
+class BadRecord(StoreError):
+    """A value in etcd that is not what its key promises. ``key`` names it."""
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(f"the value of {key} in etcd is not usable: {why}")
+        self.key = key
+
+
+class NewerRecord(BadRecord):
+    """A value written by a newer elasticd. Upgrade this one."""
+
+    def __init__(self, key: str, version: int, known: int) -> None:
+        super().__init__(
+            key,
+            f"it has version {version}, and this elasticd knows up to {known}; "
+            "it was written by a newer elasticd, so upgrade this one",
+        )
+        self.version = version
