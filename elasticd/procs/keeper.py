@@ -1,0 +1,394 @@
+"""The agent's end of the warden: it asks, and is called back from one thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from elasticd.procs.channel import Channel, Closed, Message
+from elasticd.procs.linux import adopt_orphans, children, kill_tree, session_of, steady_now, was_started_with
+
+_log = logging.getLogger(__name__)
+_ROOT = str(Path(__file__).parents[2])
+_PROGRAM = (
+    "import sys; sys.path.append({root!r}); from elasticd.procs.warden import main; main({socket}, {agent})"
+)
+_SPAWN_ANSWER_S = 30.0
+_STRAGGLERS_S = 5.0
+
+
+class KeeperError(RuntimeError):
+    """A process could not be started, or nobody is there to start it. The message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended. ``code``: its exit status, or minus the signal that killed it.
+
+    ``at``: seconds since the epoch. ``error``: why it could not be started (code 127).
+    ``fenced``: it was killed because nobody moved the fence in time.
+    """
+
+    pid: int
+    code: int
+    at: float
+    error: str = ""
+    fenced: bool = False
+
+
+@dataclass(slots=True)
+class _Running:
+    ended: Callable[[Ended], None]
+    mark: str
+    service: bool
+    pid: int = 0
+    started: Callable[[int], None] | None = None
+
+
+class Warden:
+    """The agent's handle of its warden, the process that is the parent of all the others it runs.
+
+    Start it early, before there are threads. Nothing here blocks except ``spawn_service`` and
+    ``close``. Callbacks come from one thread, in the order of what happened; they must not block.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self._process = process
+        self._channel = Channel(sock)
+        self._lock = threading.Lock()
+        self._running: dict[int, _Running] = {}
+        self._next_id = 1
+        self._soon: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._lost = False
+        self._keeper_lost: Callable[[], None] | None = None
+        self._thread = threading.Thread(target=self._listen, name="elasticd-keeper", daemon=True)
+
+    @classmethod
+    def start(cls) -> Warden:
+        """Start the process. The agent becomes the one to whom orphans fall if it is killed."""
+        adopt_orphans()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            program = _PROGRAM.format(root=_ROOT, socket=theirs.fileno(), agent=os.getpid())
+            process = subprocess.Popen(
+                # Isolated, without site-packages: it starts in milliseconds, and nothing that
+                # people put on a Python path runs in it. UTF-8, so that both ends agree on bytes.
+                [sys.executable, "-I", "-S", "-X", "utf8", "-c", program],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        warden = cls(process, ours)
+        warden._thread.start()
+        return warden
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def on_lost(self, keeper_lost: Callable[[], None]) -> None:
+        """Have this called if the warden dies by itself; its workers and services are dead then,
+        and each was reported as ended before."""
+        with self._lock:
+            self._keeper_lost = keeper_lost
+            if not self._lost:
+                return
+        keeper_lost()
+
+    # ------------------------------------------------------------ workers
+
+    def spawn_worker(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str,
+        fds: Sequence[int],
+        mark: str = "",
+        whole_group: bool = False,
+        started: Callable[[int], None] | None = None,
+        ended: Callable[[Ended], None],
+    ) -> None:
+        """Start a worker in a session of its own, with just these three files, which are taken over.
+
+        ``mark``: one ``NAME=value`` of its environment that no other has, by which its orphans are
+        known. ``whole_group``: ``stop`` signals its process group, not only itself. ``ended`` is
+        called once, whatever happens; ``started`` with its pid, before.
+        """
+        self._spawn(argv, env, cwd, fds, _Running(ended, mark, False, 0, started), whole_group)
+
+    def stop_workers(self, signal_number: int, grace_s: float) -> None:
+        """Signal every worker, and SIGKILL what is left after the grace."""
+        self._tell({"do": "stop", "signal": int(signal_number), "grace_s": grace_s})
+
+    def fence(self, until: float | None) -> None:
+        """Kill all workers at this time (seconds since the epoch) unless told otherwise before."""
+        deadline = None if until is None else steady_now() + (until - time.time())
+        self._tell({"do": "fence", "until": deadline})
+
+    # ------------------------------------------------------------ services
+
+    def spawn_service(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        log_path: str | Path = os.devnull,
+        ended: Callable[[Ended], None] = lambda _: None,
+    ) -> int:
+        """Start a helper process (such as etcd) that must not outlive the agent; returns its pid.
+
+        Its output is appended to ``log_path``. Waits until the program runs; raises ``KeeperError``
+        if it cannot. The fence and ``stop_workers`` leave it alone.
+        """
+        answered = threading.Event()
+        outcome: list[int | Ended] = []
+
+        def answer(what: int | Ended) -> None:
+            outcome.append(what)
+            answered.set()
+
+        def service_ended(end: Ended) -> None:
+            if answered.is_set():
+                ended(end)
+            else:
+                answer(end)
+
+        try:
+            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
+        fds = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), log, os.dup(log)]
+        running = _Running(service_ended, "", True, 0, answer)
+        self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running, False)
+        if not answered.wait(_SPAWN_ANSWER_S):
+            raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
+        match outcome[0]:
+            case int(pid):
+                return pid
+            case end:
+                raise KeeperError(end.error or f"{argv[0]} ended at once with code {end.code}")
+
+    def stop_service(self, pid: int, grace_s: float = 5.0) -> None:
+        """SIGTERM, and SIGKILL after the grace; returns at once, its ``ended`` is called later."""
+        with self._lock:
+            ids = [id for id, running in self._running.items() if running.pid == pid and running.service]
+        for id in ids:
+            self._tell({"do": "stop_service", "id": id, "grace_s": grace_s})
+
+    # ------------------------------------------------------------ the end
+
+    def remove_at_end(self, path: str | Path) -> None:
+        """Have a file or folder removed when the agent is gone, however it went."""
+        self._tell({"do": "remove_at_end", "path": _portable(os.path.abspath(path))})
+
+    def close(self, grace_s: float = 3.0) -> None:
+        """Kill the workers, end the services (SIGKILL after the grace), remove what is to be
+        removed, and wait until all that is done. Calling it again does nothing."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._tell({"do": "close", "grace_s": grace_s})
+        try:
+            self._process.wait(grace_s + 10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ the wire
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call this from the thread that the callbacks come from."""
+        self._soon.append(call)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _spawn(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        fds: Sequence[int],
+        running: _Running,
+        whole_group: bool,
+    ) -> None:
+        with self._lock:
+            id = self._next_id
+            self._next_id += 1
+            lost = self._lost or self._closing
+            if not lost:
+                self._running[id] = running
+        if lost:
+            for fd in fds:
+                os.close(fd)
+            end = Ended(0, 127, time.time(), f"cannot run {argv[0]}: the keeper of processes is gone")
+            if running.service:
+                running.ended(end)
+            else:
+                self.call_soon(lambda: running.ended(end))
+            return
+        message = {
+            "do": "spawn",
+            "id": id,
+            "argv": [_portable(argument) for argument in argv],
+            "env": {_portable(name): _portable(value) for name, value in env.items()},
+            "cwd": _portable(cwd),
+            "mark": _portable(running.mark),
+            "service": running.service,
+            "whole_group": whole_group,
+        }
+        self._tell(message, fds)
+
+    def _tell(self, message: Message, fds: Sequence[int] = ()) -> None:
+        with self._lock:
+            if self._lost:
+                for fd in fds:
+                    os.close(fd)
+                return
+            try:
+                self._channel.send(message, fds)
+            except Closed:
+                pass  # the listening thread sees the same, and reports it
+            pending = self._channel.pending
+        if pending:
+            self._nudge()
+
+    def _listen(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._channel, selectors.EVENT_READ)
+        selector.register(self._wake, selectors.EVENT_READ)
+        try:
+            while True:
+                with self._lock:
+                    writing = selectors.EVENT_WRITE if self._channel.pending else 0
+                selector.modify(self._channel, selectors.EVENT_READ | writing)
+                for key, events in selector.select():
+                    if key.fileobj == self._wake:
+                        os.eventfd_read(self._wake)
+                    else:
+                        self._exchange(events)
+                self._call_those_waiting()
+        except Closed:
+            self._lose()
+        finally:
+            selector.close()
+
+    def _exchange(self, events: int) -> None:
+        with self._lock:
+            if events & selectors.EVENT_WRITE:
+                self._channel.flush()
+            messages = self._channel.receive() if events & selectors.EVENT_READ else []
+        for message, _ in messages:
+            self._hear(message)
+
+    def _hear(self, message: Message) -> None:
+        with self._lock:
+            running = self._running.get(message["id"])
+            if running is None:
+                return
+            if message["is"] == "spawned":
+                running.pid = message["pid"]
+            else:
+                del self._running[message["id"]]
+        if message["is"] == "spawned":
+            if running.started is not None:
+                _call(partial(running.started, message["pid"]))
+        else:
+            end = Ended(message["pid"], message["code"], message["at"], message["error"], message["fenced"])
+            _call(partial(running.ended, end))
+
+    def _call_those_waiting(self) -> None:
+        while self._soon:
+            _call(self._soon.popleft())
+
+    def _lose(self) -> None:
+        """The warden is gone: by ``close``, or because somebody killed it."""
+        with self._lock:
+            self._lost = True
+            left = list(self._running.values())
+            self._running.clear()
+            self._channel.close()
+        if not self._closing:
+            self._process.kill()
+            self._process.wait()
+            self._kill_stragglers(left)
+        error = "" if self._closing else "the keeper of this node's processes was killed"
+        for running in left:
+            _call(partial(running.ended, Ended(running.pid, -signal.SIGKILL, time.time(), error)))
+        with self._lock:
+            keeper_lost = None if self._closing else self._keeper_lost
+        if keeper_lost is not None:
+            _call(keeper_lost)
+        self._call_those_waiting()
+
+    def _kill_stragglers(self, left: Sequence[_Running]) -> None:
+        """The kernel kills what the warden had started; what those had started falls to us."""
+        pids = {running.pid for running in left}
+        marks = [running.mark for running in left if running.mark]
+        give_up_at = time.monotonic() + _STRAGGLERS_S
+        while time.monotonic() < give_up_at:
+            ours = [
+                pid
+                for pid in children(os.getpid())
+                if pid in pids or session_of(pid) in pids or was_started_with(pid, marks)
+            ]
+            if not ours:
+                return
+            for pid in ours:
+                kill_tree(pid)
+            for pid in ours:
+                _reap(pid, give_up_at)
+        _log.error("processes of the killed keeper would not die: %s", ours)
+
+
+def _reap(pid: int, give_up_at: float) -> None:
+    try:
+        ended = os.pidfd_open(pid)
+        try:
+            select.select([ended], [], [], max(0.0, give_up_at - time.monotonic()))
+        finally:
+            os.close(ended)
+        os.waitpid(pid, os.WNOHANG)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def _portable(text: str) -> str:
+    """The same bytes to the operating system, spelled for a process whose encoding is UTF-8."""
+    return os.fsencode(text).decode("utf-8", "surrogateescape")
+
+
+def _call(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # noqa: BLE001  # one failing callback must not end the thread all depend on
+        _log.exception("a callback of the keeper failed")

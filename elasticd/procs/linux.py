@@ -1,0 +1,127 @@
+"""The few things Linux tells about processes that the standard library does not. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its descendants orphan."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel SIGKILL this process when the thread that forked it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """The name that ``ps`` and ``top`` show; 15 bytes at most."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def steady_now() -> float:
+    """Seconds since boot, suspended time included: comparable between processes of a host."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def children(pid: int) -> list[int]:
+    """The live and the unreaped children of a process; none if it is gone."""
+    found: list[int] = []
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for task in tasks:
+        try:
+            found += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
+        except FileNotFoundError:
+            if not os.path.exists("/proc/self/task"):
+                continue
+            if os.path.exists(f"/proc/{pid}/task/{task}"):  # a kernel without CONFIG_PROC_CHILDREN
+                return _children_the_long_way(pid)
+        except OSError:
+            continue
+    return found
+
+
+def _children_the_long_way(parent: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            fields = _stat(int(entry))
+            if fields and int(fields[1]) == parent:
+                found.append(int(entry))
+    return found
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/pid/stat after the command name: state, ppid, pgrp, session, …"""
+    try:
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+def session_of(pid: int) -> int:
+    """Its session, also of a zombie; 0 if it is gone."""
+    fields = _stat(pid)
+    return int(fields[3]) if len(fields) > 3 else 0
+
+
+def was_started_with(pid: int, variables: Iterable[str]) -> bool:
+    """Whether one of these ``NAME=value`` was in its environment when its program began."""
+    try:
+        environ = _read(f"/proc/{pid}/environ").split(b"\0")
+    except OSError:
+        return False
+    return any(os.fsencode(variable) in environ for variable in variables)
+
+
+def kill(pid: int, signal_number: int) -> None:
+    """Send a signal; one who is gone already, or is not ours to signal, is no error."""
+    try:
+        os.kill(pid, signal_number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_group(pid: int, signal_number: int) -> None:
+    """The same for a process group."""
+    try:
+        os.killpg(pid, signal_number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and its descendants, as far as they can be seen now.
+
+    What it forks meanwhile is orphaned by this, and so lands on the reaper, who looks again.
+    """
+    below = children(pid)
+    kill(pid, signal.SIGKILL)
+    for child in below:
+        kill_tree(child)

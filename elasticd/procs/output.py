@@ -1,0 +1,330 @@
+"""What workers print: to files, to the console, to both, all moved by one thread.
+
+A redirected stream is the worker's own file, which nobody stands in front of. Every other stream
+passes through here: a pseudo-terminal where the agent's is a terminal, so that workers behave as
+if they printed there themselves, else a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import selectors
+import signal
+import termios
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from elasticd.procs.errorfile import TAIL_BYTES
+from elasticd.procs.screen import Author, Screen
+
+STDOUT, STDERR = 1, 2
+_CHUNK_BYTES = 1 << 16
+_PARTIAL_S = 0.1  # how long a line may remain unfinished before it is shown as it is
+
+
+@dataclass(frozen=True, slots=True)
+class LogDest:
+    """Where a round's workers print, by local rank; mirrors torch's ``LogsDest``.
+
+    ``stdouts``, ``stderrs``: a file the stream is redirected to; empty or absent for the console.
+    ``tee_stdouts``, ``tee_stderrs``: the same files for streams that go to the console too.
+    ``error_files``: where a worker says why it failed. ``filtered_*``: one file for the lines of
+    tee'd streams that contain one of the filters. ``capture_dirs``: a folder for our own copy of
+    what goes to the console only.
+    """
+
+    stdouts: Mapping[int, str] = field(default_factory=dict)
+    stderrs: Mapping[int, str] = field(default_factory=dict)
+    tee_stdouts: Mapping[int, str] = field(default_factory=dict)
+    tee_stderrs: Mapping[int, str] = field(default_factory=dict)
+    error_files: Mapping[int, str] = field(default_factory=dict)
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
+    capture_dirs: Mapping[int, str] = field(default_factory=dict)
+
+    def file_of(self, stream: int, local_rank: int) -> str:
+        """Its redirection; empty if it goes to the console only."""
+        return (self.stdouts if stream == STDOUT else self.stderrs).get(local_rank, "")
+
+    def tee_of(self, stream: int, local_rank: int) -> str:
+        """Its file if it is tee'd, else empty."""
+        return (self.tee_stdouts if stream == STDOUT else self.tee_stderrs).get(local_rank, "")
+
+    def capture_of(self, stream: int, local_rank: int) -> str:
+        """Where our own copy of it is kept; empty if it has a file anyway."""
+        folder = self.capture_dirs.get(local_rank, "")
+        if not folder or self.file_of(stream, local_rank):
+            return ""
+        return str(Path(folder) / ("stdout.log" if stream == STDOUT else "stderr.log"))
+
+
+class Console(Protocol):
+    """Where workers' output is shown. ``stream`` is 1 or 2. May block."""
+
+    def write(self, stream: int, data: bytes) -> None: ...
+
+    def is_terminal(self, stream: int) -> bool: ...
+
+
+class StdConsole:
+    """The agent's own stdout and stderr. Once one is closed, what is written to it is dropped."""
+
+    def __init__(self) -> None:
+        self._closed: set[int] = set()
+
+    def write(self, stream: int, data: bytes) -> None:
+        if stream not in self._closed:
+            try:
+                _write_all(stream, data)
+            except OSError:
+                self._closed.add(stream)
+
+    def is_terminal(self, stream: int) -> bool:
+        with contextlib.suppress(OSError):
+            return os.isatty(stream)
+        return False
+
+
+class Filtered:
+    """The file that the workers of a round share for filtered lines; closed with the last of them."""
+
+    def __init__(self, path: str, needles: Sequence[str]) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._needles = [needle.encode() for needle in needles]
+        self._users = 0
+
+    def write(self, lines: Sequence[bytes], prefix: bytes) -> None:
+        """Those of the lines that contain one of the filters."""
+        chosen = [prefix + line + b"\n" for line in lines if any(n in line for n in self._needles)]
+        if chosen:
+            with contextlib.suppress(OSError):
+                _write_all(self._fd, b"".join(chosen))
+
+    def share(self) -> Filtered:
+        self._users += 1
+        return self
+
+    def release(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            os.close(self._fd)
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """One stream of a worker on its way. ``ended`` once the last byte has been passed on."""
+
+    stream: int
+    source: int
+    author: Author
+    copies: list[int]
+    filtered: Filtered | None = None
+    tail: bytes = b""
+    partial_since: float | None = None
+    unfiltered: bytes = b""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def discard(self) -> None:
+        """Close what it would have been passed to."""
+        if self.filtered is not None:
+            self.filtered.release()
+        for fd in (self.source, *self.copies):
+            os.close(fd)
+        self.copies.clear()
+
+
+class Output:
+    """Moves the output of all workers. ``close`` when no more is to come."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or StdConsole()
+        shared = _same_file(STDOUT, STDERR)
+        out = Screen(terminal=self._console.is_terminal(STDOUT))
+        err = out if shared else Screen(terminal=self._console.is_terminal(STDERR))
+        self._screens = {STDOUT: out, STDERR: err}
+        self._feeds: dict[int, Feed] = {}
+        self._added: list[Feed] = []
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------ from other threads
+
+    def open(self, stream: int, *, prefix: bytes, copies: Sequence[int], terminal: bool) -> tuple[int, Feed]:
+        """A descriptor for a worker to print to, and what becomes of it. Takes ``copies`` over.
+
+        ``terminal``: make it one if the console is.
+        """
+        source, target = _open_pipe_or_terminal(stream if terminal and self._is_terminal(stream) else None)
+        return target, Feed(stream, source, Author(prefix), list(copies))
+
+    def carry(self, feeds: Sequence[Feed]) -> None:
+        """Begin to pass on."""
+        with self._lock:
+            self._added += feeds
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._pump, name="elasticd-output", daemon=True)
+                self._thread.start()
+        os.eventfd_write(self._wake, 1)
+
+    def resized(self) -> None:
+        """Give the workers' terminals the console's size; for a handler of SIGWINCH."""
+        for feed in list(self._feeds.values()):
+            _copy_window_size(feed.stream, feed.source)
+
+    def follow_window_size(self) -> None:
+        """Do so from now on. In the main thread only."""
+        before = signal.getsignal(signal.SIGWINCH)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.resized()
+            if callable(before):
+                before(number, frame)
+
+        signal.signal(signal.SIGWINCH, handle)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Pass on what is there, and stop."""
+        with self._lock:
+            self._closing = True
+            thread = self._thread
+        os.eventfd_write(self._wake, 1)
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _is_terminal(self, stream: int) -> bool:
+        return self._console.is_terminal(stream)
+
+    # ------------------------------------------------------------ the thread
+
+    def _pump(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(self._until_next_partial()):
+                    if key.fd == self._wake:
+                        os.eventfd_read(self._wake)
+                        self._admit(selector)
+                    elif not self._pass_on(feed := self._feeds[key.fd]):
+                        selector.unregister(key.fd)
+                        self._finish(feed)
+                self._show_partials()
+                if self._closing:
+                    self._admit(selector)
+                    for feed in list(self._feeds.values()):
+                        while select.select([feed.source], [], [], 0)[0] and self._pass_on(feed):
+                            pass
+                        self._finish(feed)
+                    return
+
+    def _admit(self, selector: selectors.BaseSelector) -> None:
+        with self._lock:
+            added, self._added = self._added, []
+        for feed in added:
+            os.set_blocking(feed.source, False)
+            self._feeds[feed.source] = feed
+            selector.register(feed.source, selectors.EVENT_READ)
+
+    def _pass_on(self, feed: Feed) -> bool:
+        """One chunk of it; False at its end."""
+        try:
+            data = os.read(feed.source, _CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:  # EIO: a terminal that nobody holds any more
+            return False
+        if not data:
+            return False
+        feed.tail = (feed.tail + data)[-TAIL_BYTES:]
+        for copy in list(feed.copies):
+            try:
+                _write_all(copy, data)
+            except OSError as error:  # a full disk must not stop the worker; say it once
+                feed.copies.remove(copy)
+                os.close(copy)
+                self._show(feed, f"elasticd: a worker's log ends here: {error.strerror}\n".encode())
+        self._filter(feed, data)
+        self._show(feed, data)
+        return True
+
+    def _show(self, feed: Feed, data: bytes) -> None:
+        out = self._screens[feed.stream].feed(feed.author, data)
+        if out:
+            self._console.write(feed.stream, out)
+        if not feed.author.held:
+            feed.partial_since = None
+        elif feed.partial_since is None:
+            feed.partial_since = time.monotonic()
+
+    def _flush(self, feed: Feed) -> None:
+        feed.partial_since = None
+        if out := self._screens[feed.stream].flush(feed.author):
+            self._console.write(feed.stream, out)
+
+    def _filter(self, feed: Feed, data: bytes) -> None:
+        if feed.filtered is None:
+            return
+        feed.unfiltered += data
+        *lines, feed.unfiltered = feed.unfiltered.split(b"\n")
+        feed.filtered.write(lines, feed.author.prefix)
+
+    def _finish(self, feed: Feed) -> None:
+        self._flush(feed)
+        if feed.unfiltered:
+            self._filter(feed, b"\n")
+        del self._feeds[feed.source]
+        feed.discard()
+        feed.ended.set()
+
+    def _until_next_partial(self) -> float | None:
+        since = [feed.partial_since for feed in self._feeds.values() if feed.partial_since is not None]
+        return max(0.0, min(since) + _PARTIAL_S - time.monotonic()) if since else None
+
+    def _show_partials(self) -> None:
+        now = time.monotonic()
+        for feed in list(self._feeds.values()):
+            if feed.partial_since is not None and now >= feed.partial_since + _PARTIAL_S:
+                self._flush(feed)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # somebody made the console non-blocking
+            select.select([], [fd], [])
+
+
+def _open_pipe_or_terminal(like: int | None) -> tuple[int, int]:
+    """Both ends; a terminal of the size of ``like``, where one can be had."""
+    if like is not None:
+        with contextlib.suppress(OSError):
+            source, target = os.openpty()
+            attributes = termios.tcgetattr(target)
+            attributes[1] &= ~termios.OPOST  # the real terminal will do that
+            termios.tcsetattr(target, termios.TCSANOW, attributes)
+            _copy_window_size(like, source)
+            return source, target
+    return os.pipe()
+
+
+def _copy_window_size(of: int, to: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(to, termios.TIOCSWINSZ, fcntl.ioctl(of, termios.TIOCGWINSZ, b"\0" * 8))
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False

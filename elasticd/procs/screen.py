@@ -1,0 +1,68 @@
+"""Several workers' output on one console, so that no line has two authors. Bytes in, bytes out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_HELD_BYTES_MAX = 1 << 16
+_LINE_STARTS = re.compile(rb"(?:\A|\n|\r(?!\n))(?=[^\n])")
+_ERASE_LINE = b"\r\x1b[K"
+
+
+@dataclass(slots=True, eq=False)
+class Author:
+    """One stream of one worker. ``held``: the begin of a line that is not yet on the console.
+
+    ``mid_line``: what it last put there did not end its line.
+    """
+
+    prefix: bytes = b""
+    held: bytes = b""
+    mid_line: bool = False
+
+
+class Screen:
+    """One console. ``terminal``: it can erase a line, as progress bars expect."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        self._terminal = terminal
+        self._open: Author | None = None
+        self._open_is_bar = False
+
+    def feed(self, author: Author, data: bytes) -> bytes:
+        """What to write now: its whole lines. The rest is held until ``flush``, or the line ends."""
+        author.held += data
+        end = author.held.rfind(b"\n") + 1
+        whole, author.held = author.held[:end], author.held[end:]
+        out = self._put(author, whole)
+        if len(author.held) > _HELD_BYTES_MAX:
+            out += self.flush(author)
+        return out
+
+    def flush(self, author: Author) -> bytes:
+        """What is held, such as a prompt or a progress bar, though its line has not ended."""
+        rest, author.held = author.held, b""
+        return self._put(author, rest)
+
+    def _put(self, author: Author, chunk: bytes) -> bytes:
+        if not chunk:
+            return b""
+        out = b""
+        if self._open is not None and self._open is not author:
+            out = _ERASE_LINE if self._terminal and self._open_is_bar else b"\n"
+            self._open.mid_line = False
+        out += self._prefixed(author, chunk)
+        author.mid_line = not chunk.endswith(b"\n")
+        self._open = author if author.mid_line else None
+        self._open_is_bar = author.mid_line and b"\r" in chunk[chunk.rfind(b"\n") + 1 :]
+        return out
+
+    def _prefixed(self, author: Author, chunk: bytes) -> bytes:
+        if not author.prefix:
+            return chunk
+        marked = _LINE_STARTS.sub(lambda start: start[0] + author.prefix, chunk)
+        # the regular expression takes the chunk's begin for a line's
+        if author.mid_line and marked.startswith(author.prefix) and not chunk.startswith(author.prefix):
+            return marked[len(author.prefix) :]
+        return marked

@@ -1,0 +1,371 @@
+"""The warden: a small process that is the parent of a node's workers and services.
+
+It outlives the agent by a moment, whatever kills the agent, and uses that moment to leave nothing
+behind. It also enforces the fence, so that workers stop in time even where the agent is stopped.
+
+Standard library only, one thread, started as ``python -I -S``: it shares no fate with torch, grpc
+or the agent's threads, and forks in a fraction of a millisecond. The agent's end is ``keeper``.
+
+Messages to it: ``spawn``, ``stop``, ``stop_service``, ``fence``, ``remove_at_end``, ``close``.
+From it: ``spawned``, ``ended``. Its parent's death, or the end of the socket, means ``close`` at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from elasticd.procs.channel import Channel, Closed, Message
+from elasticd.procs.linux import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    kill,
+    kill_group,
+    kill_tree,
+    name_process,
+    session_of,
+    steady_now,
+    was_started_with,
+)
+
+CANNOT_RUN = 127
+_REMEMBERED = 1024  # ended workers whose late orphans are still known for theirs
+_LAST_REAPING_S = 5.0  # for processes that even SIGKILL does not end soon (stuck in a driver)
+
+
+@dataclass(slots=True)
+class _Child:
+    """``mark``: a ``NAME=value`` that only it and what it starts have in their environment."""
+
+    id: int
+    pid: int
+    service: bool
+    mark: str
+    whole_group: bool
+    errors: int
+    kill_at: float | None = None
+    fenced: bool = False
+
+
+class WardenProcess:
+    def __init__(self, sock: socket.socket) -> None:
+        self._agent: Channel | None = Channel(sock)
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, _Child] = {}
+        self._ended_sessions: deque[int] = deque(maxlen=_REMEMBERED)
+        self._ended_marks: deque[str] = deque(maxlen=_REMEMBERED)
+        self._fence_at: float | None = None
+        self._fence_passed = False
+        self._paths: list[str] = []
+        self._closing = False
+        self._give_up_at: float | None = None
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self, agent_pid: int) -> None:
+        """Serve until the agent closes or dies, then end everything and return."""
+        woken, wake = os.pipe()
+        for fd in (woken, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(woken, selectors.EVENT_READ, "child")
+        assert self._agent is not None
+        self._selector.register(self._agent, selectors.EVENT_READ, "agent")
+        self._watch(agent_pid)
+        while not (self._closing and self._all_gone()):
+            for key, events in self._selector.select(self._until_next_deadline()):
+                if key.data == "child":
+                    _drain(woken)
+                    self._reap()
+                elif key.data == "death":
+                    self._selector.unregister(key.fileobj)
+                    self._lose_agent()
+                else:
+                    self._serve(events)
+            self._keep_deadlines()
+            self._want_writes()
+        for path in self._paths:
+            _remove(path)
+
+    def _watch(self, agent_pid: int) -> None:
+        """See the agent's death even if something forked from it still holds its socket."""
+        with contextlib.suppress(OSError):  # a kernel without pidfds: the socket has to do
+            self._selector.register(os.pidfd_open(agent_pid), selectors.EVENT_READ, "death")
+        if os.getppid() != agent_pid:
+            self._lose_agent()
+
+    def _serve(self, events: int) -> None:
+        if self._agent is None:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._agent.flush()
+            if events & selectors.EVENT_READ:
+                for message, fds in self._agent.receive():
+                    self._obey(message, fds)
+        except Closed:
+            self._lose_agent()
+
+    def _obey(self, message: Message, fds: list[int]) -> None:
+        match message["do"]:
+            case "spawn":
+                self._spawn(message, fds)
+            case "stop":
+                self._stop(message["signal"], message["grace_s"])
+            case "stop_service":
+                self._stop_service(message["id"], message["grace_s"])
+            case "fence":
+                self._fence_at, self._fence_passed = message["until"], False
+            case "remove_at_end":
+                self._paths.append(message["path"])
+            case "close":
+                self._close(message["grace_s"])
+
+    def _tell(self, message: Message) -> None:
+        if self._agent is None:
+            return
+        try:
+            self._agent.send(message)
+        except Closed:
+            self._lose_agent()
+
+    def _want_writes(self) -> None:
+        if self._agent is not None:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._agent.pending else 0)
+            if self._selector.get_key(self._agent).events != wanted:
+                self._selector.modify(self._agent, wanted, "agent")
+
+    def _lose_agent(self) -> None:
+        if self._agent is not None:
+            self._selector.unregister(self._agent)
+            self._agent.close()
+            self._agent = None
+        self._close(grace_s=0.0)
+
+    # ------------------------------------------------------------ starting and ending
+
+    def _spawn(self, message: Message, fds: list[int]) -> None:
+        service = message["service"]
+        try:
+            if not service and (self._fence_passed or _is_past(self._fence_at)):
+                self._tell_end(message["id"], 0, -signal.SIGKILL, fenced=True)
+                return
+            warden = os.getpid()
+            errors, tell_error = os.pipe()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.close(errors)
+                os.close(tell_error)
+                self._tell_end(message["id"], 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
+                return
+            if pid == 0:
+                _become(message, fds, tell_error, warden)
+            os.close(tell_error)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        child = _Child(message["id"], pid, service, message["mark"], message["whole_group"], errors)
+        self._children[pid] = child
+        if pid in self._ended_sessions:  # pids come round again
+            self._ended_sessions.remove(pid)
+        if service:  # its caller waits to hear that it runs; a worker's failure is told by its end
+            error_text = _read_error(child, wait=True)
+            if error_text is not None:
+                child.errors = -1
+                del self._children[pid]
+                os.waitpid(pid, 0)
+                self._tell_end(child.id, pid, CANNOT_RUN, error=error_text)
+                return
+        self._tell({"is": "spawned", "id": child.id, "pid": pid})
+
+    def _stop(self, signal_number: int, grace_s: float) -> None:
+        kill_at = steady_now() + grace_s
+        for child in self._workers():
+            child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
+            (kill_group if child.whole_group else kill)(child.pid, signal_number)
+
+    def _stop_service(self, id: int, grace_s: float) -> None:
+        for child in self._children.values():
+            if child.id == id and child.service:
+                child.kill_at = steady_now() + grace_s
+                kill(child.pid, signal.SIGTERM)
+
+    def _close(self, grace_s: float) -> None:
+        """Workers end now, services within the grace; then this process ends."""
+        self._closing = True
+        self._give_up_at = steady_now() + grace_s + _LAST_REAPING_S
+        for child in self._children.values():
+            if child.service and grace_s > 0:
+                child.kill_at = steady_now() + grace_s
+                kill(child.pid, signal.SIGTERM)
+            else:
+                child.kill_at = 0.0
+        self._keep_deadlines()
+        self._sweep()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                # Seen but not yet reaped: so long, its pid, group and session cannot be anyone else's.
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if ended is None:
+                break
+            child = self._children.pop(ended.si_pid, None)
+            if child is None:
+                os.waitpid(ended.si_pid, 0)
+                continue
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            at = time.time()
+            kill_group(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            self._ended_sessions.append(child.pid)
+            if child.mark:
+                self._ended_marks.append(child.mark)
+            self._sweep()
+            error = _read_error(child)
+            self._tell_end(
+                child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
+            )
+        self._sweep()
+
+    def _tell_end(
+        self, id: int, pid: int, code: int, at: float | None = None, error: str = "", fenced: bool = False
+    ) -> None:
+        self._tell(
+            {
+                "is": "ended",
+                "id": id,
+                "pid": pid,
+                "code": code,
+                "at": time.time() if at is None else at,
+                "error": error,
+                "fenced": fenced,
+            }
+        )
+
+    def _sweep(self) -> None:
+        """Kill what ended workers left behind; when no worker runs, everything that was orphaned.
+
+        An orphan of a worker that still runs (a daemon it started on purpose) is left alone. Each
+        one killed here may orphan others, which land here too: their coming is told by its SIGCHLD.
+        """
+        deserted = not self._workers()
+        for pid in children(os.getpid()):
+            if pid in self._children:
+                continue
+            if (
+                deserted
+                or session_of(pid) in self._ended_sessions
+                or was_started_with(pid, self._ended_marks)
+            ):
+                kill_tree(pid)
+
+    def _workers(self) -> list[_Child]:
+        return [child for child in self._children.values() if not child.service]
+
+    def _all_gone(self) -> bool:
+        return not children(os.getpid()) or _is_past(self._give_up_at)
+
+    # ------------------------------------------------------------ deadlines
+
+    def _until_next_deadline(self) -> float | None:
+        deadlines = [child.kill_at for child in self._children.values() if child.kill_at is not None]
+        if self._fence_at is not None and not self._fence_passed:
+            deadlines.append(self._fence_at)
+        if self._give_up_at is not None:
+            deadlines.append(self._give_up_at)
+        return max(0.0, min(deadlines) - steady_now()) if deadlines else None
+
+    def _keep_deadlines(self) -> None:
+        if not self._fence_passed and _is_past(self._fence_at):
+            self._fence_passed = True
+            for child in self._workers():
+                child.fenced = True
+                child.kill_at = 0.0
+        for child in self._children.values():
+            if _is_past(child.kill_at):
+                child.kill_at = None
+                kill_group(child.pid, signal.SIGKILL)
+                kill(child.pid, signal.SIGKILL)  # in case it has not reached setsid yet
+
+
+def _is_past(deadline: float | None) -> bool:
+    return deadline is not None and steady_now() >= deadline
+
+
+def _become(message: Message, fds: Sequence[int], tell_error: int, warden: int) -> NoReturn:
+    """Turn this forked child into the program asked for, in a session and process group of its own."""
+    failing = "a process"
+    try:
+        os.setsid()
+        die_with_parent()
+        if os.getppid() != warden:  # it died before the line above
+            os._exit(128 + signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        failing = f"in {message['cwd']}"
+        os.chdir(message["cwd"])
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+        # Nothing else to close: every other descriptor of the warden is close-on-exec.
+        failing = message["argv"][0]
+        os.execvpe(message["argv"][0], message["argv"], message["env"])
+    except BaseException as error:  # noqa: BLE001  # a forked child must never return from here
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        os.write(tell_error, f"cannot run {failing}: {reason}".encode(errors="backslashreplace"))
+    finally:
+        os._exit(CANNOT_RUN)
+
+
+def _read_error(child: _Child, *, wait: bool = False) -> str | None:
+    """Why its program could not be started; None if it was. Asked once, when it has ended."""
+    if child.errors < 0:
+        return None
+    os.set_blocking(child.errors, wait)
+    try:
+        return os.read(child.errors, 4096).decode() or None
+    except BlockingIOError:  # still held: its program runs
+        return None
+    finally:
+        os.close(child.errors)
+        child.errors = -1
+
+
+def _drain(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, 4096):
+            pass
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def main(socket_fd: int, agent_pid: int) -> None:
+    """Be the warden of ``agent_pid``, which holds the other end of the socket."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(socket_fd, False)
+    name_process("elasticd-warden")
+    adopt_orphans()
+    WardenProcess(socket.socket(fileno=socket_fd)).run(agent_pid)

@@ -1,0 +1,115 @@
+"""Tells the agent how far an unmodified script is: every optimizer step, in a page of shared memory.
+
+Standard library only, and self-contained: the worker's Python need not have elasticd installed.
+The layout is that of elasticd/procs/page.py.
+"""
+
+import mmap
+import os
+import sys
+import time
+
+_HOOKED = "torch.optim.optimizer"
+_PID, _STEPS, _LAST_NS, _PHASE = 2, 3, 4, 5  # fields of 8 bytes, each stored by one instruction
+_STARTED, _IMPORTED, _STEPPING = 1, 2, 3
+
+
+def start():
+    """Claim the page, and wait for the optimizers to be imported."""
+    path = os.environ.get("ELASTICD_PAGE")
+    if path:
+        fields = _claim(path)
+        if fields is not None:
+            sys.meta_path.insert(0, _Finder(fields))
+
+
+def _claim(path):
+    """The page's fields, if no other living process has them: a worker has one heartbeat."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        memory = mmap.mmap(fd, 4096)
+    finally:
+        os.close(fd)
+    if memory[:8] != b"ELASTICD":
+        return None
+    fields = memoryview(memory).cast("Q")
+    if fields[1] != 1 or (fields[_PID] not in (0, os.getpid()) and _lives(fields[_PID])):
+        return None
+    fields[_PID] = os.getpid()
+    fields[_PHASE] = _STARTED
+    return fields
+
+
+def _lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+class _Finder:
+    """Sees the import of torch's optimizers, once; finds nothing itself."""
+
+    def __init__(self, fields):
+        self._fields = fields
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _HOOKED:
+            return None
+        sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                self._follow(spec.loader)
+                return spec
+        return None
+
+    def _follow(self, loader):
+        execute = loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            try:
+                module.register_optimizer_step_post_hook(_make_hook(self._fields))
+                self._fields[_PHASE] = _IMPORTED
+            except Exception:  # noqa: BLE001, S110  # a torch we do not know: no heartbeat, but it runs
+                pass
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:  # a loader that cannot be changed
+            pass
+
+
+def _make_hook(fields):
+    """What runs after each step of each optimizer.
+
+    Iterations are counted, not steps: with several optimizers (a GAN's two, one for each layer)
+    all of them step in one iteration, and a sum would be a multiple that changes with the phase of
+    training. An iteration begins when an optimizer steps that has stepped in it already.
+    """
+    pid = fields[_PID]
+    steps = fields[_STEPS]
+    stepped = set()
+    getpid = os.getpid
+    now_ns = time.monotonic_ns
+
+    def hook(optimizer, args, kwargs):
+        nonlocal steps
+        if getpid() != pid:  # a forked child that trains something of its own
+            return
+        key = id(optimizer)
+        if key in stepped or not stepped:
+            stepped.clear()
+            steps += 1
+            fields[_LAST_NS] = now_ns()
+            fields[_STEPS] = steps
+            fields[_PHASE] = _STEPPING
+        else:
+            fields[_LAST_NS] = now_ns()
+        stepped.add(key)
+
+    return hook
