@@ -57,6 +57,10 @@ class View(Protocol):
     def finish(self, text: str) -> None:
         """``close``, then print the last screen to stderr."""
 
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
 
 def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> View:
     """The live view, unless it was declined (``--plain``, NO_COLOR) or stderr is no terminal."""

@@ -1,0 +1,102 @@
+"""The ``elasticd`` command. Each subcommand's module is imported only when it is called for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import click
+from click.core import ParameterSource
+
+from elasticd import __version__
+from elasticd.cli.complaint import Complaint
+
+_COMMANDS = {
+    "run": "elasticd.cli.run:run",
+    "status": "elasticd.cli.status:status",
+    "ls": "elasticd.cli.status:ls",
+    "scale": "elasticd.cli.steer:scale",
+    "drain": "elasticd.cli.steer:drain",
+    "stop": "elasticd.cli.steer:stop",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*_COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="elasticd", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Keeps PyTorch training running on machines that fail, get preempted, and come back."""
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"elasticd {__version__}")
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit: one sentence on stderr for what people can put right."""
+    sys.exit(_exit_code(argv))
+
+
+def _exit_code(argv: Sequence[str] | None) -> int:
+    try:
+        result = cli.main(args=argv, prog_name="elasticd", standalone_mode=False)
+        sys.stdout.flush()
+    except Complaint as complaint:
+        _say(complaint.sentence)
+        return complaint.code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except click.ClickException as error:
+        _say(_sentence(error))
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python would complain again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _say(sentence: str) -> None:
+    one_line = " ".join(sentence.split())
+    click.echo(f"elasticd: {one_line}", err=True)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """click's message, and where the value came from when that is not the command line."""
+    message = error.format_message()
+    if (
+        isinstance(error, click.BadParameter)
+        and error.ctx
+        and error.param
+        and error.param.name
+    ):
+        source = error.ctx.get_parameter_source(error.param.name)
+        names = error.param.envvar
+        if source is ParameterSource.ENVIRONMENT and names:
+            candidates = [names] if isinstance(names, str) else names
+            name = next((n for n in candidates if os.environ.get(n)), candidates[0])
+            message = f"{message.rstrip('.')} (from the environment variable {name})."
+    return message
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Where the job's nodes meet: its etcd, its name, and torchrun's words for both. Pure but for the
+certificate files, which are looked at."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.options import RunOptions, Said
+from elasticd.etcd.access import EtcdAccess, parse_endpoints
+
+ETCD_BACKENDS = frozenset({"etcd", "etcd-v2", "etcd-v3"})
+
+_NAME = re.compile(r"[A-Za-z0-9_.:@+=-]+")
+_NAME_MAX_CHARS = 128
+_HOW = "give --etcd http://HOST:2379 on each node"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """``etcd`` is None for a standalone run; ``job`` where nobody named it. The times, in seconds,
+    are torchrun's of --rdzv-conf; None where they were not given."""
+
+    etcd: EtcdAccess | None
+    job: str | None
+    join_timeout_s: float | None = None
+    settle_s: float | None = None
+    node_ttl_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Conf:
+    """--rdzv-conf, its keys crossed off as they are understood."""
+
+    values: dict[str, str]
+    used: set[str] = field(default_factory=set)
+
+    def text(self, *names: str) -> str | None:
+        found = None
+        for name in names:
+            if name in self.values:
+                self.used.add(name)
+                found = self.values[name] if found is None else found
+        return found
+
+    def seconds(self, *names: str) -> float | None:
+        text = self.text(*names)
+        if text is None:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise Complaint(f"--rdzv-conf {names[0]}={text} is not a number.") from None
+        if not 0 <= value < float("inf"):
+            raise Complaint(f"--rdzv-conf {names[0]}={text} is not a length of time.")
+        return value
+
+    def unused(self) -> list[str]:
+        return sorted(set(self.values) - self.used)
+
+
+def check_name(what: str, name: str) -> str:
+    """The name, if it can be part of a key and of a file's name. ``what``: "job" or "node"."""
+    if not name:
+        raise Complaint(f"the {what}'s name is empty.")
+    if len(name) > _NAME_MAX_CHARS:
+        raise Complaint(
+            f"the {what}'s name has {len(name)} characters; {_NAME_MAX_CHARS} are the most."
+        )
+    if not _NAME.fullmatch(name) or name.startswith("-") or not name.strip("."):
+        raise Complaint(
+            f"{name!r} cannot be the name of a {what}: it is made of letters, digits and _.:@+=-, "
+            "and begins with no dash."
+        )
+    return name
+
+
+def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
+    """Decide it. ``nodes_min`` and ``nodes_max`` are torchrun's --nnodes. Raises Complaint."""
+    notes: list[str] = []
+    conf = _Conf(_parse_conf(options.rdzv_conf or ""))
+    etcd = _etcd(options, conf, notes)
+    if etcd is None:
+        _check_alone(options, nodes_min, nodes_max, notes)
+    interval, attempts = (
+        conf.seconds("keep_alive_interval"),
+        conf.seconds("keep_alive_max_attempt"),
+    )
+    ttl = (5 if interval is None else interval) * (3 if attempts is None else attempts)
+    result = Meeting(
+        etcd=etcd,
+        job=_job(options, notes),
+        join_timeout_s=conf.seconds("join_timeout", "timeout"),
+        settle_s=conf.seconds("last_call_timeout"),
+        node_ttl_s=max(2.0, ttl)
+        if interval is not None or attempts is not None
+        else None,
+        notes=tuple(notes),
+    )
+    if unused := conf.unused():
+        plural = len(unused) > 1
+        note = (
+            f"{', '.join(unused)} of --rdzv-conf mean{'' if plural else 's'} nothing here: "
+            f"{'they set' if plural else 'it sets'} up rendezvous back ends that elasticd does not use"
+        )
+        result = Meeting(
+            result.etcd,
+            result.job,
+            result.join_timeout_s,
+            result.settle_s,
+            result.node_ttl_s,
+            (*result.notes, note),
+        )
+    return result
+
+
+def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | None:
+    backend = options.rdzv_backend
+    by_rdzv = backend in ETCD_BACKENDS and options.rdzv_endpoint is not None
+    ours = options.said("etcd")
+    torchruns = options.said("rdzv_endpoint") if by_rdzv else Said.NOWHERE
+    alone = options.said("standalone")
+    tls = {
+        "cacert": options.etcd_cacert or conf.text("cacert", "ca_cert"),
+        "cert": options.etcd_cert or conf.text("cert", "ssl_cert"),
+        "key": options.etcd_key or conf.text("key", "ssl_cert_key"),
+    }
+    protocol, read_timeout_s = conf.text("protocol"), conf.seconds("read_timeout")
+    if alone:
+        if alone is ours:
+            raise Complaint(
+                "--standalone runs without a shared etcd, so it takes no --etcd: give one of them."
+            )
+        if alone >= max(ours, torchruns):
+            return None
+    if ours and ours >= torchruns:
+        if by_rdzv and options.rdzv_endpoint != options.etcd:
+            notes.append(
+                f"--rdzv-endpoint {options.rdzv_endpoint} does not count beside --etcd"
+            )
+        text = options.etcd or ""
+    elif torchruns:
+        text = options.rdzv_endpoint or ""
+        if "://" not in text and protocol:
+            text = ",".join(f"{protocol}://{part}" for part in text.split(","))
+    elif backend in ETCD_BACKENDS:
+        raise Complaint(
+            f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT, an etcd."
+        )
+    else:
+        if any(tls.values()):
+            raise Complaint(
+                "certificates for etcd are given, but no --etcd to use them with."
+            )
+        return None
+    try:
+        return parse_endpoints(
+            text,
+            **tls,
+            username=options.etcd_user,
+            # A password in the environment serves those commands that name its user.
+            password=options.etcd_password if options.etcd_user is not None else None,
+            timeout_s=read_timeout_s or 2.0,
+        )
+    except ValueError as error:
+        raise Complaint(f"{error}.") from error
+
+
+def _check_alone(
+    options: RunOptions, nodes_min: int, nodes_max: int, notes: list[str]
+) -> None:
+    """Without an etcd only one node can run."""
+    backend, endpoint = options.rdzv_backend, options.rdzv_endpoint
+    if options.standalone:
+        if nodes_min > 1:
+            raise Complaint(
+                f"--standalone runs one node, but --nnodes asks for at least {nodes_min}."
+            )
+        if backend or endpoint:
+            notes.append(
+                "--rdzv-backend and --rdzv-endpoint do not count with --standalone"
+            )
+        return
+    if nodes_max > 1:
+        told = (
+            f" (elasticd does not use the rendezvous of --rdzv-backend {backend})"
+            if backend
+            else ""
+        )
+        raise Complaint(
+            f"--nnodes {options.nnodes} needs an etcd in which the nodes meet: {_HOW}{told}."
+        )
+    said = [
+        f
+        for f, value in (("--rdzv-backend", backend), ("--rdzv-endpoint", endpoint))
+        if value
+    ]
+    if said:
+        verb = "mean" if len(said) > 1 else "means"
+        notes.append(
+            f"{' and '.join(said)} {verb} nothing here: elasticd's nodes meet in etcd, "
+            "and one node starts its own (several: --etcd)"
+        )
+
+
+def _job(options: RunOptions, notes: list[str]) -> str | None:
+    ours, torchruns = options.said("job"), options.said("rdzv_id")
+    if ours and ours >= torchruns:
+        if torchruns and options.rdzv_id != options.job:
+            notes.append(f"--rdzv-id {options.rdzv_id} does not count beside --job")
+        return check_name("job", options.job or "")
+    if torchruns and options.rdzv_id != "none":  # torchrun's default, written out
+        return check_name("job", options.rdzv_id or "")
+    return None
+
+
+def _parse_conf(text: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else ():
+        key, equals, value = (p.strip() for p in part.partition("="))
+        if not key or not equals or not value:
+            raise Complaint(
+                f"--rdzv-conf {text!r} is not of the form key=value,key=value."
+            )
+        values[key] = value
+    return values

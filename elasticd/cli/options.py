@@ -1,0 +1,398 @@
+"""Every option of ``elasticd run``: our own, and torchrun's under the same names.
+
+Options end at the first positional argument (or at ``--``); what follows belongs to the script.
+Torchrun's are also read from ``PET_<NAME>``, ours from ``ELASTICD_<NAME>``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Said(IntEnum):
+    """Where a value came from; the greater one counts."""
+
+    NOWHERE = 0
+    ENVIRONMENT = 1
+    COMMAND_LINE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The command line of ``elasticd run`` as it was typed; None where nothing was said."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    # ours
+    min: int | None = None
+    max: int | None = None
+    slots: str | None = None
+    job: str | None = None
+    node: str | None = None
+    address: str | None = None
+    etcd: str | None = None
+    etcd_cacert: Path | None = None
+    etcd_cert: Path | None = None
+    etcd_key: Path | None = None
+    etcd_user: str | None = None
+    etcd_password: str | None = None
+    join_timeout: float | None = None
+    settle: float | None = None
+    grow_cooldown: float | None = None
+    node_ttl: float | None = None
+    etcd_grace: float | None = None
+    restart_window: float | None = None
+    futile_max: int | None = None
+    broken_timeout: float | None = None
+    quarantine_after: int | None = None
+    quarantine: float | None = None
+    quarantine_max: float | None = None
+    plain: bool = False
+    log_format: str = "auto"
+    # torchrun's
+    nnodes: str | None = None
+    nproc_per_node: str | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_conf: str | None = None
+    standalone: bool = False
+    max_restarts: int | None = None
+    monitor_interval: float | None = None
+    start_method: str | None = None
+    event_log_handler: str | None = None
+    role: str | None = None
+    module: bool = False
+    no_python: bool = False
+    run_path: bool = False
+    log_dir: Path | None = None
+    redirects: str | None = None
+    tee: str | None = None
+    local_ranks_filter: str | None = None
+    duplicate_stdout_filters: str | None = None
+    duplicate_stderr_filters: str | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    local_addr: str | None = None
+    logs_specs: str | None = None
+    numa_binding: str | None = None
+    signals_to_handle: str | None = None
+    shutdown_timeout: float | None = None
+    virtual_local_rank: bool = False
+    # which of them the environment said, not the command line
+    from_environment: frozenset[str] = frozenset()
+
+    def said(self, *names: str) -> Said:
+        """Where the most binding of these options was said."""
+        return max(self._said(name) for name in names)
+
+    def _said(self, name: str) -> Said:
+        if getattr(self, name) in (None, False):
+            return Said.NOWHERE
+        return Said.ENVIRONMENT if name in self.from_environment else Said.COMMAND_LINE
+
+
+def flag(name: str) -> str:
+    """The option as people type it: ``--nproc-per-node``."""
+    return f"--{name.replace('_', '-')}"
+
+
+# ---------------------------------------------------------------- types
+
+
+class _Seconds(click.ParamType[float]):
+    """A length of time in seconds: finite, and no less than ``least``."""
+
+    name = "seconds"
+
+    def __init__(self, least: float = 0.0, why: str = "") -> None:
+        self._least, self._why = least, why
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a finite number of seconds.", param, ctx)
+        if seconds < self._least:
+            self.fail(f"{value} is less than {self._least:g}{self._why}.", param, ctx)
+        return seconds
+
+
+class _Switch(click.ParamType[bool]):
+    """A flag; from the environment torchrun reads a number, and anything but 0 is yes."""
+
+    name = "boolean"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> bool:
+        if isinstance(value, bool):
+            return value
+        try:
+            return int(value) != 0
+        except ValueError:
+            return bool(click.BOOL.convert(value, param, ctx))
+
+
+_COUNT = click.IntRange(min=1)
+_FILE = click.Path(path_type=Path)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _ours(name: str, type: Any = str, help: str = "", **more: Any) -> Callable[[F], F]:
+    destination = name.lstrip("-").replace("-", "_")
+    return click.option(
+        name,
+        destination,
+        type=type,
+        help=help,
+        envvar=f"ELASTICD_{destination.upper()}",
+        **more,
+    )
+
+
+def _torchruns(
+    *names: str, type: Any = str, help: str = "", **more: Any
+) -> Callable[[F], F]:
+    destination = names[-1].lstrip("-").replace("-", "_")
+    return click.option(
+        *names,
+        destination,
+        type=type,
+        help=help,
+        envvar=f"PET_{destination.upper()}",
+        **more,
+    )
+
+
+def _our_switch(name: str, help: str) -> Callable[[F], F]:
+    return _ours(name, _Switch(), help, is_flag=True, default=False)
+
+
+def _torchruns_switch(*names: str, help: str) -> Callable[[F], F]:
+    return _torchruns(*names, type=_Switch(), help=help, is_flag=True, default=False)
+
+
+def etcd_options(command: F) -> F:
+    """Where etcd is, and how to prove who one is; shared by all commands."""
+    for option in reversed(
+        (
+            _ours(
+                "--etcd",
+                help="etcd endpoints: http://a:2379,http://b:2379",
+                metavar="URLS",
+            ),
+            _ours("--etcd-cacert", _FILE, "CA certificate for https:// endpoints."),
+            _ours("--etcd-cert", _FILE, "Client certificate."),
+            _ours("--etcd-key", _FILE, "Key of the client certificate."),
+            _ours(
+                "--etcd-user",
+                help="User name; its password is read from ELASTICD_ETCD_PASSWORD.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+_RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    # size
+    _ours("--min", _COUNT, "Fewest workers to train with."),
+    _ours("--max", _COUNT, "Most workers to train with."),
+    _ours(
+        "--slots",
+        help="Workers this node offers: a number, or auto: its GPUs, else its cores.",
+        metavar="N|auto",
+    ),
+    # who and where
+    _ours("--job", help="Name of the job; the same on all its nodes."),
+    _ours("--node", help="Name of this node; the host's by default."),
+    _ours("--address", help="Address at which other nodes reach this one."),
+    etcd_options,
+    # patience
+    _ours(
+        "--join-timeout",
+        _Seconds(),
+        "Seconds to wait below --min before giving up (exit code 3).  [600]",
+    ),
+    _ours(
+        "--settle",
+        _Seconds(),
+        "Seconds a starting job waits for more nodes after the last came.  [1]",
+    ),
+    _ours(
+        "--grow-cooldown",
+        _Seconds(),
+        "Seconds a round lives before it ends in order to grow.  [30]",
+    ),
+    _ours(
+        "--node-ttl",
+        _Seconds(2.0, ", and etcd keeps no lease shorter than that"),
+        "Seconds after which a silent node counts as lost.  [5]",
+    ),
+    _ours(
+        "--etcd-grace",
+        _Seconds(),
+        "Seconds etcd may be away before giving up (exit code 4).  [600]",
+    ),
+    _ours(
+        "--broken-timeout",
+        _Seconds(),
+        "Seconds between SIGTERM and SIGKILL once a round is broken.  [2]",
+    ),
+    # failures
+    _ours(
+        "--restart-window",
+        _Seconds(),
+        "Seconds over which --max-restarts counts.  [3600]",
+    ),
+    _ours(
+        "--futile-max",
+        click.IntRange(min=0),
+        "Failures in a row without progress to end at; 0: no limit.  [3]",
+    ),
+    _ours(
+        "--quarantine-after",
+        click.IntRange(min=0),
+        "Failures in a row after which a slot is left out.  [3]",
+    ),
+    _ours(
+        "--quarantine",
+        _Seconds(),
+        "Seconds a slot is left out first; doubled each time.  [30]",
+    ),
+    _ours("--quarantine-max", _Seconds(), "Seconds a slot is left out at most.  [600]"),
+    # what is shown
+    _our_switch("--plain", "No live view, even on a terminal."),
+    _ours(
+        "--log-format",
+        click.Choice(["auto", "console", "json"]),
+        "auto: json unless on a terminal.",
+        default="auto",
+    ),
+    # torchrun's
+    _torchruns(
+        "--nnodes",
+        help="Nodes, N or MIN:MAX; with --nproc-per-node the limits in workers.  [1]",
+    ),
+    _torchruns(
+        "--nproc-per-node",
+        help="Workers a node offers: a number, auto, cpu, gpu or xpu.  [1]",
+    ),
+    _torchruns(
+        "--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."
+    ),
+    _torchruns("--rdzv-endpoint", help="HOST:PORT of the etcd."),
+    _torchruns("--rdzv-id", help="Name of the job, as --job."),
+    _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
+    _torchruns_switch("--standalone", help="One node, without a shared etcd."),
+    _torchruns(
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        help="Failures to survive in --restart-window.  [10]",
+    ),
+    _torchruns("--monitor-interval", type=float, help="Means nothing here."),
+    _torchruns(
+        "--start-method",
+        type=click.Choice(["spawn", "fork", "forkserver"]),
+        help="Means nothing here.",
+    ),
+    _torchruns("--event-log-handler", help="Means nothing here."),
+    _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
+    _torchruns_switch(
+        "-m", "--module", help="The script is a module, as with python -m."
+    ),
+    _torchruns_switch("--no-python", help="The script is a program of its own."),
+    _torchruns_switch(
+        "--run-path", help="Run the script as a script, whatever else is said."
+    ),
+    _torchruns("--log-dir", type=_FILE, help="Folder for the workers' output."),
+    _torchruns(
+        "-r", "--redirects", help="Streams that go to files: 0 to 3, or RANK:0-3,…"
+    ),
+    _torchruns("-t", "--tee", help="Streams that go to files and the terminal."),
+    _torchruns("--local-ranks-filter", help="Local ranks whose output is shown: 0,1,2"),
+    _torchruns(
+        "--duplicate-stdout-filters",
+        help="Lines of stdout to copy to a file of their own: apple,orange",
+    ),
+    _torchruns("--duplicate-stderr-filters", help="The same for stderr."),
+    _torchruns("--node-rank", type=int, help="Means nothing here."),
+    _torchruns("--master-addr", help="Means nothing here."),
+    _torchruns("--master-port", type=int, help="Means nothing here."),
+    _torchruns(
+        "--local-addr",
+        help="Address at which other nodes reach this one, as --address.",
+    ),
+    _torchruns("--logs-specs", help="An entry point of the group torchrun.logs_specs."),
+    _torchruns(
+        "--numa-binding",
+        type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
+        help="Bind workers to the cores near their GPU.",
+    ),
+    _torchruns(
+        "--signals-to-handle",
+        help="Signals that drain this node.  [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
+    ),
+    _torchruns(
+        "--shutdown-timeout",
+        type=_Seconds(),
+        help="Seconds between SIGTERM and SIGKILL.  [30]",
+    ),
+    _torchruns_switch(
+        "--virtual-local-rank",
+        help="LOCAL_RANK 0 for all, each with its one GPU visible.",
+    ),
+)
+
+CONTEXT_SETTINGS: dict[str, Any] = {
+    # Options end at the first positional argument: the script's own are never looked at.
+    "allow_interspersed_args": False,
+    # --nproc_per_node is --nproc-per-node.
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "max_content_width": 100,
+}
+
+
+def run_options(command: F) -> F:
+    """Give a click command all of the table, and TARGET ARGS…"""
+    command = click.argument(
+        "args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."
+    )(command)
+    command = click.argument("target", type=click.UNPROCESSED, metavar="SCRIPT")(
+        command
+    )
+    for option in reversed(_RUN_OPTIONS):
+        command = option(command)
+    return command
+
+
+def collect(ctx: click.Context, etcd_password: str | None) -> RunOptions:
+    """What click parsed, as RunOptions."""
+    known = {f.name for f in fields(RunOptions)}
+    environment = frozenset(
+        name
+        for name in ctx.params
+        if ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+    )
+    values = {name: value for name, value in ctx.params.items() if name in known}
+    return RunOptions(
+        **values, etcd_password=etcd_password, from_environment=environment
+    )

@@ -1,0 +1,165 @@
+"""What the workers are to run: found, read and checked before anything is started."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import warnings
+import zipfile
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from elasticd.cli.complaint import Complaint
+from elasticd.daemon.config import Command, CommandKind
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """``fingerprint``: sha256 of the script's text (of a program: of its path), in hex."""
+
+    command: Command
+    fingerprint: str
+    stem: str
+
+
+def find(
+    kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True
+) -> Script:
+    """The script, checked. Raises Complaint.
+
+    ``own_python``: the workers run this interpreter; with another one (PYTHON_EXEC) neither its
+    modules nor its syntax are judged here.
+    """
+    if not target:
+        raise Complaint("the script's name is empty.")
+    command = Command(kind, target, args)
+    match kind:
+        case CommandKind.SCRIPT:
+            return Script(
+                command, _read_script(Path(target), own_python), Path(target).stem
+            )
+        case CommandKind.MODULE:
+            return Script(
+                command, _read_module(target, own_python), target.rpartition(".")[2]
+            )
+        case CommandKind.PROGRAM:
+            return Script(
+                command, _digest(_program(target).encode()), Path(target).stem
+            )
+
+
+def _read_script(path: Path, own_python: bool) -> str:
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise Complaint(f"{path} is a directory; expected a Python script.")
+        path = path / "__main__.py"
+    try:
+        source = path.read_bytes()
+    except FileNotFoundError:
+        raise Complaint(f"the script {path} does not exist.") from None
+    except OSError as error:
+        raise Complaint(
+            f"the script {path} cannot be read: {error.strerror}."
+        ) from error
+    if own_python and not (
+        source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path)
+    ):
+        _check_syntax(source, path)
+    return _digest(source)
+
+
+def _check_syntax(source: bytes, path: Path) -> None:
+    """Refuse what would fail in every worker before its first line, again and again."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the workers will say so themselves
+            compile(source, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}" if error.lineno else str(path)
+        text = f": {error.text.strip()}" if error.text and error.text.strip() else ""
+        raise Complaint(
+            f"the script has a syntax error at {where}: {error.msg}{text}"
+        ) from error
+    except ValueError as error:  # null bytes
+        raise Complaint(f"{path} is not a Python script: {error}.") from error
+
+
+def _read_module(name: str, own_python: bool) -> str:
+    if not own_python:
+        return _digest(name.encode())
+    if name.endswith(".py"):
+        raise Complaint(
+            f"-m takes a module, such as package.job, not a file; leave -m out to run {name}."
+        )
+    spec = _locate(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _locate(f"{name}.__main__")
+        if spec is None:
+            raise Complaint(
+                f"{name} is a package without a __main__ module, so -m cannot run it."
+            )
+    if spec is None:
+        raise Complaint(f"there is no module named {name}.")
+    if spec.origin is None or not os.path.isfile(spec.origin):
+        return _digest(name.encode())
+    path = Path(spec.origin)
+    source = path.read_bytes()
+    if path.suffix == ".py":
+        _check_syntax(source, path)
+    return _digest(source)
+
+
+def _locate(name: str) -> ModuleSpec | None:
+    """The module as ``python -m`` would find it, its parents not imported (they may be torch)."""
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for depth, part in enumerate(parts, start=1):
+        if not part.isidentifier():
+            return None
+        full_name = ".".join(parts[:depth])
+        spec = _find_spec(full_name, part, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _find_spec(full_name: str, part: str, path: list[str] | None) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        if finder is PathFinder:
+            # By its last part alone: for a namespace package it would else want the parent imported.
+            spec = PathFinder.find_spec(
+                part, [os.getcwd(), *sys.path] if path is None else path
+            )
+        else:
+            find = getattr(finder, "find_spec", None)
+            spec = find(full_name, path, None) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _program(name: str) -> str:
+    """The program's path as the system would find it."""
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    if os.path.isdir(name):
+        raise Complaint(f"{name} is a directory; expected a program.")
+    if os.path.exists(name):
+        hint = (
+            f"write ./{name}"
+            if os.sep not in name and os.access(name, os.X_OK)
+            else "it is not executable"
+        )
+        raise Complaint(f"{name} cannot be run as a program: {hint}.")
+    raise Complaint(f"there is no program named {name}.")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,172 @@
+"""How many workers: from what was asked and what the machine has to limits and slots. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.machine import Machine
+from elasticd.cli.options import RunOptions, Said
+from elasticd.core.facts import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """``notes``: what was said and does not count, in sentences."""
+
+    limits: Limits
+    slots: int
+    notes: tuple[str, ...] = ()
+
+
+def nodes(options: RunOptions) -> tuple[int, int]:
+    """torchrun's --nnodes as (least, most); (1, 1) where it was not said or does not count."""
+    if not _counts_nodes(options) or options.nnodes is None:
+        return 1, 1
+    least, colon, most = options.nnodes.partition(":")
+    try:
+        low, high = int(least), int(most if colon else least)
+    except ValueError:
+        raise Complaint(
+            f"--nnodes {options.nnodes!r} is neither a number nor MIN:MAX."
+        ) from None
+    if low < 1 or high < low:
+        raise Complaint(f"--nnodes {options.nnodes} must have 1 <= MIN <= MAX.")
+    return low, high
+
+
+def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
+    """Limits in workers and the slots of this node. Raises Complaint.
+
+    ``standalone``: no other node can ever join.
+    """
+    notes: list[str] = []
+    by_nodes, by_workers = options.said("nnodes"), options.said("min", "max")
+    if by_nodes and by_workers:
+        if by_nodes is by_workers:
+            raise Complaint(
+                "--min and --max count workers and --nnodes counts nodes: give one or the other."
+            )
+        loser = (
+            "the environment's --nnodes"
+            if by_workers > by_nodes
+            else "the environment's --min and --max"
+        )
+        notes.append(f"{loser} does not count, as the command line says something else")
+    offered = _offered(options, machine)
+    if by_workers > by_nodes:
+        return _by_workers(options, machine, offered, standalone, tuple(notes))
+    low, high = nodes(options)
+    per_node = (
+        offered
+        if offered is not None
+        else 1
+        if options.slots is None
+        else _auto(machine)
+    )
+    return Sizes(Limits(low * per_node, high * per_node), per_node, tuple(notes))
+
+
+def _counts_nodes(options: RunOptions) -> bool:
+    return options.said("nnodes") >= options.said("min", "max")
+
+
+def _by_workers(
+    options: RunOptions,
+    machine: Machine,
+    offered: int | None,
+    standalone: bool,
+    notes: tuple[str, ...],
+) -> Sizes:
+    if (
+        options.min is not None
+        and options.max is not None
+        and options.min > options.max
+    ):
+        raise Complaint(f"--min {options.min} is above --max {options.max}.")
+    low = options.min if options.min is not None else 1
+    slots = offered if offered is not None else _auto(machine)
+    high = options.max
+    if high is None:
+        if not standalone:
+            raise Complaint(
+                "--min needs --max beside it, as other nodes may bring any number of workers."
+            )
+        high = max(low, slots)
+    if offered is None:
+        slots = min(slots, high)
+        if standalone:
+            slots = max(slots, low)
+    elif standalone and slots < low:
+        raise Complaint(
+            f"this one node offers {slots} slots, so it can never run --min {low} workers; "
+            "raise --slots, lower --min, or give --etcd for more nodes."
+        )
+    return Sizes(Limits(low, high), slots, notes)
+
+
+def _offered(options: RunOptions, machine: Machine) -> int | None:
+    """The slots that were asked for; None for as many as fit."""
+    ours, torchruns = options.said("slots"), options.said("nproc_per_node")
+    if ours and ours is torchruns:
+        raise Complaint(
+            "--slots and --nproc-per-node mean the same: give one or the other."
+        )
+    if ours > torchruns:
+        return _slots(options.slots or "", machine)
+    if options.nproc_per_node is not None and torchruns is not Said.NOWHERE:
+        return _nproc(options.nproc_per_node, machine)
+    return None
+
+
+def _slots(text: str, machine: Machine) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        slots = int(text)
+    except ValueError:
+        raise Complaint(f"--slots {text!r} is neither a number nor auto.") from None
+    if slots < 1:
+        raise Complaint(f"--slots is {slots}, but a node offers at least 1.")
+    gpus = machine.gpus()
+    if gpus and slots > gpus:
+        raise Complaint(
+            f"--slots {slots} is more than the {gpus} GPU{'s' if gpus > 1 else ''} of this machine; "
+            "set CUDA_VISIBLE_DEVICES= to train on its cores."
+        )
+    return slots
+
+
+def _nproc(text: str, machine: Machine) -> int:
+    """torchrun's --nproc-per-node, with its words."""
+    match text:
+        case "cpu":
+            return machine.affinity_cores()
+        case "auto":
+            return machine.gpus() or machine.affinity_cores()
+        case "gpu":
+            found: int | None = machine.gpus()
+        case _:
+            try:
+                number = int(text)
+            except ValueError:
+                found = machine.torch_devices(text)
+            else:
+                if number < 1:
+                    raise Complaint(
+                        f"--nproc-per-node is {number}, but a node runs at least 1 worker."
+                    )
+                return number
+    if found is None:
+        raise Complaint(
+            f"--nproc-per-node {text!r} is none of a number, auto, cpu, gpu and xpu."
+        )
+    if found == 0:
+        raise Complaint(
+            f"--nproc-per-node {text} asks for devices that this machine does not have."
+        )
+    return found
+
+
+def _auto(machine: Machine) -> int:
+    return machine.gpus() or machine.cores()
