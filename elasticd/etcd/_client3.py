@@ -79,7 +79,9 @@ def _import_etcd3() -> ModuleType:
         if "etcd3.etcdrpc" not in sys.modules:
             spec = importlib.util.find_spec("etcd3")
             if spec is None or not spec.submodule_search_locations:
-                raise ImportError("the package etcd3 is not installed; elasticd cannot talk to etcd without it")
+                raise ImportError(
+                    "the package etcd3 is not installed; elasticd cannot talk to etcd without it"
+                )
             modules = _message_modules(Path(spec.submodule_search_locations[0]) / "etcdrpc")
             sys.modules.update(modules)
             try:

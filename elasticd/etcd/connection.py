@@ -1,0 +1,235 @@
+"""One way to etcd: requests with timeouts over several endpoints, and typed errors.
+
+A connection talks to one endpoint at a time and turns to the next when that one fails. Each
+endpoint has a channel of its own, so that names are resolved anew and certificates are checked
+against the host that was meant (gRPC's own lists of addresses allow neither).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from elasticd.etcd._client3 import Stubs, grpc, rpc
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.errors import (
+    Compacted,
+    LeaseGone,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    TokenExpired,
+    WrongEndpoint,
+)
+
+RETRY_PAUSE_S = 0.1  # between attempts that certainly had no effect
+
+_OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),  # etcd disconnects who pings more often than every 5 s
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),  # without it a dead connection takes 65 s to notice
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the time one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_receive_message_length", -1),  # a listing of a thousand nodes is above the default
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection each: one that is stuck stops no other
+    ("grpc.enable_http_proxy", 0),  # etcd is on the cluster's network
+    ("grpc.enable_retries", 0),  # what may be repeated is decided here
+]
+# Ask a member that has lost its leader to say so, rather than let us wait.
+_REQUIRE_LEADER = (("hasleader", "true"),)
+
+
+class Connection:
+    """Requests to etcd. Safe to use from many threads; ``close`` ends what is under way."""
+
+    def __init__(self, access: EtcdAccess) -> None:
+        self.access = access
+        self._lock = threading.Lock()
+        self._current = 0
+        self._channels: dict[int, tuple[Any, Stubs]] = {}
+        self._tokens: dict[int, str] = {}
+        self._closed = threading.Event()
+        self._credentials = _credentials(access) if access.tls else None
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint in use, as ``host:port``."""
+        return self.access.endpoints[self._current]
+
+    def call(
+        self, method: str, request: Any, *, idempotent: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        """Send and wait. An attempt takes ``timeout_s`` at most; only what is idempotent, or had
+        certainly no effect, is tried again at another endpoint. Raises StoreError."""
+        limit_s = self.access.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s * (len(self.access.endpoints) if idempotent else 1)
+        logins = 0
+        while True:
+            index = self._current
+            try:
+                left_s = max(0.001, min(limit_s, deadline - time.monotonic()))
+                stub = getattr(self._stubs(index), method)
+                return stub(request, timeout=left_s, metadata=self._metadata(index))
+            except (grpc.RpcError, ValueError) as error:
+                failure = self._failed(error, index)
+            except StoreError as error:  # from logging in
+                failure = error
+            if isinstance(failure, TokenExpired) and logins < 1:
+                logins += 1
+                continue
+            again = isinstance(failure, StoreUnavailable) and (idempotent or not failure.sent)
+            if not again or deadline - time.monotonic() < RETRY_PAUSE_S or self._closed.wait(RETRY_PAUSE_S):
+                raise failure
+
+    def start(
+        self, method: str, request: Any, *, timeout_s: float, done: Callable[[Any | StoreError], None]
+    ) -> None:
+        """Send once, without waiting. ``done`` gets the response or the error, on any thread."""
+        index = self._current
+        try:
+            stub = getattr(self._stubs(index), method)
+            future = stub.future(request, timeout=timeout_s, metadata=self._metadata(index))
+        except (grpc.RpcError, ValueError) as error:
+            done(self._failed(error, index))
+            return
+        except StoreError as error:
+            done(error)
+            return
+
+        def finished(future: Any) -> None:
+            try:
+                result = future.result()
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                done(self._failed(error, index))
+            else:
+                done(result)
+
+        future.add_done_callback(finished)
+
+    def stream(self, method: str, requests: Iterator[Any]) -> tuple[Any, Callable[[Exception], StoreError]]:
+        """Open a stream: its call (iterate it, cancel it), and what translates the error it ends in
+        and turns to the next endpoint. Raises StoreError."""
+        index = self._current
+        try:
+            call = getattr(self._stubs(index), method)(requests, metadata=self._metadata(index))
+        except (grpc.RpcError, ValueError) as error:
+            raise self._failed(error, index) from error
+        return call, lambda error: self._failed(error, index)
+
+    def turn(self) -> None:
+        """Use the next endpoint: this one is mute."""
+        self._turn_from(self._current)
+
+    def close(self) -> None:
+        """Cancel what is under way."""
+        self._closed.set()
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel, _ in channels:
+            channel.close()
+
+    def _stubs(self, index: int) -> Stubs:
+        with self._lock:
+            if self._closed.is_set():
+                raise StoreUnavailable("the connection to etcd is closed", sent=False)
+            if index not in self._channels:
+                endpoint = self.access.endpoints[index]
+                channel = (
+                    grpc.secure_channel(endpoint, self._credentials, options=_OPTIONS)
+                    if self._credentials
+                    else grpc.insecure_channel(endpoint, options=_OPTIONS)
+                )
+                self._channels[index] = channel, Stubs(channel)
+            return self._channels[index][1]
+
+    def _metadata(self, index: int) -> tuple[tuple[str, str], ...]:
+        """What goes along with each request; logs in first where a password is given."""
+        if self.access.username is None:
+            return _REQUIRE_LEADER
+        token = self._tokens.get(index)
+        if token is None:
+            request = rpc.AuthenticateRequest(name=self.access.username, password=self.access.password)
+            try:
+                response = self._stubs(index).authenticate(request, timeout=self.access.timeout_s)
+            except grpc.RpcError as error:
+                failure = self._failed(error, index)
+                if isinstance(failure, StoreUnavailable):
+                    failure.sent = False  # the request itself was never sent
+                raise failure from error
+            token = self._tokens[index] = response.token
+        return (*_REQUIRE_LEADER, ("token", token))
+
+    def _failed(self, error: Exception, index: int) -> StoreError:
+        """The typed error; a bad endpoint is turned away from, a stale token forgotten."""
+        failure = translate(error, self.access.endpoints[index])
+        failure.__cause__ = error
+        if isinstance(failure, StoreUnavailable):
+            self._turn_from(index)
+        elif isinstance(failure, TokenExpired):
+            self._tokens.pop(index, None)
+        return failure
+
+    def _turn_from(self, index: int) -> None:
+        with self._lock:
+            if self._current == index:  # else somebody has turned already
+                self._current = (index + 1) % len(self.access.endpoints)
+
+
+def translate(error: Exception, endpoint: str) -> StoreError:
+    """Whose fault a gRPC error is. Never raises."""
+    if isinstance(error, grpc.FutureCancelledError) or not isinstance(error, grpc.RpcError):
+        return StoreUnavailable("the connection to etcd was closed")  # a closed channel: ValueError
+    code, details = error.code(), (error.details() or "").removeprefix("etcdserver: ")
+    status = grpc.StatusCode
+    if code is status.UNAVAILABLE and details.startswith("failed to connect to all addresses"):
+        return StoreUnavailable(f"no connection to etcd at {endpoint} ({_last(details)})", sent=False)
+    if code is status.DEADLINE_EXCEEDED:
+        return StoreUnavailable(f"etcd at {endpoint} did not answer in time")
+    if code is status.UNAUTHENTICATED:
+        return TokenExpired(f"etcd at {endpoint} does not know our login any more ({details})")
+    if code is status.PERMISSION_DENIED:
+        return StoreRefused(f"etcd at {endpoint} denies access: {details}")
+    if code is status.INVALID_ARGUMENT and "user name is empty" in details:
+        return StoreRefused(f"etcd at {endpoint} asks for a user name and password, or a client certificate")
+    if code is status.INVALID_ARGUMENT and "authentication failed" in details:
+        return StoreRefused(f"etcd at {endpoint} does not accept this user name and password")
+    if code is status.FAILED_PRECONDITION and "authentication is not enabled" in details:
+        return StoreRefused(f"etcd at {endpoint} has no logins enabled; leave out the user name and password")
+    if code is status.NOT_FOUND and "lease not found" in details:
+        return LeaseGone("the lease is gone")
+    if code is status.OUT_OF_RANGE and "compacted" in details:
+        return Compacted("the revision is no longer kept")
+    if code is status.RESOURCE_EXHAUSTED:
+        return StoreUnavailable(f"etcd at {endpoint} cannot take more: {details}", sent=False)
+    if code in (status.INVALID_ARGUMENT, status.FAILED_PRECONDITION):
+        return StoreRefused(f"etcd at {endpoint} refuses the request: {details}")
+    if code is status.UNIMPLEMENTED:
+        return WrongEndpoint(f"what listens at {endpoint} is not an etcd v3 ({details or 'unknown method'})")
+    return StoreUnavailable(f"etcd at {endpoint} failed: {details or code.name.lower()}")
+
+
+def _last(details: str) -> str:
+    """The end of gRPC's long story: its cause."""
+    return details.rpartition("last error: ")[2].removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
+
+
+def _credentials(access: EtcdAccess) -> Any:
+    return grpc.ssl_channel_credentials(
+        root_certificates=access.cacert.read_bytes() if access.cacert else _machine_authorities(),
+        private_key=access.key.read_bytes() if access.key else None,
+        certificate_chain=access.cert.read_bytes() if access.cert else None,
+    )
+
+
+def _machine_authorities() -> bytes | None:
+    """The authorities that this machine trusts; None leaves it to gRPC's own list."""
+    import ssl
+    from pathlib import Path
+
+    cafile = ssl.get_default_verify_paths().cafile
+    return Path(cafile).read_bytes() if cafile else None

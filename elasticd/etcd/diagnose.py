@@ -1,0 +1,140 @@
+"""Why an etcd cannot be used, asked of its port directly.
+
+gRPC says "unavailable" to a wrong scheme, a wrong certificate and a wrong port alike. A look at
+the first bytes tells them apart: connect, shake hands if it is https, open HTTP/2, read.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from elasticd.etcd.access import EtcdAccess, host_and_port
+from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, WrongEndpoint
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and SETTINGS
+_SETTINGS = 4  # the type of the frame that any HTTP/2 server begins with
+
+
+def diagnose(access: EtcdAccess) -> StoreError | None:
+    """The error of the first endpoint that a person must mend; else that none can be reached; None
+    if nothing is wrong with what can be seen from outside."""
+    unreachable: list[str] = []
+    for endpoint in access.endpoints:
+        found = _diagnose(access, endpoint)
+        if found is not None and not isinstance(found, StoreUnavailable):
+            return found
+        if found is not None:
+            unreachable.append(str(found))
+    return StoreUnavailable("; ".join(unreachable), sent=False) if unreachable else None
+
+
+def _diagnose(access: EtcdAccess, endpoint: str) -> StoreError | None:
+    host, port = host_and_port(endpoint)
+    try:
+        sock = socket.create_connection((host, port), timeout=access.timeout_s)
+    except socket.gaierror as error:
+        return StoreUnavailable(f"the host of etcd endpoint {endpoint} is not known ({error.strerror})")
+    except ConnectionRefusedError:
+        return StoreUnavailable(f"nothing listens at {endpoint}: is etcd running there?")
+    except OSError as error:
+        return StoreUnavailable(f"etcd endpoint {endpoint} cannot be reached ({error.strerror or error})")
+    with sock:
+        return _with_tls(access, endpoint, host, sock) if access.tls else _without_tls(access, endpoint, sock)
+
+
+def _without_tls(access: EtcdAccess, endpoint: str, sock: socket.socket) -> StoreError | None:
+    first = _first_bytes(sock)
+    if first is not None and _is_http2(first):
+        return None
+    if _speaks_tls(endpoint, access.timeout_s):
+        return WrongEndpoint(f"etcd at {endpoint} speaks TLS; use https://{endpoint} and its CA certificate")
+    if first is None:
+        return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
+    return WrongEndpoint(f"what listens at {endpoint} is not an etcd v3")
+
+
+def _with_tls(access: EtcdAccess, endpoint: str, host: str, sock: socket.socket) -> StoreError | None:
+    try:
+        context = ssl.create_default_context(cafile=access.cacert)
+    except (ssl.SSLError, OSError) as error:
+        return StoreRefused(f"the etcd CA certificate {access.cacert} cannot be used ({_reason(error)})")
+    context.set_alpn_protocols(["h2"])
+    if access.cert is not None:
+        try:
+            context.load_cert_chain(access.cert, access.key)
+        except (ssl.SSLError, OSError) as error:
+            return StoreRefused(
+                f"the etcd client certificate {access.cert} and key {access.key} cannot be used "
+                f"({_reason(error)})"
+            )
+    try:
+        tls = context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        trusted = access.cacert or "this machine's authorities"
+        return StoreRefused(
+            f"the certificate of etcd at {endpoint} is not valid for {trusted}: {error.verify_message}"
+        )
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", "HTTP_REQUEST"):
+            return WrongEndpoint(f"what listens at {endpoint} does not speak TLS; use http://{endpoint}")
+        return _client_certificate_refused(access, endpoint, error)
+    except TimeoutError:
+        return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
+    except OSError:
+        return WrongEndpoint(f"what listens at {endpoint} does not speak TLS; use http://{endpoint}")
+    with tls:
+        try:
+            first = _first_bytes(tls)
+        except ssl.SSLError as error:  # TLS 1.3: the server judges our certificate after the handshake
+            return _client_certificate_refused(access, endpoint, error)
+    if first is None:
+        return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
+    return None if _is_http2(first) else WrongEndpoint(f"what listens at {endpoint} is not an etcd v3")
+
+
+def _client_certificate_refused(access: EtcdAccess, endpoint: str, error: ssl.SSLError) -> StoreError:
+    if access.cert is None:
+        return StoreRefused(f"etcd at {endpoint} asks for a client certificate ({_reason(error)})")
+    return StoreRefused(
+        f"etcd at {endpoint} does not accept the certificate {access.cert} ({_reason(error)})"
+    )
+
+
+def _first_bytes(sock: socket.socket) -> bytes | None:
+    """What it answers to the beginning of HTTP/2: empty if it hangs up, None if it says nothing."""
+    try:
+        sock.sendall(_PREFACE)
+        return sock.recv(64)
+    except TimeoutError:
+        return None
+    except ssl.SSLError:
+        raise
+    except OSError:
+        return b""
+
+
+def _is_http2(first: bytes) -> bool:
+    return len(first) >= 9 and first[3] == _SETTINGS
+
+
+def _speaks_tls(endpoint: str, timeout_s: float) -> bool:
+    """Whether a TLS handshake gets any TLS answer, an alert included."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent over it; this only asks who is there
+    try:
+        with (
+            socket.create_connection(host_and_port(endpoint), timeout=timeout_s) as sock,
+            context.wrap_socket(sock),
+        ):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    reason = error.reason if isinstance(error, ssl.SSLError) else None
+    return reason.lower().replace("_", " ") if reason else str(error)

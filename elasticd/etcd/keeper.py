@@ -1,0 +1,232 @@
+"""Leases that are kept alive, and news of how they fare.
+
+A thread and a connection of their own: whatever else is stuck, keep-alives go out. Nothing here
+waits for an answer; answers come through the same queue as the time to send again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from elasticd.core.ports import Held, LeaseNews, Lost, Silent
+from elasticd.etcd._client3 import rpc
+from elasticd.etcd.connection import Connection
+from elasticd.etcd.errors import LeaseGone, StoreError, StoreUnavailable, TokenExpired
+from elasticd.etcd.reach import Lookout
+
+RETRY_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class Lease:
+    """A lease that a Keeper holds; made by ``Keeper.hold``."""
+
+    def __init__(
+        self, ttl_s: float, news: Callable[[LeaseNews], None], failed: Callable[[StoreError], None]
+    ) -> None:
+        self.ttl_s = math.ceil(ttl_s)  # etcd counts in whole seconds
+        self.granted = threading.Condition()
+        self._id = 0
+        self._news = news
+        self._failed = failed
+        self._due = 0.0
+        self._asking = False
+        self._silent_since: float | None = None
+        self._told: Silent | None = None
+        self._complaint = ""
+        self._closing = False
+        self._settled = threading.Event()  # closing, and no request under way
+
+    @property
+    def id(self) -> int:
+        """0 while none is held."""
+        return self._id
+
+    def wait(self, timeout_s: float) -> int:
+        """Its id once it is held, or 0 after the timeout."""
+        with self.granted:
+            self.granted.wait_for(lambda: self._id or self._closing, timeout_s)
+        return self._id
+
+
+class Keeper:
+    """Keeps all leases of a connection."""
+
+    def __init__(
+        self, connection: Connection, clock: Callable[[], float], silent: Callable[[], None]
+    ) -> None:
+        """``silent`` is called when etcd begins to be silent."""
+        self._connection = connection
+        self._clock = clock
+        self._silent = silent
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._leases: dict[Lease, None] = {}
+        self._cut_off: bool | None = None  # None: not known yet
+        self._lookout = Lookout(
+            connection.access.endpoints, lambda verdict: self._inbox.put(("verdict", None, verdict))
+        )
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="etcd-lease", daemon=True)
+        self._thread.start()
+
+    def hold(
+        self, ttl_s: float, news: Callable[[LeaseNews], None], failed: Callable[[StoreError], None]
+    ) -> Lease:
+        """Take a lease and keep it. ``news`` and ``failed`` (etcd says no, and why) are called on
+        the keeper's thread and must not block."""
+        lease = Lease(ttl_s, news, failed)
+        self._inbox.put(("hold", lease, None))
+        return lease
+
+    def check(self, lease: Lease) -> None:
+        """There is reason to think that it is gone: ask now."""
+        self._inbox.put(("check", lease, None))
+
+    def release(self, lease: Lease, timeout_s: float) -> None:
+        """Stop keeping it, and give it back if etcd answers in time: its keys vanish at once."""
+        self._inbox.put(("release", lease, None))
+        lease._settled.wait(timeout_s)
+        if lease._id:
+            try:
+                self._connection.call("revoke", rpc.LeaseRevokeRequest(ID=lease._id), timeout_s=timeout_s)
+            except StoreError as error:
+                _log.debug("lease not revoked, it will run out: %s", error)
+            lease._id = 0
+
+    def close(self) -> None:
+        """End the thread. Leases that are still held run out."""
+        self._closed = True
+        self._inbox.put(("close", None, None))
+        self._lookout.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._handle(*self._inbox.get(timeout=self._idle_s()))
+            except queue.Empty:
+                pass
+            except Exception:
+                _log.exception("keeping leases: unexpected; going on")
+            now = self._clock()
+            for lease in self._leases:
+                if not lease._asking and not lease._closing and lease._due <= now:
+                    self._ask(lease, now)
+
+    def _idle_s(self) -> float:
+        due = [lease._due for lease in self._leases if not lease._asking and not lease._closing]
+        return max(0.0, min(due) - self._clock()) if due else 60.0
+
+    def _ask(self, lease: Lease, now: float) -> None:
+        """For a lease, or for more time on the one there is."""
+        lease._asking = True
+        if lease._id:
+            method, request = "keep_alive", rpc.LeaseKeepAliveRequest(ID=lease._id)
+        else:
+            method, request = "grant", rpc.LeaseGrantRequest(TTL=lease.ttl_s)
+        # Short enough that silence is noticed, and judged, well before the lease runs out.
+        timeout_s = min(self._connection.access.timeout_s, max(0.5, lease.ttl_s / 5))
+        self._connection.start(
+            method,
+            request,
+            timeout_s=timeout_s,
+            done=lambda result: self._inbox.put(("answer", lease, (now, result))),
+        )
+
+    def _handle(self, what: str, lease: Lease, content: Any) -> None:
+        match what:
+            case "hold":
+                self._leases[lease] = None
+            case "check":
+                lease._due = 0.0
+            case "release":
+                lease._closing = True
+                with lease.granted:
+                    lease.granted.notify_all()
+                if not lease._asking:
+                    self._settle(lease)
+            case "answer":
+                lease._asking = False
+                self._answered(lease, *content)
+                if lease._closing:
+                    self._settle(lease)
+            case "verdict":
+                self._cut_off = content
+                for silent in list(self._leases):
+                    self._tell_silence(silent)
+
+    def _settle(self, lease: Lease) -> None:
+        self._leases.pop(lease, None)
+        self._note_silence(lease, None)
+        lease._settled.set()
+
+    def _answered(self, lease: Lease, sent_at: float, result: Any) -> None:
+        if isinstance(result, LeaseGone):
+            self._lost(lease)
+        elif isinstance(result, StoreError):
+            self._unanswered(lease, sent_at, result)
+        elif result.TTL <= 0:
+            self._lost(lease)
+        else:
+            if not lease._id:
+                with lease.granted:
+                    lease._id = result.ID
+                    lease.granted.notify_all()
+            self._note_silence(lease, None)
+            lease._complaint = ""
+            lease._due = sent_at + result.TTL / 3
+            self._tell(lease, Held(sent_at + result.TTL))
+
+    def _lost(self, lease: Lease) -> None:
+        self._note_silence(lease, None)
+        lease._due = 0.0
+        if lease._id:
+            lease._id = 0
+            self._tell(lease, Lost())
+
+    def _unanswered(self, lease: Lease, sent_at: float, error: StoreError) -> None:
+        lease._due = self._clock() + RETRY_S
+        if not isinstance(error, (StoreUnavailable, TokenExpired)) and str(error) != lease._complaint:
+            lease._complaint = str(error)
+            if not lease._closing:
+                lease._failed(error)
+        if lease._silent_since is None and not isinstance(error, TokenExpired):
+            self._note_silence(lease, sent_at)
+        self._tell_silence(lease)
+
+    def _note_silence(self, lease: Lease, since: float | None) -> None:
+        if lease._silent_since is None and since is None:
+            return
+        first = since is not None and all(other._silent_since is None for other in self._leases)
+        lease._silent_since, lease._told = since, None
+        if first:
+            self._cut_off = None
+            self._lookout.watch(True)
+            self._silent()
+        elif all(other._silent_since is None for other in self._leases):
+            self._lookout.watch(False)
+
+    def _tell_silence(self, lease: Lease) -> None:
+        if lease._silent_since is None or self._cut_off is None:
+            return
+        silence = Silent(lease._silent_since, self._cut_off)
+        if silence != lease._told:
+            lease._told = silence
+            self._tell(lease, silence)
+
+    def _tell(self, lease: Lease, news: LeaseNews) -> None:
+        if lease._closing:
+            return
+        try:
+            lease._news(news)
+        except Exception:
+            _log.exception("who holds the lease failed on %s; going on", news)

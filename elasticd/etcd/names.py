@@ -1,0 +1,26 @@
+"""Where a job's keys are in etcd, and what a job and a node may be called."""
+
+from __future__ import annotations
+
+from typing import Final
+
+ROOT: Final = b"/elasticd/"
+NAME_MAX: Final = 200
+
+
+def job_prefix(job: str) -> bytes:
+    """``/elasticd/<job>/``. Raises ValueError, one sentence, for a name that cannot be a job's."""
+    check_name(job, "job")
+    return ROOT + job.encode() + b"/"
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise ValueError, one sentence, unless ``name`` can be part of a key."""
+    if not name:
+        raise ValueError(f"the name of a {what} cannot be empty")
+    if "/" in name:
+        raise ValueError(f"the {what} name {name!r} has a slash in it; use another character")
+    if len(name) > NAME_MAX:
+        raise ValueError(f"the {what} name is {len(name)} characters long; at most {NAME_MAX} are allowed")
+    if not name.isprintable() or name != name.strip():
+        raise ValueError(f"the {what} name {name!r} has blanks at its ends or characters that cannot be seen")

@@ -1,0 +1,117 @@
+"""Whether etcd is silent, or we are cut off from it."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from elasticd.etcd.access import host_and_port
+
+PROBE_S = 0.5  # how long a host may take to accept or refuse a connection
+AGAIN_S = 1.0  # between probes
+
+
+def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozenset[str]:
+    """Those whose host accepts or refuses a TCP connection within the timeout."""
+    found: set[str] = set()
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        try:
+            for endpoint in endpoints:
+                host, port = host_and_port(endpoint)
+                for family, kind, protocol, _, address in _resolve(host, port, deadline):
+                    sock = socket.socket(family, kind, protocol)
+                    sock.setblocking(False)
+                    selector.register(sock, selectors.EVENT_WRITE, endpoint)
+                    if _answered(sock.connect_ex(address)):
+                        found.add(endpoint)
+            while len(found) < len(endpoints) and (left_s := deadline - time.monotonic()) > 0:
+                ready = selector.select(left_s)
+                if not ready:
+                    break
+                for key, _ in ready:
+                    sock = key.fileobj
+                    assert isinstance(sock, socket.socket)
+                    if _answered(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                        found.add(key.data)
+                    selector.unregister(sock)
+                    sock.close()
+                if not selector.get_map():
+                    break
+        finally:
+            for key in list(selector.get_map().values()):
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
+    return frozenset(found)
+
+
+def cut_off(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> bool:
+    """Whether a majority of the endpoints cannot be reached: etcd may be serving others."""
+    unreachable = len(endpoints) - len(reachable(endpoints, timeout_s))
+    return 2 * unreachable > len(endpoints)
+
+
+class Lookout:
+    """Probes again and again while somebody needs to know."""
+
+    def __init__(self, endpoints: tuple[str, ...], verdict: Callable[[bool], None]) -> None:
+        """``verdict(cut_off)`` is called on the lookout's thread after each probe."""
+        self._endpoints = endpoints
+        self._verdict = verdict
+        self._wanted = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, wanted: bool) -> None:
+        """Start or stop looking."""
+        if not wanted:
+            self._wanted.clear()
+            return
+        self._wanted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="etcd-lookout", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wanted.set()
+        if self._thread:
+            self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while self._wanted.wait() and not self._closed.is_set():
+            verdict = cut_off(self._endpoints)
+            if self._wanted.is_set() and not self._closed.is_set():
+                self._verdict(verdict)
+            self._closed.wait(AGAIN_S)
+
+
+def _answered(error: int) -> bool:
+    import errno
+
+    return error in (0, errno.ECONNREFUSED, errno.ECONNRESET)
+
+
+_addresses: dict[tuple[str, int], list[tuple[int, int, int, str, tuple[str, int]]]] = {}
+
+
+def _resolve(host: str, port: int, deadline: float) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    """The addresses of a host, by the deadline: when names cannot be looked up any more, those
+    that it had the last time."""
+    found: list[list[tuple[int, int, int, str, tuple[str, int]]]] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type]
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=look_up, name="etcd-resolve", daemon=True)
+    thread.start()
+    thread.join(max(0.05, (deadline - time.monotonic()) / 2))
+    if found:
+        _addresses[host, port] = found[0]
+    return _addresses.get((host, port), [])

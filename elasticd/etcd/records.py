@@ -1,0 +1,71 @@
+"""Facts as etcd values: JSON with a version, never pickle.
+
+A value is ``{"v":1, ...}``. Fields that are not known are ignored, so a version changes only when
+an older elasticd would misread the value.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+from elasticd.core.facts import Budget, Fact, Leadership, Node, Progress, Report, Round, Spec
+from elasticd.etcd.errors import BadRecord, NewerRecord
+
+VERSION: Final = 1
+
+_BY_KEY: Final[dict[str, type[Fact]]] = {
+    "spec": Spec,
+    "leader": Leadership,
+    "round": Round,
+    "budget": Budget,
+}
+_BY_FOLDER: Final[dict[str, type[Fact]]] = {
+    "nodes": Node,
+    "reports": Report,
+    "progress": Progress,
+}
+
+
+class _Version(msgspec.Struct):
+    v: int
+
+
+def fact_type(key: str) -> type[Fact] | None:
+    """What the key (below the job's prefix) holds; None for one that is not ours to read."""
+    if key in _BY_KEY:
+        return _BY_KEY[key]
+    folder, slash, name = key.partition("/")
+    return _BY_FOLDER.get(folder) if slash and name and "/" not in name else None
+
+
+def encode(key: str, fact: Fact) -> bytes:
+    """The value of ``key``. Raises ValueError when the key is not for this kind of fact."""
+    expected = fact_type(key)
+    if type(fact) is not expected:
+        raise ValueError(f"key {key!r} does not hold a {type(fact).__name__}")
+    fields = msgspec.json.encode(fact)
+    return b'{"v":%d%s%s' % (VERSION, b"" if fields == b"{}" else b",", fields[1:])
+
+
+@lru_cache(maxsize=512)  # agents that share a process see the same values; facts are frozen
+def decode(key: str, value: bytes) -> Fact | None:
+    """The fact in a value; None for a key that is not ours.
+
+    Raises NewerRecord or BadRecord, which name the key.
+    """
+    expected = fact_type(key)
+    if expected is None:
+        return None
+    try:
+        version = msgspec.json.decode(value, type=_Version).v
+    except msgspec.DecodeError as error:
+        raise BadRecord(key, f"not a record of elasticd ({error})") from error
+    if version > VERSION:
+        raise NewerRecord(key, version, VERSION)
+    try:
+        return msgspec.json.decode(value, type=expected)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadRecord(key, str(error)) from error

@@ -1,0 +1,285 @@
+"""The job's keys in a real etcd: ``elasticd.core.ports.Store``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Changes,
+    Delete,
+    Entry,
+    Guard,
+    LeaseNews,
+    Listing,
+    Put,
+    Refused,
+    Seen,
+    StillThere,
+    Unchanged,
+    Unknown,
+    Write,
+)
+from elasticd.etcd import kv, records
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.clock import SteadyClock
+from elasticd.etcd.connection import Connection
+from elasticd.etcd.errors import BadRecord, LeaseGone, StoreError, StoreUnavailable
+from elasticd.etcd.keeper import Keeper, Lease
+from elasticd.etcd.kv import KeyValue, Range
+from elasticd.etcd.names import job_prefix
+from elasticd.etcd.watcher import Events, Watcher
+
+WRITERS_MAX = 8  # transactions under way at a time; one store never has more than one
+
+_log = logging.getLogger(__name__)
+
+
+def log_problem(error: StoreError) -> None:
+    """What happens to problems that nobody asked for."""
+    _log.warning("%s", error)
+
+
+class Link:
+    """One process's connections to etcd: one for transactions, one for watches, one for leases, so
+    that none holds up another. Any number of stores share it (a thousand fake agents, say)."""
+
+    def __init__(self, access: EtcdAccess, clock: Callable[[], float] | None = None) -> None:
+        self.access = access
+        self.clock = clock or SteadyClock()
+        self.calls, watches, leases = Connection(access), Connection(access), Connection(access)
+        self._connections = (self.calls, watches, leases)
+        self.watcher = Watcher(watches)
+        self.keeper = Keeper(leases, self.clock, self.watcher.suspect)
+        self.writers = ThreadPoolExecutor(WRITERS_MAX, thread_name_prefix="etcd-write")
+
+    def close(self) -> None:
+        """End everything, at once: what is under way fails."""
+        for connection in self._connections:
+            connection.close()
+        self.writers.shutdown(wait=True, cancel_futures=False)
+        self.watcher.close()
+        self.keeper.close()
+
+
+class EtcdStore:
+    """The keys of one job, for one agent. Call backs come on this package's threads and must not
+    block: put what they bring into an inbox.
+
+    ``problems`` is told what a person should know and what the store cannot mend: values that are
+    not records (BadRecord, NewerRecord; they are skipped), refusals, a wiped etcd.
+    """
+
+    def __init__(
+        self,
+        access: EtcdAccess | Link,
+        job: str,
+        ttl_s: float = 5.0,
+        *,
+        clock: Callable[[], float] | None = None,
+        problems: Callable[[StoreError], None] = log_problem,
+    ) -> None:
+        self._own_link = not isinstance(access, Link)
+        self._link = access if isinstance(access, Link) else Link(access, clock)
+        self._prefix = job_prefix(job)
+        self._ttl_s = ttl_s
+        self._problems = problems
+        self._lock = threading.Lock()
+        self._queue: deque[_Transaction] = deque()
+        self._writing = False
+        self._idle = threading.Condition(self._lock)
+        self._lease: Lease | None = None
+        self._ends: dict[Callable[[], None], None] = {}
+        self._closed = False
+
+    # ---- transactions
+
+    def transact(
+        self,
+        guards: tuple[Guard, ...],
+        writes: tuple[Write, ...],
+        answer: Callable[[Answer], None],
+    ) -> None:
+        """See the port. Transactions are applied in the order they come in. Raises ValueError when
+        etcd could never apply the writes: a key written twice, or a fact under another's key."""
+        _check_disjoint(writes)
+        encoded = tuple(records.encode(w.key, w.fact) if isinstance(w, Put) else b"" for w in writes)
+        lease = self._lease.id if self._lease else 0
+        transaction = _Transaction(guards, writes, encoded, lease, answer)
+        with self._lock:
+            if not self._closed:
+                self._queue.append(transaction)
+                if not self._writing:
+                    self._writing = True
+                    self._link.writers.submit(self._write)
+                return
+        transaction.end(Unknown("the store is closed"))
+
+    def _write(self) -> None:
+        """Apply what is queued, one after the other, then end."""
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._writing = False
+                    self._idle.notify_all()
+                    return
+                transaction = self._queue.popleft()
+            try:
+                result = self._apply(transaction)
+            except Exception as error:
+                _log.exception("a transaction failed unexpectedly")
+                result = Unknown(f"unexpected: {error!r}")
+            transaction.end(result)
+
+    def _apply(self, transaction: _Transaction) -> Answer:
+        if self._closed:
+            return Unknown("the store is closed")
+        lease_id = 0
+        if any(isinstance(w, Put) and w.leased for w in transaction.writes):
+            assert self._lease is not None, "hold_lease comes before any leased put"
+            lease_id = transaction.lease or self._lease.wait(self._link.access.timeout_s)
+            if not lease_id:
+                return Refused()  # nothing was written, for certain; Held will say when it may be
+        operations = [
+            kv.put_op(self._key(write.key), value, lease_id if write.leased else 0)
+            if isinstance(write, Put)
+            else kv.delete_op(self._key(write.key), prefix=write.prefix)
+            for write, value in zip(transaction.writes, transaction.values, strict=True)
+        ]
+        request = kv.txn_request([self._compare(g) for g in transaction.guards], operations)
+        try:
+            response = self._link.calls.call("txn", request)
+        except LeaseGone:
+            assert self._lease is not None
+            self._link.keeper.check(self._lease)
+            return Refused()
+        except StoreError as error:
+            if not isinstance(error, StoreUnavailable):
+                self._problems(error)
+            return Unknown(str(error))
+        return Applied(response.header.revision) if response.succeeded else Refused()
+
+    def _compare(self, guard: Guard) -> object:
+        match guard:
+            case Unchanged():
+                return kv.if_unchanged(self._key(guard.key), guard.revision)
+            case StillThere():
+                return kv.if_created(self._key(guard.key), guard.created)
+
+    # ---- watches
+
+    def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
+        """See the port. Values that are no records are told to ``problems`` and skipped."""
+        follower = _Decoding(self._prefix, seen, self._problems)
+        stop = self._link.watcher.watch(self._key(key), prefix, follower)
+
+        def end() -> None:
+            self._ends.pop(end, None)
+            stop()
+
+        self._ends[end] = None
+        return end
+
+    # ---- the lease
+
+    def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
+        """See the port."""
+        assert self._lease is None, "hold_lease is called once"
+        self._lease = self._link.keeper.hold(self._ttl_s, news, self._problems)
+
+    def close(self) -> None:
+        """Give the lease back, so that its keys vanish at once, and end the watches. Transactions
+        under way are waited for, those not yet sent answered Unknown. Takes a few seconds at most,
+        also when etcd is away."""
+        timeout_s = self._link.access.timeout_s
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for end in list(self._ends):
+            end()
+        with self._lock:
+            self._idle.wait_for(lambda: not self._writing, timeout_s)
+        if self._lease:
+            self._link.keeper.release(self._lease, timeout_s)
+        if self._own_link:
+            self._link.close()
+
+    def _key(self, key: str) -> bytes:
+        return self._prefix + key.encode()
+
+
+class _Transaction:
+    """A transaction and who waits for its answer."""
+
+    __slots__ = ("_answer", "guards", "lease", "values", "writes")
+
+    def __init__(
+        self,
+        guards: tuple[Guard, ...],
+        writes: tuple[Write, ...],
+        values: tuple[bytes, ...],
+        lease: int,
+        answer: Callable[[Answer], None],
+    ) -> None:
+        self.guards = guards
+        self.writes = writes
+        self.values = values
+        self.lease = lease  # held when it was asked for: on a later one it might come too late
+        self._answer = answer
+
+    def end(self, answer: Answer) -> None:
+        try:
+            self._answer(answer)
+        except Exception:
+            _log.exception("who asked for a transaction failed on %s; going on", answer)
+
+
+class _Decoding:
+    """Follows a watch, and hands on facts."""
+
+    def __init__(
+        self, prefix: bytes, seen: Callable[[Seen], None], problems: Callable[[StoreError], None]
+    ) -> None:
+        self._prefix = prefix
+        self._seen = seen
+        self._problems = problems
+        self._bad: dict[bytes, int] = {}  # what was told already, by revision
+
+    def seen(self, what: Range | Events) -> None:
+        entries = tuple(entry for item in what.items if (entry := self._entry(item)) is not None)
+        if isinstance(what, Range):
+            self._seen(Listing(entries, what.revision))
+        elif entries:
+            self._seen(Changes(entries))
+
+    def failed(self, error: StoreError) -> None:
+        self._problems(error)
+
+    def _entry(self, item: KeyValue) -> Entry | None:
+        key = item.key.removeprefix(self._prefix).decode(errors="replace")
+        if item.value is None:
+            return Entry(key, None, item.revision, 0) if records.fact_type(key) else None
+        try:
+            fact = records.decode(key, item.value)
+        except BadRecord as error:
+            if self._bad.get(item.key) != item.revision:
+                self._bad[item.key] = item.revision
+                self._problems(error)
+            return None
+        return None if fact is None else Entry(key, fact, item.revision, item.created)
+
+
+def _check_disjoint(writes: tuple[Write, ...]) -> None:
+    """etcd refuses a transaction that puts a key and writes it once more."""
+    puts = [w.key for w in writes if isinstance(w, Put)]
+    if len(set(puts)) < len(puts):
+        raise ValueError("a transaction cannot put the same key twice")
+    for delete in (w for w in writes if isinstance(w, Delete)):
+        if any(key.startswith(delete.key) if delete.prefix else key == delete.key for key in puts):
+            raise ValueError(f"a transaction cannot put what it deletes, {delete.key!r}")

@@ -1,0 +1,374 @@
+"""Watches that survive everything, many of them on one stream.
+
+Each watch lists first, then follows from the revision of the listing. When the stream breaks, all
+its watches go on from the last revision they have seen, perhaps at another endpoint; when etcd no
+longer keeps that revision, they list again. A stream that has been quiet is asked for its
+progress, and broken if it does not answer.
+
+One thread decides (``_run``), fed by a queue; another per stream does nothing but read. No
+callback of gRPC and no answer can hold it up, and no exception ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from elasticd.etcd import kv
+from elasticd.etcd._client3 import rpc
+from elasticd.etcd.connection import Connection
+from elasticd.etcd.errors import (
+    Compacted,
+    HistoryLost,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    TokenExpired,
+)
+from elasticd.etcd.kv import KeyValue, Range
+
+RETRY_MIN_S = 0.1
+RETRY_MAX_S = 2.0
+QUIET_S = 5.0  # silence after which a stream is asked whether it still works
+ANSWER_S = 3.0  # how long it may take to say so
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Changes in order of revision; those of one transaction are never taken apart."""
+
+    items: tuple[KeyValue, ...]
+
+
+class Follower(Protocol):
+    """Who a watch is for. Called on the watcher's thread, one call at a time: must not block."""
+
+    def seen(self, what: Range | Events) -> None: ...
+
+    def failed(self, error: StoreError) -> None:
+        """The watch does not work at the moment, and why; it is being tried again. Told when the
+        error changes, and not of etcd being merely unavailable."""
+
+
+class _State(Enum):
+    TO_LIST = auto()
+    LISTING = auto()
+    TO_OPEN = auto()  # listed; to be put on the stream
+    OPENING = auto()  # asked for on the stream
+    OPEN = auto()
+    ENDED = auto()
+
+
+class Watch:
+    """One watch of a key, or of all keys that start with it."""
+
+    def __init__(self, key: bytes, prefix: bool, follower: Follower) -> None:
+        self.key = key
+        self.prefix = prefix
+        self.follower = follower
+        self._state = _State.TO_LIST
+        self._id = -1  # on its stream
+        self._revision = 0  # the last one seen
+        self._retries = 0
+        self._retry_at = 0.0
+        self._told = ""
+
+
+class _Stream:
+    """A watch stream: requests go in through a queue, what comes out goes to the watcher."""
+
+    def __init__(self, connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+        self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.opening: deque[Watch] = deque()  # etcd answers in the order it was asked
+        self.open: dict[int, Watch] = {}
+        self.heard_at = time.monotonic()
+        self.asked_at: float | None = None
+        self._inbox = inbox
+        self._call, self._translate = connection.stream("watch", iter(self.requests.get, None))
+        threading.Thread(target=self._read, name="etcd-watch-read", daemon=True).start()
+
+    def _read(self) -> None:
+        error: Exception | None = None
+        try:
+            for response in self._call:
+                self._inbox.put(("response", self, response))
+        except Exception as raised:
+            error = raised
+        failure = self._translate(error) if error else StoreUnavailable("etcd ended the watch stream")
+        self._inbox.put(("broken", self, failure))
+
+    def close(self) -> None:
+        self._call.cancel()
+        self.requests.put(None)  # ends gRPC's thread that waits for requests
+
+
+class Watcher:
+    """All watches of a connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._watches: dict[Watch, None] = {}
+        self._stream: _Stream | None = None
+        self._stream_retries = 0
+        self._stream_at = 0.0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="etcd-watch", daemon=True)
+        self._thread.start()
+
+    def watch(self, key: bytes, prefix: bool, follower: Follower) -> Callable[[], None]:
+        """Start a watch; returns the call that ends it."""
+        watch = Watch(key, prefix, follower)
+        self._inbox.put(("add", watch, None))
+
+        def end() -> None:
+            watch._state = _State.ENDED  # nothing is delivered from now on
+            self._inbox.put(("end", watch, None))
+
+        return end
+
+    def suspect(self) -> None:
+        """etcd seems to be silent: have the stream prove that it works, now."""
+        self._inbox.put(("suspect", None, None))
+
+    def close(self) -> None:
+        """End all watches and the threads."""
+        self._closed = True
+        self._inbox.put(("close", None, None))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._handle(*self._inbox.get(timeout=self._idle_s()))
+            except queue.Empty:
+                pass
+            except Exception:
+                _log.exception("watching etcd: unexpected; going on")
+            try:
+                self._act()
+            except Exception:
+                _log.exception("watching etcd: unexpected; going on")
+                time.sleep(RETRY_MIN_S)  # never spin
+        if self._stream:
+            self._stream.close()
+
+    def _idle_s(self) -> float:
+        """Until there is something to do without being told."""
+        now = time.monotonic()
+        due = [now + 60.0]
+        if self._stream and self._watches:
+            stream = self._stream
+            due.append(stream.heard_at + QUIET_S if stream.asked_at is None else stream.asked_at + ANSWER_S)
+        waiting = False
+        for watch in self._watches:
+            if watch._state is _State.TO_LIST:
+                due.append(watch._retry_at)
+            elif watch._state is _State.TO_OPEN:
+                waiting = True
+                due.append(watch._retry_at)
+        if waiting and self._stream is None:
+            due.append(self._stream_at)
+        return max(0.0, min(due) - now)
+
+    def _handle(self, what: str, whose: Any, content: Any) -> None:
+        match what:
+            case "add":
+                self._watches[whose] = None
+            case "end":
+                self._forget(whose)
+            case "listed":
+                self._listed(whose, content)
+            case "response" if whose is self._stream:
+                self._heard(whose, content)
+            case "broken" if whose is self._stream:
+                self._broken(content)
+            case "suspect" if self._stream and self._stream.asked_at is None:
+                self._stream.heard_at = min(self._stream.heard_at, time.monotonic() - QUIET_S)
+
+    def _act(self) -> None:
+        """Do all that is due."""
+        now = time.monotonic()
+        self._check_stream(now)
+        for watch in list(self._watches):
+            if watch._state is _State.TO_LIST and watch._retry_at <= now:
+                self._list(watch)
+            elif watch._state is _State.TO_OPEN and watch._retry_at <= now:
+                self._open(watch, now)
+
+    def _check_stream(self, now: float) -> None:
+        stream = self._stream
+        if stream is None or not self._watches:
+            return
+        if stream.asked_at is not None:
+            if now >= stream.asked_at + ANSWER_S:
+                self._connection.turn()
+                self._broken(StoreUnavailable(f"etcd said nothing on a watch for {ANSWER_S:g} s"))
+        elif now >= stream.heard_at + QUIET_S:
+            stream.asked_at = now
+            stream.requests.put(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
+
+    # ---- listing
+
+    def _list(self, watch: Watch) -> None:
+        watch._state = _State.LISTING
+        self._connection.start(
+            "range",
+            kv.range_request(watch.key, prefix=watch.prefix),
+            timeout_s=self._connection.access.timeout_s,
+            done=lambda result: self._inbox.put(("listed", watch, result)),
+        )
+
+    def _listed(self, watch: Watch, result: Any) -> None:
+        if watch._state is not _State.LISTING:
+            return
+        if isinstance(result, StoreError):
+            watch._state = _State.TO_LIST
+            self._retry(watch, result)
+            return
+        listing = kv.range_result(result)
+        if listing.revision < watch._revision:
+            self._tell(
+                watch, HistoryLost("etcd has lost what it had already shown: it was wiped or restored")
+            )
+        watch._revision = listing.revision
+        watch._state = _State.TO_OPEN
+        watch._retries, watch._retry_at = 0, 0.0
+        self._deliver(watch, listing)
+
+    # ---- following
+
+    def _open(self, watch: Watch, now: float) -> None:
+        if self._stream is None:
+            if now < self._stream_at:
+                return
+            try:
+                self._stream = _Stream(self._connection, self._inbox)
+            except StoreError as error:
+                self._broken(error)
+                return
+        self._stream.opening.append(watch)
+        watch._state = _State.OPENING
+        request = rpc.WatchCreateRequest(
+            key=watch.key,
+            range_end=kv.prefix_end(watch.key) if watch.prefix else b"",
+            start_revision=watch._revision + 1,
+        )
+        self._stream.requests.put(rpc.WatchRequest(create_request=request))
+        self._stream.heard_at = max(self._stream.heard_at, now)  # give it time to answer
+
+    def _heard(self, stream: _Stream, response: Any) -> None:
+        stream.heard_at = time.monotonic()
+        stream.asked_at = None
+        self._stream_retries = 0
+        if response.created:
+            watch = stream.opening.popleft()
+            if response.canceled:
+                self._canceled(watch, response)
+            elif watch._state is _State.ENDED:
+                self._cancel(stream, response.watch_id)
+            else:
+                watch._state, watch._id, watch._told = _State.OPEN, response.watch_id, ""
+                stream.open[watch._id] = watch
+                if response.header.revision < watch._revision:
+                    self._cancel(stream, stream.open.pop(watch._id)._id)
+                    self._relist(watch)
+            return
+        if (watch := stream.open.get(response.watch_id)) is None:  # progress, or one that has ended
+            return
+        if response.canceled:
+            del stream.open[response.watch_id]
+            self._canceled(watch, response)
+            return
+        items = tuple(
+            item for event in response.events if (item := kv.event(event)).revision > watch._revision
+        )
+        if items:
+            watch._revision = items[-1].revision
+            watch._retries = 0
+            self._deliver(watch, Events(items))
+
+    def _canceled(self, watch: Watch, response: Any) -> None:
+        """etcd ended this one watch, and says why."""
+        if watch._state is _State.ENDED:
+            return
+        reason = response.cancel_reason.removeprefix("etcdserver: ")
+        if response.compact_revision:
+            self._relist(watch)
+            return
+        watch._state = _State.TO_LIST  # a list says more clearly than a watch what is wrong
+        if "auth token" in reason:
+            self._retry(watch, TokenExpired(reason))
+            self._broken(StoreUnavailable("the login has expired"))
+        elif "permission denied" in reason:
+            self._retry(watch, StoreRefused(f"etcd denies the watch of {watch.key.decode(errors='replace')}"))
+        else:
+            self._retry(watch, StoreUnavailable(f"etcd ended the watch ({reason or 'without a reason'})"))
+
+    def _relist(self, watch: Watch) -> None:
+        watch._state, watch._retry_at = _State.TO_LIST, 0.0
+
+    def _broken(self, failure: StoreError) -> None:
+        """The stream is of no use any more: its watches wait for another."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        self._stream_retries += 1
+        self._stream_at = time.monotonic() + _pause_s(self._stream_retries)
+        for watch in self._watches:
+            if watch._state in (_State.OPEN, _State.OPENING):
+                watch._state = _State.TO_OPEN
+            if watch._state is _State.TO_OPEN:
+                self._tell(watch, failure)
+
+    def _forget(self, watch: Watch) -> None:
+        self._watches.pop(watch, None)
+        stream = self._stream
+        if stream and stream.open.get(watch._id) is watch:
+            del stream.open[watch._id]
+            self._cancel(stream, watch._id)
+
+    def _cancel(self, stream: _Stream, watch_id: int) -> None:
+        stream.requests.put(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=watch_id)))
+
+    # ---- telling
+
+    def _retry(self, watch: Watch, error: StoreError) -> None:
+        watch._retries += 1
+        watch._retry_at = time.monotonic() + _pause_s(watch._retries)
+        self._tell(watch, error)
+
+    def _tell(self, watch: Watch, error: StoreError) -> None:
+        if isinstance(error, (StoreUnavailable, Compacted, TokenExpired)) or watch._told == str(error):
+            return
+        watch._told = str(error)
+        try:
+            watch.follower.failed(error)
+        except Exception:
+            _log.exception("a follower of etcd failed; going on")
+
+    def _deliver(self, watch: Watch, what: Range | Events) -> None:
+        if watch._state is _State.ENDED:
+            return
+        try:
+            watch.follower.seen(what)
+        except Exception:
+            _log.exception("a follower of etcd failed; going on")
+
+
+def _pause_s(retries: int) -> float:
+    """Longer each time, and never the same for all agents."""
+    return random.uniform(0.5, 1.0) * min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(retries, 10))
