@@ -41,6 +41,7 @@ from elasticd.core.messages import (
     Signalled,
     StartWorkers,
     StopWorkers,
+    StoreComplained,
     Tag,
     Tick,
     Transact,
@@ -78,6 +79,7 @@ from elasticd.core.reasons import (
 
 SIGKILL, SIGTERM = 9, 15  # core knows no signal module of any platform; these are POSIX's
 RETRY_S = 0.5  # after an unknown or refused write, when no news came meanwhile
+CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for etcd
 DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round for it
 
 
@@ -259,6 +261,9 @@ def _absorb(do: _Doing, event: Event) -> None:
             _exited(do, event)
         case PortReserved(port):
             do.set(store_port=port, closing_store=False)
+        case StoreComplained(why):
+            if not state.joined:  # later on it is one bad day of many, and is only logged
+                do.set(exiting=state.exiting or Leave(2, why))
         case Signalled(signal):
             _signalled(do, signal)
         case ProcessGone(incarnation):
@@ -268,6 +273,8 @@ def _absorb(do: _Doing, event: Event) -> None:
         case KeeperLost():
             if state.crew:
                 do.crew(alive=frozenset(), fenced=True)
+            why = "the process that keeps the workers was killed, so this node leaves"
+            do.set(exiting=state.exiting or Leave(128 + SIGTERM, why))
         case Tick():
             pass
         case _:
@@ -389,10 +396,13 @@ def _outlast_the_store(do: _Doing) -> None:
     silent = do.state.silent
     if silent is None or do.state.exiting is not None:
         return
-    until = silent.since + do.state.etcd_grace_s
+    grace_s, joined = do.state.etcd_grace_s, do.state.joined
+    if not joined:
+        grace_s = min(grace_s, CONNECT_PATIENCE_S)
+    until = silent.since + grace_s
     if do.now >= until:
-        why = f"etcd has not answered for {do.state.etcd_grace_s:g} s"
-        do.set(exiting=Leave(4, why))
+        code = 4 if joined else 2  # an etcd that never answered was probably mistyped
+        do.set(exiting=Leave(code, f"etcd has not answered for {grace_s:g} s"))
     else:
         do.wakes.append(until)
 

@@ -64,6 +64,14 @@ class PortReserved:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreComplained:
+    """The store answers but says no (credentials, certificates, not an etcd), or holds a record
+    that this version cannot read. ``why``: a sentence."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     signal: int
 
@@ -77,7 +85,7 @@ class ProcessGone:
 
 @dataclass(frozen=True, slots=True)
 class KeeperLost:
-    """The process keeper died and took all workers with it; the driver has started another."""
+    """The process keeper died and took all workers with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,7 @@ Event = (
     | LeaseChanged
     | WorkerExited
     | PortReserved
+    | StoreComplained
     | Signalled
     | ProcessGone
     | KeeperLost

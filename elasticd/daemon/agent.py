@@ -1,0 +1,95 @@
+"""The agent as torch knows agents: a ``torch.distributed.elastic`` agent whose rounds come from etcd.
+
+Torch's own agent pulls: it asks a rendezvous handler for a world, then looks ten times a second at
+its workers. This one is told: the leader's rounds arrive by watch, exits by the process keeper, and
+``run`` only serves the inbox. What it says of itself (``RunResult``, ``WorkerGroup``) is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    ElasticAgent,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elasticd.core.facts import Exit, Failure, Phase
+from elasticd.daemon.driver import Driver
+from elasticd.daemon.inbox import Inbox
+
+
+class Agent(ElasticAgent):
+    """One node's agent. ``routine`` is called from time to time while it runs; see ``Inbox.serve``."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        driver: Driver,
+        inbox: Inbox,
+        clock: Callable[[], float],
+        routine: Callable[[float], float],
+    ) -> None:
+        self._spec = spec
+        self._driver = driver
+        self._inbox = inbox
+        self._clock = clock
+        self._routine = routine
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Take part in the job until it ends or this node leaves it."""
+        self._driver.begin()
+        self._inbox.serve(self._driver, self._clock, self._routine)
+        left = self._driver.left
+        assert left is not None
+        if left.code == 0:
+            return RunResult(state=WorkerState.SUCCEEDED)
+        failure = self.failure
+        failures = {failure.exit.rank: _process_failure(failure.exit)} if failure else {}
+        return RunResult(
+            state=WorkerState.FAILED if left.code == 1 else WorkerState.STOPPED, failures=failures
+        )
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """This node's workers in the present round, as a copy."""
+        group = WorkerGroup(self._spec)
+        crew = self._driver.state.crew
+        if crew is None:
+            group.workers = []
+            group.state = WorkerState.INIT
+            return group
+        address, _, port = crew.round.store.rpartition(":")
+        group.group_rank = crew.round.members.index(crew.member)
+        group.group_world_size = len(crew.round.members)
+        group.master_addr, group.master_port = address, int(port)  # type: ignore[assignment]
+        group.workers = [
+            Worker(
+                local_rank=local_rank,
+                global_rank=crew.member.base_rank + local_rank,
+                role_rank=crew.member.base_rank + local_rank,
+                world_size=crew.round.world_size,
+                role_world_size=crew.round.world_size,
+            )
+            for local_rank in range(len(crew.member.slots))
+        ]
+        if crew.finished:
+            group.state = WorkerState.SUCCEEDED
+        else:
+            group.state = WorkerState.FAILED if crew.failures else WorkerState.HEALTHY
+        return group
+
+    @property
+    def failure(self) -> Failure | None:
+        """What the job failed of, if it did."""
+        round = self._driver.state.round
+        return round.failure if round and round.phase is Phase.ENDED else None
+
+
+def _process_failure(exit: Exit) -> ProcessFailure:
+    return ProcessFailure(local_rank=exit.slot, pid=0, exitcode=exit.code, error_file="")

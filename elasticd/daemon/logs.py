@@ -1,0 +1,79 @@
+"""Where workers' output goes: torch's LogsSpecs decides, the process keeper does it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
+
+from elasticd.daemon.config import LogOptions
+from elasticd.procs.output import LogDest
+
+
+def state_dir() -> Path:
+    """Where runs keep what outlives them: ``$XDG_STATE_HOME/elasticd``, or a temporary folder where
+    there is no home to write to."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(home) / "elasticd"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.gettempdir()) / f"elasticd-state-{os.getuid()}"
+
+
+def logs_specs(options: LogOptions) -> LogsSpecs:
+    """The user's LogsSpecs (entry point group ``torchrun.logs_specs``) or torch's own, whose layout
+    is ``<dir>/<job>_<random>/attempt_<n>/<local rank>/``. Raises ValueError for bad options."""
+    made: type[LogsSpecs] = DefaultLogsSpecs
+    if options.specs is not None:
+        found = metadata.entry_points(group="torchrun.logs_specs", name=options.specs)
+        if not found:
+            raise ValueError(f"no package installed here offers the logs specs {options.specs!r}")
+        made = next(iter(found)).load()
+    folder = options.dir or state_dir() / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return made(
+        log_dir=str(folder),
+        redirects=Std.from_str(options.redirects),
+        tee=Std.from_str(options.tee),
+        local_ranks_filter=set(options.local_ranks) if options.local_ranks else None,
+    )
+
+
+class Destinations:
+    """Makes the destinations of each round; torch's "attempt" is a round here, counted from 0."""
+
+    def __init__(self, specs: LogsSpecs) -> None:
+        self._specs = specs
+        self.latest: LogDest | None = None
+
+    def reify(self, round_number: int, envs: dict[int, dict[str, str]]) -> LogDest:
+        asked = {
+            local_rank: {**env, "TORCHELASTIC_RESTART_COUNT": str(round_number - 1)}
+            for local_rank, env in envs.items()
+        }
+        dest = self._specs.reify(asked)
+        for local_rank, env in asked.items():
+            if "TORCHELASTIC_ERROR_FILE" in env:
+                envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = env["TORCHELASTIC_ERROR_FILE"]
+        self.latest = LogDest(
+            stdouts=dest.stdouts,
+            stderrs=dest.stderrs,
+            tee_stdouts=dest.tee_stdouts,
+            tee_stderrs=dest.tee_stderrs,
+            error_files=dest.error_files,
+            filtered_stdout=dest.filtered_stdout,
+            filtered_stderr=dest.filtered_stderr,
+            capture_dirs={
+                local_rank: os.path.dirname(file)
+                for local_rank, file in dest.error_files.items()
+                if file and file != os.devnull
+            },
+        )
+        return self.latest

@@ -1,0 +1,175 @@
+"""Tells the world how the agent is doing: progress to etcd, a snapshot to the live view.
+
+Reads the driver's state, never changes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from elasticd.core import budget as budgets
+from elasticd.core.facts import Phase, Progress, SlotProgress
+from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
+from elasticd.core.reasons import Reason
+from elasticd.daemon.config import RunConfig
+from elasticd.daemon.driver import Driver
+from elasticd.daemon.pace import Pace
+from elasticd.telemetry import words
+from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
+from elasticd.telemetry.view import View
+
+SHOW_S = 0.5
+WRITE_S = 1.0
+EVENTS_KEPT = 5
+
+
+class Publisher:
+    """``routine(now)`` publishes what is due and returns when the next is.
+
+    ``read``: the heartbeats of this node's workers. Other nodes' are followed only where somebody
+    looks at a live view.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        driver: Driver,
+        store: Store,
+        read: Callable[[], tuple[SlotProgress, ...]],
+        view: View,
+    ) -> None:
+        self._config = config
+        self._driver = driver
+        self._store = store
+        self._read = read
+        self._view = view
+        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self._paces: dict[tuple[str, int], Pace] = {}
+        self._others: Mapping[str, Progress] = {}
+        self._written: Progress | None = None
+        self._writing = False
+        self._write_due = 0.0
+        if view.live and config.etcd is not None:
+            store.watch("progress/", self._progress_seen, prefix=True)
+
+    def note(self, reason: Reason, now: float) -> None:
+        """An event for the live view."""
+        self._events.append(Event(now, words.sentence(reason, now)))
+
+    def routine(self, now: float) -> float:
+        mine = self._read()
+        if now >= self._write_due:
+            self._write_progress(mine)
+            self._write_due = now + WRITE_S
+        if not self._view.live:
+            return self._write_due
+        self._view.show(self._snapshot(mine, now))
+        return min(self._write_due, now + SHOW_S)
+
+    # ------------------------------------------------------------ to etcd
+
+    def _write_progress(self, slots: tuple[SlotProgress, ...]) -> None:
+        """At most one write under way; a lost one is made up for by the next."""
+        state = self._driver.state
+        crew, own = state.crew, state.own
+        if self._writing or crew is None or own is None or own.fact is None or state.silent:
+            return
+        progress = Progress(self._config.node, crew.round.number, slots)
+        if progress == self._written:
+            return
+        self._writing = True
+
+        def answered(answer: object) -> None:
+            self._writing = False
+            if isinstance(answer, Applied):
+                self._written = progress
+
+        self._store.transact(
+            (StillThere(state.me.key, own.created),),
+            (Put(f"progress/{self._config.node}", progress, leased=True),),
+            answered,
+        )
+
+    # ------------------------------------------------------------ to the live view
+
+    def _progress_seen(self, seen: Seen) -> None:
+        known = {} if isinstance(seen, Listing) else dict(self._others)
+        for entry in seen.entries:
+            _keep(known, entry)
+        self._others = known
+
+    def _snapshot(self, mine: tuple[SlotProgress, ...], now: float) -> Snapshot:
+        state = self._driver.state
+        spec, round, view = state.spec, state.round, self._driver.view
+        policy = (spec or state.wanted).policy
+        budget_left = policy.restarts_max
+        if view is not None:
+            budget_left = budgets.left(view.budget, policy, now)
+        elif round is not None:
+            budget_left = max(0, policy.restarts_max - round.restarts)
+        waits = [words.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
+        return Snapshot(
+            job=self._config.job,
+            node=self._config.node,
+            round=round.number if round else 0,
+            phase=str(round.phase) if round else "starting",
+            world_size=round.world_size if round and round.phase is Phase.LIVE else 0,
+            limits=spec.limits if spec else self._config.limits,
+            slots=(*self._own_lines(mine, now), *self._other_lines(now)),
+            restarts=round.restarts if round else 0,
+            budget_left=budget_left,
+            waiting="; ".join(waits),
+            events=tuple(self._events),
+        )
+
+    def _own_lines(self, mine: tuple[SlotProgress, ...], now: float) -> list[SlotLine]:
+        state = self._driver.state
+        crew, node = state.crew, self._config.node
+        beats = {b.slot: b for b in mine}
+        lines = []
+        for slot in state.me.slots:
+            if crew is None or slot not in crew.member.slots:
+                if state.me.slots.index(slot) < self._config.limits.max:
+                    lines.append(SlotLine(node, slot, self._idle_state(node, slot, now)))
+                continue
+            beat = beats.get(slot, SlotProgress(slot, crew.member.rank_of(slot), 0, 0, 0.0))
+            failed = any(e.slot == slot for e in crew.failures)
+            if slot not in crew.alive:
+                what = SlotState.FAILED if failed else SlotState.FINISHED
+            elif crew.stopping:
+                what = SlotState.STOPPING
+            else:
+                what = SlotState.RUNNING if beat.step else SlotState.STARTING
+            lines.append(self._line(node, beat, what, now))
+        return lines
+
+    def _other_lines(self, now: float) -> list[SlotLine]:
+        round = self._driver.state.round
+        number = round.number if round else 0
+        return [
+            self._line(name, beat, SlotState.RUNNING if beat.step else SlotState.STARTING, now)
+            for name, progress in sorted(self._others.items())
+            if name != self._config.node and progress.round == number
+            for beat in progress.slots
+        ]
+
+    def _line(self, node: str, beat: SlotProgress, what: SlotState, now: float) -> SlotLine:
+        pace = self._paces.setdefault((node, beat.slot), Pace())
+        pace.read(now, beat.step)
+        per_s = pace.steps_per_s if what is SlotState.RUNNING else None
+        return SlotLine(node, beat.slot, what, beat.rank, beat.pid, beat.step, per_s)
+
+    def _idle_state(self, node: str, slot: int, now: float) -> SlotState:
+        view = self._driver.view
+        out = view.budget.quarantines if view else ()
+        away = any(q.node == node and q.slot == slot and q.until > now for q in out)
+        return SlotState.QUARANTINED if away else SlotState.IDLE
+
+
+def _keep(known: dict[str, Progress], entry: Entry) -> None:
+    name = entry.key.partition("/")[2]
+    if isinstance(entry.fact, Progress):
+        known[name] = entry.fact
+    else:
+        known.pop(name, None)
