@@ -43,11 +43,7 @@ class ThisMachine:
 
     def cores(self) -> int:
         quota = _cgroup_cores()
-        return (
-            self.affinity_cores()
-            if quota is None
-            else max(1, min(self.affinity_cores(), quota))
-        )
+        return self.affinity_cores() if quota is None else max(1, min(self.affinity_cores(), quota))
 
     def affinity_cores(self) -> int:
         return len(os.sched_getaffinity(0))
@@ -58,11 +54,7 @@ class ThisMachine:
         if kind not in ("cuda", "xpu", torch._C._get_privateuse1_backend_name()):
             return None
         module = getattr(torch, kind, None)
-        return (
-            int(module.device_count())
-            if module is not None and module.is_available()
-            else 0
-        )
+        return int(module.device_count()) if module is not None and module.is_available() else 0
 
 
 def visible(cuda_visible_devices: str | None, present: int) -> int:
@@ -91,9 +83,7 @@ def _nvml_count() -> int:
     if nvml.nvmlInit_v2() != 0:
         return 0
     try:
-        return (
-            count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
-        )
+        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
     finally:
         nvml.nvmlShutdown()
 

@@ -83,12 +83,7 @@ def _say(sentence: str) -> None:
 def _sentence(error: click.ClickException) -> str:
     """click's message, and where the value came from when that is not the command line."""
     message = error.format_message()
-    if (
-        isinstance(error, click.BadParameter)
-        and error.ctx
-        and error.param
-        and error.param.name
-    ):
+    if isinstance(error, click.BadParameter) and error.ctx and error.param and error.param.name:
         source = error.ctx.get_parameter_source(error.param.name)
         names = error.param.envvar
         if source is ParameterSource.ENVIRONMENT and names:

@@ -3,17 +3,15 @@ certificate files, which are looked at."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, Said
+from elasticd.etcd import names
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 
 ETCD_BACKENDS = frozenset({"etcd", "etcd-v2", "etcd-v3"})
 
-_NAME = re.compile(r"[A-Za-z0-9_.:@+=-]+")
-_NAME_MAX_CHARS = 128
 _HOW = "give --etcd http://HOST:2379 on each node"
 
 
@@ -62,18 +60,13 @@ class _Conf:
 
 
 def check_name(what: str, name: str) -> str:
-    """The name, if it can be part of a key and of a file's name. ``what``: "job" or "node"."""
-    if not name:
-        raise Complaint(f"the {what}'s name is empty.")
-    if len(name) > _NAME_MAX_CHARS:
-        raise Complaint(
-            f"the {what}'s name has {len(name)} characters; {_NAME_MAX_CHARS} are the most."
-        )
-    if not _NAME.fullmatch(name) or name.startswith("-") or not name.strip("."):
-        raise Complaint(
-            f"{name!r} cannot be the name of a {what}: it is made of letters, digits and _.:@+=-, "
-            "and begins with no dash."
-        )
+    """The name, if it can be part of a key and stand on a command line. ``what``: "job" or "node"."""
+    try:
+        names.check_name(name, what)
+    except ValueError as error:
+        raise Complaint(f"{error}.") from None
+    if name.startswith("-"):
+        raise Complaint(f"{name!r} cannot be the name of a {what}: it begins as an option does.")
     return name
 
 
@@ -94,9 +87,7 @@ def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
         job=_job(options, notes),
         join_timeout_s=conf.seconds("join_timeout", "timeout"),
         settle_s=conf.seconds("last_call_timeout"),
-        node_ttl_s=max(2.0, ttl)
-        if interval is not None or attempts is not None
-        else None,
+        node_ttl_s=max(2.0, ttl) if interval is not None or attempts is not None else None,
         notes=tuple(notes),
     )
     if unused := conf.unused():
@@ -137,23 +128,17 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
             return None
     if ours and ours >= torchruns:
         if by_rdzv and options.rdzv_endpoint != options.etcd:
-            notes.append(
-                f"--rdzv-endpoint {options.rdzv_endpoint} does not count beside --etcd"
-            )
+            notes.append(f"--rdzv-endpoint {options.rdzv_endpoint} does not count beside --etcd")
         text = options.etcd or ""
     elif torchruns:
         text = options.rdzv_endpoint or ""
         if "://" not in text and protocol:
             text = ",".join(f"{protocol}://{part}" for part in text.split(","))
     elif backend in ETCD_BACKENDS:
-        raise Complaint(
-            f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT, an etcd."
-        )
+        raise Complaint(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT, an etcd.")
     else:
         if any(tls.values()):
-            raise Complaint(
-                "certificates for etcd are given, but no --etcd to use them with."
-            )
+            raise Complaint("certificates for etcd are given, but no --etcd to use them with.")
         return None
     try:
         return parse_endpoints(
@@ -168,35 +153,19 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
         raise Complaint(f"{error}.") from error
 
 
-def _check_alone(
-    options: RunOptions, nodes_min: int, nodes_max: int, notes: list[str]
-) -> None:
+def _check_alone(options: RunOptions, nodes_min: int, nodes_max: int, notes: list[str]) -> None:
     """Without an etcd only one node can run."""
     backend, endpoint = options.rdzv_backend, options.rdzv_endpoint
     if options.standalone:
         if nodes_min > 1:
-            raise Complaint(
-                f"--standalone runs one node, but --nnodes asks for at least {nodes_min}."
-            )
+            raise Complaint(f"--standalone runs one node, but --nnodes asks for at least {nodes_min}.")
         if backend or endpoint:
-            notes.append(
-                "--rdzv-backend and --rdzv-endpoint do not count with --standalone"
-            )
+            notes.append("--rdzv-backend and --rdzv-endpoint do not count with --standalone")
         return
     if nodes_max > 1:
-        told = (
-            f" (elasticd does not use the rendezvous of --rdzv-backend {backend})"
-            if backend
-            else ""
-        )
-        raise Complaint(
-            f"--nnodes {options.nnodes} needs an etcd in which the nodes meet: {_HOW}{told}."
-        )
-    said = [
-        f
-        for f, value in (("--rdzv-backend", backend), ("--rdzv-endpoint", endpoint))
-        if value
-    ]
+        told = f" (elasticd does not use the rendezvous of --rdzv-backend {backend})" if backend else ""
+        raise Complaint(f"--nnodes {options.nnodes} needs an etcd in which the nodes meet: {_HOW}{told}.")
+    said = [f for f, value in (("--rdzv-backend", backend), ("--rdzv-endpoint", endpoint)) if value]
     if said:
         verb = "mean" if len(said) > 1 else "means"
         notes.append(
@@ -221,8 +190,6 @@ def _parse_conf(text: str) -> dict[str, str]:
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (p.strip() for p in part.partition("="))
         if not key or not equals or not value:
-            raise Complaint(
-                f"--rdzv-conf {text!r} is not of the form key=value,key=value."
-            )
+            raise Complaint(f"--rdzv-conf {text!r} is not of the form key=value,key=value.")
         values[key] = value
     return values

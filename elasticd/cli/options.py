@@ -119,9 +119,7 @@ class _Seconds(click.ParamType[float]):
     def __init__(self, least: float = 0.0, why: str = "") -> None:
         self._least, self._why = least, why
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
             seconds = float(value)
         except ValueError:
@@ -138,9 +136,7 @@ class _Switch(click.ParamType[bool]):
 
     name = "boolean"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> bool:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
         if isinstance(value, bool):
             return value
         try:
@@ -168,9 +164,7 @@ def _ours(name: str, type: Any = str, help: str = "", **more: Any) -> Callable[[
     )
 
 
-def _torchruns(
-    *names: str, type: Any = str, help: str = "", **more: Any
-) -> Callable[[F], F]:
+def _torchruns(*names: str, type: Any = str, help: str = "", **more: Any) -> Callable[[F], F]:
     destination = names[-1].lstrip("-").replace("-", "_")
     return click.option(
         *names,
@@ -296,9 +290,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--nproc-per-node",
         help="Workers a node offers: a number, auto, cpu, gpu or xpu.  [1]",
     ),
-    _torchruns(
-        "--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."
-    ),
+    _torchruns("--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."),
     _torchruns("--rdzv-endpoint", help="HOST:PORT of the etcd."),
     _torchruns("--rdzv-id", help="Name of the job, as --job."),
     _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
@@ -316,17 +308,11 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _torchruns("--event-log-handler", help="Means nothing here."),
     _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
-    _torchruns_switch(
-        "-m", "--module", help="The script is a module, as with python -m."
-    ),
+    _torchruns_switch("-m", "--module", help="The script is a module, as with python -m."),
     _torchruns_switch("--no-python", help="The script is a program of its own."),
-    _torchruns_switch(
-        "--run-path", help="Run the script as a script, whatever else is said."
-    ),
+    _torchruns_switch("--run-path", help="Run the script as a script, whatever else is said."),
     _torchruns("--log-dir", type=_FILE, help="Folder for the workers' output."),
-    _torchruns(
-        "-r", "--redirects", help="Streams that go to files: 0 to 3, or RANK:0-3,…"
-    ),
+    _torchruns("-r", "--redirects", help="Streams that go to files: 0 to 3, or RANK:0-3,…"),
     _torchruns("-t", "--tee", help="Streams that go to files and the terminal."),
     _torchruns("--local-ranks-filter", help="Local ranks whose output is shown: 0,1,2"),
     _torchruns(
@@ -373,12 +359,8 @@ CONTEXT_SETTINGS: dict[str, Any] = {
 
 def run_options(command: F) -> F:
     """Give a click command all of the table, and TARGET ARGS…"""
-    command = click.argument(
-        "args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."
-    )(command)
-    command = click.argument("target", type=click.UNPROCESSED, metavar="SCRIPT")(
-        command
-    )
+    command = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(command)
+    command = click.argument("target", type=click.UNPROCESSED, metavar="SCRIPT")(command)
     for option in reversed(_RUN_OPTIONS):
         command = option(command)
     return command
@@ -388,11 +370,7 @@ def collect(ctx: click.Context, etcd_password: str | None) -> RunOptions:
     """What click parsed, as RunOptions."""
     known = {f.name for f in fields(RunOptions)}
     environment = frozenset(
-        name
-        for name in ctx.params
-        if ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+        name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
     )
     values = {name: value for name, value in ctx.params.items() if name in known}
-    return RunOptions(
-        **values, etcd_password=etcd_password, from_environment=environment
-    )
+    return RunOptions(**values, etcd_password=etcd_password, from_environment=environment)

@@ -108,28 +108,20 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     )
     notes += [*size.notes, *met.notes, *_nothings(options)]
     if environ.get("TORCHELASTIC_HEALTH_CHECK_PORT"):
-        notes.append(
-            "TORCHELASTIC_HEALTH_CHECK_PORT means nothing here: ask `elasticd status`"
-        )
+        notes.append("TORCHELASTIC_HEALTH_CHECK_PORT means nothing here: ask `elasticd status`")
     env: dict[str, str] = {}
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:
         env["OMP_NUM_THREADS"] = "1"
-        notes.append(
-            "OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun"
-        )
+        notes.append("OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun")
     config = RunConfig(
         job=met.job or _new_name(script.stem, met.etcd, size.limits, size.slots),
-        node=check_name(
-            "node", options.node if options.node is not None else default_node_name()
-        ),
+        node=check_name("node", options.node if options.node is not None else default_node_name()),
         address=_address(options, met.etcd),
         limits=size.limits,
         slots=size.slots,
         command=script.command,
         fingerprint=script.fingerprint,
-        policy=_policy(
-            options, environ, met.join_timeout_s, met.settle_s, met.node_ttl_s
-        ),
+        policy=_policy(options, environ, met.join_timeout_s, met.settle_s, met.node_ttl_s),
         etcd=met.etcd,
         etcd_grace_s=_first(options.etcd_grace, 600.0),
         role=options.role or "default",
@@ -176,11 +168,7 @@ def _new_name(stem: str, etcd: EtcdAccess | None, limits: Limits, slots: int) ->
 
 
 def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
-    name = (
-        "address"
-        if options.said("address") >= options.said("local_addr")
-        else "local_addr"
-    )
+    name = "address" if options.said("address") >= options.said("local_addr") else "local_addr"
     asked: str | None = getattr(options, name)
     if asked is not None:
         asked = asked.strip("[]")
@@ -192,10 +180,7 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
     if etcd is None:
         return "127.0.0.1"
     # Where no name resolves yet, etcd cannot be reached yet either; the host's own name may do later.
-    return (
-        routed_address([host_and_port(e) for e in etcd.endpoints])
-        or default_node_name()
-    )
+    return routed_address([host_and_port(e) for e in etcd.endpoints]) or default_node_name()
 
 
 def _policy(
@@ -209,18 +194,12 @@ def _policy(
     default = Policy()
     restarts_max = _first(options.max_restarts, default.restarts_max)
     # Who says how often to restart, as with torchrun, means that number and not an earlier end.
-    futile_default = (
-        default.futile_max if options.max_restarts is None else restarts_max + 1
-    )
+    futile_default = default.futile_max if options.max_restarts is None else restarts_max + 1
     return Policy(
         settle_s=_first(options.settle, settle_s, default.settle_s),
         grow_cooldown_s=_first(options.grow_cooldown, default.grow_cooldown_s),
-        join_timeout_s=_first(
-            options.join_timeout, join_timeout_s, default.join_timeout_s
-        ),
-        shutdown_s=_first(
-            options.shutdown_timeout, _torch_shutdown_s(environ), default.shutdown_s
-        ),
+        join_timeout_s=_first(options.join_timeout, join_timeout_s, default.join_timeout_s),
+        shutdown_s=_first(options.shutdown_timeout, _torch_shutdown_s(environ), default.shutdown_s),
         broken_s=_first(options.broken_timeout, default.broken_s),
         node_ttl_s=_first(options.node_ttl, node_ttl_s, default.node_ttl_s),
         restarts_max=restarts_max,
@@ -246,9 +225,7 @@ def _torch_shutdown_s(environ: Mapping[str, str]) -> float | None:
     except ValueError:
         seconds = -1
     if seconds < 0:
-        raise Complaint(
-            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a number of seconds."
-        )
+        raise Complaint(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a number of seconds.")
     return float(seconds)
 
 
@@ -265,15 +242,9 @@ def _logs(options: RunOptions, environ: Mapping[str, str]) -> LogOptions:
     if options.log_dir is not None:
         _check_writable(options.log_dir)
     if options.logs_specs is not None:
-        known = sorted(
-            e.name for e in metadata.entry_points(group="torchrun.logs_specs")
-        )
+        known = sorted(e.name for e in metadata.entry_points(group="torchrun.logs_specs"))
         if options.logs_specs not in known:
-            have = (
-                f"those installed are {', '.join(known)}"
-                if known
-                else "none is installed"
-            )
+            have = f"those installed are {', '.join(known)}" if known else "none is installed"
             raise Complaint(
                 f"--logs-specs {options.logs_specs} names no entry point of torchrun.logs_specs: {have}."
             )
@@ -298,9 +269,7 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".elasticd-", dir=existing):
             pass
     except OSError as error:
-        raise Complaint(
-            f"--log-dir {folder} cannot be written to: {error.strerror}."
-        ) from error
+        raise Complaint(f"--log-dir {folder} cannot be written to: {error.strerror}.") from error
 
 
 def _ranks(text: str | None) -> frozenset[int] | None:
@@ -309,24 +278,18 @@ def _ranks(text: str | None) -> frozenset[int] | None:
     try:
         return frozenset(int(part) for part in text.split(","))
     except ValueError:
-        raise Complaint(
-            f"--local-ranks-filter {text!r} is not a list of numbers such as 0,1,2."
-        ) from None
+        raise Complaint(f"--local-ranks-filter {text!r} is not a list of numbers such as 0,1,2.") from None
 
 
 def _commas(text: str | None) -> tuple[str, ...]:
     """torchrun's lists: a comma separates, two commas are one."""
     if text is None:
         return ()
-    return tuple(
-        part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")
-    )
+    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
 
 
 def _signals(text: str) -> tuple[str, ...]:
-    names = tuple(
-        dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
-    )
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
         if name not in signal.Signals.__members__:
             raise Complaint(f"--signals-to-handle: there is no signal named {name}.")

@@ -26,9 +26,7 @@ class Script:
     stem: str
 
 
-def find(
-    kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True
-) -> Script:
+def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True) -> Script:
     """The script, checked. Raises Complaint.
 
     ``own_python``: the workers run this interpreter; with another one (PYTHON_EXEC) neither its
@@ -39,17 +37,11 @@ def find(
     command = Command(kind, target, args)
     match kind:
         case CommandKind.SCRIPT:
-            return Script(
-                command, _read_script(Path(target), own_python), Path(target).stem
-            )
+            return Script(command, _read_script(Path(target), own_python), Path(target).stem)
         case CommandKind.MODULE:
-            return Script(
-                command, _read_module(target, own_python), target.rpartition(".")[2]
-            )
+            return Script(command, _read_module(target, own_python), target.rpartition(".")[2])
         case CommandKind.PROGRAM:
-            return Script(
-                command, _digest(_program(target).encode()), Path(target).stem
-            )
+            return Script(command, _digest(_program(target).encode()), Path(target).stem)
 
 
 def _read_script(path: Path, own_python: bool) -> str:
@@ -62,12 +54,8 @@ def _read_script(path: Path, own_python: bool) -> str:
     except FileNotFoundError:
         raise Complaint(f"the script {path} does not exist.") from None
     except OSError as error:
-        raise Complaint(
-            f"the script {path} cannot be read: {error.strerror}."
-        ) from error
-    if own_python and not (
-        source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path)
-    ):
+        raise Complaint(f"the script {path} cannot be read: {error.strerror}.") from error
+    if own_python and not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(path)):
         _check_syntax(source, path)
     return _digest(source)
 
@@ -81,9 +69,7 @@ def _check_syntax(source: bytes, path: Path) -> None:
     except SyntaxError as error:
         where = f"{path}:{error.lineno}" if error.lineno else str(path)
         text = f": {error.text.strip()}" if error.text and error.text.strip() else ""
-        raise Complaint(
-            f"the script has a syntax error at {where}: {error.msg}{text}"
-        ) from error
+        raise Complaint(f"the script has a syntax error at {where}: {error.msg}{text}") from error
     except ValueError as error:  # null bytes
         raise Complaint(f"{path} is not a Python script: {error}.") from error
 
@@ -92,16 +78,12 @@ def _read_module(name: str, own_python: bool) -> str:
     if not own_python:
         return _digest(name.encode())
     if name.endswith(".py"):
-        raise Complaint(
-            f"-m takes a module, such as package.job, not a file; leave -m out to run {name}."
-        )
+        raise Complaint(f"-m takes a module, such as package.job, not a file; leave -m out to run {name}.")
     spec = _locate(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _locate(f"{name}.__main__")
         if spec is None:
-            raise Complaint(
-                f"{name} is a package without a __main__ module, so -m cannot run it."
-            )
+            raise Complaint(f"{name} is a package without a __main__ module, so -m cannot run it.")
     if spec is None:
         raise Complaint(f"there is no module named {name}.")
     if spec.origin is None or not os.path.isfile(spec.origin):
@@ -133,9 +115,7 @@ def _find_spec(full_name: str, part: str, path: list[str] | None) -> ModuleSpec 
     for finder in sys.meta_path:
         if finder is PathFinder:
             # By its last part alone: for a namespace package it would else want the parent imported.
-            spec = PathFinder.find_spec(
-                part, [os.getcwd(), *sys.path] if path is None else path
-            )
+            spec = PathFinder.find_spec(part, [os.getcwd(), *sys.path] if path is None else path)
         else:
             find = getattr(finder, "find_spec", None)
             spec = find(full_name, path, None) if find is not None else None
@@ -153,9 +133,7 @@ def _program(name: str) -> str:
         raise Complaint(f"{name} is a directory; expected a program.")
     if os.path.exists(name):
         hint = (
-            f"write ./{name}"
-            if os.sep not in name and os.access(name, os.X_OK)
-            else "it is not executable"
+            f"write ./{name}" if os.sep not in name and os.access(name, os.X_OK) else "it is not executable"
         )
         raise Complaint(f"{name} cannot be run as a program: {hint}.")
     raise Complaint(f"there is no program named {name}.")

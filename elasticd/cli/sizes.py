@@ -27,9 +27,7 @@ def nodes(options: RunOptions) -> tuple[int, int]:
     try:
         low, high = int(least), int(most if colon else least)
     except ValueError:
-        raise Complaint(
-            f"--nnodes {options.nnodes!r} is neither a number nor MIN:MAX."
-        ) from None
+        raise Complaint(f"--nnodes {options.nnodes!r} is neither a number nor MIN:MAX.") from None
     if low < 1 or high < low:
         raise Complaint(f"--nnodes {options.nnodes} must have 1 <= MIN <= MAX.")
     return low, high
@@ -44,26 +42,14 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
     by_nodes, by_workers = options.said("nnodes"), options.said("min", "max")
     if by_nodes and by_workers:
         if by_nodes is by_workers:
-            raise Complaint(
-                "--min and --max count workers and --nnodes counts nodes: give one or the other."
-            )
-        loser = (
-            "the environment's --nnodes"
-            if by_workers > by_nodes
-            else "the environment's --min and --max"
-        )
+            raise Complaint("--min and --max count workers and --nnodes counts nodes: give one or the other.")
+        loser = "the environment's --nnodes" if by_workers > by_nodes else "the environment's --min and --max"
         notes.append(f"{loser} does not count, as the command line says something else")
     offered = _offered(options, machine)
     if by_workers > by_nodes:
         return _by_workers(options, machine, offered, standalone, tuple(notes))
     low, high = nodes(options)
-    per_node = (
-        offered
-        if offered is not None
-        else 1
-        if options.slots is None
-        else _auto(machine)
-    )
+    per_node = offered if offered is not None else 1 if options.slots is None else _auto(machine)
     return Sizes(Limits(low * per_node, high * per_node), per_node, tuple(notes))
 
 
@@ -78,20 +64,14 @@ def _by_workers(
     standalone: bool,
     notes: tuple[str, ...],
 ) -> Sizes:
-    if (
-        options.min is not None
-        and options.max is not None
-        and options.min > options.max
-    ):
+    if options.min is not None and options.max is not None and options.min > options.max:
         raise Complaint(f"--min {options.min} is above --max {options.max}.")
     low = options.min if options.min is not None else 1
     slots = offered if offered is not None else _auto(machine)
     high = options.max
     if high is None:
         if not standalone:
-            raise Complaint(
-                "--min needs --max beside it, as other nodes may bring any number of workers."
-            )
+            raise Complaint("--min needs --max beside it, as other nodes may bring any number of workers.")
         high = max(low, slots)
     if offered is None:
         slots = min(slots, high)
@@ -109,9 +89,7 @@ def _offered(options: RunOptions, machine: Machine) -> int | None:
     """The slots that were asked for; None for as many as fit."""
     ours, torchruns = options.said("slots"), options.said("nproc_per_node")
     if ours and ours is torchruns:
-        raise Complaint(
-            "--slots and --nproc-per-node mean the same: give one or the other."
-        )
+        raise Complaint("--slots and --nproc-per-node mean the same: give one or the other.")
     if ours > torchruns:
         return _slots(options.slots or "", machine)
     if options.nproc_per_node is not None and torchruns is not Said.NOWHERE:
@@ -153,18 +131,12 @@ def _nproc(text: str, machine: Machine) -> int:
                 found = machine.torch_devices(text)
             else:
                 if number < 1:
-                    raise Complaint(
-                        f"--nproc-per-node is {number}, but a node runs at least 1 worker."
-                    )
+                    raise Complaint(f"--nproc-per-node is {number}, but a node runs at least 1 worker.")
                 return number
     if found is None:
-        raise Complaint(
-            f"--nproc-per-node {text!r} is none of a number, auto, cpu, gpu and xpu."
-        )
+        raise Complaint(f"--nproc-per-node {text!r} is none of a number, auto, cpu, gpu and xpu.")
     if found == 0:
-        raise Complaint(
-            f"--nproc-per-node {text} asks for devices that this machine does not have."
-        )
+        raise Complaint(f"--nproc-per-node {text} asks for devices that this machine does not have.")
     return found
 
 

@@ -47,9 +47,7 @@ def _failure(failure: Failure) -> Sequence[str]:
     if exit.log:
         lines.append(f"Its output: {exit.log} (on {failure.node})")
     else:
-        lines.append(
-            "Its output was not kept; run with --log-dir DIR --tee 3 to have it in files."
-        )
+        lines.append("Its output was not kept; run with --log-dir DIR --tee 3 to have it in files.")
     return lines
 
 

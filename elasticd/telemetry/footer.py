@@ -75,9 +75,7 @@ def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
     rest = 0
     if len(cells) > capacity:
         # What is not running as it should is what people look for.
-        order = sorted(
-            range(len(slots)), key=lambda i: (slots[i].state is SlotState.RUNNING, i)
-        )
+        order = sorted(range(len(slots)), key=lambda i: (slots[i].state is SlotState.RUNNING, i))
         kept = sorted(order[: max(0, columns * (rows - 1))])
         rest = len(cells) - len(kept)
         cells = [cells[i] for i in kept]
@@ -108,13 +106,7 @@ def _cell(s: SlotLine, several_nodes: bool) -> Text:
 
 
 def _rate(per_s: float) -> str:
-    return (
-        f"{per_s:.0f}"
-        if per_s >= 100
-        else f"{per_s:.1f}"
-        if per_s >= 1
-        else f"{per_s:.2f}"
-    )
+    return f"{per_s:.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2f}"
 
 
 def _short(name: str, most: int) -> str:

@@ -45,9 +45,7 @@ def get(name: str = "elasticd") -> FilteringBoundLogger:
 def reason(logger: FilteringBoundLogger, why: Reason) -> None:
     """Log a decision of the core."""
     event = words.event(why)
-    logger.log(
-        logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.fields
-    )
+    logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.fields)
 
 
 def setup(
@@ -67,9 +65,7 @@ def setup(
     as_json = format == "json" or (format == "auto" and not terminal)
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
-        raise ValueError(
-            f"log level {level!r} is none of debug, info, warning, error and critical"
-        )
+        raise ValueError(f"log level {level!r} is none of debug, info, warning, error and critical")
 
     shared: list[Processor] = [
         _add_bound,
@@ -144,17 +140,13 @@ def _to_stderr(text: str) -> None:
     sys.stderr.flush()
 
 
-def _add_bound(
-    _: Any, __: str, event: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
+def _add_bound(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for key, value in _bound.items():
         event.setdefault(key, value)
     return event
 
 
-def _quiet_for_people(
-    _: Any, __: str, event: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
+def _quiet_for_people(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """On a terminal there is one job and one node, named at the start: do not repeat them."""
     if event.get("event") != "agent.started":
         for key in ("job", "node"):
@@ -163,9 +155,7 @@ def _quiet_for_people(
     return event
 
 
-def _name_of_library(
-    _: Any, __: str, event: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
+def _name_of_library(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     record = event.get("_record")
     if isinstance(record, logging.LogRecord):
         event["library"] = record.name

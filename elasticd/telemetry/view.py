@@ -19,12 +19,8 @@ from elasticd.telemetry import footer
 from elasticd.telemetry.lines import LineBuffer
 from elasticd.telemetry.snapshot import Snapshot
 
-REPAINT_S = (
-    0.05  # between two paintings: smooth to the eye, and cheap under a flood of output
-)
-PENDING_MAX_CHARS = (
-    1 << 20
-)  # a terminal slower than its writers holds them back from here on
+REPAINT_S = 0.05  # between two paintings: smooth to the eye, and cheap under a flood of output
+PENDING_MAX_CHARS = 1 << 20  # a terminal slower than its writers holds them back from here on
 PARTIALS_MAX = 4  # progress bars shown at a time
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -64,11 +60,7 @@ class View(Protocol):
 
 def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> View:
     """The live view, unless it was declined (``--plain``, NO_COLOR) or stderr is no terminal."""
-    declined = (
-        plain
-        or bool(environ.get("NO_COLOR"))
-        or environ.get("TERM", "dumb") in ("", "dumb")
-    )
+    declined = plain or bool(environ.get("NO_COLOR")) or environ.get("TERM", "dumb") in ("", "dumb")
     if declined or not sys.stderr.isatty():
         return PlainView()
     return LiveView()
@@ -106,8 +98,9 @@ class PlainView:
 class LiveView:
     """A few lines at the bottom of the terminal; all else is printed above them.
 
-    One thread paints; the others hand over what is to be printed. What goes to a stream that is
-    not the terminal (``> log.txt``) passes as it came.
+    One thread paints; the others hand over what is to be printed. It starts with the first
+    snapshot, since before that the agent forks and wants no threads; until then, and again when
+    closed, all passes as it came. So does what goes to a stream that is no terminal (``> log.txt``).
     """
 
     live = True
@@ -126,27 +119,29 @@ class LiveView:
         self._painted: list[int] = []  # how many cells each line of the footer took
         self._rendered: tuple[Snapshot | None, tuple[int, int], list[str]] | None = None
         self._stdio = (sys.stdout, sys.stderr)
-        if 1 not in self._piped:
-            sys.stdout = _Redirected(self, 1, sys.stdout)
-        sys.stderr = _Redirected(self, 2, sys.stderr)
-        self._painter = threading.Thread(
-            target=self._paint_until_closed, name="elasticd-view", daemon=True
-        )
-        self._painter.start()
+        self._painter: threading.Thread | None = None
 
     def show(self, snapshot: Snapshot) -> None:
         with self._wake:
             self._snapshot = snapshot
+            if self._painter is None and not self._closed:
+                self._start()
             self._touch()
 
+    def _start(self) -> None:
+        self._stdio = (sys.stdout, sys.stderr)
+        if 1 not in self._piped:
+            sys.stdout = _Redirected(self, 1, sys.stdout)
+        sys.stderr = _Redirected(self, 2, sys.stderr)
+        self._painter = threading.Thread(target=self._paint_until_closed, name="elasticd-view", daemon=True)
+        self._painter.start()
+
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
-        if stream in self._piped or self._closed:
+        if stream in self._piped or self._painter is None or self._closed:
             _write_all(stream, data)
             return
         with self._wake:
-            while self._pending_chars > PENDING_MAX_CHARS and not (
-                self._closed or self._broken
-            ):
+            while self._pending_chars > PENDING_MAX_CHARS and not (self._closed or self._broken):
                 self._wake.wait()
             buffer = self._buffers.get((stream, source))
             if buffer is None:
@@ -155,7 +150,7 @@ class LiveView:
 
     def line(self, text: str) -> None:
         with self._wake:
-            if not self._closed:
+            if self._painter is not None and not self._closed:
                 self._print(text.split("\n"))
                 return
         _write_all(2, (text + "\n").encode(errors="replace"))
@@ -164,18 +159,16 @@ class LiveView:
         with self._wake:
             if not self._closed:
                 self._closed = True
-                self._print(
-                    [rest for b in self._buffers.values() if (rest := b.close())]
-                )
+                self._print([rest for b in self._buffers.values() if (rest := b.close())])
                 self._wake.notify_all()
-        if threading.current_thread() is not self._painter:
+        if self._painter is not None:
             self._painter.join()
-        sys.stdout, sys.stderr = self._stdio
+            sys.stdout, sys.stderr = self._stdio
 
     def finish(self, text: str) -> None:
         self.close()
         if text:
-            _write_all(2, (text + "\n").encode(errors="replace"))
+            self.line(text)
 
     def __enter__(self) -> Self:
         return self
@@ -203,17 +196,13 @@ class LiveView:
                     self._wake.wait()
                 lines, self._pending, self._pending_chars = self._pending, [], 0
                 closed, self._dirty = self._closed, False
-                partials = [p for b in self._buffers.values() if (p := b.partial)][
-                    -PARTIALS_MAX:
-                ]
+                partials = [p for b in self._buffers.values() if (p := b.partial)][-PARTIALS_MAX:]
                 snapshot = self._snapshot
                 self._wake.notify_all()
             try:
                 _write_all(
                     2,
-                    self._frame(lines, partials, snapshot, closed).encode(
-                        errors="replace"
-                    ),
+                    self._frame(lines, partials, snapshot, closed).encode(errors="replace"),
                 )
             except OSError:
                 # The terminal is gone; the training is not. Nobody is left to look.
@@ -232,9 +221,7 @@ class LiveView:
         closed: bool,
     ) -> str:
         """Everything between two states of the screen, to be written at once."""
-        size = (
-            shutil.get_terminal_size() if not os.isatty(2) else os.get_terminal_size(2)
-        )
+        size = shutil.get_terminal_size() if not os.isatty(2) else os.get_terminal_size(2)
         width, height = size.columns or 80, size.lines or 24
         # Lines painted when the terminal was wider have been wrapped by it since.
         above = sum(max(1, -(-cells // width)) for cells in self._painted)
@@ -243,10 +230,7 @@ class LiveView:
         erase = "\r" + "\x1b[1A\x1b[2K" * above
         printed = "".join(f"{line}\r\n" for line in lines)
         bottom = (
-            []
-            if closed
-            else [_crop(p, width - 1) for p in partials]
-            + self._footer(snapshot, width, height)
+            [] if closed else [_crop(p, width - 1) for p in partials] + self._footer(snapshot, width, height)
         )
         self._painted = [_cells(line) for line in bottom]
         painted = "".join(f"{line}\r\n" for line in bottom)
@@ -256,11 +240,7 @@ class LiveView:
         if snapshot is None:
             return []
         size = (width, height)
-        if (
-            self._rendered is None
-            or self._rendered[0] is not snapshot
-            or self._rendered[1] != size
-        ):
+        if self._rendered is None or self._rendered[0] is not snapshot or self._rendered[1] != size:
             self._rendered = (snapshot, size, footer.render(snapshot, width, height))
         return self._rendered[2]
 
@@ -272,9 +252,7 @@ class _Redirected:
         self._view, self._stream, self._original = view, stream, original
 
     def write(self, text: str) -> int:
-        self._view.write(
-            self._stream, text.encode(errors="replace"), source=self._original
-        )
+        self._view.write(self._stream, text.encode(errors="replace"), source=self._original)
         return len(text)
 
     def flush(self) -> None:

@@ -56,9 +56,7 @@ def ending(code: int) -> str:
         return f"was killed by {_with_hint(signal_name(-code))}"
     if code == 127:
         return "could not be started (exit code 127)"
-    if 128 < code < 128 + signal.NSIG and not signal_name(code - 128).startswith(
-        "signal"
-    ):
+    if 128 < code < 128 + signal.NSIG and not signal_name(code - 128).startswith("signal"):
         return f"ended with exit code {code}, a shell's word for {_with_hint(signal_name(code - 128))}"
     return f"ended with exit code {code}"
 
@@ -75,9 +73,7 @@ def worker(node: str, exit: Exit) -> str:
 
 def failure(failure: Failure) -> str:
     """Who failed and how, in a clause without a full stop."""
-    said = (
-        f": {first_line(failure.exit.message)}" if failure.exit.message.strip() else ""
-    )
+    said = f": {first_line(failure.exit.message)}" if failure.exit.message.strip() else ""
     return f"{worker(failure.node, failure.exit)} {ending(failure.exit.code)}{said}"
 
 
@@ -145,13 +141,7 @@ def _in(until: float, now: float) -> str:
 def sentence(reason: r.Reason, now: float) -> str:
     """What was decided and why, in a sentence without a full stop."""
     match reason:
-        case (
-            r.BelowMinimum()
-            | r.Settling()
-            | r.AwaitingRelease()
-            | r.AwaitingReturn()
-            | r.CoolingDown()
-        ):
+        case r.BelowMinimum() | r.Settling() | r.AwaitingRelease() | r.AwaitingReturn() | r.CoolingDown():
             return waiting(reason, now)
         case r.RoundFormed(number, world_size, nodes, why):
             return (
@@ -159,13 +149,7 @@ def sentence(reason: r.Reason, now: float) -> str:
                 f"on {count(nodes, 'node')}: {cause(why)}"
             )
         case r.RoundClosing(number, why, nodes, failed):
-            who = (
-                f" ({failure(failed)})"
-                if failed
-                else f" ({listing(nodes)})"
-                if nodes
-                else ""
-            )
+            who = f" ({failure(failed)})" if failed else f" ({listing(nodes)})" if nodes else ""
             return f"round {number} ends: {cause(why)}{who}"
         case r.FailureCharged(failed, spent, allowed):
             return f"{failure(failed)}; {spent} of {allowed} restarts spent"
@@ -187,11 +171,7 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.StoreAway(cut_off, until):
             if not cut_off:
                 return "etcd does not answer; the workers go on"
-            stop = (
-                f"; the workers stop{_in(until, now)} unless it is back"
-                if until is not None
-                else ""
-            )
+            stop = f"; the workers stop{_in(until, now)} unless it is back" if until is not None else ""
             return f"this node is cut off from etcd{stop}"
         case r.StoreBack(away_s):
             return f"etcd is back after {span(away_s)}"

@@ -1,0 +1,318 @@
+"""What a job looks like from outside: one value made of the facts in etcd. Pure.
+
+``as_json`` gives the stable form that ``elasticd status --json`` prints; docs/status.md says what
+its fields mean. Fields may be added, never renamed or removed, while ``schema`` stays the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from elasticd.core import budget as budgets
+from elasticd.core import world
+from elasticd.core.facts import (
+    Budget,
+    Fact,
+    Leadership,
+    Limits,
+    Node,
+    Phase,
+    Progress,
+    Round,
+    SlotProgress,
+    Spec,
+)
+from elasticd.telemetry import words
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """``state``: "working", "spare" (no worker in this round) or "quarantined"."""
+
+    slot: int
+    state: str
+    rank: int | None = None
+    pid: int | None = None
+    step: int | None = None
+    steps_per_s: float | None = None
+    quarantined_until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """``state``: "member" of the round, "waiting" for the next, "draining", or "lost": a member
+    whose lease has run out."""
+
+    node: str
+    state: str
+    address: str | None
+    host: str | None
+    slots: tuple[SlotReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Fewer workers than the job can run with."""
+
+    have: int
+    need: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """``traceback`` and what else is None are known only of the failure that broke the last round."""
+
+    node: str
+    slot: int
+    at: float
+    rank: int | None = None
+    code: int | None = None
+    message: str | None = None
+    traceback: str | None = None
+    log: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """``phase``: "starting" (nothing is decided yet), "waiting", "live", "closing" or "ended", since
+    ``since``. Times are seconds since the epoch. ``cause``: why the round began; while it closes,
+    why. ``steps_per_s``: the pace of the slowest worker, as all wait for it."""
+
+    job: str
+    phase: str
+    round: int
+    cause: str | None
+    since: float | None
+    world_size: int
+    limits: Limits | None
+    asked: Limits | None
+    script: str | None
+    step: int | None
+    steps_per_s: float | None
+    restarts: int
+    budget_left: int | None
+    leader: str | None
+    stopping: bool
+    waiting_for: Need | None
+    outcome: str | None
+    why: str | None
+    last_failure: FailureReport | None
+    nodes: tuple[NodeReport, ...]
+    schema: int = SCHEMA
+
+    @property
+    def ended(self) -> bool:
+        return self.phase == Phase.ENDED
+
+    def as_json(self) -> dict[str, Any]:
+        """Ready for ``json.dumps``."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Pace:
+    """Steps per second of each slot: between two heartbeats once there were two, before that on
+    average since the round formed."""
+
+    _last: dict[tuple[str, int], SlotProgress] = field(default_factory=dict)
+    _rates: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def of(self, node: str, now: SlotProgress, formed_at: float) -> float | None:
+        key = (node, now.slot)
+        before = self._last.get(key)
+        fresh = before is None or before.pid != now.pid or now.step < before.step
+        if fresh:
+            self._rates.pop(key, None)
+            self._last[key] = now
+        elif before is not None and now.at > before.at and now.step > before.step:
+            self._rates[key] = (now.step - before.step) / (now.at - before.at)
+            self._last[key] = now
+        if key in self._rates:
+            return self._rates[key]
+        lived_s = now.at - formed_at
+        return now.step / lived_s if now.step > 0 and lived_s > 0 else None
+
+
+def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = None) -> JobReport:
+    """The job from its keys (below ``/elasticd/<job>/``). ``now``: seconds since the epoch."""
+    spec, round_, budget, leader = (facts.get(k) for k in ("spec", "round", "budget", "leader"))
+    assert spec is None or isinstance(spec, Spec)
+    assert round_ is None or isinstance(round_, Round)
+    budget = budget if isinstance(budget, Budget) else Budget()
+    nodes = {f.name: f for key, f in sorted(facts.items()) if isinstance(f, Node)}
+    progress = {f.node: f for f in facts.values() if isinstance(f, Progress)}
+    pace = pace or Pace()
+    live = round_ if round_ is not None and round_.phase is Phase.LIVE else None
+    members = (
+        {m.node: m for m in round_.members} if round_ is not None and round_.phase is not Phase.ENDED else {}
+    )
+
+    reports: list[NodeReport] = []
+    for name in sorted(
+        {*nodes, *members},
+        key=lambda n: (members[n].base_rank if n in members else math.inf, n),
+    ):
+        node, member = nodes.get(name), members.get(name)
+        if node is not None and member is not None and node.incarnation != member.incarnation:
+            member = None  # it has come back since, as somebody new
+        beats = {}
+        if round_ is not None and name in progress and progress[name].round == round_.number:
+            beats = {s.slot: s for s in progress[name].slots}
+        kept_out = {q.slot: q.until for q in budget.quarantines if q.node == name and q.until > now}
+        slots: list[SlotReport] = []
+        for slot in sorted({*(node.slots if node else ()), *(member.slots if member else ())}):
+            if member is not None and slot in member.slots:
+                beat = beats.get(slot)
+                slots.append(
+                    SlotReport(
+                        slot,
+                        "working",
+                        member.rank_of(slot),
+                        beat.pid if beat else None,
+                        beat.step if beat else None,
+                        pace.of(name, beat, live.since) if beat and live else None,
+                    )
+                )
+            elif slot in kept_out:
+                slots.append(SlotReport(slot, "quarantined", quarantined_until=kept_out[slot]))
+            else:
+                slots.append(SlotReport(slot, "spare"))
+        if node is None:
+            state = "lost"
+        elif node.draining:
+            state = "draining"
+        else:
+            state = "member" if member is not None else "waiting"
+        reports.append(
+            NodeReport(
+                name,
+                state,
+                node.address if node else None,
+                node.host if node else None,
+                tuple(slots),
+            )
+        )
+
+    working = [s for n in reports for s in n.slots if s.state == "working"]
+    rates = [s.steps_per_s for s in working if s.steps_per_s is not None]
+    need = _need(spec, round_, nodes, budget, now)
+    return JobReport(
+        job=job,
+        phase=str(round_.phase) if round_ else "starting",
+        round=round_.number if round_ else 0,
+        cause=str(round_.closing or round_.cause) if round_ else None,
+        since=round_.since if round_ else None,
+        world_size=live.world_size if live else 0,
+        limits=spec.limits if spec else None,
+        asked=spec.asked if spec else None,
+        script=spec.script if spec else None,
+        step=max((s.step for s in working if s.step is not None), default=None),
+        steps_per_s=min(rates, default=None),
+        restarts=budget.total,
+        budget_left=budgets.left(budget, spec.policy, now) if spec else None,
+        leader=leader.node if isinstance(leader, Leadership) else None,
+        stopping=spec.stop if spec else False,
+        waiting_for=need,
+        outcome=str(round_.outcome) if round_ and round_.outcome else None,
+        why=round_.why or None if round_ else None,
+        last_failure=_last_failure(round_, budget),
+        nodes=tuple(reports),
+    )
+
+
+def _need(
+    spec: Spec | None,
+    round_: Round | None,
+    nodes: Mapping[str, Node],
+    budget: Budget,
+    now: float,
+) -> Need | None:
+    """How many workers are missing, if that is what a job without a live round waits for."""
+    if spec is None or (round_ is not None and round_.phase in (Phase.LIVE, Phase.ENDED)):
+        return None
+    staying = [n for n in nodes.values() if not n.draining]
+    have = sum(len(world.usable_slots(n, budget.quarantines, now)) for n in staying)
+    return Need(have, spec.limits.min) if have < spec.limits.min else None
+
+
+def _last_failure(round_: Round | None, budget: Budget) -> FailureReport | None:
+    if round_ is not None and round_.failure is not None:
+        node, exit = round_.failure.node, round_.failure.exit
+        return FailureReport(
+            node,
+            exit.slot,
+            exit.at,
+            exit.rank,
+            exit.code,
+            exit.message,
+            exit.traceback or None,
+            exit.log or None,
+        )
+    if budget.charges:
+        last = budget.charges[-1]
+        return FailureReport(last.node, last.slot, last.at)
+    return None
+
+
+# ---------------------------------------------------------------- in words
+
+
+def as_text(r: JobReport, now: float) -> list[str]:
+    """For people: a headline, why it waits, the last failure, and a line for each slot."""
+    limits = f" ({r.limits.min}..{r.limits.max})" if r.limits else ""
+    head = f"{r.job}: round {r.round} {r.phase}"
+    if r.since is not None and not r.ended:
+        head += f" for {words.span(now - r.since)}"
+    head += f", world {r.world_size}{limits}"
+    if r.step is not None:
+        head += f", step {r.step}"
+    if r.steps_per_s is not None:
+        head += f", {r.steps_per_s:.2f} steps/s"
+    lines = [head]
+    if r.script:
+        lines.append(f"  script    {r.script}")
+    if r.budget_left is not None:
+        lines.append(f"  restarts  {r.restarts}, {r.budget_left} left")
+    if r.leader:
+        lines.append(f"  leader    {r.leader}")
+    if r.waiting_for:
+        n = r.waiting_for
+        lines.append(
+            f"  waiting   for {words.count(n.need - n.have, 'more worker')}: {n.have} of at least {n.need}"
+        )
+    if r.outcome:
+        lines.append(f"  outcome   {r.outcome}" + (f": {r.why}" if r.why else ""))
+    elif r.stopping:
+        lines.append("  stopping  somebody asked for it with `elasticd stop`")
+    if f := r.last_failure:
+        how = f"rank {f.rank}, {words.ending(f.code)}" if f.code is not None else "see its log"
+        said = f": {words.first_line(f.message)}" if f.message and f.message.strip() else ""
+        lines.append(f"  failed    slot {f.slot} on {f.node} {words.span(now - f.at)} ago ({how}){said}")
+        if f.log:
+            lines.append(f"  its log   {f.log} (on {f.node})")
+    for node in r.nodes:
+        where = f" at {node.address}" if node.address else ""
+        lines.append(f"  {node.node}{where}: {node.state}, {words.count(len(node.slots), 'slot')}")
+        lines += [f"    {_slot(s, now)}" for s in node.slots]
+    if not r.nodes and not r.ended:
+        lines.append("  no node is here")
+    return lines
+
+
+def _slot(s: SlotReport, now: float) -> str:
+    text = f"slot {s.slot}  "
+    if s.rank is not None:
+        text += f"rank {s.rank}  "
+    text += s.state
+    if s.quarantined_until is not None:
+        text += f" for another {words.span(s.quarantined_until - now)}"
+    if s.step is not None:
+        text += f"  step {s.step}"
+    if s.steps_per_s is not None:
+        text += f"  {s.steps_per_s:.2f}/s"
+    return text
