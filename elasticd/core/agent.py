@@ -476,6 +476,8 @@ def _register(do: _Doing) -> None:
     state = do.state
     if not state.joined or state.lease_until is None or state.me.key not in state.seen:
         return
+    if state.closing_store:
+        return  # the next round may be formed on this record, and needs the new store's port
     key = state.seen[state.me.key]
     if state.own is None:
         if state.departure is not None:
