@@ -20,13 +20,18 @@ from pathlib import Path
 from typing import Self
 
 from elasticd.procs.channel import Channel, Closed, Message
-from elasticd.procs.linux import adopt_orphans, children, kill_tree, session_of, steady_now, was_started_with
+from elasticd.procs.linux import (
+    adopt_orphans,
+    children,
+    kill_tree,
+    session_of,
+    steady_now,
+    was_started_with,
+)
 
 _log = logging.getLogger(__name__)
 _ROOT = str(Path(__file__).parents[2])
-_PROGRAM = (
-    "import sys; sys.path.append({root!r}); from elasticd.procs.warden import main; main({socket}, {agent})"
-)
+_PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.procs.warden import main; main({socket}, {agent})"
 _SPAWN_ANSWER_S = 30.0
 _STRAGGLERS_S = 5.0
 
@@ -77,7 +82,9 @@ class Warden:
         self._closing = False
         self._lost = False
         self._keeper_lost: Callable[[], None] | None = None
-        self._thread = threading.Thread(target=self._listen, name="elasticd-keeper", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="elasticd-keeper", daemon=True
+        )
 
     @classmethod
     def start(cls) -> Warden:
@@ -85,7 +92,9 @@ class Warden:
         adopt_orphans()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            program = _PROGRAM.format(root=_ROOT, socket=theirs.fileno(), agent=os.getpid())
+            program = _PROGRAM.format(
+                root=_ROOT, socket=theirs.fileno(), agent=os.getpid()
+            )
             process = subprocess.Popen(
                 # Isolated, without site-packages: it starts in milliseconds, and nothing that
                 # people put on a Python path runs in it. UTF-8, so that both ends agree on bytes.
@@ -132,7 +141,9 @@ class Warden:
         known. ``whole_group``: ``stop`` signals its process group, not only itself. ``ended`` is
         called once, whatever happens; ``started`` with its pid, before.
         """
-        self._spawn(argv, env, cwd, fds, _Running(ended, mark, False, 0, started), whole_group)
+        self._spawn(
+            argv, env, cwd, fds, _Running(ended, mark, False, 0, started), whole_group
+        )
 
     def stop_workers(self, signal_number: int, grace_s: float) -> None:
         """Signal every worker, and SIGKILL what is left after the grace."""
@@ -173,24 +184,41 @@ class Warden:
                 answer(end)
 
         try:
-            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            log = os.open(
+                log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
-            raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
+            raise KeeperError(
+                f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}"
+            ) from error
         fds = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), log, os.dup(log)]
         running = _Running(service_ended, "", True, 0, answer)
-        self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running, False)
+        self._spawn(
+            argv,
+            os.environ if env is None else env,
+            str(cwd or os.getcwd()),
+            fds,
+            running,
+            False,
+        )
         if not answered.wait(_SPAWN_ANSWER_S):
             raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
             case int(pid):
                 return pid
             case end:
-                raise KeeperError(end.error or f"{argv[0]} ended at once with code {end.code}")
+                raise KeeperError(
+                    end.error or f"{argv[0]} ended at once with code {end.code}"
+                )
 
     def stop_service(self, pid: int, grace_s: float = 5.0) -> None:
         """SIGTERM, and SIGKILL after the grace; returns at once, its ``ended`` is called later."""
         with self._lock:
-            ids = [id for id, running in self._running.items() if running.pid == pid and running.service]
+            ids = [
+                id
+                for id, running in self._running.items()
+                if running.pid == pid and running.service
+            ]
         for id in ids:
             self._tell({"do": "stop_service", "id": id, "grace_s": grace_s})
 
@@ -250,7 +278,12 @@ class Warden:
         if lost:
             for fd in fds:
                 os.close(fd)
-            end = Ended(0, 127, time.time(), f"cannot run {argv[0]}: the keeper of processes is gone")
+            end = Ended(
+                0,
+                127,
+                time.time(),
+                f"cannot run {argv[0]}: the keeper of processes is gone",
+            )
             if running.service:
                 running.ended(end)
             else:
@@ -323,7 +356,13 @@ class Warden:
             if running.started is not None:
                 _call(partial(running.started, message["pid"]))
         else:
-            end = Ended(message["pid"], message["code"], message["at"], message["error"], message["fenced"])
+            end = Ended(
+                message["pid"],
+                message["code"],
+                message["at"],
+                message["error"],
+                message["fenced"],
+            )
             _call(partial(running.ended, end))
 
     def _call_those_waiting(self) -> None:
@@ -341,9 +380,16 @@ class Warden:
             self._process.kill()
             self._process.wait()
             self._kill_stragglers(left)
-        error = "" if self._closing else "the keeper of this node's processes was killed"
+        error = (
+            "" if self._closing else "the keeper of this node's processes was killed"
+        )
         for running in left:
-            _call(partial(running.ended, Ended(running.pid, -signal.SIGKILL, time.time(), error)))
+            _call(
+                partial(
+                    running.ended,
+                    Ended(running.pid, -signal.SIGKILL, time.time(), error),
+                )
+            )
         with self._lock:
             keeper_lost = None if self._closing else self._keeper_lost
         if keeper_lost is not None:
@@ -359,7 +405,9 @@ class Warden:
             ours = [
                 pid
                 for pid in children(os.getpid())
-                if pid in pids or session_of(pid) in pids or was_started_with(pid, marks)
+                if pid in pids
+                or session_of(pid) in pids
+                or was_started_with(pid, marks)
             ]
             if not ours:
                 return

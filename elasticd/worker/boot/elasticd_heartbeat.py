@@ -61,7 +61,8 @@ class _Finder:
             return None
         sys.meta_path.remove(self)
         for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target)
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find else None
             if spec is not None:
                 self._follow(spec.loader)
                 return spec
@@ -112,4 +113,8 @@ def _make_hook(fields):
             fields[_LAST_NS] = now_ns()
         stepped.add(key)
 
+    # What torch.compiler.disable() would set, which would import the compiler: a compiled step
+    # calls this as it is, and neither traces it nor recompiles as the count grows.
+    hook._torchdynamo_disable = True
+    hook._torchdynamo_disable_msg = None
     return hook

@@ -27,6 +27,7 @@ except Exception:  # noqa: BLE001, S110  # the script comes first
     pass
 finally:
     _withdraw(os.path.dirname(os.path.abspath(__file__)))
-    sys.modules.pop("sitecustomize", None)
+    for name in ("elasticd_heartbeat", "sitecustomize"):
+        sys.modules.pop(name, None)
 
 import sitecustomize  # noqa: F401  # the next one on the path; its absence is no error to site

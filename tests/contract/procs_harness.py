@@ -1,0 +1,195 @@
+"""What the contract of ``core.ports.Procs`` is tried on: simulated processes, and real ones.
+
+A test says how a worker is to behave, starts it, and waits until something is true; the harness
+makes that happen on its own kind of processes, in its own kind of time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from elasticd.core.facts import Exit
+from elasticd.core.ports import Assignment, Procs
+from elasticd.procs.keeper import Warden
+from elasticd.procs.workers import LocalProcs
+from tests.sim.clock import Clock
+from tests.sim.host import SimHost
+from tests.sim.procs import Job, OnSigterm, SimProcs, Training
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Make steps for ever. ``on_sigterm``: die of it, save and exit with 0, or ignore it."""
+
+    on_sigterm: OnSigterm = OnSigterm.DIE
+
+
+@dataclass(frozen=True, slots=True)
+class EndWith:
+    """Make a step or so, then end with this exit code, or by this signal if it is negative."""
+
+    code: int
+
+
+Behaviour = Train | EndWith
+
+
+class ProcsHarness(Protocol):
+    procs: Procs
+    exits: list[tuple[int, Exit]]  # as `exited` was told, in order
+
+    def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
+        """Start one worker in each of these slots; ranks follow the order of slots."""
+
+    def until(self, predicate: Callable[[], bool]) -> None:
+        """Let time pass until this is true; fail if it does not come true."""
+
+    def now(self) -> float:
+        """Seconds since the epoch, as the fence counts them."""
+
+    def alive(self) -> bool:
+        """Whether any worker's process is there."""
+
+    def close(self) -> None: ...
+
+
+def _size(behaviours: Mapping[int, Behaviour]) -> dict[str, str]:
+    return {"WORLD_SIZE": str(len(behaviours))}
+
+
+class SimHarness:
+    def __init__(self) -> None:
+        self.exits: list[tuple[int, Exit]] = []
+        self._clock = Clock(seed=1)
+        self._training = Training(self._clock, Job(total_steps=1_000_000, step_s=0.01))
+        self._procs = SimProcs(SimHost(self._clock, "a"), self._training)
+        self.procs: Procs = self._procs
+
+    def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
+        self._training.job.on_sigterm = next(
+            (b.on_sigterm for b in behaviours.values() if isinstance(b, Train)),
+            OnSigterm.DIE,
+        )
+        assignments = tuple(
+            Assignment(
+                slot, i, i, {**_size(behaviours), "MASTER_PORT": str(round_number)}
+            )
+            for i, slot in enumerate(sorted(behaviours))
+        )
+        self.procs.start(
+            round_number,
+            assignments,
+            lambda number, exit: self.exits.append((number, exit)),
+        )
+        for slot, behaviour in behaviours.items():
+            if isinstance(behaviour, EndWith):
+                self._clock.after(
+                    2.0,
+                    lambda slot=slot, code=behaviour.code: self._procs.crash(
+                        slot, code
+                    ),
+                )
+
+    def until(self, predicate: Callable[[], bool]) -> None:
+        if not predicate():
+            assert self._clock.run(self._clock.now() + PATIENCE_S, predicate), (
+                "it never came true"
+            )
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def alive(self) -> bool:
+        return bool(self._procs.workers)
+
+    def close(self) -> None:
+        pass
+
+
+class RealHarness:
+    def __init__(self, folder: Path) -> None:
+        self.exits: list[tuple[int, Exit]] = []
+        self._told = threading.Condition()
+        self._warden = Warden.start()
+        program = Path(__file__).parents[1] / "procs" / "programs" / "behave.py"
+        self._procs = LocalProcs(
+            self._warden, [sys.executable, str(program)], cwd=folder
+        )
+        self.procs: Procs = self._procs
+
+    def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
+        assignments = tuple(
+            Assignment(
+                slot, i, i, {**_size(behaviours), "BEHAVE": _spell(behaviours[slot])}
+            )
+            for i, slot in enumerate(sorted(behaviours))
+        )
+        self.procs.start(round_number, assignments, self._exited)
+
+    def _exited(self, round_number: int, exit: Exit) -> None:
+        with self._told:
+            self.exits.append((round_number, exit))
+            self._told.notify_all()
+
+    def until(self, predicate: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        with self._told:
+            while not predicate():
+                assert time.monotonic() < deadline, (
+                    f"it never came true; exits so far: {self.exits}"
+                )
+                self._told.wait(0.01)  # exits wake this; steps tell nobody
+
+    def now(self) -> float:
+        return time.time()
+
+    def alive(self) -> bool:
+        return any(_lives(beat.pid) for beat in self._procs.progress() if beat.pid)
+
+    def close(self) -> None:
+        self._warden.close()
+        self._procs.close()
+
+
+def _spell(behaviour: Behaviour) -> str:
+    match behaviour:
+        case EndWith(code) if code < 0:
+            return f"die:{-code}"
+        case EndWith(code):
+            return f"exit:{code}"
+        case Train(OnSigterm.DIE):
+            return "train"
+        case Train(on_sigterm):
+            return on_sigterm.value
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(params=["simulated", "real"])
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProcsHarness]:
+    harness: ProcsHarness = (
+        SimHarness() if request.param == "simulated" else RealHarness(tmp_path)
+    )
+    yield harness
+    harness.close()
+
+
+SIGTERM, SIGKILL = int(signals.SIGTERM), int(signals.SIGKILL)

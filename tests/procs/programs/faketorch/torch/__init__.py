@@ -1,0 +1,1 @@
+"""Stands in for torch where a test needs its optimizers' hooks, and not the second its import takes."""
