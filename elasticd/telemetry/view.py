@@ -110,7 +110,7 @@ class LiveView:
         self._wake = threading.Condition()
         self._pending: list[str] = []
         self._pending_chars = 0
-        self._buffers: dict[tuple[int, Hashable], LineBuffer] = {}
+        self._buffers: dict[Hashable, LineBuffer] = {}  # both streams are the one terminal
         self._snapshot: Snapshot | None = None
         self._dirty = False
         self._closed = False
@@ -143,10 +143,7 @@ class LiveView:
         with self._wake:
             while self._pending_chars > PENDING_MAX_CHARS and not (self._closed or self._broken):
                 self._wake.wait()
-            buffer = self._buffers.get((stream, source))
-            if buffer is None:
-                buffer = self._buffers[stream, source] = LineBuffer()
-            self._print(buffer.feed(data))
+            self._print(self._buffers.setdefault(source, LineBuffer()).feed(data))
 
     def line(self, text: str) -> None:
         with self._wake:

@@ -1,0 +1,102 @@
+"""How commands reach a job: the etcd that was named, or those of standalone runs on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
+from elasticd.core.facts import Fact
+from elasticd.core.ports import Listing
+from elasticd.etcd.access import EtcdAccess, parse_endpoints
+from elasticd.telemetry import words
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An etcd, and the jobs in it. ``shared``: it was named, so no other place is looked at."""
+
+    access: EtcdAccess
+    jobs: tuple[str, ...]
+    shared: bool
+
+
+def places(options: Mapping[str, Any]) -> list[Place]:
+    """Where jobs may be. ``options``: click's values of ``etcd_options``. Raises Complaint."""
+    access = _named(options)
+    if access is not None:
+        from elasticd.etcd.client import Client
+
+        with answering(), Client(access) as client:
+            client.check()
+            return [Place(access, tuple(client.jobs()), shared=True)]
+    from elasticd.etcd.registry import standalone_runs
+
+    try:
+        return [Place(run.access, (run.job,), shared=False) for run in standalone_runs()]
+    except PermissionError as error:
+        raise Complaint(f"{error}.") from error
+
+
+def find(options: Mapping[str, Any], job: str) -> EtcdAccess:
+    """The etcd in which the job is. Raises Complaint, naming the jobs that there are."""
+    there = places(options)
+    for place in there:
+        if job in place.jobs:
+            return place.access
+    raise Complaint(_no_such("job", job, sorted({j for p in there for j in p.jobs}), there))
+
+
+def _no_such(what: str, name: str, known: list[str], there: list[Place]) -> str:
+    shared = any(p.shared for p in there)
+    where = "in this etcd" if shared else "on this machine"
+    hint = "" if shared else " (for others give --etcd)"
+    have = (
+        f"there {'is' if len(known) == 1 else 'are'} {words.listing(known, most=10)}"
+        if known
+        else f"there is no {what}"
+    )
+    return f"no {what} named {name} {where}: {have}{hint}."
+
+
+def facts_of(listing: Listing) -> dict[str, Fact]:
+    """By key below the job's prefix."""
+    return {e.key: e.fact for e in listing.entries if e.fact is not None}
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Turns what etcd may answer into complaints: unreachable is 4, all else the input's fault."""
+    from elasticd.etcd.errors import StoreError, StoreUnavailable
+
+    try:
+        yield
+    except StoreUnavailable as error:
+        raise Complaint(f"etcd cannot be reached: {error}.", ETCD_UNREACHABLE) from error
+    except StoreError as error:
+        raise Complaint(f"{error}.") from error
+
+
+def _named(options: Mapping[str, Any]) -> EtcdAccess | None:
+    etcd = options.get("etcd")
+    tls = {name: options.get(f"etcd_{name}") for name in ("cacert", "cert", "key")}
+    user = options.get("etcd_user")
+    if not etcd:
+        if any(tls.values()):
+            raise Complaint("certificates for etcd are given, but no --etcd to use them with.")
+        return None
+    password = os.environ.get("ELASTICD_ETCD_PASSWORD") if user else None
+    try:
+        return parse_endpoints(
+            etcd,
+            cacert=tls["cacert"],
+            cert=tls["cert"],
+            key=tls["key"],
+            username=user,
+            password=password,
+        )
+    except ValueError as error:
+        raise Complaint(f"{error}.") from error

@@ -1,0 +1,191 @@
+"""``elasticd status`` and ``ls``: how jobs are, once or as it changes."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
+from elasticd.cli.control import Place, answering, facts_of, find, places
+from elasticd.cli.options import etcd_options
+from elasticd.cli.report import JobReport, Pace, as_text, report
+from elasticd.core.facts import Fact
+from elasticd.core.ports import Listing, Seen
+from elasticd.etcd.access import EtcdAccess
+from elasticd.telemetry import words
+
+QUIET_S = 5.0  # silence after which a watch asks whether etcd is still there
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object per line.")
+@click.option("--watch", "-w", is_flag=True, help="Go on, and show each change.")
+@etcd_options
+def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
+    """Show how JOB is: its world, its nodes and slots, what it waits for, what failed.
+
+    Without JOB: the only one, or a list of them all.
+    """
+    if job is None:
+        there = places(etcd)
+        jobs = [(p.access, name) for p in there for name in p.jobs]
+        if len(jobs) != 1:
+            if watch:
+                raise Complaint(f"--watch needs a job: {_which([name for _, name in jobs])}.")
+            _show_list(there, as_json)
+            return
+        access, job = jobs[0]
+    else:
+        access = find(etcd, job)
+    if watch:
+        _watch(access, job, as_json)
+    else:
+        _show(_look(access, job), as_json)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object per line.")
+@etcd_options
+def ls(as_json: bool, **etcd: Any) -> None:
+    """List the jobs in etcd, or those of this machine's standalone runs."""
+    _show_list(places(etcd), as_json)
+
+
+def _which(names: list[str]) -> str:
+    return f"there are {words.listing(names, most=10)}" if names else "there is none"
+
+
+def _look(access: EtcdAccess, job: str) -> JobReport:
+    from elasticd.etcd.client import Client
+
+    with answering(), Client(access) as client:
+        listing, bad = client.list(job)
+    for error in bad:
+        click.echo(f"elasticd: {error}.", err=True)
+    return report(job, facts_of(listing), time.time())
+
+
+def _look_if_there(place: Place, job: str) -> JobReport | None:
+    """None where a standalone run has ended since it was found."""
+    try:
+        return _look(place.access, job)
+    except Complaint as complaint:
+        if place.shared or complaint.code != ETCD_UNREACHABLE:
+            raise
+        return None
+
+
+def _show(r: JobReport, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(r.as_json()))
+    else:
+        click.echo("\n".join(as_text(r, time.time())))
+
+
+# ---------------------------------------------------------------- lists
+
+
+def _show_list(there: list[Place], as_json: bool) -> None:
+    reports = [r for place in there for job in place.jobs if (r := _look_if_there(place, job)) is not None]
+    if as_json:
+        for r in reports:
+            click.echo(json.dumps(r.as_json()))
+        return
+    if not reports:
+        where = "in this etcd" if any(p.shared for p in there) else "on this machine; for others give --etcd"
+        click.echo(f"There is no job {where}.", err=True)
+        return
+    rows = [("JOB", "PHASE", "ROUND", "WORLD", "STEP", "NODES", "SCRIPT"), *(_row(r) for r in reports)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(r: JobReport) -> tuple[str, ...]:
+    limits = f" ({r.limits.min}..{r.limits.max})" if r.limits else ""
+    return (
+        r.job,
+        r.outcome or r.phase,
+        str(r.round),
+        f"{r.world_size}{limits}",
+        "-" if r.step is None else str(r.step),
+        str(len(r.nodes)),
+        r.script or "-",
+    )
+
+
+# ---------------------------------------------------------------- watching
+
+
+def _watch(access: EtcdAccess, job: str, as_json: bool) -> None:
+    """Show the job at each change, until it has ended or somebody has seen enough."""
+    from elasticd.etcd.errors import BadRecord, StoreError
+    from elasticd.etcd.store import EtcdStore
+
+    news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
+    store = EtcdStore(access, job, problems=news.put)
+    try:
+        store.watch("", news.put, prefix=True)
+        facts: dict[str, Fact] = {}
+        pace = Pace()
+        while True:
+            try:
+                seen = news.get(timeout=QUIET_S)
+            except queue.Empty:
+                # A watch outlives its etcd, hoping; a person wants to know. Agents write their
+                # progress every second or two, so it is rarely quiet.
+                _check_reachable(access)
+                continue
+            if isinstance(seen, BadRecord):
+                click.echo(f"elasticd: {seen}.", err=True)
+                continue
+            if isinstance(seen, StoreError):
+                with answering():
+                    raise seen
+            facts = _after(facts, seen)
+            if not news.empty():
+                continue  # what changed together is shown together
+            if not facts:
+                raise Complaint(f"{job} is no longer in etcd.")
+            now = report(job, facts, time.time(), pace)
+            _show_anew(now, as_json)
+            if now.ended:
+                return
+    finally:
+        store.close()
+
+
+def _check_reachable(access: EtcdAccess) -> None:
+    from elasticd.etcd.client import Client
+
+    with answering(), Client(access) as client:
+        client.status()
+
+
+def _after(facts: Mapping[str, Fact], seen: Seen) -> dict[str, Fact]:
+    if isinstance(seen, Listing):
+        return facts_of(seen)
+    changed = dict(facts)
+    for entry in seen.entries:
+        if entry.fact is None:
+            changed.pop(entry.key, None)
+        else:
+            changed[entry.key] = entry.fact
+    return changed
+
+
+def _show_anew(r: JobReport, as_json: bool) -> None:
+    """On a terminal in place of what was shown before; else below it."""
+    if as_json or not sys.stdout.isatty():
+        _show(r, as_json)
+        sys.stdout.flush()
+        return
+    lines = as_text(r, time.time())
+    click.echo("\x1b[H\x1b[J" + "\n".join(lines))

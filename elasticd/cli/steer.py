@@ -1,0 +1,136 @@
+"""``elasticd scale``, ``drain`` and ``stop``: edits of a job's spec, guarded so that none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
+from elasticd.cli.control import answering, find, places
+from elasticd.cli.options import etcd_options
+from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
+from elasticd.core.ports import Applied, Put, Refused, Unchanged
+from elasticd.etcd.access import EtcdAccess
+from elasticd.telemetry import words
+
+
+@click.command()
+@click.argument("job")
+@click.option("--min", "least", type=click.IntRange(min=1), help="Fewest workers.")
+@click.option("--max", "most", type=click.IntRange(min=1), help="Most workers.")
+@etcd_options
+def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
+    """Change how many workers JOB may have, while it runs."""
+    if least is None and most is None:
+        raise Complaint("nothing to change: give --min N, --max N, or both.")
+
+    def change(spec: Spec) -> Spec:
+        low = spec.limits.min if least is None else least
+        high = spec.limits.max if most is None else most
+        if low > high:
+            kept = f" (which {job} has now)"
+            raise Complaint(
+                f"--min {low}{kept if least is None else ''} is above --max {high}{kept if most is None else ''}."
+            )
+        return replace(spec, limits=Limits(low, high))
+
+    spec = _edit(find(etcd, job), job, change)
+    click.echo(f"{job} may have {spec.limits.min} to {words.count(spec.limits.max, 'worker')}.")
+
+
+@click.command()
+@click.argument("node")
+@click.option("--job", help="The job, where the node takes part in several.")
+@etcd_options
+def drain(node: str, job: str | None, **etcd: Any) -> None:
+    """Ask NODE to leave: its workers may save, the others go on without it."""
+    access, job, incarnation = _locate(node, job, etcd)
+    left = Drained(node, incarnation)
+
+    def change(spec: Spec) -> Spec:
+        return spec if left in spec.drain else replace(spec, drain=(*spec.drain, left))
+
+    _edit(access, job, change)
+    click.echo(f"{node} is asked to leave {job}.")
+
+
+@click.command()
+@click.argument("job")
+@etcd_options
+def stop(job: str, **etcd: Any) -> None:
+    """End JOB on all its nodes: its workers may save."""
+    _edit(find(etcd, job), job, lambda spec: replace(spec, stop=True))
+    click.echo(f"{job} is asked to stop.")
+
+
+def _edit(access: EtcdAccess, job: str, change: Callable[[Spec], Spec]) -> Spec:
+    """Write what ``change`` makes of the spec, made anew from each newer one that came between.
+
+    Raises Complaint where the job has ended, or etcd does not answer.
+    """
+    from elasticd.etcd.client import Client
+
+    with answering(), Client(access) as client:
+        while True:
+            found, round_ = client.get(job, "spec"), client.get(job, "round")
+            if found is None or not isinstance(found.fact, Spec):
+                raise Complaint(f"{job} has no spec in etcd yet; try again once its first node is up.")
+            if round_ is not None and isinstance(round_.fact, Round) and round_.fact.phase is Phase.ENDED:
+                raise Complaint(f"{job} has ended already.")
+            wanted = change(found.fact)
+            if wanted == found.fact:
+                return wanted
+            answer = client.transact(job, (Unchanged("spec", found.revision),), (Put("spec", wanted),))
+            match answer:
+                case Applied():
+                    return wanted
+                case Refused():
+                    continue  # somebody else wrote in between: look again
+                case _:
+                    now = client.get(job, "spec")
+                    if now is not None and now.fact == wanted:
+                        return wanted
+                    raise Complaint(
+                        f"etcd did not say whether it took the change ({answer.why}); look with `elasticd status {job}`.",
+                        ETCD_UNREACHABLE,
+                    )
+
+
+def _locate(node: str, job: str | None, etcd: Any) -> tuple[EtcdAccess, str, str]:
+    """The etcd, the job and the incarnation of a node. Raises Complaint."""
+    from elasticd.etcd.client import Client
+
+    candidates = (
+        [(find(etcd, job), job)]
+        if job is not None
+        else [(p.access, name) for p in places(etcd) for name in p.jobs]
+    )
+    hits: list[tuple[EtcdAccess, str, str]] = []
+    known: list[str] = []
+    for access, name in candidates:
+        with answering(), Client(access) as client:
+            listing, _ = client.list(name, "nodes/")
+        for entry in listing.entries:
+            if isinstance(entry.fact, Node):
+                known.append(entry.fact.name)
+                if entry.fact.name == node:
+                    hits.append((access, name, entry.fact.incarnation))
+    if len(hits) > 1:
+        raise Complaint(
+            f"{node} takes part in {words.listing([j for _, j, _ in hits])}: say which with --job."
+        )
+    if not hits:
+        raise Complaint(f"no node is named {node}{f' in {job}' if job else ''}: {_known(known)}.")
+    return hits[0]
+
+
+def _known(names: Sequence[str]) -> str:
+    distinct = sorted(set(names))
+    return (
+        f"there {'is' if len(distinct) == 1 else 'are'} {words.listing(distinct, most=10)}"
+        if distinct
+        else "there is none"
+    )
