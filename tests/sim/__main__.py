@@ -1,0 +1,52 @@
+"""``python -m tests.sim --seed 7``: run a schedule, or many, and show what a failing one did."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.sim.schedule import draw, run, shrink
+
+
+def replay_command(seed: int, nodes: int | None) -> str:
+    return f"python -m tests.sim --seed {seed}" + (f" --nodes {nodes}" if nodes else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True, help="the first seed")
+    parser.add_argument("--schedules", type=int, default=1, help="how many seeds from there on")
+    parser.add_argument("--nodes", type=int, help="as many nodes, instead of some number from 2 to 12")
+    parser.add_argument("--shrink", action="store_true", help="leave out the faults that do not matter")
+    parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
+    parser.add_argument("--trace", action="store_true", help="show what happened even if all went well")
+    asked = parser.parse_args()
+    failed, started, events = 0, time.monotonic(), 0
+    for seed in range(asked.seed, asked.seed + asked.schedules):
+        schedule = draw(seed, asked.nodes)
+        result = run(seed, schedule)
+        events += result.cluster.clock.events
+        if not result.broken and not asked.trace:
+            continue
+        failed += bool(result.broken)
+        if asked.keep_going:
+            print(f"seed {seed}: {result.broken}", flush=True)
+            continue
+        if asked.shrink and result.broken:
+            schedule = shrink(seed, schedule)
+            result = run(seed, schedule)
+        print(result.cluster.clock.told())
+        print(f"\n{schedule.setup}\n")
+        for fault in schedule.faults:
+            print(fault)
+        if result.broken:
+            print(f"\nBROKEN: {result.broken}\nreplay: {replay_command(seed, asked.nodes)}")
+            return 1
+    took_s = time.monotonic() - started
+    print(f"{asked.schedules} schedules, {events} events in {took_s:.1f} s, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Nodes that run the real agent in a simulated world, and what can happen to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from random import Random
+
+from elasticd.core import agent, environment
+from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
+from elasticd.core.messages import Leave, Signalled, Tick
+from elasticd.core.ports import Put, Unchanged
+from elasticd.core.reasons import Reason
+from elasticd.daemon.driver import Driver, Happening
+from tests.sim.clock import Clock, Timer
+from tests.sim.host import SimHost
+from tests.sim.procs import Job, SimProcs, Training
+from tests.sim.store import Health, Network, SimEtcd, SimStore
+
+POLICY = Policy(
+    settle_s=1.0,
+    grow_cooldown_s=8.0,
+    join_timeout_s=600.0,
+    shutdown_s=4.0,
+    broken_s=1.0,
+    node_ttl_s=5.0,
+    quarantine_s=5.0,
+    quarantine_max_s=20.0,
+)
+SPIN_MAX = 400  # wake-ups of one agent within a second of simulated time
+
+
+class Broken(AssertionError):
+    """Something that must never happen did."""
+
+
+@dataclass(slots=True)
+class Setup:
+    """One cluster to build: ``slots`` of each of its first nodes, and what they are told."""
+
+    slots: tuple[int, ...]
+    limits: Limits
+    policy: Policy = POLICY
+    etcd_grace_s: float = 600.0
+    skew_max_s: float = 0.0
+    job: Job = field(default_factory=Job)
+
+
+class SimRoundStores:
+    """The c10d stores of one node; a worker can only join through one that is open."""
+
+    def __init__(self, cluster: Cluster, address: str) -> None:
+        self._cluster = cluster
+        self._address = address
+        self._port = cluster.next_port()
+        self.opened = ""
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    def open(self, world_size: int) -> None:
+        if self.opened:
+            raise Broken(f"{self._address} opens a store while {self.opened} is open")
+        self.opened = f"{self._address}:{self._port}"
+        self._cluster.open_stores.add(self.opened)
+
+    def close(self) -> int:
+        self.shut()
+        self._port = self._cluster.next_port()
+        return self._port
+
+    def shut(self) -> None:
+        self._cluster.open_stores.discard(self.opened)
+        self.opened = ""
+
+
+class SimAgent:
+    """One incarnation of an agent: the real driver, and the simulated edges around it."""
+
+    def __init__(self, cluster: Cluster, name: str, slots: int, skew_s: float) -> None:
+        self.cluster = cluster
+        self.clock = cluster.clock
+        self.name = name
+        self.pid = cluster.next_pid()
+        self.incarnation = f"{name}.{self.pid}"
+        self.host = SimHost(cluster.clock, name, skew_s)
+        setup = cluster.setup
+        self.store = SimStore(cluster.etcd, self.host, cluster.network, ttl_s=setup.policy.node_ttl_s)
+        self.procs = SimProcs(self.host, cluster.training, cluster.bad_slots.setdefault(name, {}))
+        self.stores = SimRoundStores(cluster, name)
+        self.left: Leave | None = None
+        self.signalled = False
+        me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), f"machine-{name}", self.pid)
+        wanted = Spec(setup.limits, setup.limits, "job.py", "f", setup.policy)
+        setting = environment.Setting("job")
+        self.driver = Driver(
+            agent.start(me, wanted, self.stores.port, setup.etcd_grace_s),
+            store=self.store,
+            procs=self.procs,
+            stores=self.stores,
+            assign=lambda round, member: environment.assignments(round, member, setting),
+            process_alive=lambda pid: pid in cluster.pids,
+            post=self.post,
+            say=self._say,
+        )
+        self._inbox: deque[Happening] = deque()
+        self._busy = False
+        self._wake: Timer | None = None
+        self._wakes: deque[float] = deque(maxlen=SPIN_MAX)
+        cluster.pids.add(self.pid)
+        self.host.call(self._begin)
+
+    @property
+    def running(self) -> bool:
+        return self.host.alive and self.left is None
+
+    def post(self, event: Happening) -> None:
+        """Handle it now, or after what is being handled; only ever called inside the agent."""
+        self._inbox.append(event)
+        if self._busy or self.left is not None:
+            return
+        self._busy = True
+        try:
+            while self._inbox and self.left is None:
+                self.driver.handle(self._inbox.popleft(), self.host.now())
+                if self.driver.left is not None:
+                    self._leave(self.driver.left)
+        finally:
+            self._busy = False
+        self._set_alarm()
+
+    # ---- faults
+
+    def crash(self) -> None:
+        """SIGKILL: the kernel takes the workers along."""
+        self.clock.note(self.name, "dies")
+        self._vanish()
+
+    def signal(self, number: int) -> None:
+        self.clock.note(self.name, f"gets signal {number}")
+        self.signalled = True
+        self.host.call(lambda: self.post(Signalled(number)))
+
+    # ---- inside
+
+    def _begin(self) -> None:
+        self.driver.begin()
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        wake_at = self.driver.wake_at
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        if wake_at is not None and self.left is None:
+            self._wake = self.host.at(max(wake_at, self.host.now() + 0.001), self._woken)
+
+    def _woken(self) -> None:
+        wake_at, now = self.driver.wake_at, self.host.now()
+        self._wakes.append(now)
+        if len(self._wakes) == SPIN_MAX and now - self._wakes[0] < 1.0:
+            raise Broken(f"{self.name} wakes up {SPIN_MAX} times within a second")
+        if wake_at is not None and now + 1e-6 >= wake_at:
+            self.post(Tick())
+        else:
+            self._set_alarm()
+
+    def _say(self, reason: Reason) -> None:
+        self.clock.note(self.name, f"  {reason}")
+
+    def _leave(self, left: Leave) -> None:
+        self.left = left
+        self.clock.note(self.name, f"leaves with {left.code}: {left.why}")
+        if self.procs.workers:
+            raise Broken(f"{self.name} leaves, but its workers run on")
+        self.store.close()
+        self._vanish()
+
+    def _vanish(self) -> None:
+        self.host.die()
+        self.procs.kill()
+        self.stores.shut()
+        self.cluster.pids.discard(self.pid)
+
+
+class Cluster:
+    """All nodes of one job, their etcd, and what can be done to them."""
+
+    def __init__(self, seed: int | str, setup: Setup) -> None:
+        self.clock = Clock(seed)
+        self.setup = setup
+        self.network = Network()
+        self.etcd = SimEtcd(self.clock)
+        self.training = Training(self.clock, replace(setup.job))
+        self.training.serves = lambda store: store in self.open_stores
+        self.open_stores: set[str] = set()
+        self.pids: set[int] = set()
+        self.bad_slots: dict[str, dict[int, float]] = {}
+        self.agents: dict[str, SimAgent] = {}  # the newest of each name
+        self.all: list[SimAgent] = []
+        self._ports = 1024
+        self._pids = 100
+        self._random = self.clock.random("nodes")
+        self._slots: dict[str, int] = {}
+
+    # ---- nodes
+
+    def start_all(self, within_s: float) -> None:
+        for i, slots in enumerate(self.setup.slots):
+            self.clock.after(
+                self._random.uniform(0.0, within_s), lambda i=i, slots=slots: self.join(f"n{i}", slots)
+            )
+
+    def join(self, name: str, slots: int) -> None:
+        """Start an agent, unless one of that name runs or the job is over."""
+        old = self.agents.get(name)
+        if (old is not None and old.running) or self.ended:
+            return
+        self.clock.note(name, f"starts with {slots} slots")
+        self._slots[name] = slots
+        skew_s = self._random.uniform(-1.0, 1.0) * self.setup.skew_max_s
+        new = SimAgent(self, name, slots, skew_s)
+        self.agents[name] = new
+        self.all.append(new)
+
+    def restart(self, name: str) -> None:
+        self.join(name, self._slots.get(name, 1))
+
+    def running(self) -> list[SimAgent]:
+        return [a for a in self.agents.values() if a.running]
+
+    def capacity(self) -> int:
+        """Workers that could run, if all was well."""
+        return sum(self._slots[a.name] for a in self.running())
+
+    def leader(self) -> SimAgent | None:
+        fact = self.etcd.fact("leader")
+        if isinstance(fact, Leadership):
+            known = self.agents.get(fact.node)
+            if known and known.running and known.incarnation == fact.incarnation:
+                return known
+        return None
+
+    # ---- the job
+
+    @property
+    def round(self) -> Round | None:
+        fact = self.etcd.fact("round")
+        return fact if isinstance(fact, Round) else None
+
+    @property
+    def ended(self) -> bool:
+        round = self.round
+        return round is not None and round.phase is Phase.ENDED
+
+    def edit_spec(self, change: Callable[[Spec], Spec]) -> None:
+        """As an operator does, from a machine with a good network."""
+        at = self.etcd.keys.get("spec")
+        if at is not None and isinstance(at.fact, Spec):
+            new = change(at.fact)
+            if new != at.fact:
+                self.etcd.transact((Unchanged("spec", at.revision),), (Put("spec", new),), 0)
+
+    def scale(self, limits: Limits) -> None:
+        self.clock.note("operator", f"scales to {limits.min}..{limits.max}")
+        self.edit_spec(lambda spec: replace(spec, limits=limits))
+
+    def stop(self) -> None:
+        self.clock.note("operator", "stops the job")
+        self.edit_spec(lambda spec: replace(spec, stop=True))
+
+    def drain(self, name: str) -> None:
+        node = self.etcd.fact(f"nodes/{name}")
+        if isinstance(node, Node):
+            self.clock.note("operator", f"drains {name}")
+            self.agents[name].signalled = True
+            drained = Drained(node.name, node.incarnation)
+            self.edit_spec(lambda spec: replace(spec, drain=(*spec.drain, drained)))
+
+    # ---- after the faults
+
+    def mend_network(self) -> None:
+        for field_ in fields(Network):
+            setattr(self.network, field_.name, field_.default)
+
+    def mend(self, *, restart: bool = True) -> None:
+        """End every fault; with ``restart`` every node that died or left is started again."""
+        self.clock.note("sim", "everything is mended")
+        if self.etcd.health is not Health.SERVING:
+            self.etcd.recover()
+        self.mend_network()
+        for slots in self.bad_slots.values():
+            slots.clear()
+        for a in self.running():
+            a.host.slow_s = 0.0
+            a.host.resume()
+            if a.store.cut:
+                a.store.reconnect()
+        if restart:
+            for name in self._slots:
+                self.restart(name)
+
+    # ---- small things
+
+    def slots_of(self, name: str) -> int:
+        return self._slots[name]
+
+    def next_port(self) -> int:
+        self._ports += 1
+        return self._ports
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    def random(self, purpose: str) -> Random:
+        return self.clock.random(purpose)

@@ -1,0 +1,182 @@
+"""What must hold whatever happens: section 10 of the design, checked when it could first be broken.
+
+Nothing is polled: every write to etcd, every world that forms and every step it makes is looked at
+as it happens.
+"""
+
+from __future__ import annotations
+
+from elasticd.core.facts import Budget, Exit, Limits, Outcome, Phase, Round, Spec
+from elasticd.core.ports import Entry
+from tests.sim.cluster import Broken, Cluster, SimAgent
+from tests.sim.procs import SimWorker, World
+
+EXIT_CODES = {Outcome.SUCCEEDED: 0, Outcome.FAILED: 1, Outcome.SHORT: 3, Outcome.STOPPED: 143}
+NEWS_S = 15.0  # a watch lags by at most this, and then a transaction
+
+
+class Invariants:
+    """Watches a cluster; raises ``Broken`` at the event that breaks a rule."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.newest: Round | None = None  # as last written
+        self.live: dict[int, Round] = {}  # by number, as first written
+        self.last_step_at = cluster.clock.now()
+        self.steps = 0
+        self.worlds = 0
+        self.broken_by_user: set[int] = set()  # rounds in which user code failed by itself
+        self.charged: set[int] = set()
+        self.ends: list[Round] = []
+        self._limits: list[tuple[float, Limits]] = []  # since when in force
+        cluster.etcd.written.append(self._written)
+        cluster.training.formed.append(self._formed)
+        cluster.training.stepped.append(self._stepped)
+        cluster.training.failed.append(self._failed)
+
+    # ---- 1, 2: one live round, numbers that only grow, sizes within the limits
+
+    def _written(self, entry: Entry) -> None:
+        if entry.key == "round":
+            if not isinstance(entry.fact, Round):
+                raise Broken("the round was deleted")
+            self._round_written(entry.fact)
+        elif entry.key == "spec" and isinstance(entry.fact, Spec):
+            self._limits.append((self.cluster.clock.now(), entry.fact.limits))
+        elif entry.key == "budget" and isinstance(entry.fact, Budget):
+            self._budget_written(entry.fact)
+
+    def _round_written(self, new: Round) -> None:
+        old, self.newest = self.newest, new
+        clock = self.cluster.clock
+        clock.note(
+            "round",
+            f"{new.number} {new.phase} {new.closing or new.cause}"
+            f" {[(m.node, len(m.slots)) for m in new.members]} {new.outcome or ''} {new.why}"[:300],
+        )
+        if old is None:
+            if new.phase is not Phase.WAITING or new.number != 0:
+                raise Broken(f"the first round ever is {new.number}, {new.phase}")
+            return
+        fresh = new.phase is Phase.LIVE and new.number == old.number + 1
+        if not fresh and new.number != old.number:
+            raise Broken(f"round {old.number} ({old.phase}) is followed by {new.number} ({new.phase})")
+        allowed = {
+            Phase.WAITING: {Phase.LIVE, Phase.ENDED},
+            Phase.LIVE: {Phase.CLOSING, Phase.ENDED},
+            Phase.CLOSING: {Phase.LIVE, Phase.WAITING, Phase.ENDED},
+            Phase.ENDED: {Phase.WAITING},
+        }
+        if new.phase not in allowed[old.phase]:
+            raise Broken(f"round {new.number} goes from {old.phase} to {new.phase}")
+        if new.phase is Phase.LIVE:
+            if not fresh:
+                raise Broken(f"round {new.number} lives again")
+            self._world_written(new)
+        if new.phase is Phase.ENDED:
+            self._ended(new, old)
+        self._charges(old, new)
+
+    def _world_written(self, round: Round) -> None:
+        spec = self.cluster.etcd.fact("spec")
+        if not isinstance(spec, Spec):
+            raise Broken(f"round {round.number} formed without a spec")
+        self.live[round.number] = round
+        rank = 0
+        for member in round.members:
+            if member.base_rank != rank or not member.slots:
+                raise Broken(f"{member.node} starts at rank {member.base_rank}, not {rank}")
+            rank += len(member.slots)
+        if len({m.node for m in round.members}) != len(round.members):
+            raise Broken(f"a node is twice in round {round.number}")
+        if not any(limits.min <= rank <= limits.max for limits in self._in_force()):
+            raise Broken(f"round {round.number} has {rank} workers, not {spec.limits}")
+
+    def _in_force(self) -> list[Limits]:
+        """The limits now, and those that a leader with a slow watch may not have seen replaced yet."""
+        until = [*(since for since, _ in self._limits[1:]), float("inf")]
+        news_by = self.cluster.clock.now() - NEWS_S
+        return [limits for (_, limits), end in zip(self._limits, until, strict=True) if end > news_by]
+
+    def _formed(self, world: World) -> None:
+        self.worlds += 1
+        round = self.live.get(world.round)
+        if round is None:
+            raise Broken(f"a world trains for round {world.round}, which was never live")
+        mine = {(m.node, m.incarnation, s): m.rank_of(s) for m in round.members for s in m.slots}
+        real = {
+            (w.procs.host.name, self._incarnation(w), w.slot): rank for rank, w in world.workers.items()
+        }
+        if mine != real:
+            raise Broken(f"round {round.number} is {mine}, but these train: {real}")
+
+    def _incarnation(self, worker: SimWorker) -> str:
+        for agent in reversed(self.cluster.all):
+            if agent.host is worker.procs.host:
+                return agent.incarnation
+        raise Broken("a worker without an agent")
+
+    def _stepped(self, world: World) -> None:
+        self.steps += 1
+        self.last_step_at = self.cluster.clock.now()
+        newest = max(self.live)
+        if world.round < newest:
+            raise Broken(f"round {world.round} makes a step, though round {newest} is live")
+        if len(world.workers) != world.size:
+            raise Broken(f"{len(world.workers)} of {world.size} workers make a step")
+        for worker in world.workers.values():
+            if not worker.procs.host.alive:
+                raise Broken(f"a worker of {worker.procs.host.name} outlives its agent")
+
+    # ---- 5: the budget
+
+    def _failed(self, worker: SimWorker, exit: Exit) -> None:
+        self.broken_by_user.add(worker.world.round)
+
+    def _charges(self, old: Round, new: Round) -> None:
+        if new.restarts > old.restarts:
+            if new.restarts != old.restarts + 1 or old.number in self.charged:
+                raise Broken(f"round {old.number} is charged twice")
+            self.charged.add(old.number)
+            if old.number not in self.broken_by_user:
+                raise Broken(f"round {old.number} is charged, but no user code failed in it: {new.failure}")
+        elif new.restarts < old.restarts and old.phase is not Phase.ENDED:
+            raise Broken("charges are forgotten")
+
+    def _budget_written(self, budget: Budget) -> None:
+        policy = self.cluster.setup.policy
+        if len(budget.charges) > policy.restarts_max:
+            raise Broken(f"{len(budget.charges)} charges, but {policy.restarts_max} are allowed")
+        if budget.total > len(self.broken_by_user):
+            raise Broken(f"{budget.total} charges, but user code broke {len(self.broken_by_user)} rounds")
+
+    # ---- the end
+
+    def _ended(self, round: Round, old: Round) -> None:
+        self.ends.append(round)
+        job = self.cluster.training.job
+        match round.outcome:
+            case Outcome.SUCCEEDED:
+                if job.saved < job.total_steps:
+                    raise Broken(f"success after {job.saved} of {job.total_steps} steps")
+            case Outcome.FAILED:
+                if round.restarts == old.restarts:
+                    raise Broken(f"failed without a failure: {round.why}")
+            case Outcome.STOPPED:
+                spec = self.cluster.etcd.fact("spec")  # gone with the same transaction, or not yet
+                if isinstance(spec, Spec) and not spec.stop:
+                    raise Broken("stopped, but nobody asked for it")
+            case Outcome.SHORT:
+                pass  # the schedules that may run short check it
+            case None:
+                raise Broken("ended without an outcome")
+
+    def check_left(self, agent: SimAgent) -> None:
+        """The exit code of an agent that left."""
+        assert agent.left is not None
+        code = agent.left.code
+        if code == 2 and not agent.driver.state.joined and "etcd has not answered" in agent.left.why:
+            return  # it came while etcd was away, and is told apart from one with a mistyped address
+        outcomes = {EXIT_CODES[r.outcome] for r in self.ends if r.outcome}
+        if code not in outcomes and not (code >= 128 and agent.signalled):
+            raise Broken(f"{agent.name} leaves with {code} ({agent.left.why})")

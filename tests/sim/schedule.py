@@ -1,0 +1,288 @@
+"""A run of a cluster under a random schedule of faults, all of it drawn from one seed.
+
+The schedule is data, so that a failing one can be printed, and cut down to the faults that matter.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from elasticd.core.facts import Limits, Outcome
+from tests.sim.clock import START
+from tests.sim.cluster import POLICY, Broken, Cluster, Setup, SimAgent
+from tests.sim.invariants import Invariants
+from tests.sim.procs import Job, OnSigterm
+
+FAULTS_S = 60.0  # faults happen in the first minute; then everything is mended
+STEP_BOUND_S = 90.0  # to the next step after that
+LEAVE_BOUND_S = 30.0  # from the end of the job to the last agent's
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``at_s`` after the start; ``node`` is a name, or "leader" for whoever leads then; ``for_s``:
+    until it is mended (0: for good); ``much``: how bad, between 0 and 1."""
+
+    at_s: float
+    kind: str
+    node: str = ""
+    for_s: float = 0.0
+    much: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.at_s:6.2f} s  {self.kind} {self.node} for {self.for_s:.2f} s ({self.much:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    setup: Setup
+    faults: tuple[Fault, ...]
+
+
+# ---------------------------------------------------------------- what can happen
+
+
+def _on_node(act: Callable[[Cluster, SimAgent, Fault], None]) -> Callable[[Cluster, Fault], None]:
+    def inject(cluster: Cluster, fault: Fault) -> None:
+        agent = cluster.leader() if fault.node == "leader" else cluster.agents.get(fault.node)
+        if agent is not None and agent.running:
+            act(cluster, agent, fault)
+
+    return inject
+
+
+def _crash(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    agent.crash()
+    if fault.for_s:
+        cluster.clock.after(fault.for_s, lambda: cluster.restart(agent.name))
+
+
+def _cut(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    agent.store.cut_off()
+    cluster.clock.after(fault.for_s, agent.store.reconnect)
+
+
+def _pause(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    cluster.clock.note(agent.name, "is paused")
+    agent.host.pause()
+
+    def resume() -> None:
+        cluster.clock.note(agent.name, "goes on")
+        agent.host.resume()
+
+    cluster.clock.after(fault.for_s, resume)
+
+
+def _slow(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    cluster.clock.note(agent.name, f"is slow: {fault.much * 0.2:.3f} s for everything")
+    agent.host.slow_s = fault.much * 0.2
+
+    def mend() -> None:
+        agent.host.slow_s = 0.0
+
+    cluster.clock.after(fault.for_s, mend)
+
+
+def _user_failure(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    slots = sorted(agent.procs.workers)
+    if slots:
+        agent.procs.crash(slots[int(fault.much * len(slots))], code=1)
+
+
+def _bad_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    slot = int(fault.much * cluster.slots_of(agent.name))
+    cluster.clock.note(agent.name, f"slot {slot} is bad")
+    agent.procs.bad_slots[slot] = cluster.clock.now() + fault.for_s
+
+
+def _sigterm(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    agent.signal(signal.SIGTERM)
+    if fault.for_s:
+        cluster.clock.after(fault.for_s, lambda: cluster.restart(agent.name))
+
+
+def _drain(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    cluster.drain(agent.name)
+    if fault.for_s:
+        cluster.clock.after(fault.for_s, lambda: cluster.restart(agent.name))
+
+
+def _etcd_kill(cluster: Cluster, fault: Fault) -> None:
+    cluster.etcd.kill()
+    cluster.clock.after(fault.for_s, cluster.etcd.recover)
+
+
+def _etcd_hang(cluster: Cluster, fault: Fault) -> None:
+    cluster.etcd.hang()
+    cluster.clock.after(fault.for_s, cluster.etcd.recover)
+
+
+def _bad_network(cluster: Cluster, fault: Fault) -> None:
+    cluster.clock.note("network", f"is bad ({fault.much:.2f})")
+    network = cluster.network
+    network.slowest_s = 0.005 + 0.3 * fault.much
+    network.lost = network.answer_lost = network.late = network.relist = 0.3 * fault.much
+    network.watch_lag = fault.much
+    cluster.clock.after(fault.for_s, cluster.mend_network)
+
+
+def _all_crash(cluster: Cluster, fault: Fault) -> None:
+    for agent in cluster.running():
+        agent.crash()
+        cluster.clock.after(
+            fault.for_s * (0.5 + cluster.random("restart").random()),
+            lambda name=agent.name: cluster.restart(name),
+        )
+
+
+def _scale(cluster: Cluster, fault: Fault) -> None:
+    size = 1 + int(fault.much * cluster.capacity())
+    low = max(1, min(cluster.setup.limits.min, size))
+    cluster.scale(Limits(low, max(low, size)))
+
+
+def _join(cluster: Cluster, fault: Fault) -> None:
+    cluster.join(fault.node, 1 + int(fault.much * 3))
+
+
+KINDS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # how often, and what it does
+    "crash": (3.0, _on_node(_crash)),
+    "cut": (3.0, _on_node(_cut)),
+    "pause": (3.0, _on_node(_pause)),
+    "slow": (1.0, _on_node(_slow)),
+    "user_failure": (2.0, _on_node(_user_failure)),
+    "bad_slot": (0.7, _on_node(_bad_slot)),
+    "sigterm": (1.0, _on_node(_sigterm)),
+    "drain": (0.7, _on_node(_drain)),
+    "join": (1.0, _join),
+    "scale": (0.7, _scale),
+    "etcd_kill": (0.8, _etcd_kill),
+    "etcd_hang": (0.5, _etcd_hang),
+    "revoke_all": (0.2, lambda cluster, fault: cluster.etcd.expire_all()),
+    "network": (1.5, _bad_network),
+    "all_crash": (0.2, _all_crash),
+    "stop": (0.1, lambda cluster, fault: cluster.stop()),
+}
+ETCD_FAULTS = {"etcd_kill", "etcd_hang"}
+
+
+def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None = None) -> Schedule:
+    """The schedule of a seed. ``kinds``: only these faults."""
+    random = Random(f"{seed}/schedule")
+    count = nodes or random.randint(2, 12)
+    slots = tuple(random.choice((1, 1, 2, 4)) for _ in range(count))
+    most = random.randint(max(1, sum(slots) // 2), sum(slots) + 2)
+    least = random.randint(1, max(1, min(most, sum(slots)) * 2 // 3))
+    job = Job(
+        total_steps=random.randint(60, 400),
+        step_s=random.choice((0.25, 0.5)),
+        save_every=random.choice((1, 5, 10)),
+        on_sigterm=random.choice(list(OnSigterm)),
+    )
+    setup = Setup(slots, Limits(least, most), skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
+    allowed = {k: w for k, (w, _) in KINDS.items() if kinds is None or k in kinds}
+    favourites = random.sample(sorted(allowed), k=min(len(allowed), random.randint(1, 6)))
+    faults: list[Fault] = []
+    etcd_free_at = 0.0
+    for _ in range(random.randint(0, 14)):
+        kind = random.choices(favourites, [allowed[k] for k in favourites])[0]
+        at_s = round(random.uniform(0.0, FAULTS_S), 2)
+        for_s = round(random.choice((random.uniform(0.2, 4.0), random.uniform(2.0, 25.0))), 2)
+        node = random.choice([f"n{i}" for i in range(count)] + ["leader"] * 2)
+        if kind == "join":
+            node = f"n{count + random.randint(0, 2)}"
+        if kind in ("crash", "sigterm", "drain") and random.random() < 0.3:
+            for_s = 0.0
+        faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
+    faults.sort(key=lambda f: f.at_s)
+    kept = []
+    for fault in faults:  # one outage of etcd at a time
+        if fault.kind in ETCD_FAULTS:
+            if fault.at_s < etcd_free_at:
+                continue
+            etcd_free_at = fault.at_s + fault.for_s + 0.1
+        kept.append(fault)
+    return Schedule(setup, tuple(kept))
+
+
+# ---------------------------------------------------------------- a run
+
+
+@dataclass(slots=True)
+class Run:
+    """What a schedule did. ``broken`` is the rule it broke, in a sentence."""
+
+    cluster: Cluster
+    invariants: Invariants
+    broken: str = ""
+
+
+def run(seed: int | str, schedule: Schedule) -> Run:
+    """The schedule from beginning to end, and afterwards until the job is over."""
+    cluster = Cluster(seed, schedule.setup)
+    result = Run(cluster, Invariants(cluster))
+    try:
+        _play(cluster, result.invariants, schedule)
+    except Exception as e:  # whatever the agent trips over is a finding
+        result.broken = str(e) if isinstance(e, Broken) else repr(e)
+    return result
+
+
+def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
+    clock = cluster.clock
+    cluster.start_all(within_s=2.0)
+    for fault in schedule.faults:
+        clock.after(fault.at_s, lambda fault=fault: KINDS[fault.kind][1](cluster, fault))
+    quiet = START + FAULTS_S if schedule.faults else START
+    if not clock.run(until=quiet, done=lambda: bool(invariants.ends)):
+        cluster.mend()
+        mended = clock.now()
+        if not clock.run(
+            until=mended + STEP_BOUND_S,
+            done=lambda: bool(invariants.ends) or invariants.last_step_at > mended,
+        ):
+            raise Broken(f"no step within {STEP_BOUND_S} s after everything was mended")
+        job = cluster.training.job
+        bound_s = STEP_BOUND_S + 3 * job.total_steps * job.step_s
+        if not clock.run(until=mended + bound_s, done=lambda: bool(invariants.ends)):
+            raise Broken(f"the job is not over {bound_s:.0f} s after everything was mended")
+    _check_the_end(cluster, invariants, schedule)
+
+
+def _check_the_end(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
+    clock = cluster.clock
+    outcome = invariants.ends[-1].outcome
+    asked_to_stop = any(f.kind == "stop" for f in schedule.faults)
+    clock.note("job", f"is over: {outcome}")
+    if outcome is Outcome.SHORT or (outcome is Outcome.STOPPED and not asked_to_stop):
+        raise Broken(f"the job ends {outcome}: {invariants.ends[-1].why}")
+    cluster.mend(restart=False)
+    there = [a for a in cluster.running() if a.driver.state.joined]
+    if not clock.run(
+        until=clock.now() + LEAVE_BOUND_S, done=lambda: not any(a.running for a in there)
+    ):
+        late = [a.name for a in there if a.running]
+        raise Broken(f"{late} are still there {LEAVE_BOUND_S} s after the end of the job")
+    for agent in cluster.all:
+        if agent.left is not None:
+            invariants.check_left(agent)
+
+
+def shrink(seed: int | str, schedule: Schedule) -> Schedule:
+    """The same with fewer faults, as long as it breaks the same rule (its first words, at least)."""
+
+    def rule(broken: str) -> str:
+        return " ".join(word for word in broken.split() if word.isalpha())[:40]
+
+    wanted = rule(run(seed, schedule).broken)
+    smaller = True
+    while smaller:
+        smaller = False
+        for i in reversed(range(len(schedule.faults))):
+            less = replace(schedule, faults=schedule.faults[:i] + schedule.faults[i + 1 :])
+            if less.faults and rule(run(seed, less).broken) == wanted:
+                schedule, smaller = less, True
+    return schedule

@@ -1,0 +1,533 @@
+"""A simulated etcd, and one agent's way to it, with everything that can go wrong between them.
+
+``SimEtcd`` is one logical etcd: revisions, transactions, leases, watches. ``SimStore`` implements
+``elasticd.core.ports.Store`` for one agent. Requests travel for a while, get lost on the way there
+or on the way back, or arrive so late that the agent has given up on them; watches lag, and list
+anew; etcd dies, hangs, or is cut off from some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+from elasticd.core.facts import Fact
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Changes,
+    Delete,
+    Entry,
+    Guard,
+    Held,
+    LeaseNews,
+    Listing,
+    Lost,
+    Put,
+    Refused,
+    Seen,
+    Silent,
+    StillThere,
+    Unchanged,
+    Unknown,
+    Write,
+)
+from tests.sim.clock import Clock, Timer
+from tests.sim.host import SimHost
+
+EXPIRY_LAG_S = 0.5  # etcd looks for leases that have run out twice a second
+
+
+@dataclass(slots=True)
+class Network:
+    """How requests fare on the way to etcd and back. Probabilities are for each request.
+
+    ``late_max_s`` may exceed the client's timeout: then it is answered Unknown and applied after.
+    """
+
+    fastest_s: float = 0.0005
+    slowest_s: float = 0.005
+    lost: float = 0.0  # never arrives
+    answer_lost: float = 0.0  # arrives, is applied, and nobody hears of it
+    late: float = 0.0  # arrives within late_max_s
+    late_max_s: float = 6.0
+    watch_lag: float = 0.0  # a batch of a watch takes up to watch_lag_max_s
+    watch_lag_max_s: float = 2.0
+    relist: float = 0.0  # a batch of a watch is lost to compaction: a listing comes instead
+
+    def delay_s(self, random: Random) -> float:
+        if self.late and random.random() < self.late:
+            return random.uniform(self.slowest_s, self.late_max_s)
+        return self.fastest_s + (self.slowest_s - self.fastest_s) * random.random()
+
+
+class Health(StrEnum):
+    SERVING = "serving"
+    HUNG = "hung"  # takes requests, answers none until it goes on
+    DOWN = "down"  # refuses connections
+
+
+@dataclass(slots=True)
+class _Key:
+    fact: Fact
+    revision: int
+    created: int
+    lease: int
+
+
+class _Lease:
+    __slots__ = ("alive", "deadline", "id", "keys", "timer", "ttl_s")
+
+    def __init__(self, id: int, ttl_s: float) -> None:
+        self.id = id
+        self.ttl_s = ttl_s
+        self.keys: dict[str, None] = {}  # a dict keeps its order, a set of strings does not
+        self.alive = True
+        self.deadline = 0.0
+        self.timer: Timer | None = None
+
+
+class _Topic:
+    """A key or prefix that is watched, and all that was ever written there."""
+
+    __slots__ = ("history", "key", "listing", "prefix", "watchers")
+
+    def __init__(self, key: str, prefix: bool) -> None:
+        self.key = key
+        self.prefix = prefix
+        self.history: list[Entry] = []
+        self.watchers: dict[_Watch, None] = {}
+        self.listing: Listing | None = None  # the current one, while nothing was written since
+
+    def covers(self, key: str) -> bool:
+        return key.startswith(self.key) if self.prefix else key == self.key
+
+
+class SimEtcd:
+    """One logical etcd, holding the keys of one job."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.random = clock.random("etcd")
+        self.health = Health.SERVING
+        self.revision = 1
+        self.keys: dict[str, _Key] = {}
+        self.written: list[Callable[[Entry], None]] = []  # told of every change, at once: for invariants
+        self._leases: dict[int, _Lease] = {}
+        self._lease_ids = 0
+        self._topics: dict[tuple[str, bool], _Topic] = {}
+        self._stuck: list[Callable[[], None]] = []
+        self._stores: list[SimStore] = []
+
+    # ---- requests, at the moment etcd handles them
+
+    def arrive(self, handle: Callable[[], None], refused: Callable[[], None]) -> None:
+        """A request is here. A hung etcd handles it once it goes on; one that is down never."""
+        match self.health:
+            case Health.SERVING:
+                handle()
+            case Health.HUNG:
+                self._stuck.append(handle)
+            case Health.DOWN:
+                refused()
+
+    def transact(self, guards: tuple[Guard, ...], writes: tuple[Write, ...], lease: int) -> Applied | Refused:
+        for guard in guards:
+            at = self.keys.get(guard.key)
+            match guard:
+                case Unchanged():
+                    if (at.revision if at else 0) != guard.revision:
+                        return Refused()
+                case StillThere():
+                    if at is None or at.created != guard.created:
+                        return Refused()
+        if any(isinstance(w, Put) and w.leased for w in writes) and not self._alive(lease):
+            return Refused()
+        changed = False
+        revision = self.revision + 1
+        for write in writes:
+            match write:
+                case Put():
+                    self._put(write, revision, lease if write.leased else 0)
+                    changed = True
+                case Delete():
+                    gone = [k for k in self.keys if k == write.key or write.prefix and k.startswith(write.key)]
+                    for key in gone:
+                        self._delete(key, revision)
+                    changed = changed or bool(gone)
+        if changed:
+            self.revision = revision
+        return Applied(self.revision)
+
+    def grant(self, ttl_s: float) -> int:
+        self._lease_ids += 1
+        lease = _Lease(self._lease_ids, ttl_s)
+        self._leases[lease.id] = lease
+        self._extend(lease)
+        return lease.id
+
+    def keep_alive(self, lease_id: int) -> bool:
+        """Whether the lease is there still; if so it has its full time again."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        self._extend(lease)
+        return True
+
+    def revoke(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return
+        if lease.timer:
+            lease.timer.cancel()
+        if lease.keys:
+            self.revision += 1
+            for key in list(lease.keys):
+                self._delete(key, self.revision)
+
+    # ---- faults
+
+    def kill(self) -> None:
+        """SIGKILL. What was applied is on disk; what was on its way is not."""
+        self.clock.note("etcd", "is killed")
+        self.health = Health.DOWN
+        self._stuck.clear()
+        self._stop_leases()
+        self._break_watches()
+
+    def hang(self) -> None:
+        """SIGSTOP."""
+        self.clock.note("etcd", "hangs")
+        self.health = Health.HUNG
+        self._stop_leases()
+
+    def recover(self) -> None:
+        """After a kill every lease has its full time again; after a hang, what time it has left by
+        the clock: it may run out before, or after, the keep-alives that waited are handled."""
+        was, self.health = self.health, Health.SERVING
+        self.clock.note("etcd", "is back" if was is Health.DOWN else "goes on")
+        stuck, self._stuck = self._stuck, []
+        if was is Health.HUNG and self.random.random() < 0.5:
+            for lease in list(self._leases.values()):
+                if lease.deadline <= self.clock.now():
+                    self.revoke(lease.id)
+        for lease in list(self._leases.values()):
+            if was is Health.DOWN:
+                self._extend(lease)
+            else:
+                self._arm(lease)
+        for handle in stuck:
+            handle()
+        for topic in self._topics.values():
+            for watch in list(topic.watchers):
+                watch.wake()
+
+    def expire_all(self) -> None:
+        """A leader of etcd that stalls may revoke every lease there is (etcd#15247)."""
+        self.clock.note("etcd", "revokes every lease")
+        for lease in list(self._leases.values()):
+            self.revoke(lease.id)
+
+    # ---- what is in it
+
+    def fact(self, key: str) -> Fact | None:
+        at = self.keys.get(key)
+        return at.fact if at else None
+
+    def topic(self, key: str, prefix: bool) -> _Topic:
+        return self._topics.setdefault((key, prefix), _Topic(key, prefix))
+
+    def list(self, topic: _Topic) -> Listing:
+        if topic.listing is None:
+            topic.listing = Listing(
+                tuple(
+                    Entry(name, at.fact, at.revision, at.created)
+                    for name, at in sorted(self.keys.items())
+                    if topic.covers(name)
+                ),
+                self.revision,
+            )
+        return topic.listing
+
+    def _put(self, write: Put, revision: int, lease_id: int) -> None:
+        at = self.keys.get(write.key)
+        if at is None:
+            self.keys[write.key] = _Key(write.fact, revision, revision, lease_id)
+            created = revision
+        else:
+            if at.lease and at.lease != lease_id and at.lease in self._leases:
+                self._leases[at.lease].keys.pop(write.key, None)
+            at.fact, at.revision, at.lease, created = write.fact, revision, lease_id, at.created
+        if lease_id:
+            self._leases[lease_id].keys[write.key] = None
+        self._tell(Entry(write.key, write.fact, revision, created))
+
+    def _delete(self, key: str, revision: int) -> None:
+        at = self.keys.pop(key, None)
+        if at is None:
+            return
+        if at.lease in self._leases:
+            self._leases[at.lease].keys.pop(key, None)
+        self._tell(Entry(key, None, revision, 0))
+
+    def _tell(self, entry: Entry) -> None:
+        for topic in self._topics.values():
+            if topic.covers(entry.key):
+                topic.history.append(entry)
+                topic.listing = None
+                for watch in topic.watchers:
+                    watch.wake()
+        for told in self.written:
+            told(entry)
+
+    def _alive(self, lease_id: int) -> bool:
+        return lease_id in self._leases
+
+    def _extend(self, lease: _Lease) -> None:
+        lease.deadline = self.clock.now() + lease.ttl_s
+        if lease.timer is None or lease.timer[2] is None:
+            self._arm(lease)  # an armed timer looks at the deadline again when it goes off
+
+    def _arm(self, lease: _Lease) -> None:
+        lag_s = EXPIRY_LAG_S * self.random.random()
+        lease.timer = self.clock.at(lease.deadline + lag_s, lambda: self._expire(lease))
+
+    def _expire(self, lease: _Lease) -> None:
+        if lease.id not in self._leases or self.health is not Health.SERVING:
+            return
+        if lease.deadline > self.clock.now():
+            self._arm(lease)
+        else:
+            self.revoke(lease.id)
+
+    def _stop_leases(self) -> None:
+        for lease in self._leases.values():
+            if lease.timer:
+                lease.timer.cancel()
+
+    def _break_watches(self) -> None:
+        for topic in self._topics.values():
+            for watch in topic.watchers:
+                watch.broken = True
+
+
+class SimStore:
+    """One agent's client of etcd: ``elasticd.core.ports.Store``."""
+
+    def __init__(
+        self, etcd: SimEtcd, host: SimHost, network: Network, *, ttl_s: float = 5.0, timeout_s: float = 2.0
+    ) -> None:
+        self.etcd = etcd
+        self.host = host
+        self.network = network
+        self.ttl_s = ttl_s
+        self.timeout_s = timeout_s
+        self.cut = False  # nothing passes between this agent and etcd
+        self.random = host.clock.random(f"network {host.name}")
+        self._clock = host.clock
+        self._watches: list[_Watch] = []
+        self._lease: int = 0
+        self._news: Callable[[LeaseNews], None] | None = None
+        self._silence: Silent | None = None
+        self._closed = False
+
+    # ---- the port
+
+    def transact(
+        self,
+        guards: tuple[Guard, ...],
+        writes: tuple[Write, ...],
+        answer: Callable[[Answer], None],
+    ) -> None:
+        lease = self._lease
+        self._request(lambda: self.etcd.transact(guards, writes, lease), answer)
+
+    def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
+        watch = _Watch(self, self.etcd.topic(key, prefix), seen)
+        watch.open()
+        self._watches.append(watch)
+        return watch.close
+
+    def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
+        assert self._news is None, "hold_lease is called once"
+        self._news = news
+        self._keep()
+
+    def close(self) -> None:
+        """End the watches and give the lease back, if etcd can be reached."""
+        self._closed = True
+        for watch in self._watches:
+            watch.close()
+        lease = self._lease
+
+        def revoke() -> bool:
+            self.etcd.revoke(lease)
+            return True
+
+        self._request(revoke, lambda _: None)
+
+    # ---- faults
+
+    def cut_off(self) -> None:
+        """Nothing gets through in either direction, what is under way included."""
+        self._clock.note(self.host.name, "is cut off from etcd")
+        self.cut = True
+        for watch in self._watches:
+            watch.broken = True
+
+    def reconnect(self) -> None:
+        self._clock.note(self.host.name, "reaches etcd again")
+        self.cut = False
+        for watch in self._watches:
+            watch.wake()
+
+    # ---- requests
+
+    def _request(self, apply: Callable[[], Answer | int | bool], answer: Callable[..., None]) -> None:
+        """Send, and call ``answer`` once: with what etcd says, or Unknown when it says nothing in time."""
+        if not self.host.alive:
+            return
+        random, network, clock = self.random, self.network, self._clock
+        pending = True
+
+        def settle(what: Answer | int | bool) -> None:
+            nonlocal pending
+            if pending:
+                pending = False
+                deadline.cancel()
+                self.host.call(lambda: answer(what))
+
+        def handle() -> None:
+            result = apply()
+            if random.random() < network.answer_lost:
+                return
+            clock.after(network.delay_s(random), lambda: None if self.cut else settle(result))
+
+        def arrive() -> None:
+            if not self.cut:
+                self.etcd.arrive(handle, lambda: settle(Unknown("connection refused")))
+
+        deadline = clock.after(self.timeout_s, lambda: settle(Unknown(f"no answer in {self.timeout_s} s")))
+        if not self.cut and random.random() >= network.lost:
+            clock.after(network.delay_s(random), arrive)
+
+    # ---- the lease
+
+    def _keep(self) -> None:
+        """Ask for a lease, or for more time on the one there is; then again, for ever."""
+        if self._closed:
+            return
+        lease, asked_at = self._lease, self.host.now()
+
+        def answered(result: Unknown | int | bool) -> None:
+            if self._closed:
+                return
+            match result:
+                case Unknown():
+                    self._be_silent(asked_at)
+                    self.host.after(0.2, self._keep)
+                case False:
+                    self._silence = None
+                    self._lease = 0
+                    self._tell(Lost())
+                    self._keep()
+                case _:
+                    self._silence = None
+                    self._lease = lease or int(result)
+                    self._tell(Held(asked_at + self.ttl_s))
+                    self.host.at(asked_at + self.ttl_s / 3, self._keep)
+
+        if lease:
+            self._request(lambda: self.etcd.keep_alive(lease), answered)
+        else:
+            self._request(lambda: self.etcd.grant(self.ttl_s), answered)
+
+    def _be_silent(self, since: float) -> None:
+        silence = Silent(self._silence.since if self._silence else since, cut_off=self.cut)
+        if silence != self._silence:
+            self._silence = silence
+            self._tell(silence)
+
+    def _tell(self, news: LeaseNews) -> None:
+        assert self._news is not None
+        self._news(news)
+
+
+class _Watch:
+    """A watch of one agent: where it is in the history of its topic."""
+
+    __slots__ = ("at", "broken", "ended", "listed", "seen", "store", "topic", "waiting")
+
+    def __init__(self, store: SimStore, topic: _Topic, seen: Callable[[Seen], None]) -> None:
+        self.store = store
+        self.topic = topic
+        self.seen = seen
+        self.at = 0  # how much of the history has been sent
+        self.listed = False
+        self.broken = False
+        self.waiting = False  # a batch is on its way
+        self.ended = False
+
+    def open(self) -> None:
+        self.topic.watchers[self] = None
+        self.waiting = True
+        self._later()
+
+    def close(self) -> None:
+        self.ended = True
+        self.topic.watchers.pop(self, None)
+
+    def wake(self) -> None:
+        """There is something to send."""
+        if not self.waiting and self.store.host.alive:
+            self.waiting = True
+            self._later()
+
+    def _later(self) -> None:
+        store, network = self.store, self.store.network
+        delay_s = network.delay_s(store.random)
+        if network.watch_lag and store.random.random() < network.watch_lag:
+            delay_s += network.watch_lag_max_s * store.random.random()
+        store._clock.after(delay_s, self._send)
+
+    def _send(self) -> None:
+        if self.ended or not self.store.host.alive:
+            return
+        etcd, store = self.store.etcd, self.store
+        if store.cut or etcd.health is not Health.SERVING:
+            self.broken = self.broken or store.cut or etcd.health is Health.DOWN
+            self.waiting = False  # recover() or reconnect() wakes it
+            return
+        if self.broken:  # connect again, which takes a while
+            self.broken = False
+            self.listed = self.listed and store.random.random() < 0.7  # else compacted meanwhile
+            store._clock.after(store.random.uniform(0.05, 1.0), self._send)
+            return
+        history = self.topic.history
+        what: Seen
+        if not self.listed or (store.network.relist and store.random.random() < store.network.relist):
+            self.listed = True
+            self.at = len(history)
+            what = etcd.list(self.topic)
+        elif self.at < len(history):
+            end = len(history)
+            if end - self.at > 1 and store.random.random() < store.network.watch_lag:
+                end = self._part(history, end)
+            what = Changes(tuple(history[self.at : end]))
+            self.at = end
+        else:
+            self.waiting = False
+            return
+        self.waiting = False
+        if self.at < len(history):
+            self.wake()
+        store.host.call(lambda: None if self.ended else self.seen(what))
+
+    def _part(self, history: list[Entry], end: int) -> int:
+        """Somewhere in what is to be sent, but never inside a transaction."""
+        part = self.store.random.randrange(self.at + 1, end)
+        while part < end and history[part].revision == history[part - 1].revision:
+            part += 1
+        return part
