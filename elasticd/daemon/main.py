@@ -20,6 +20,7 @@ from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.publish import Publisher
+from elasticd.daemon.standalone import Standalone
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
@@ -41,12 +42,7 @@ def run(config: RunConfig, view: View | None = None) -> int:
         inbox = Inbox()
         cleanup.enter_context(Signals((signal.Signals[name] for name in config.signals), inbox.post))
 
-        access = config.etcd
-        if access is None:
-            from elasticd.daemon.standalone import Standalone
-
-            standalone = cleanup.enter_context(Standalone(config.job, warden))
-            access = standalone.access
+        standalone = cleanup.enter_context(Standalone(config.job, warden)) if config.etcd is None else None
 
         # Torch takes seconds to import; etcd starts meanwhile.
         from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -55,8 +51,8 @@ def run(config: RunConfig, view: View | None = None) -> int:
         from elasticd.daemon.logs import Destinations, logs_specs
         from elasticd.daemon.roundstore import TorchRoundStores
 
-        if config.etcd is None:
-            standalone.wait_until_ready()
+        access = standalone.wait_until_ready() if standalone else config.etcd
+        assert access is not None
 
         def complained(error: StoreError) -> None:
             logger.warning("etcd.complaint", why=str(error))

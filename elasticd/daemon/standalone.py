@@ -1,0 +1,85 @@
+"""The embedded etcd of a run without ``--etcd``: started beside torch's import, restarted if it dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from elasticd.etcd import registry
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.embedded import Embedded
+from elasticd.etcd.errors import StoreError
+from elasticd.procs.keeper import Ended, Warden
+from elasticd.telemetry import log
+
+
+class Standalone:
+    """Owns the server while entered; the warden ends it should the agent be killed.
+
+    Raises FileExistsError if a standalone run of this name is there already, FileNotFoundError if
+    there is no etcd to run, both with one sentence.
+    """
+
+    def __init__(self, job: str, warden: Warden) -> None:
+        self._job = job
+        self._warden = warden
+        self._started = time.time()
+        self._ready = threading.Event()
+        self._error: Exception | None = None
+        self._ending = threading.Event()
+        self._died = threading.Event()
+        if registry.find(job) is not None:
+            raise FileExistsError(f"a standalone run named {job!r} is running on this machine already")
+        self._server = Embedded(self._spawn)
+        warden.remove_at_end(self._server.folder)
+        self._thread = threading.Thread(target=self._serve, name="elasticd-etcd", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._died.set()
+        self._thread.join()
+        registry.unregister(self._job, self._server.folder)
+        self._server.stop()
+
+    def wait_until_ready(self) -> EtcdAccess:
+        """Raises what kept it from starting."""
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self._server.access
+
+    def _serve(self) -> None:
+        """Start it, and again whenever it dies: its data is still there, and so are our leases."""
+        while not self._ending.is_set():
+            self._died.clear()
+            try:
+                self._server.start()
+                registry.register(
+                    self._job, self._server.endpoint, self._server.pid, self._started, self._server.folder
+                )
+            except (StoreError, OSError) as error:
+                if not self._ready.is_set():
+                    self._error = error
+                    self._ready.set()
+                    return
+                log.get("elasticd.etcd").error("etcd.restart_failed", why=str(error))
+                if self._ending.wait(1.0):
+                    return
+                continue
+            if self._ready.is_set():
+                log.get("elasticd.etcd").warning("etcd.restarted", endpoint=self._server.endpoint)
+            self._ready.set()
+            self._died.wait()
+
+    def _spawn(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> int:
+        return self._warden.spawn_service(argv, env=env, log_path=log_path, ended=self._ended)
+
+    def _ended(self, _: Ended) -> None:
+        self._died.set()
