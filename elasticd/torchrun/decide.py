@@ -94,10 +94,8 @@ Verdict = Register | Enter | Form | Wait | Refused | Unreachable
 def decide(me: str, address: str, view: View, rules: Rules, now: float) -> Verdict:
     """What ``me``, a node at ``address`` that wants to be in a round, does next."""
     last = view.round
-    if last is not None and last.closed is not None:
-        if not (last.closed.failed and not living(view)):
-            return Refused(last)
-        # A failed attempt is over once all of its nodes are gone; the next one starts afresh.
+    if last is not None and last.closed is not None and (not last.closed.failed or living(view)):
+        return Refused(last)  # a failed attempt is over once its nodes are gone; the next starts afresh
     mine = view.nodes.get(me)
     for node, seen in view.nodes.items():
         older = mine is None or seen.created < mine.created
@@ -113,33 +111,23 @@ def decide(me: str, address: str, view: View, rules: Rules, now: float) -> Verdi
     alive = living(view)
     busy = [node for node in alive if not is_waiting(node, view)]
     if busy:
-        full = (
-            last is not None
-            and len(alive) >= rules.max_nodes
-            and last.rank_of(me) is None
-        )
+        full = last is not None and len(alive) >= rules.max_nodes and last.rank_of(me) is None
         return Wait(
             f"for {_names(busy)} of round {last.number if last else 0} to come",
             redundant=full,
         )
 
-    newcomers = sorted(
-        (n for n in view.nodes if n not in alive), key=lambda n: view.nodes[n].created
-    )
+    newcomers = sorted((n for n in view.nodes if n not in alive), key=lambda n: view.nodes[n].created)
     chosen = (alive + newcomers)[: rules.max_nodes]
     if len(chosen) < rules.min_nodes:
-        return Wait(
-            f"for {rules.min_nodes} nodes; there are {len(chosen)}: {_names(chosen)}"
-        )
+        return Wait(f"for {rules.min_nodes} nodes; there are {len(chosen)}: {_names(chosen)}")
     until = _patience_ends(chosen, newcomers, view, rules)
     if until > now:
         return Wait("for more nodes", until)
     leader = min(view.nodes, key=lambda n: view.nodes[n].created)
     if leader != me:
         return Wait(f"for {leader} to form the round", redundant=me not in chosen)
-    seats = tuple(
-        Seat(n, view.nodes[n].record.address, view.nodes[n].record.port) for n in chosen
-    )
+    seats = tuple(Seat(n, view.nodes[n].record.address, view.nodes[n].record.port) for n in chosen)
     return Form(Round((last.number if last else 0) + 1, seats))
 
 
@@ -169,25 +157,19 @@ def lost_members(round_: Round, view: View) -> list[str]:
     return [
         seat.node
         for seat in round_.seats
-        if seat.node not in view.nodes
-        or view.nodes[seat.node].record.after >= round_.number
+        if seat.node not in view.nodes or view.nodes[seat.node].record.after >= round_.number
     ]
 
 
 def living(view: View) -> list[str]:
     """The members of the last round that still live, in the order of their ranks."""
-    return (
-        [seat.node for seat in view.round.seats if seat.node in view.nodes]
-        if view.round
-        else []
-    )
+    return [seat.node for seat in view.round.seats if seat.node in view.nodes] if view.round else []
 
 
 def is_waiting(node: str, view: View) -> bool:
     """Whether a living node has come for a round after the last one."""
     return view.round is None or (
-        view.round.rank_of(node) is None
-        or view.nodes[node].record.after >= view.round.number
+        view.round.rank_of(node) is None or view.nodes[node].record.after >= view.round.number
     )
 
 
@@ -195,21 +177,15 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
-def _patience_ends(
-    chosen: list[str], newcomers: list[str], view: View, rules: Rules
-) -> float:
+def _patience_ends(chosen: list[str], newcomers: list[str], view: View, rules: Rules) -> float:
     """Survivors of the last round wait for nobody; newcomers rarely come alone."""
     if len(chosen) >= rules.max_nodes:
         return float("-inf")
     if rules.last_call_s is not None:
         enough_since = sorted(view.nodes[n].since for n in chosen)[rules.min_nodes - 1]
         return enough_since + rules.last_call_s
-    return max(
-        (view.nodes[n].since + rules.settle_s for n in newcomers), default=float("-inf")
-    )
+    return max((view.nodes[n].since + rules.settle_s for n in newcomers), default=float("-inf"))
 
 
 def _names(nodes: list[str]) -> str:
-    return ", ".join(nodes[:5]) + (
-        f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
-    )
+    return ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")

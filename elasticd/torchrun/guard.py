@@ -21,7 +21,6 @@ import sys
 import time
 import uuid
 
-
 _MARK = "ELASTICD_GUARD_"
 
 
@@ -40,38 +39,30 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to the terminal's foreground must not reach it first
-            env={
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(_MARK)
-            },
+            env={name: value for name, value in os.environ.items() if not name.startswith(_MARK)},
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin.fileno()
+        os.set_blocking(self._pipe, False)
         os.environ[self.mark] = "1"
 
     def member_until(self, deadline_s: float) -> None:
-        """``deadline_s``: boot time; the workers may run until then."""
+        """``deadline_s``: boot time; the workers may run until then. Never blocks."""
         self._say(f"{deadline_s}\n")
 
     def close(self) -> None:
         """The workers are the agent's own business again."""
         os.environ.pop(self.mark, None)
         self._say("bye\n")
-        if self._process.stdin is not None:
-            try:
-                self._process.stdin.close()
-            except OSError:
-                pass
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process.wait()
 
     def _say(self, line: str) -> None:
-        pipe = self._process.stdin
-        if pipe is None or pipe.closed:
-            return
         try:
-            pipe.write(line.encode())
-            pipe.flush()
+            os.write(self._pipe, line.encode())
         except OSError:
-            pass  # it was killed; nothing that is done here depends on it
+            pass  # it was killed, or is stuck; nothing that is done here depends on it
 
 
 def watch_over(agent_pid: int, mark: str) -> None:
@@ -108,11 +99,7 @@ def kill_marked(mark: str, spare: set[int]) -> int:
     needle = f"{mark}=".encode()
     killed: set[int] = set()
     while True:
-        found = [
-            pid
-            for pid in _pids()
-            if pid not in spare | killed and needle in _environment(pid)
-        ]
+        found = [pid for pid in _pids() if pid not in spare | killed and needle in _environment(pid)]
         if not found:
             return len(killed)
         for pid in found:
@@ -132,11 +119,7 @@ def _tell(killed: int, why: str) -> None:
 
 
 def _pids() -> list[int]:
-    return [
-        int(name)
-        for name in os.listdir("/proc")
-        if name.isdigit() and int(name) != os.getpid()
-    ]
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
 
 
 def _environment(pid: int) -> bytes:

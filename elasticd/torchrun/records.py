@@ -82,9 +82,7 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
     try:
         record = msgspec.json.decode(value, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptError(
-            f"the value of {key} in etcd is not a {kind.__name__}: {error}"
-        ) from error
+        raise CorruptError(f"the value of {key} in etcd is not a {kind.__name__}: {error}") from error
     if record.version > VERSION:
         raise CorruptError(
             f"{key} in etcd was written by a newer elasticd (format {record.version}, this one knows "

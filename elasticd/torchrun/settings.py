@@ -11,17 +11,15 @@ from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.torchrun.decide import Rules
 
 _LEASE_FLOOR_S = 2.0  # etcd's own
-_TORCHRUN_FILLS_IN_S = (
-    900.0  # torchrun puts timeout=900 into every --rdzv-conf that has none
-)
+_TORCHRUN_FILLS_IN_S = 900.0  # torchrun puts timeout=900 into every --rdzv-conf that has none
 
 _KEYS = {
     # torch's names
     "join_timeout": "seconds to wait for enough nodes; 600",
     "last_call_timeout": "seconds each round below the maximum waits for more nodes; not at all",
     "close_timeout": "seconds that closing may take; 30",
-    "keep_alive_interval": "seconds between keep-alives; a third of ttl",
-    "keep_alive_max_attempt": "keep-alives that may fail before the node counts as lost",
+    "keep_alive_interval": "seconds between keep-alives; ttl is this times keep_alive_max_attempt",
+    "keep_alive_max_attempt": "keep-alives that may fail before the node counts as lost; 3",
     "heartbeat_timeout": "seconds one request to etcd may take; 2",
     "read_timeout": "seconds etcd may be silent, or the round's store, before joining fails; 60",
     "timeout": "what older back ends call join_timeout",
@@ -33,7 +31,7 @@ _KEYS = {
     "ssl_cert": "the same as cert",
     "ssl_cert_key": "the same as key",
     # ours
-    "ttl": "seconds after which a node that is silent counts as lost; 5",
+    "ttl": "whole seconds after which a node that is silent counts as lost; 5",
     "settle_s": "seconds newcomers are given company before a round below the maximum forms; 1",
     "closed_s": "seconds for which a finished job's id stays closed; 7200",
 }
@@ -52,7 +50,6 @@ class Settings:
     rules: Rules
     address: str | None
     ttl_s: float = 5.0
-    keep_alive_s: float = 5.0 / 3
     join_timeout_s: float = 600.0
     close_timeout_s: float = 30.0
     silence_s: float = 60.0
@@ -74,64 +71,48 @@ def settings_from(params: RendezvousParameters) -> Settings:
             "id, 'none', would join each other"
         )
     if not params.endpoint:
-        raise ValueError(
-            "give the address of etcd with --rdzv-endpoint, such as host:2379"
-        )
+        raise ValueError("give the address of etcd with --rdzv-endpoint, such as host:2379")
 
-    last_call_s = _seconds(params, "last_call_timeout", None)
-    ttl_s, keep_alive_s = _lease(params)
-    timeout_s = _seconds(params, "timeout", None)
+    timeout_s = _seconds(params, "timeout")
     patience_s = 600.0 if timeout_s in (None, _TORCHRUN_FILLS_IN_S) else timeout_s
     return Settings(
         run_id=run_id,
-        access=_access(params, _or(_seconds(params, "heartbeat_timeout", None), 2.0)),
+        access=_access(params, _or(_seconds(params, "heartbeat_timeout"), 2.0)),
         rules=Rules(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
-            settle_s=_or(_seconds(params, "settle_s", None, zero=True), 1.0),
-            last_call_s=last_call_s,
+            settle_s=_or(_seconds(params, "settle_s", zero=True), 1.0),
+            last_call_s=_seconds(params, "last_call_timeout"),
         ),
         address=params.local_addr,
-        ttl_s=ttl_s,
-        keep_alive_s=keep_alive_s,
-        join_timeout_s=_or(
-            _seconds(params, "join_timeout", None), _or(patience_s, 600.0)
-        ),
-        close_timeout_s=_or(_seconds(params, "close_timeout", None), 30.0),
-        silence_s=_or(_seconds(params, "read_timeout", None), 60.0),
-        closed_s=_or(_seconds(params, "closed_s", None), 7200.0),
+        ttl_s=_ttl(params),
+        join_timeout_s=_or(_seconds(params, "join_timeout"), _or(patience_s, 600.0)),
+        close_timeout_s=_or(_seconds(params, "close_timeout"), 30.0),
+        silence_s=_or(_seconds(params, "read_timeout"), 60.0),
+        closed_s=_or(_seconds(params, "closed_s"), 7200.0),
     )
 
 
-def _lease(params: RendezvousParameters) -> tuple[float, float]:
-    """(ttl, interval): ours, or torch's way of saying the same, interval times attempts."""
-    ttl_s = _seconds(params, "ttl", None)
-    interval_s = _seconds(params, "keep_alive_interval", None)
-    attempts = _seconds(params, "keep_alive_max_attempt", None)
+def _ttl(params: RendezvousParameters) -> float:
+    """Ours, or torch's way of saying the same: interval times attempts. Three are sent per ttl."""
+    ttl_s = _seconds(params, "ttl")
+    interval_s = _seconds(params, "keep_alive_interval")
+    attempts = _seconds(params, "keep_alive_max_attempt")
     if ttl_s is None:
-        ttl_s = 5.0 if interval_s is None else interval_s * _or(attempts, 3.0)
-    elif attempts is not None:
-        raise ValueError(
-            "--rdzv-conf gives both ttl and keep_alive_max_attempt; one of them follows from the other"
-        )
+        ttl_s = 5.0 if interval_s is None and attempts is None else _or(interval_s, 5.0) * _or(attempts, 3.0)
+    elif interval_s is not None or attempts is not None:
+        raise ValueError("--rdzv-conf gives ttl and keep_alive_*; give one, as the other follows from it")
     if ttl_s < _LEASE_FLOOR_S:
         raise ValueError(
             f"--rdzv-conf would lose a node after {ttl_s:g} s, but etcd's leases last 2 s at least"
         )
-    interval_s = ttl_s / 3 if interval_s is None else interval_s
-    if interval_s >= ttl_s:
-        raise ValueError(
-            f"--rdzv-conf sends a keep-alive every {interval_s:g} s, which is too late for a ttl of {ttl_s:g} s"
-        )
-    return ttl_s, interval_s
+    return ttl_s
 
 
 def _access(params: RendezvousParameters, timeout_s: float) -> EtcdAccess:
     def either(name: str, other: str) -> str | None:
         if name in params.config and other in params.config:
-            raise ValueError(
-                f"--rdzv-conf gives both {name} and {other}, which are the same"
-            )
+            raise ValueError(f"--rdzv-conf gives both {name} and {other}, which are the same")
         value = params.get(name, params.get(other))
         return None if value is None else str(value)
 
@@ -140,13 +121,8 @@ def _access(params: RendezvousParameters, timeout_s: float) -> EtcdAccess:
     if protocol is not None:
         protocol = str(protocol).strip().lower()
         if protocol not in ("http", "https"):
-            raise ValueError(
-                f"--rdzv-conf protocol is {protocol!r}; it is http or https"
-            )
-        endpoint = ",".join(
-            e if "://" in e else f"{protocol}://{e.strip()}"
-            for e in endpoint.split(",")
-        )
+            raise ValueError(f"--rdzv-conf protocol is {protocol!r}; it is http or https")
+        endpoint = ",".join(e if "://" in e else f"{protocol}://{e.strip()}" for e in endpoint.split(","))
     return parse_endpoints(
         endpoint,
         cacert=either("cacert", "ca_cert"),
@@ -156,16 +132,10 @@ def _access(params: RendezvousParameters, timeout_s: float) -> EtcdAccess:
     )
 
 
-def _seconds(
-    params: RendezvousParameters,
-    name: str,
-    default: float | None,
-    *,
-    zero: bool = False,
-) -> float | None:
+def _seconds(params: RendezvousParameters, name: str, *, zero: bool = False) -> float | None:
     value = params.get(name)
     if value is None:
-        return default
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -106,9 +106,7 @@ def test_a_member_of_a_newer_round_enters_it() -> None:
     assert isinstance(verdict, Enter) and (verdict.round.number, verdict.rank) == (5, 1)
 
 
-def test_a_node_that_does_not_fit_is_redundant_and_becomes_eligible_when_a_member_is_lost() -> (
-    None
-):
+def test_a_node_that_does_not_fit_is_redundant_and_becomes_eligible_when_a_member_is_lost() -> None:
     nodes = {"a": seen(1), "b": seen(2), "c": seen(3, after=1)}
     verdict = decide("c", ADDRESS, View(round_of(1, "a", "b"), nodes), rules(1, 2), NOW)
     assert isinstance(verdict, Wait) and verdict.redundant
@@ -122,14 +120,10 @@ def test_nobody_joins_a_closed_rendezvous() -> None:
     assert decide("b", ADDRESS, View(closed, {}), rules(1, 2), NOW) == Refused(closed)
 
 
-def test_a_failed_attempt_refuses_while_its_nodes_live_and_is_forgotten_afterwards() -> (
-    None
-):
+def test_a_failed_attempt_refuses_while_its_nodes_live_and_is_forgotten_afterwards() -> None:
     closed = round_of(3, "a", "b", closed=Closed("a", 0.0, failed=True))
     nodes = {"b": seen(1, after=3), "c": seen(2, after=3)}
-    assert decide("c", ADDRESS, View(closed, nodes), rules(1, 2), NOW) == Refused(
-        closed
-    )
+    assert decide("c", ADDRESS, View(closed, nodes), rules(1, 2), NOW) == Refused(closed)
     del nodes["b"]
     assert formed(decide("c", ADDRESS, View(closed, nodes), rules(1, 2), NOW)) == (
         4,
@@ -163,13 +157,8 @@ def test_a_node_that_others_cannot_reach_is_told_before_it_disturbs_them() -> No
         ("its own lease is gone", {"b": seen(2)}, 1),
     ],
 )
-def test_changes_of_membership_are_seen(
-    what: str, nodes: dict[str, Seen], pending: int
-) -> None:
-    assert (
-        changes_pending("a", 1, View(round_of(1, "a", "b"), nodes), rules(1, 3))
-        == pending
-    )
+def test_changes_of_membership_are_seen(what: str, nodes: dict[str, Seen], pending: int) -> None:
+    assert changes_pending("a", 1, View(round_of(1, "a", "b"), nodes), rules(1, 3)) == pending
 
 
 def test_a_superseded_member_must_go_even_if_the_new_world_is_full() -> None:
@@ -179,17 +168,13 @@ def test_a_superseded_member_must_go_even_if_the_new_world_is_full() -> None:
 
 def test_a_finished_job_lets_the_others_end_and_a_failed_one_does_not() -> None:
     finished = View(round_of(1, "a", "b", closed=Closed("b", 0.0)), {"a": seen(1)})
-    failed = View(
-        round_of(1, "a", "b", closed=Closed("b", 0.0, failed=True)), {"a": seen(1)}
-    )
+    failed = View(round_of(1, "a", "b", closed=Closed("b", 0.0, failed=True)), {"a": seen(1)})
     assert changes_pending("a", 1, finished, rules(1, 2)) == 0
     assert changes_pending("a", 1, failed, rules(1, 2)) == 1
 
 
 def test_a_member_that_went_on_to_another_round_never_arrives_in_this_one() -> None:
-    view = View(
-        round_of(2, "a", "b", "c"), {"a": seen(1, after=1), "b": seen(2, after=2)}
-    )
+    view = View(round_of(2, "a", "b", "c"), {"a": seen(1, after=1), "b": seen(2, after=2)})
     assert lost_members(round_of(2, "a", "b", "c"), view) == ["b", "c"]
 
 
@@ -206,16 +191,12 @@ class Rehearsal:
         self.round_revision = 0
         self.joining: set[str] = set()
         self.inside: dict[str, int] = {}
-        self.wrote: dict[
-            str, int
-        ] = {}  # a node never looks at a view older than its own last write
+        self.wrote: dict[str, int] = {}  # a node never looks at a view older than its own last write
         self.history: list[tuple[int, int, View]] = []
         self.now = 0.0
 
     def look(self, name: str, age: int = 0) -> tuple[int, View]:
-        self.history.append(
-            (self.revision, self.round_revision, View(self.round, dict(self.nodes)))
-        )
+        self.history.append((self.revision, self.round_revision, View(self.round, dict(self.nodes))))
         revision, round_revision, view = self.history[max(-1 - age, -len(self.history))]
         if revision < self.wrote.get(name, 0):
             _, round_revision, view = self.history[-1]
@@ -240,9 +221,7 @@ class Rehearsal:
     def act(self, name: str, age: int = 0) -> None:
         round_revision, view = self.look(name, age)
         if name not in self.joining:
-            if name not in self.inside or changes_pending(
-                name, self.inside[name], view, self.rules
-            ):
+            if name not in self.inside or changes_pending(name, self.inside[name], view, self.rules):
                 self.joining.add(name)
                 if name in self.nodes:
                     self.put(name, view)
@@ -253,9 +232,7 @@ class Rehearsal:
             case Enter(round_):
                 self.joining.discard(name)
                 self.inside[name] = round_.number
-            case Form(round_) if (
-                round_revision == self.round_revision and name in self.nodes
-            ):
+            case Form(round_) if round_revision == self.round_revision and name in self.nodes:
                 self.form(round_)
             case _:
                 pass
@@ -265,12 +242,8 @@ class Rehearsal:
         assert round_.number == last + 1
         assert self.rules.min_nodes <= len(round_.seats) <= self.rules.max_nodes
         assert len({s.node for s in round_.seats}) == len(round_.seats)
-        training = [
-            n for n, at in self.inside.items() if at == last and n not in self.joining
-        ]
-        assert not training, (
-            f"the live world of round {last} was replaced under {training}"
-        )
+        training = [n for n, at in self.inside.items() if at == last and n not in self.joining]
+        assert not training, f"the live world of round {last} was replaced under {training}"
         self.revision += 1
         self.round, self.round_revision = round_, self.revision
 
@@ -294,6 +267,4 @@ def test_no_world_is_replaced_while_it_trains_and_the_largest_forms_once_faults_
     assert it.round is not None
     members = {s.node for s in it.round.seats}
     assert len(members) == it.rules.max_nodes
-    assert all(
-        it.inside.get(n) == it.round.number and n not in it.joining for n in members
-    )
+    assert all(it.inside.get(n) == it.round.number and n not in it.joining for n in members)

@@ -1,0 +1,264 @@
+"""One node's lease, what it writes about itself, and what it sees of the others."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
+
+from elasticd.core.ports import Held, LeaseNews, Lost, Silent
+from elasticd.etcd import kv
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
+from elasticd.etcd.errors import LeaseGone, StoreError, StoreUnavailable
+from elasticd.etcd.kv import KeyValue, Range
+from elasticd.etcd.store import Link
+from elasticd.etcd.watcher import Events
+from elasticd.torchrun.backend import EtcdV3RendezvousBackend, unwrap
+from elasticd.torchrun.decide import Seen, View
+from elasticd.torchrun.guard import boot_time_s
+from elasticd.torchrun.records import (
+    CorruptError,
+    NodeRecord,
+    Round,
+    decode,
+    encode,
+    prefix_of,
+)
+
+log = logging.getLogger("elasticd.torchrun")
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A view as of a revision, and those that guard what is decided on it (0: no such key)."""
+
+    view: View
+    revision: int
+    round_token: int
+    own_token: int
+    own_created: int
+
+
+class Membership:
+    """Opens connections, takes a lease and follows the run's keys until ``close``.
+
+    ``held`` is called with the boot time until which the lease is sure to live, each time that
+    moves; it runs on the thread that keeps the lease, which waits for nothing else.
+    """
+
+    def __init__(
+        self,
+        access: EtcdAccess,
+        run_id: str,
+        node: str,
+        ttl_s: float,
+        held: Callable[[float], None],
+    ) -> None:
+        self.node = node
+        self.changed = threading.Condition()
+        self._prefix = prefix_of(run_id).encode()
+        self._key = self._prefix + b"nodes/" + node.encode()
+        self._access = access
+        self._held = held
+        self._items: dict[bytes, KeyValue] = {}
+        self._round: Round | None = None
+        self._nodes: dict[str, Seen] = {}
+        self._revision = 0  # of what was seen
+        self._wrote = 0  # what was seen must be at least as new as this
+        self._heard_at = time.monotonic()
+        self._problem: Exception | None = None
+        self._silence: Silent | None = None
+        self._link = Link(access, boot_time_s)
+        self.backend = EtcdV3RendezvousBackend(self._link.calls, self._prefix + b"round")
+        self._unwatch = self._link.watcher.watch(self._prefix, True, self)
+        self._lease = self._link.keeper.hold(ttl_s, self._lease_news, self.failed)
+
+    # ---- what is seen
+
+    def sight(self) -> Sight | None:
+        """What is seen, or None while that may be older than what this node itself has written.
+        Raises RendezvousStateError if it makes no sense, and the StoreError if etcd refuses us."""
+        with self.changed:
+            if self._problem is not None:
+                raise self._problem
+            if self._revision == 0 or self._revision < self._wrote:
+                return None
+            own = self._items.get(self._key)
+            state = self._items.get(self._prefix + b"round")
+            return Sight(
+                View(self._round, dict(self._nodes)),
+                self._revision,
+                round_token=state.revision if state else 0,
+                own_token=own.revision if own else 0,
+                own_created=own.created if own else 0,
+            )
+
+    def wait(
+        self,
+        sight: Sight | None,
+        timeout_s: float,
+        also: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Until more is seen than this sight, or ``also`` holds (it is asked again whenever
+        ``changed`` is notified), or the timeout."""
+        before = sight.revision if sight else max(self._wrote - 1, 0)
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._problem is not None or self._revision > before or also(),
+                timeout_s,
+            )
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since etcd was last heard."""
+        return time.monotonic() - self._heard_at
+
+    @property
+    def etcd_is_down(self) -> bool:
+        """etcd answers nobody: its hosts can be reached, but it is not there. As long as it is
+        away, nobody can have formed a world without this node."""
+        return self._silence is not None and not self._silence.cut_off
+
+    def seen(self, what: Range | Events) -> None:
+        """From the watch."""
+        with self.changed:
+            self._heard_at = now = time.monotonic()
+            if isinstance(what, Range):
+                gone = set(self._items) - {item.key for item in what.items}
+                changes = [KeyValue(key, None, what.revision, 0) for key in gone] + list(what.items)
+                self._revision = what.revision
+            else:
+                changes = list(what.items)
+                self._revision = max(self._revision, *(item.revision for item in changes))
+            try:
+                for item in changes:
+                    self._apply(item, now)
+                self._problem = None
+            except (CorruptError, RendezvousStateError) as error:
+                self._problem = RendezvousStateError(str(error))
+            self.changed.notify_all()
+
+    def failed(self, error: StoreError) -> None:
+        """From the watch and the lease: etcd answers, and says no."""
+        log.warning("%s", error)
+        with self.changed:
+            self._problem = error
+            self.changed.notify_all()
+
+    def _apply(self, item: KeyValue, now: float) -> None:
+        if item.value is None:
+            self._items.pop(item.key, None)
+        else:
+            self._items[item.key] = item
+        name = item.key.removeprefix(self._prefix).decode(errors="replace")
+        if name == "round":
+            self._round = decode(Round, unwrap(item.value, item.key), name) if item.value else None
+        elif name.startswith("nodes/"):
+            node = name.removeprefix("nodes/")
+            if item.value is None:
+                self._nodes.pop(node, None)
+                return
+            record = decode(NodeRecord, item.value, name)
+            before = self._nodes.get(node)
+            since = before.since if before and before.record == record else now
+            self._nodes[node] = Seen(record, item.created, since)
+
+    # ---- what is written
+
+    def put(self, record: NodeRecord, own_token: int) -> bool:
+        """Write this node's key, on its lease, if it is still what was seen. Raises StoreError,
+        after which it may or may not have been written."""
+        lease = self._lease.wait(self._access.timeout_s)
+        if not lease:
+            raise StoreUnavailable("etcd has given no lease yet", sent=False)
+        request = kv.txn_request(
+            [kv.if_unchanged(self._key, own_token)],
+            [kv.put_op(self._key, encode(record), lease)],
+        )
+        try:
+            response = self._link.calls.call("txn", request)
+        except LeaseGone as error:
+            self._link.keeper.check(self._lease)
+            raise StoreUnavailable("the node's lease has run out", sent=False) from error
+        if response.succeeded:
+            with self.changed:
+                self._wrote = max(self._wrote, response.header.revision)
+        return bool(response.succeeded)
+
+    def form(self, round_: Round, sight: Sight) -> bool:
+        """Write the round if the last one is what was seen, and this node's lease lives. Raises
+        RendezvousConnectionError, after which it may or may not have been written."""
+        mine = kv.if_created(self._key, sight.own_created)
+        wrote = self.backend.replace(encode(round_), sight.round_token, [mine])
+        with self.changed:
+            self._wrote = max(self._wrote, wrote)
+        return bool(wrote)
+
+    def close_round(self, round_: Round, token: int, keep_s: float, *, as_member: bool) -> bool:
+        """Replace the round by its closed form, which etcd forgets after ``keep_s`` seconds. With
+        ``as_member`` only if this node's lease lives. Returns whether it was written. Raises
+        RendezvousConnectionError."""
+        guards = []
+        if as_member:
+            with self.changed:
+                own = self._items.get(self._key)
+            if own is None:
+                return False
+            guards.append(kv.if_created(self._key, own.created))
+        try:
+            with Client(self._access) as client:
+                lease, _ = client.grant(math.ceil(keep_s))  # nobody renews it
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        return bool(self.backend.replace(encode(round_), token, guards, lease))
+
+    @property
+    def holds_key(self) -> bool:
+        """Whether this node is still known to the others, as far as was seen."""
+        with self.changed:
+            return self._key in self._items
+
+    # ---- the lease
+
+    def _lease_news(self, news: LeaseNews) -> None:
+        match news:
+            case Held(until):
+                self._silence = None
+                self._heard_at = time.monotonic()
+                self._held(until)
+            case Lost():
+                log.warning("the lease of node %s has run out", self.node)
+                with self.changed:
+                    self._silence = None
+                    self.changed.notify_all()
+            case Silent():
+                self._silence = news
+                log.warning(
+                    "etcd at %s does not answer%s",
+                    self._access.url,
+                    "; this node is cut off from it" if news.cut_off else "",
+                )
+
+    def diagnose(self) -> StoreError | None:
+        """What is wrong with etcd, asked anew; None if it works after all."""
+        try:
+            with Client(self._access) as client:
+                client.check()
+        except StoreError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """Give the lease back, so that the others see at once that this node has left."""
+        self._unwatch()
+        self._link.keeper.release(self._lease, self._access.timeout_s)
+        self._link.close()
