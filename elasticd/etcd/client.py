@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 from elasticd.core.ports import (
     Answer,
@@ -24,7 +25,7 @@ from elasticd.etcd._client3 import rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.diagnose import diagnose
-from elasticd.etcd.errors import BadRecord, LeaseGone, StoreError, StoreUnavailable
+from elasticd.etcd.errors import BadRecord, LeaseGone, StoreUnavailable
 from elasticd.etcd.kv import KeyValue, Range
 from elasticd.etcd.names import ROOT, job_prefix
 
@@ -48,7 +49,7 @@ class Client:
         self.access = access
         self._connection = Connection(access)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -87,7 +88,8 @@ class Client:
 
     def jobs(self) -> list[str]:
         """The names of all jobs that have keys, in order."""
-        names, key = [], ROOT
+        names: list[str] = []
+        key = ROOT
         end = kv.prefix_end(ROOT)
         while True:
             request = rpc.RangeRequest(key=key, range_end=end, limit=1, keys_only=True)
@@ -112,7 +114,8 @@ class Client:
         """All facts of the job under a prefix at one moment, and the values that are none."""
         root = job_prefix(job)
         found = self.list_raw(root + prefix.encode())
-        entries, bad = [], []
+        entries: list[Entry] = []
+        bad: list[BadRecord] = []
         for item in found.items:
             key = item.key.removeprefix(root).decode(errors="replace")
             try:
@@ -205,6 +208,3 @@ class Client:
     def compact(self, revision: int) -> None:
         """Forget all history before a revision."""
         self._connection.call("compact", rpc.CompactionRequest(revision=revision))
-
-
-__all__ = ["Client", "Status", "StoreError"]

@@ -115,7 +115,7 @@ class Keeper:
                 self._handle(*self._inbox.get(timeout=self._idle_s()))
             except queue.Empty:
                 pass
-            except Exception:
+            except Exception:  # noqa: BLE001  (nothing may end this thread)
                 _log.exception("keeping leases: unexpected; going on")
             now = self._clock()
             for lease in self._leases:
@@ -228,5 +228,5 @@ class Keeper:
             return
         try:
             lease._news(news)
-        except Exception:
+        except Exception:  # noqa: BLE001  (nothing may end this thread)
             _log.exception("who holds the lease failed on %s; going on", news)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import threading
@@ -33,12 +34,12 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
                 if not ready:
                     break
                 for key, _ in ready:
-                    sock = key.fileobj
-                    assert isinstance(sock, socket.socket)
-                    if _answered(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                    connecting = key.fileobj
+                    assert isinstance(connecting, socket.socket)
+                    if _answered(connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                         found.add(key.data)
-                    selector.unregister(sock)
-                    sock.close()
+                    selector.unregister(connecting)
+                    connecting.close()
                 if not selector.get_map():
                     break
         finally:
@@ -90,8 +91,6 @@ class Lookout:
 
 
 def _answered(error: int) -> bool:
-    import errno
-
     return error in (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 

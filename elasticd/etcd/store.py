@@ -131,7 +131,7 @@ class EtcdStore:
                 transaction = self._queue.popleft()
             try:
                 result = self._apply(transaction)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (nothing may end this thread)
                 _log.exception("a transaction failed unexpectedly")
                 result = Unknown(f"unexpected: {error!r}")
             transaction.end(result)
@@ -236,7 +236,7 @@ class _Transaction:
     def end(self, answer: Answer) -> None:
         try:
             self._answer(answer)
-        except Exception:
+        except Exception:  # noqa: BLE001  (nothing may end this thread)
             _log.exception("who asked for a transaction failed on %s; going on", answer)
 
 

@@ -102,7 +102,7 @@ class _Stream:
         try:
             for response in self._call:
                 self._inbox.put(("response", self, response))
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001  (nothing may end this thread)
             error = raised
         failure = self._translate(error) if error else StoreUnavailable("etcd ended the watch stream")
         self._inbox.put(("broken", self, failure))
@@ -156,11 +156,11 @@ class Watcher:
                 self._handle(*self._inbox.get(timeout=self._idle_s()))
             except queue.Empty:
                 pass
-            except Exception:
+            except Exception:  # noqa: BLE001  (nothing may end this thread)
                 _log.exception("watching etcd: unexpected; going on")
             try:
                 self._act()
-            except Exception:
+            except Exception:  # noqa: BLE001  (nothing may end this thread)
                 _log.exception("watching etcd: unexpected; going on")
                 time.sleep(RETRY_MIN_S)  # never spin
         if self._stream:
@@ -192,12 +192,14 @@ class Watcher:
                 self._forget(whose)
             case "listed":
                 self._listed(whose, content)
-            case "response" if whose is self._stream:
+            case "response":
                 self._heard(whose, content)
-            case "broken" if whose is self._stream:
-                self._broken(content)
-            case "suspect" if self._stream and self._stream.asked_at is None:
-                self._stream.heard_at = min(self._stream.heard_at, time.monotonic() - QUIET_S)
+            case "broken":
+                if whose is self._stream:
+                    self._broken(content)
+            case "suspect":
+                if self._stream and self._stream.asked_at is None:
+                    self._stream.heard_at = min(self._stream.heard_at, time.monotonic() - QUIET_S)
 
     def _act(self) -> None:
         """Do all that is due."""
@@ -271,6 +273,8 @@ class Watcher:
         self._stream.heard_at = max(self._stream.heard_at, now)  # give it time to answer
 
     def _heard(self, stream: _Stream, response: Any) -> None:
+        if stream is not self._stream:
+            return
         stream.heard_at = time.monotonic()
         stream.asked_at = None
         self._stream_retries = 0
@@ -287,8 +291,10 @@ class Watcher:
                     self._cancel(stream, stream.open.pop(watch._id)._id)
                     self._relist(watch)
             return
-        if (watch := stream.open.get(response.watch_id)) is None:  # progress, or one that has ended
-            return
+        if response.watch_id in stream.open:  # else progress, or of a watch that has ended
+            self._heard_of(stream, stream.open[response.watch_id], response)
+
+    def _heard_of(self, stream: _Stream, watch: Watch, response: Any) -> None:
         if response.canceled:
             del stream.open[response.watch_id]
             self._canceled(watch, response)
@@ -298,7 +304,6 @@ class Watcher:
         )
         if items:
             watch._revision = items[-1].revision
-            watch._retries = 0
             self._deliver(watch, Events(items))
 
     def _canceled(self, watch: Watch, response: Any) -> None:
@@ -357,7 +362,7 @@ class Watcher:
         watch._told = str(error)
         try:
             watch.follower.failed(error)
-        except Exception:
+        except Exception:  # noqa: BLE001  (nothing may end this thread)
             _log.exception("a follower of etcd failed; going on")
 
     def _deliver(self, watch: Watch, what: Range | Events) -> None:
@@ -365,7 +370,7 @@ class Watcher:
             return
         try:
             watch.follower.seen(what)
-        except Exception:
+        except Exception:  # noqa: BLE001  (nothing may end this thread)
             _log.exception("a follower of etcd failed; going on")
 
 

@@ -1,0 +1,140 @@
+"""Where the embedded etcds of this machine's standalone runs are.
+
+One small JSON file per job in a folder that only this user can write to, so that ``elasticd
+status`` finds a run that was started without ``--etcd``. A file whose process is gone is stale:
+ignored, and removed together with the data that a killed run may have left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.names import check_name
+
+_DATA_PREFIX = "elasticd-etcd-"  # of embedded.Embedded's folders; nothing else is ever removed
+
+
+@dataclass(frozen=True, slots=True)
+class Standalone:
+    """A standalone run. ``pid`` is its agent's (its etcd may be restarted), ``pid_started`` tells
+    that process from a later one of the same number (clock ticks since boot). ``started``: seconds
+    since the epoch. ``folder`` holds the data of its etcd."""
+
+    job: str
+    endpoint: str
+    pid: int
+    started: float
+    folder: str
+    pid_started: int = 0
+
+    @property
+    def access(self) -> EtcdAccess:
+        return EtcdAccess(endpoints=(self.endpoint,))
+
+
+def registry_folder() -> Path:
+    """``$XDG_RUNTIME_DIR/elasticd``, else ``/tmp/elasticd-<uid>``; made if it is not there.
+
+    Raises PermissionError, one sentence, if others could have put something into it.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = (
+        Path(runtime, "elasticd")
+        if runtime and os.access(runtime, os.W_OK | os.X_OK)
+        else Path(tempfile.gettempdir(), f"elasticd-{os.getuid()}")
+    )
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder} must be a folder that belongs to you and that only you may enter (mode 0700); "
+            "remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+        )
+    return folder
+
+
+def register(job: str, endpoint: str, folder: Path, *, started: float, pid: int | None = None) -> None:
+    """Let others find the embedded etcd of a job, as long as ``pid`` (default: this process) lives.
+
+    Raises FileExistsError, one sentence, if a live run of that name on this machine has one."""
+    check_name(job, "job")
+    pid = os.getpid() if pid is None else pid
+    other = find(job)
+    if other is not None and other.folder != str(folder):
+        raise FileExistsError(f"a standalone run named {job!r} is running on this machine already")
+    run = Standalone(job, endpoint, pid, started, str(folder), _start_of(pid))
+    path = _path(job)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.touch(mode=0o600)
+    fresh.write_bytes(msgspec.json.encode(run))
+    fresh.replace(path)
+
+
+def unregister(job: str, folder: Path) -> None:
+    """The run is over. Does nothing if the file is another run's by now."""
+    found = _read(_path(job))
+    if found is not None and found.folder == str(folder):
+        _path(job).unlink(missing_ok=True)
+
+
+def find(job: str) -> Standalone | None:
+    """The live standalone run of that name, if there is one."""
+    return next((run for run in standalone_runs() if run.job == job), None)
+
+
+def standalone_runs() -> list[Standalone]:
+    """All live ones of this user on this machine, oldest first."""
+    found = []
+    for path in registry_folder().glob("*.json"):
+        run = _read(path)
+        if run is None:
+            continue
+        if _start_of(run.pid) == run.pid_started != 0:
+            found.append(run)
+        else:
+            path.unlink(missing_ok=True)
+            _remove_data(Path(run.folder))
+    return sorted(found, key=lambda run: run.started)
+
+
+def _path(job: str) -> Path:
+    return registry_folder() / f"{quote(job, safe='')}.json"
+
+
+def _read(path: Path) -> Standalone | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Standalone)
+    except (OSError, msgspec.DecodeError):
+        return None  # being removed, or nothing of ours
+
+
+def _start_of(pid: int) -> int:
+    """When a live process started, in clock ticks since boot; 0 if there is none (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _remove_data(folder: Path) -> None:
+    """What a killed run left: only a folder that is ours, by name and by owner."""
+    with suppress(OSError):
+        found = folder.lstat()
+        if (
+            folder.name.startswith(_DATA_PREFIX)
+            and stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
