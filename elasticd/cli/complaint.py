@@ -10,6 +10,7 @@ class Complaint(Exception):
     """The person can put this right. ``sentence`` says what is wrong and what to do."""
 
     def __init__(self, sentence: str, code: int = USAGE) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
+        ends = sentence.rstrip(".")
+        self.sentence = ends if ends.endswith(("?", "!")) else f"{ends}."
+        super().__init__(self.sentence)
         self.code = code

@@ -131,18 +131,13 @@ class _Seconds(click.ParamType[float]):
         return seconds
 
 
-class _Switch(click.ParamType[bool]):
+class _Switch(click.types.BoolParamType):
     """A flag; from the environment torchrun reads a number, and anything but 0 is yes."""
 
-    name = "boolean"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        if isinstance(value, bool):
-            return value
-        try:
+        if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
             return int(value) != 0
-        except ValueError:
-            return bool(click.BOOL.convert(value, param, ctx))
+        return bool(super().convert(value, param, ctx))
 
 
 _COUNT = click.IntRange(min=1)

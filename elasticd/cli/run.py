@@ -66,11 +66,12 @@ def run(ctx: click.Context, /, **_: object) -> int:
 
     Takes torchrun's options as well as its own. They end at SCRIPT; what follows is the script's.
     """
+    options = collect(ctx, os.environ.get("ELASTICD_ETCD_PASSWORD"))
+    planned = plan(options, os.environ, ThisMachine())
+
     from elasticd.telemetry import log
     from elasticd.telemetry.view import open_view
 
-    options = collect(ctx, os.environ.get("ELASTICD_ETCD_PASSWORD"))
-    planned = plan(options, os.environ, ThisMachine())
     with open_view(plain=options.plain) as view:
         try:
             log.setup(

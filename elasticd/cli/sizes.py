@@ -20,7 +20,12 @@ class Sizes:
 
 
 def nodes(options: RunOptions) -> tuple[int, int]:
-    """torchrun's --nnodes as (least, most); (1, 1) where it was not said or does not count."""
+    """torchrun's --nnodes as (least, most); (1, 1) where it was not said or does not count.
+
+    Raises Complaint, also where limits in nodes and limits in workers contradict each other.
+    """
+    if options.said("nnodes") is options.said("min", "max") is not Said.NOWHERE:
+        raise Complaint("--min and --max count workers and --nnodes counts nodes: give one or the other.")
     if not _counts_nodes(options) or options.nnodes is None:
         return 1, 1
     least, colon, most = options.nnodes.partition(":")
@@ -34,15 +39,13 @@ def nodes(options: RunOptions) -> tuple[int, int]:
 
 
 def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
-    """Limits in workers and the slots of this node. Raises Complaint.
+    """Limits in workers and the slots of this node, after ``nodes``. Raises Complaint.
 
     ``standalone``: no other node can ever join.
     """
     notes: list[str] = []
     by_nodes, by_workers = options.said("nnodes"), options.said("min", "max")
     if by_nodes and by_workers:
-        if by_nodes is by_workers:
-            raise Complaint("--min and --max count workers and --nnodes counts nodes: give one or the other.")
         loser = "the environment's --nnodes" if by_workers > by_nodes else "the environment's --min and --max"
         notes.append(f"{loser} does not count, as the command line says something else")
     offered = _offered(options, machine)

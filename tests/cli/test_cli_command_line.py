@@ -1,0 +1,637 @@
+"""What the options of ``elasticd run`` mean, compared with torchrun's own parser where it has one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.options import RunOptions, collect
+from elasticd.cli.run import Planned, plan, run
+from elasticd.core.facts import Limits, Policy
+from elasticd.daemon.config import CommandKind, LogOptions
+
+
+@dataclass(frozen=True)
+class Pretend:
+    """A machine with as many devices as a test wants."""
+
+    gpu_count: int = 0
+    core_count: int = 4
+    affinity: int = 16
+
+    def gpus(self) -> int:
+        return self.gpu_count
+
+    def cores(self) -> int:
+        return self.core_count
+
+    def affinity_cores(self) -> int:
+        return self.affinity
+
+    def torch_devices(self, kind: str) -> int | None:
+        return {"xpu": 0, "npu": 3}.get(kind)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    script = tmp_path / "job.py"
+    script.write_text("print('hello')\n")
+    return str(script)
+
+
+def parse(*argv: str) -> RunOptions:
+    with run.make_context("run", list(argv)) as ctx:
+        return collect(ctx, None)
+
+
+def planned(*argv: str, environ: Mapping[str, str] | None = None, machine: Pretend | None = None) -> Planned:
+    return plan(parse(*argv), environ or {"OMP_NUM_THREADS": "1"}, machine or Pretend())
+
+
+def complaint(*argv: str, machine: Pretend | None = None) -> str:
+    with pytest.raises(Complaint) as caught:
+        planned(*argv, machine=machine)
+    assert caught.value.code == 2
+    return caught.value.sentence
+
+
+# ---------------------------------------------------------------- the script's own arguments
+
+_words = st.one_of(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12),
+    st.sampled_from(
+        [
+            "--",
+            "-",
+            "",
+            "--logs",
+            "--log",
+            "--max",
+            "--max=3",
+            "--node",
+            "--run",
+            "-m",
+            "-t3",
+            "--help",
+            "--nnodes",
+        ]
+    ),
+)
+
+
+@given(
+    args=st.lists(_words, max_size=8),
+    dashes=st.booleans(),
+    before=st.sampled_from([(), ("--min", "2"), ("-t3",)]),
+)
+def test_the_scripts_own_arguments_are_never_touched(
+    args: list[str], dashes: bool, before: tuple[str, ...]
+) -> None:
+    options = parse(*before, *(("--",) if dashes else ()), "job.py", *args)
+    assert options.target == "job.py"
+    assert list(options.args) == args
+    assert options.min == (2 if before and before[0] == "--min" else None)
+
+
+@given(args=st.lists(_words, max_size=6))
+def test_the_group_does_not_touch_them_either(args: list[str]) -> None:
+    from elasticd.cli.main import cli
+
+    with cli.make_context("elasticd", ["run", "--plain", "job.py", *args]) as ctx:
+        assert ctx._protected_args + ctx.args == ["run", "--plain", "job.py", *args]
+
+
+def test_torchruns_parser_would_have_tripped_over_such_a_flag() -> None:
+    from torch.distributed.run import get_args_parser
+
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(["--nnodes", "1", "job.py", "--logs", "dir"])
+
+
+def test_options_cannot_be_abbreviated(job: str) -> None:
+    with pytest.raises(click.NoSuchOption):
+        parse("--nproc", "2", job)
+
+
+def test_underscores_and_dashes_are_the_same(job: str) -> None:
+    assert parse("--nproc_per_node", "2", "--rdzv_id=x", job) == parse(
+        "--nproc-per-node=2", "--rdzv-id", "x", job
+    )
+
+
+# ---------------------------------------------------------------- torchrun's flags
+
+
+def torchruns_actions() -> dict[str, tuple[str, ...]]:
+    from torch.distributed.run import get_args_parser
+
+    positional = {"help", "training_script", "training_script_args"}
+    return {a.dest: tuple(a.option_strings) for a in get_args_parser()._actions if a.dest not in positional}
+
+
+def test_every_flag_that_torchrun_has_is_known_here_under_each_of_its_spellings() -> None:
+    ours = {p.name: p for p in run.params if isinstance(p, click.Option)}
+    for destination, spellings in torchruns_actions().items():
+        assert destination in ours, f"torchrun has {spellings}, which elasticd run does not know"
+        known = {o.replace("_", "-") for o in ours[destination].opts}
+        assert {s.replace("_", "-") for s in spellings} <= known
+        assert ours[destination].envvar == f"PET_{destination.upper()}"
+
+
+SAMPLES = {
+    "nnodes": "1:1",
+    "nproc_per_node": "2",
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": "host:1",
+    "rdzv_id": "name",
+    "rdzv_conf": "join_timeout=5",
+    "max_restarts": "3",
+    "monitor_interval": "0.5",
+    "start_method": "fork",
+    "event_log_handler": "console",
+    "role": "trainer",
+    "log_dir": "logs",
+    "redirects": "3",
+    "tee": "0:1,1:2",
+    "local_ranks_filter": "0,1",
+    "duplicate_stdout_filters": "a,,b,c",
+    "duplicate_stderr_filters": "x",
+    "node_rank": "1",
+    "master_addr": "host",
+    "master_port": "29500",
+    "local_addr": "127.0.0.1",
+    "logs_specs": "default",
+    "numa_binding": "node",
+    "signals_to_handle": "SIGTERM,SIGUSR1",
+    "shutdown_timeout": "7",
+}
+SWITCHES = {"standalone", "module", "no_python", "run_path", "virtual_local_rank"}
+
+
+def test_there_is_a_sample_for_each_of_torchruns_flags() -> None:
+    assert set(SAMPLES) | SWITCHES == set(torchruns_actions())
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("way", ["dash", "underscore", "environment"])
+def test_a_value_is_read_as_torchrun_reads_it(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import get_args_parser
+
+    value = SAMPLES[name]
+    if way == "environment":
+        monkeypatch.setenv(f"PET_{name.upper()}", value)
+        argv = ["job.py"]
+        if name in ("logs_specs", "numa_binding"):  # torchrun reads these from no environment; we do
+            argv = [f"--{name.replace('_', '-')}", value, "job.py"]
+    else:
+        argv = [f"--{name if way == 'underscore' else name.replace('_', '-')}", value, "job.py"]
+    theirs = getattr(get_args_parser().parse_args(argv), name)
+    ours = getattr(parse(*argv), name)
+    if name.startswith("duplicate"):
+        ours = list(planned_lists(ours))
+    if name == "log_dir":
+        ours = str(ours)
+    if name in ("monitor_interval", "shutdown_timeout"):
+        theirs = float(theirs)
+    if way == "environment" and isinstance(theirs, str) and not isinstance(ours, str):
+        theirs = type(ours)(theirs)
+    assert ours == theirs
+
+
+def planned_lists(text: str) -> tuple[str, ...]:
+    from elasticd.cli.run import _commas
+
+    return _commas(text)
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHES))
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_a_switch_is_read_as_torchrun_reads_it(
+    name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    if value is not None:
+        monkeypatch.setenv(f"PET_{name.upper()}", value)
+    for argv in (["job.py"], [f"--{name.replace('_', '-')}", "job.py"]):
+        assert getattr(parse(*argv), name) == getattr(get_args_parser().parse_args(argv), name)
+
+
+def test_every_flag_either_changes_the_configuration_or_is_said_to_mean_nothing(job: str) -> None:
+    base = planned(job)
+    alone = {"rdzv_endpoint": ["--rdzv-backend", "c10d"]}
+    values = SAMPLES | {"nnodes": "1", "log_dir": str(Path(job).parent), "local_addr": "127.0.0.2"}
+    for name, value in values.items():
+        if name == "logs_specs":
+            continue  # names an installed entry point; see below
+        argv = [*alone.get(name, []), f"--{name.replace('_', '-')}", value, job]
+        got = planned(*argv)
+        same = replace(got.config, job=base.config.job) == base.config and name != "rdzv_id"
+        if name == "nnodes":
+            assert same  # one node is the default
+        else:
+            assert not same or got.notes, f"--{name} is silently ignored"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["monitor_interval", "start_method", "event_log_handler", "node_rank", "master_addr", "master_port"],
+)
+def test_a_flag_that_means_nothing_here_says_so_once(name: str, job: str) -> None:
+    option = f"--{name.replace('_', '-')}"
+    notes = planned(option, SAMPLES[name], job).notes
+    assert sum(option in note for note in notes) == 1
+    assert "means nothing here" in "".join(notes)
+
+
+def test_flags_that_were_not_given_are_not_talked_about(job: str) -> None:
+    assert planned(job).notes == ()
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("argv", "machine", "limits", "slots"),
+    [
+        ((), Pretend(), Limits(1, 1), 1),
+        (("--nproc-per-node", "4"), Pretend(), Limits(4, 4), 4),
+        (("--nproc-per-node", "gpu"), Pretend(gpu_count=8), Limits(8, 8), 8),
+        (("--nproc-per-node", "auto"), Pretend(gpu_count=2), Limits(2, 2), 2),
+        (("--nproc-per-node", "auto"), Pretend(), Limits(16, 16), 16),
+        (("--nproc-per-node", "cpu"), Pretend(gpu_count=2), Limits(16, 16), 16),
+        (("--nproc-per-node", "npu"), Pretend(), Limits(3, 3), 3),
+        (
+            ("--nnodes=2:4", "--nproc-per-node=8", "--etcd=http://127.0.0.1:1", "--job=j"),
+            Pretend(),
+            Limits(16, 32),
+            8,
+        ),
+        (("--nnodes=1:4", "--standalone", "--nproc-per-node=2"), Pretend(), Limits(2, 8), 2),
+        (("--min", "2", "--max", "8"), Pretend(), Limits(2, 8), 4),
+        (("--min", "2", "--max", "8"), Pretend(core_count=1), Limits(2, 8), 2),
+        (("--min", "2", "--max", "8"), Pretend(core_count=64), Limits(2, 8), 8),
+        (("--min", "2", "--max", "8"), Pretend(gpu_count=3), Limits(2, 8), 3),
+        (("--min", "2"), Pretend(), Limits(2, 4), 4),
+        (("--max", "3"), Pretend(), Limits(1, 3), 3),
+        (("--slots", "3"), Pretend(), Limits(3, 3), 3),
+        (("--slots", "auto"), Pretend(), Limits(4, 4), 4),
+        (("--min=1", "--max=2", "--slots=4"), Pretend(), Limits(1, 2), 4),
+        (("--min=6", "--max=8", "--etcd=http://127.0.0.1:1", "--job=j"), Pretend(), Limits(6, 8), 4),
+        (("--min=2", "--max=8", "--nproc-per-node=3"), Pretend(), Limits(2, 8), 3),
+    ],
+)
+def test_sizes(argv: tuple[str, ...], machine: Pretend, limits: Limits, slots: int, job: str) -> None:
+    config = planned(*argv, job, machine=machine).config
+    assert (config.limits, config.slots) == (limits, slots)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--min", "4", "--max", "2"), "--min 4 is above --max 2"),
+        (("--min", "2", "--nnodes", "2"), "--nnodes counts nodes"),
+        (("--slots", "2", "--nproc-per-node", "2"), "mean the same"),
+        (("--nnodes", "3:2"), "1 <= MIN <= MAX"),
+        (("--nnodes", "0"), "1 <= MIN <= MAX"),
+        (("--nnodes", "many"), "neither a number nor MIN:MAX"),
+        (("--nproc-per-node", "0"), "at least 1 worker"),
+        (("--nproc-per-node", "gpu"), "does not have"),
+        (("--nproc-per-node", "xpu"), "does not have"),
+        (("--nproc-per-node", "some"), "none of a number"),
+        (("--slots", "x"), "neither a number nor auto"),
+        (("--slots", "-1"), "at least 1"),
+        (("--slots", "1", "--min", "2"), "can never run --min 2"),
+        (("--min=1", "--etcd=http://127.0.0.1:1"), "--max"),
+        (("--nnodes", "2"), "--etcd"),
+        (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"), "--etcd"),
+        (("--nnodes", "2", "--standalone"), "--standalone"),
+        (("--min=9", "--max=9", "--etcd=http://127.0.0.1:1"), "--job NAME"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(argv: tuple[str, ...], says: str, job: str) -> None:
+    assert says in complaint(*argv, job)
+
+
+def test_slots_beyond_the_gpus_are_refused_and_the_way_out_is_named(job: str) -> None:
+    assert "CUDA_VISIBLE_DEVICES=" in complaint("--slots", "3", job, machine=Pretend(gpu_count=2))
+
+
+def test_the_command_line_beats_the_environment(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICD_MIN", "1")
+    monkeypatch.setenv("PET_NNODES", "4")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
+    got = planned("--min", "2", "--max", "3", "--slots", "2", job)
+    assert (got.config.limits, got.config.slots) == (Limits(2, 3), 2)
+    assert any("--nnodes does not count" in note for note in got.notes)
+    monkeypatch.delenv("PET_NNODES")
+    assert planned("--nnodes", "1", "--nproc-per-node", "2", job).config.limits == Limits(2, 2)
+
+
+# ---------------------------------------------------------------- where nodes meet
+
+
+def test_an_etcd_given_as_torchruns_rendezvous_is_used(job: str) -> None:
+    config = planned(
+        *(
+            "--nnodes=2",
+            "--rdzv-backend=etcd-v3",
+            "--rdzv-endpoint=127.0.0.1:23,127.0.0.1:24",
+            "--rdzv-id=x/y".replace("/", "-"),
+        ),
+        job,
+    ).config
+    assert config.etcd is not None
+    assert config.etcd.endpoints == ("127.0.0.1:23", "127.0.0.1:24")
+    assert config.job == "x-y"
+
+
+def test_timeouts_of_rdzv_conf_are_ours_and_the_rest_is_told(job: str) -> None:
+    got = planned("--rdzv-conf", "join_timeout=7,last_call_timeout=3,is_host=1,store_type=file", job)
+    assert (got.config.policy.join_timeout_s, got.config.policy.settle_s) == (7.0, 3.0)
+    assert any("is_host, store_type of --rdzv-conf mean nothing here" in note for note in got.notes)
+    assert (
+        planned("--rdzv-conf", "join_timeout=7", "--join-timeout", "9", job).config.policy.join_timeout_s == 9
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--etcd", "ftp://a:1"), "ftp"),
+        (("--etcd", "http://a:1,https://b:1"), "mix"),
+        (("--etcd", "http://a:1", "--standalone"), "--standalone"),
+        (("--etcd", "https://a:1", "--etcd-cert", "/nowhere"), "/nowhere"),
+        (("--etcd-cacert", "/nowhere"), "no --etcd"),
+        (("--rdzv-backend", "etcd"), "--rdzv-endpoint"),
+        (("--rdzv-conf", "a"), "key=value"),
+        (("--rdzv-conf", "join_timeout=soon"), "not a number"),
+        (("--job", "a/b"), "slash"),
+        (("--job", ""), "empty"),
+        (("--job", "x" * 500), "500"),
+        (("--job", "--min"), "begins as an option"),
+        (("--node", "a/b"), "slash"),
+        (("--address", "192.0.2.7"), "not an address of this machine"),
+        (("--address", "a b"), "not an address"),
+    ],
+)
+def test_meeting_places_and_names_that_cannot_be_are_refused(
+    argv: tuple[str, ...], says: str, job: str
+) -> None:
+    assert says in complaint(*argv, job)
+
+
+def test_a_job_without_a_name_gets_a_readable_one_of_its_own(job: str) -> None:
+    one, other = planned(job).config.job, planned(job).config.job
+    assert one.startswith("job-") and other.startswith("job-") and one != other
+
+
+def test_a_standalone_run_is_on_loopback(job: str) -> None:
+    assert planned(job).config.address == "127.0.0.1"
+    assert planned(job).config.etcd is None
+
+
+# ---------------------------------------------------------------- all the rest
+
+
+def test_torchruns_restarts_are_the_budget_and_nothing_ends_the_job_before_it(job: str) -> None:
+    policy = planned("--max-restarts", "5", job).config.policy
+    assert policy.restarts_max == 5
+    assert policy.futile_max > 5
+    assert planned("--max-restarts", "5", "--futile-max", "2", job).config.policy.futile_max == 2
+    assert planned(job).config.policy == Policy()
+
+
+def test_every_time_of_the_policy_has_its_option(job: str) -> None:
+    argv = {
+        "settle_s": "--settle",
+        "grow_cooldown_s": "--grow-cooldown",
+        "join_timeout_s": "--join-timeout",
+        "shutdown_s": "--shutdown-timeout",
+        "broken_s": "--broken-timeout",
+        "node_ttl_s": "--node-ttl",
+        "restarts_max": "--max-restarts",
+        "restart_window_s": "--restart-window",
+        "futile_max": "--futile-max",
+        "quarantine_after": "--quarantine-after",
+        "quarantine_s": "--quarantine",
+        "quarantine_max_s": "--quarantine-max",
+    }
+    assert set(argv) == {f.name for f in fields(Policy)}
+    words = [word for n, option in enumerate(argv.values(), start=11) for word in (option, str(n))]
+    policy = planned(*words, job).config.policy
+    assert [getattr(policy, name) for name in argv] == list(range(11, 11 + len(argv)))
+
+
+def test_the_shutdown_time_is_also_read_from_torchs_variable(job: str) -> None:
+    environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12", "OMP_NUM_THREADS": "1"}
+    assert planned(job, environ=environ).config.policy.shutdown_s == 12
+    assert planned("--shutdown-timeout", "3", job, environ=environ).config.policy.shutdown_s == 3
+
+
+def test_log_options_are_passed_on(job: str, tmp_path: Path) -> None:
+    argv = ["--log-dir", str(tmp_path / "new" / "logs"), "-r", "3", "-t0:1", "--local-ranks-filter", "0,2"]
+    environ = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: ", "OMP_NUM_THREADS": "1"}
+    logs = planned(*argv, "--duplicate-stdout-filters", "a,,b,c", job, environ=environ).config.logs
+    assert logs == LogOptions(
+        tmp_path / "new" / "logs", "3", "0:1", frozenset({0, 2}), "${rank}: ", duplicate_stdout=("a,b", "c")
+    )
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("-m", "--no-python"), "exclude each other"),
+        (("--tee", "5"), "--tee"),
+        (("--redirects", "0:9"), "--redirects"),
+        (("--local-ranks-filter", "a"), "--local-ranks-filter"),
+        (("--signals-to-handle", "SIGNOPE"), "SIGNOPE"),
+        (("--signals-to-handle", "SIGKILL"), "SIGKILL"),
+        (("--logs-specs", "nope"), "nope"),
+        (("--log-dir", "/dev/null/logs"), "cannot be written"),
+        (("--log-dir", "/proc/elasticd-test"), "cannot be written"),
+    ],
+)
+def test_other_bad_values_are_refused(argv: tuple[str, ...], says: str, job: str) -> None:
+    assert says in complaint(*argv, job)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--min", "0"),
+        ("--max", "-1"),
+        ("--min", "x"),
+        ("--join-timeout", "nan"),
+        ("--settle", "-1"),
+        ("--settle", "inf"),
+        ("--node-ttl", "0.5"),
+        ("--max-restarts", "-1"),
+        ("--start-method", "teleport"),
+        ("--log-format", "xml"),
+    ],
+)
+def test_values_out_of_range_are_refused(argv: tuple[str, str], job: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        parse(*argv, job)
+    assert argv[0] in caught.value.format_message()
+
+
+# ---------------------------------------------------------------- what runs
+
+
+def test_a_script_is_known_by_its_text(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("a = 1\n")
+    first = planned(str(script)).config
+    script.write_text("a = 2\n")
+    second = planned(str(script)).config
+    assert first.command.kind is CommandKind.SCRIPT
+    assert first.fingerprint != second.fingerprint
+
+
+def test_a_module_is_found_without_importing_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "bundle" / "inner"
+    package.mkdir(parents=True)
+    (tmp_path / "bundle" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "job.py").write_text("")  # inner is a namespace package
+    (package / "__main__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    config = planned("-m", "bundle.inner.job", "--", "-x").config
+    assert (config.command.kind, config.command.target, config.command.args) == (
+        CommandKind.MODULE,
+        "bundle.inner.job",
+        ("--", "-x"),
+    )
+    assert planned("-m", "bundle.inner").config.command.target == "bundle.inner"
+    assert "no module named" in complaint("-m", "bundle.nothing")
+    assert "not a file" in complaint("-m", "job.py")
+    assert "without a __main__" in complaint("-m", "bundle")
+
+
+def test_a_program_is_looked_for_on_the_path(tmp_path: Path) -> None:
+    assert planned("--no-python", "sh", "-c", "true").config.command.kind is CommandKind.PROGRAM
+    assert "no program named" in complaint("--no-python", "surely-not-there")
+    (tmp_path / "data").write_text("")
+    assert "not executable" in complaint("--no-python", str(tmp_path / "data"))
+
+
+def test_run_path_wins_over_no_python_as_with_torchrun(job: str) -> None:
+    assert planned("--run-path", "--no-python", job).config.command.kind is CommandKind.SCRIPT
+
+
+def test_a_syntax_error_is_shown_where_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import os\n\nprint('a'\nx = 1\n")
+    said = complaint(str(script))
+    assert f"{script}:3" in said and "print('a'" in said
+
+
+def test_a_warning_about_the_script_is_left_to_the_script(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("x = '\\d'\nx is 3\n")
+    planned(str(script))
+    assert not recwarn.list
+
+
+def test_another_interpreters_syntax_is_not_judged(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("syntax of the future\n")
+    environ = {"PYTHON_EXEC": "/usr/bin/python9", "OMP_NUM_THREADS": "1"}
+    assert planned(str(script), environ=environ).config.command.target == str(script)
+
+
+def test_scripts_that_are_none_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in complaint(str(tmp_path / "no.py"))
+    assert "is a directory" in complaint(str(tmp_path))
+    assert "empty" in complaint("")
+    (tmp_path / "blob.py").write_bytes(b"\0\1\2")
+    assert "blob.py" in complaint(str(tmp_path / "blob.py"))
+
+
+def test_several_workers_get_one_thread_each_unless_told_otherwise(job: str) -> None:
+    options = parse("--slots", "2", job)
+    assert plan(options, {}, Pretend()).config.env == {"OMP_NUM_THREADS": "1"}
+    assert plan(options, {"OMP_NUM_THREADS": "3"}, Pretend()).config.env == {}
+    assert plan(parse(job), {}, Pretend()).config.env == {}
+
+
+# ---------------------------------------------------------------- the real command
+
+
+def elasticd(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ELASTICD_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "elasticd.cli.main", *argv],
+        env={**clean, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("run",),
+        ("run", "--min", "3", "--max", "2", "job.py"),
+        ("run", "--min", "0", "job.py"),
+        ("run", "nowhere.py"),
+        ("run", "--job", "a/b", "nowhere.py"),
+        ("run", "--nope", "job.py"),
+        ("status", "--nope"),
+        ("dance",),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_code_2(argv: tuple[str, ...]) -> None:
+    done = elasticd(*argv)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("elasticd: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_bad_value_in_the_environment_is_traced_to_it(job: str) -> None:
+    done = elasticd("run", job, env={"ELASTICD_MIN": "few"})
+    assert done.returncode == 2
+    assert "ELASTICD_MIN" in done.stderr
+
+
+def test_the_command_line_is_parsed_without_importing_torch_or_grpc() -> None:
+    code = (
+        "import sys\n"
+        "from elasticd.cli import main, run, status, steer\n"
+        "from elasticd.cli.options import collect\n"
+        "assert main._exit_code(['--help']) == 0\n"
+        "assert main._exit_code(['run', '--help']) == 0\n"
+        "assert main._exit_code(['run', 'nowhere.py']) == 2\n"
+        "assert main._exit_code(['ls', '--etcd', 'ftp://x']) == 2\n"
+        "heavy = {'torch', 'grpc', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_told() -> None:
+    from elasticd import __version__
+
+    assert elasticd("--version").stdout == elasticd("version").stdout == f"elasticd {__version__}\n"
