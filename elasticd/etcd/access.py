@@ -52,14 +52,14 @@ def parse_endpoints(
     if not any(parts):
         raise ValueError("no etcd endpoint is given; expected something like http://host:2379")
     if not all(parts):
-        raise ValueError(f"{_shown(text)!r} has an empty endpoint between its commas")
+        raise ValueError(f"the etcd endpoints {_shown(text)!r} have an empty one between their commas")
     tls_options = {"CA certificate": cacert, "client certificate": cert, "client key": key}
     fallback = "https" if any(tls_options.values()) else "http"
     split = [_split(part, fallback) for part in parts]
     schemes = {scheme for scheme, _ in split}
     if len(schemes) > 1:
         raise ValueError(
-            f"etcd endpoints mix http and https ({_shown(text)}); all must be the same, as TLS is for all or none"
+            f"etcd endpoints mix http and https ({_shown(text)}); TLS is for all of them or for none"
         )
     tls = schemes == {"https"}
     for name, path in tls_options.items():

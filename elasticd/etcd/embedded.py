@@ -153,7 +153,8 @@ class Embedded:
 
     def _await_ready(self) -> None:
         """Until it answers, or has ended, or took too long."""
-        assert self._ports is not None and self._pidfd is not None
+        assert self._ports is not None
+        assert self._pidfd is not None
         deadline = time.monotonic() + START_S
         pause_s = 0.01
         while not _ended(self._pidfd, pause_s):

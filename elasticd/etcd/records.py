@@ -7,7 +7,7 @@ an older elasticd would misread the value.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -46,7 +46,10 @@ def encode(key: str, fact: Fact) -> bytes:
     expected = fact_type(key)
     if type(fact) is not expected:
         raise ValueError(f"key {key!r} does not hold a {type(fact).__name__}")
-    fields = msgspec.json.encode(fact)
+    try:
+        fields = msgspec.json.encode(fact)
+    except UnicodeEncodeError:  # a worker's output, or a path, may be no text at all
+        fields = msgspec.json.encode(_printable(msgspec.to_builtins(fact)))
     return b'{"v":%d%s%s' % (VERSION, b"" if fields == b"{}" else b",", fields[1:])
 
 
@@ -61,7 +64,7 @@ def decode(key: str, value: bytes) -> Fact | None:
         return None
     try:
         version = msgspec.json.decode(value, type=_Version).v
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadRecord(key, f"not a record of elasticd ({error})") from error
     if version > VERSION:
         raise NewerRecord(key, version, VERSION)
@@ -69,3 +72,16 @@ def decode(key: str, value: bytes) -> Fact | None:
         return msgspec.json.decode(value, type=expected)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadRecord(key, str(error)) from error
+
+
+def _printable(value: Any) -> Any:
+    """The same without the surrogates that stand for bytes that are not UTF-8."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case dict():
+            return {key: _printable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_printable(item) for item in value]
+        case _:
+            return value

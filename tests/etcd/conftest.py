@@ -1,0 +1,132 @@
+"""Real etcds, and a way to get in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.embedded import Embedded
+
+PATIENCE_S = 60.0
+
+
+class Heard(list[Any]):
+    """Collects what call backs bring, and waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = threading.Condition()
+
+    def __call__(self, what: Any) -> None:
+        with self._changed:
+            self.append(what)
+            self._changed.notify_all()
+
+    def until(self, holds: Callable[[], Any]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(holds, PATIENCE_S), f"not within {PATIENCE_S} s; heard {self!r}"
+
+
+class Proxy:
+    """A TCP proxy on loopback that can go mute: it still takes connections, but passes nothing."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._passing = threading.Event()
+        self._passing.set()
+        self._ends: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def mute(self) -> None:
+        self._passing.clear()
+
+    def pass_on(self) -> None:
+        self._passing.set()
+
+    def hang_up(self) -> None:
+        """Break all connections."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._passing.set()
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.hang_up()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client:
+            self._ends.append(client)
+            self._passing.wait()
+            with socket.create_connection(self._target) as server:
+                self._ends.append(server)
+                other = {client: server, server: client}
+                while True:
+                    for end in select.select(list(other), [], [])[0]:
+                        data = end.recv(65536)
+                        self._passing.wait()
+                        if not data:
+                            return
+                        other[end].sendall(data)
+
+
+@pytest.fixture
+def etcd() -> Iterator[Embedded]:
+    server = Embedded()
+    try:
+        server.start()
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            if server.alive:
+                os.kill(server.pid, signal.SIGCONT)
+        server.stop()
+
+
+@pytest.fixture
+def proxy(etcd: Embedded) -> Iterator[Proxy]:
+    host, port = etcd.endpoint.split(":")
+    built = Proxy((host, int(port)))
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """An endpoint that connections to time out: its backlog is full, so the kernel drops SYNs."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def access_to(*endpoints: str) -> EtcdAccess:
+    return EtcdAccess(endpoints=endpoints, timeout_s=2.0)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd.core import facts
+from elasticd.etcd import records
+from elasticd.etcd.errors import BadRecord, NewerRecord
+
+
+def drawn(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type, with every field of a record drawn, those with defaults too."""
+    if kind is facts.Limits:
+        return st.builds(
+            lambda low, more: facts.Limits(low, low + more), st.integers(1, 999), st.integers(0, 999)
+        )
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return st.builds(kind, **{field.name: drawn(hints[field.name]) for field in fields(kind)})
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return st.sampled_from(kind)
+    if get_origin(kind) is tuple:
+        return st.lists(drawn(get_args(kind)[0]), max_size=2).map(tuple)
+    if get_origin(kind) is UnionType:
+        return st.one_of([drawn(option) for option in get_args(kind)])
+    return {
+        str: st.text(max_size=10),
+        int: st.integers(-(2**53), 2**53),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        bool: st.booleans(),
+        NoneType: st.none(),
+    }[kind]
+
+
+KEYS: dict[type, str] = {
+    facts.Spec: "spec",
+    facts.Leadership: "leader",
+    facts.Round: "round",
+    facts.Budget: "budget",
+    facts.Node: "nodes/a",
+    facts.Report: "reports/a",
+    facts.Progress: "progress/a",
+}
+
+
+@pytest.mark.parametrize("kind", get_args(facts.Fact), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_fact_comes_back_as_it_went(kind: type, data: st.DataObject) -> None:
+    key, fact = KEYS[kind], data.draw(drawn(kind))
+    value = records.encode(key, fact)
+    assert json.loads(value)["v"] == records.VERSION
+    assert records.decode(key, value) == fact
+
+
+def test_output_that_is_no_text_is_written_as_far_as_it_is() -> None:
+    message = b"caf\xe9 \xf0\x9f\x99\x82".decode(errors="surrogateescape")
+    fact = facts.Report("n", "i", 1, (facts.Exit(0, 0, 1, 1.0, message=message),))
+    decoded = records.decode("reports/n", records.encode("reports/n", fact))
+    assert isinstance(decoded, facts.Report)
+    assert decoded.exits[0].message == "caf\ufffd \U0001f642"
+
+
+def test_unknown_fields_of_the_same_version_are_ignored() -> None:
+    value = json.loads(records.encode("leader", facts.Leadership("a", "i")))
+    value["later"] = {"more": 1}
+    assert records.decode("leader", json.dumps(value).encode()) == facts.Leadership("a", "i")
+
+
+def test_missing_fields_with_a_default_take_it() -> None:
+    assert records.decode("budget", b'{"v":1}') == facts.Budget()
+
+
+def test_a_record_of_a_newer_elasticd_says_so_in_one_sentence() -> None:
+    with pytest.raises(NewerRecord, match=r"spec .*version 2.*newer elasticd, so upgrade this one$") as error:
+        records.decode("spec", b'{"v":2,"whatever":[]}')
+    assert error.value.key == "spec"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"hello",
+        b"\xff\xfe\x00",
+        b"\x80\x04\x95.",  # a pickle
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"v":"1"}',
+        b'{"v":1}',
+        b'{"v":1,"asked":{"min":0,"max":1}}',
+        b'{"v":1,"asked":{"min":3,"max":1},"limits":{"min":1,"max":1},"script":"a","fingerprint":"b"}',
+        b'{"v":1,"asked":7}',
+        b'{"v":1,"asked":' + b"[" * 100_000,
+        b'{"v":99999999999999999999999}',
+    ],
+)
+def test_garbage_is_an_error_that_names_the_key(value: bytes) -> None:
+    with pytest.raises(BadRecord, match=r"^the value of spec in etcd is not usable: ") as error:
+        records.decode("spec", value)
+    assert error.value.key == "spec"
+
+
+@given(st.binary())
+def test_no_bytes_raise_anything_but_a_bad_record(value: bytes) -> None:
+    for key in ("spec", "round", "nodes/a", "budget"):
+        try:
+            records.decode(key, value)
+        except BadRecord:
+            pass
+
+
+@pytest.mark.parametrize("key", ["", "checkpoint", "nodes", "nodes/", "nodes/a/b", "other/a", "spec/a"])
+def test_keys_that_are_not_ours_are_left_alone(key: str) -> None:
+    assert records.fact_type(key) is None
+    assert records.decode(key, b"whatever") is None
+
+
+def test_a_fact_under_the_wrong_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not hold a Budget"):
+        records.encode("leader", facts.Budget())
