@@ -128,4 +128,5 @@ class Stubs:
         )
         self.watch = rpc.WatchStub(channel).Watch
         self.status = rpc.MaintenanceStub(channel).Status
+        self.members = rpc.ClusterStub(channel).MemberList
         self.authenticate = rpc.AuthStub(channel).Authenticate

@@ -84,6 +84,11 @@ class Client:
             raise diagnose(self.access) or error from error
         return status
 
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """The members of the cluster by name, and the URLs at which they serve clients."""
+        response = self._connection.call("members", rpc.MemberListRequest(), idempotent=True)
+        return {member.name: tuple(member.clientURLs) for member in response.members}
+
     # ---- facts
 
     def jobs(self) -> list[str]:

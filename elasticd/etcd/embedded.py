@@ -140,10 +140,10 @@ class Embedded:
     def _argv(self) -> list[str]:
         assert self._ports is not None
         client, peer = (f"http://127.0.0.1:{port}" for port in self._ports)
-        argv = [str(self._binary), "--name=elasticd", f"--data-dir={self.folder / 'data'}"]
+        argv = [str(self._binary), f"--name={self.folder.name}", f"--data-dir={self.folder / 'data'}"]
         argv += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
         argv += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
-        argv += [f"--initial-cluster=elasticd={peer}", "--log-level=warn", "--logger=zap"]
+        argv += [f"--initial-cluster={self.folder.name}={peer}", "--log-level=warn", "--logger=zap"]
         # Alone it can never lose an election, so it may hold them quickly: up in a moment.
         argv += ["--heartbeat-interval=20", "--election-timeout=200"]
         argv += ["--auto-compaction-mode=periodic", "--auto-compaction-retention=10m"]
@@ -166,7 +166,9 @@ class Embedded:
                 try:
                     with Client(self.access) as client:
                         client.check()
-                    return
+                        if self.folder.name in client.members():
+                            return  # else another etcd was quicker to take the port
+                    pause_s = 0.1
                 except StoreError:
                     pause_s = 0.1
         raise StoreUnavailable(f"the embedded etcd ended while it started: {self._log_end()}")

@@ -1,7 +1,7 @@
 """Where the embedded etcds of this machine's standalone runs are.
 
 One small JSON file per job in a folder that only this user can write to, so that ``elasticd
-status`` finds a run that was started without ``--etcd``. A file whose process is gone is stale:
+status`` finds a run that was started without ``--etcd``. A file whose run is gone is stale:
 ignored, and removed together with the data that a killed run may have left.
 """
 
@@ -26,16 +26,18 @@ _DATA_PREFIX = "elasticd-etcd-"  # of embedded.Embedded's folders; nothing else 
 
 @dataclass(frozen=True, slots=True)
 class Standalone:
-    """A standalone run. ``pid`` is its agent's (its etcd may be restarted), ``pid_started`` tells
-    that process from a later one of the same number (clock ticks since boot). ``started``: seconds
-    since the epoch. ``folder`` holds the data of its etcd."""
+    """A standalone run. ``pid`` is its etcd's, which may be restarted; the run lives as long as
+    ``owner``, the process that registered it. ``owner_started`` tells that from a later process of
+    the same number (clock ticks since boot). ``started``: seconds since the epoch. ``folder`` holds
+    the data of its etcd."""
 
     job: str
     endpoint: str
     pid: int
     started: float
     folder: str
-    pid_started: int = 0
+    owner: int = 0
+    owner_started: int = 0
 
     @property
     def access(self) -> EtcdAccess:
@@ -64,16 +66,19 @@ def registry_folder() -> Path:
     return folder
 
 
-def register(job: str, endpoint: str, folder: Path, *, started: float, pid: int | None = None) -> None:
-    """Let others find the embedded etcd of a job, as long as ``pid`` (default: this process) lives.
+def register(
+    job: str, endpoint: str, pid: int, started: float, folder: Path, *, owner: int | None = None
+) -> None:
+    """Let others find the embedded etcd of a job, as long as ``owner`` (default: this process)
+    lives. Call it again when the etcd was restarted.
 
     Raises FileExistsError, one sentence, if a live run of that name on this machine has one."""
     check_name(job, "job")
-    pid = os.getpid() if pid is None else pid
     other = find(job)
     if other is not None and other.folder != str(folder):
         raise FileExistsError(f"a standalone run named {job!r} is running on this machine already")
-    run = Standalone(job, endpoint, pid, started, str(folder), _start_of(pid))
+    owner = os.getpid() if owner is None else owner
+    run = Standalone(job, endpoint, pid, started, str(folder), owner, _start_of(owner))
     path = _path(job)
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.touch(mode=0o600)
@@ -100,7 +105,7 @@ def standalone_runs() -> list[Standalone]:
         run = _read(path)
         if run is None:
             continue
-        if _start_of(run.pid) == run.pid_started != 0:
+        if _start_of(run.owner) == run.owner_started != 0:
             found.append(run)
         else:
             path.unlink(missing_ok=True)

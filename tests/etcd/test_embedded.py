@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.facts import Budget
+from elasticd.core.ports import Applied, Put
+from elasticd.etcd import embedded
+from elasticd.etcd.client import Client
+from elasticd.etcd.embedded import Embedded, find_etcd, spawn_child, version_of
+from elasticd.etcd.errors import StoreUnavailable
+
+
+def test_it_serves_on_loopback_with_its_data_kept_private(etcd: Embedded) -> None:
+    assert etcd.endpoint.startswith("127.0.0.1:")
+    assert stat.S_IMODE(etcd.folder.stat().st_mode) == 0o700
+    with Client(etcd.access) as client:
+        assert client.check().version
+
+
+def test_nothing_is_left_after_stop(etcd: Embedded) -> None:
+    etcd.stop()
+    assert not etcd.alive
+    assert not etcd.folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(etcd.pid, 0)
+    etcd.stop()
+
+
+def test_started_again_after_a_kill_it_is_where_it_was_with_what_it_had(etcd: Embedded) -> None:
+    endpoint = etcd.endpoint
+    with Client(etcd.access) as client:
+        assert isinstance(client.transact("job", (), (Put("budget", Budget(total=3)),)), Applied)
+        os.kill(etcd.pid, signal.SIGKILL)
+        while etcd.alive:
+            os.sched_yield()
+        etcd.start()
+        assert etcd.endpoint == endpoint
+        entry = client.get("job", "budget")
+        assert entry is not None
+        assert entry.fact == Budget(total=3)
+
+
+def test_a_stopped_one_is_ended_all_the_same(etcd: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "STOP_S", 0.2)
+    os.kill(etcd.pid, signal.SIGSTOP)
+    etcd.stop()
+    assert not etcd.alive
+
+
+def test_two_at_once_do_not_meet(etcd: Embedded) -> None:
+    other = Embedded()
+    try:
+        other.start()
+        with Client(etcd.access) as one, Client(other.access) as two:
+            one.transact("job", (), (Put("budget", Budget()),))
+            assert one.jobs() == ["job"]
+            assert two.jobs() == []
+    finally:
+        other.stop()
+
+
+def test_variables_of_etcd_in_our_environment_do_not_configure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETCD_NAME", "other")
+    monkeypatch.setenv("ETCD_QUOTA_BACKEND_BYTES", "nonsense")
+    server = Embedded()
+    try:
+        server.start()
+    finally:
+        server.stop()
+
+
+def test_a_port_that_was_taken_meanwhile_is_given_up_for_another(
+    etcd: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = int(etcd.endpoint.rpartition(":")[2])
+    free_ports = embedded._free_ports
+    offers = iter([(taken, free_ports()[1]), free_ports()])
+    monkeypatch.setattr(embedded, "_free_ports", lambda: next(offers))
+    other = Embedded()
+    try:
+        assert other.start().endpoints != etcd.access.endpoints
+    finally:
+        other.stop()
+
+
+def test_one_that_ends_while_starting_says_why(tmp_path: Path) -> None:
+    def spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
+        return spawn_child([*argv, "--no-such-flag"], env, log)
+
+    server = Embedded(spawn)
+    try:
+        with pytest.raises(StoreUnavailable, match="ended"):
+            server.start()
+    finally:
+        server.stop()
+
+
+def binary(folder: Path, version: str) -> Path:
+    folder.mkdir()
+    path = folder / "etcd"
+    path.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_sound_etcd_on_path_is_preferred(tmp_path: Path) -> None:
+    path = binary(tmp_path / "bin", "3.5.21")
+    assert find_etcd(str(path.parent)) == path
+
+
+@pytest.mark.parametrize("version", ["3.5.0", "3.5.1", "3.5.2", "3.3.9"])
+def test_an_etcd_on_path_that_may_lose_data_is_passed_over(version: str, tmp_path: Path) -> None:
+    path = binary(tmp_path / "bin", version)
+    found = find_etcd(str(path.parent))
+    assert found != path
+    assert version_of(found) is not None
+
+
+def test_something_else_called_etcd_is_passed_over(tmp_path: Path) -> None:
+    path = binary(tmp_path / "bin", "none")
+    assert version_of(path) is None
+    assert find_etcd(str(path.parent)) != path
+
+
+def test_no_etcd_anywhere_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=re.escape("install one, or use --etcd")):
+        find_etcd(str(tmp_path))
