@@ -78,8 +78,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).reshape(batch, length, width))
-        x = x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-        return x
+        thought: Tensor = self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return x + thought
 
 
 class GPT(nn.Module):
@@ -474,7 +474,7 @@ def join_world() -> tuple[torch.device, int]:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device, local_rank
 
 

@@ -1,0 +1,83 @@
+"""Who may import what. The arrows between packages are import-linter's, in pyproject.toml; these are the
+rules about single files and about what comes from outside."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOUSE = ROOT / "elasticd"
+MODULES = sorted(HOUSE.rglob("*.py"))
+
+
+def imports(module: Path) -> Iterator[str]:
+    """Full names of everything the module imports, wherever in it, such as ``etcd3`` or ``a.b.c``."""
+    package = module.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(module.read_text(), module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def roots(module: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(module)}
+
+
+def within(package: str) -> list[Path]:
+    found = [m for m in MODULES if m.relative_to(HOUSE).parts[0] == package]
+    assert found, f"elasticd/{package} is gone; these rules were about it"
+    return found
+
+
+def name(module: Path) -> str:
+    return str(module.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("module", within("core"), ids=name)
+def test_core_imports_only_the_standard_library_and_itself(module):
+    foreign = {i for i in imports(module) if i.partition(".")[0] not in sys.stdlib_module_names}
+    assert not {i for i in foreign if not i.startswith("elasticd.core")}
+
+
+@pytest.mark.parametrize("module", within("core"), ids=name)
+def test_core_is_handed_time_and_chance_and_touches_nothing(module):
+    effects = {
+        "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random",
+        "secrets", "select", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time",
+        "uuid",
+    }  # fmt: skip
+    assert not roots(module) & effects
+
+
+def test_one_file_alone_imports_etcd3():
+    assert [name(m) for m in MODULES if "etcd3" in roots(m)] == ["elasticd/etcd/_client3.py"]
+
+
+@pytest.mark.parametrize("module", within("worker"), ids=name)
+def test_what_runs_inside_a_worker_knows_nothing_of_the_agent(module):
+    ours = {i for i in imports(module) if i.partition(".")[0] == "elasticd"}
+    assert not {i for i in ours if not i.startswith("elasticd.worker")}
+
+
+def may_wait_for_torch(module: Path) -> bool:
+    return module.relative_to(HOUSE).parts[0] in {"daemon", "torchrun", "worker"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not may_wait_for_torch(m)], ids=name)
+def test_torch_is_imported_late_where_people_wait_for_an_answer(module):
+    """It costs 1.5 s, which ``elasticd status`` must not pay."""
+    at_import = ast.parse(module.read_text()).body
+    names = {alias.name for node in at_import if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in at_import if isinstance(node, ast.ImportFrom)}
+    assert "torch" not in {n.partition(".")[0] for n in names}
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "workers").glob("*.py")), ids=name)
+def test_starting_points_are_plain_torchrun_scripts(program):
+    assert "elasticd" not in roots(program)

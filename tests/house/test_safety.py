@@ -1,0 +1,44 @@
+"""Nothing that comes from etcd, a socket or a disk may run code here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = sorted([*(ROOT / "elasticd").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
+UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+
+
+def name(module: Path) -> str:
+    return str(module.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("module", OURS, ids=name)
+def test_nothing_is_unpickled(module):
+    for node in ast.walk(ast.parse(module.read_text(), module)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=origin), attr="load" | "loads" | "Unpickler")):
+                assert origin not in UNPICKLERS, f"line {node.lineno} unpickles"
+            case ast.ImportFrom(module=origin):
+                taken = {alias.name for alias in node.names}
+                assert origin not in UNPICKLERS or taken <= {"UnpicklingError"}, f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("module", [m for m in OURS if "elasticd" in m.parts], ids=name)
+def test_the_agent_does_not_even_import_pickle(module):
+    for node in ast.walk(ast.parse(module.read_text(), module)):
+        if isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & UNPICKLERS, f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("module", OURS, ids=name)
+def test_torch_loads_weights_only(module):
+    for node in ast.walk(ast.parse(module.read_text(), module)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
+                given = {k.arg: k.value for k in node.keywords}
+                value = given.get("weights_only")
+                assert isinstance(value, ast.Constant) and value.value is True, f"line {node.lineno}"
+            case ast.Attribute(attr="recv_object_list" | "broadcast_object_list" | "all_gather_object"):
+                pytest.fail(f"line {node.lineno}: {node.attr} unpickles what others send")
