@@ -32,9 +32,8 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
         high = spec.limits.max if most is None else most
         if low > high:
             kept = f" (which {job} has now)"
-            raise Complaint(
-                f"--min {low}{kept if least is None else ''} is above --max {high}{kept if most is None else ''}."
-            )
+            low_said, high_said = (kept if said is None else "" for said in (least, most))
+            raise Complaint(f"--min {low}{low_said} is above --max {high}{high_said}.")
         return replace(spec, limits=Limits(low, high))
 
     spec = _edit(find(etcd, job), job, change)
@@ -94,7 +93,8 @@ def _edit(access: EtcdAccess, job: str, change: Callable[[Spec], Spec]) -> Spec:
                     if now is not None and now.fact == wanted:
                         return wanted
                     raise Complaint(
-                        f"etcd did not say whether it took the change ({answer.why}); look with `elasticd status {job}`.",
+                        f"etcd did not say whether it took the change ({answer.why}); "
+                        f"look with `elasticd status {job}`.",
                         ETCD_UNREACHABLE,
                     )
 

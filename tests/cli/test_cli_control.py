@@ -1,0 +1,266 @@
+"""status, ls, scale, drain and stop against a real etcd."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from elasticd.cli import steer
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.main import _exit_code
+from elasticd.core.facts import Cause, Drained, Fact, Limits, Node, Outcome, Phase, Round, Spec
+from elasticd.core.ports import Applied, Put
+from elasticd.etcd import registry
+from elasticd.etcd.client import Client
+from elasticd.etcd.embedded import Embedded
+
+SPEC = Spec(Limits(2, 8), Limits(2, 8), "job.py", "f")
+LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
+
+
+def a_node(name: str) -> Node:
+    return Node(name, f"{name}-1", "127.0.0.1", (0, 1), 0, 1, 2, "host")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Embedded]:
+    etcd = Embedded()
+    try:
+        etcd.start()
+        yield etcd
+    finally:
+        etcd.stop()
+
+
+@pytest.fixture
+def etcd(server: Embedded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    """An empty etcd, named by ELASTICD_ETCD."""
+    monkeypatch.setenv("ELASTICD_ETCD", f"http://{server.endpoint}")
+    with Client(server.access) as client:
+        client.delete_raw(b"/elasticd/", prefix=True)
+        yield client
+
+
+def put(client: Client, job: str, **facts: Fact) -> None:
+    writes = tuple(Put(key.replace("__", "/"), fact) for key, fact in facts.items())
+    assert isinstance(client.transact(job, (), writes), Applied)
+
+
+def spec_of(client: Client, job: str) -> Spec:
+    entry = client.get(job, "spec")
+    assert entry is not None and isinstance(entry.fact, Spec)
+    return entry.fact
+
+
+def elasticd(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = _exit_code(list(argv))
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_scale_changes_the_limits_in_force_and_not_those_asked(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    code, out, _ = elasticd(capfd, "scale", "j", "--min", "3", "--max", "4")
+    assert code == 0 and "3 to 4 workers" in out
+    assert spec_of(etcd, "j") == replace(SPEC, limits=Limits(3, 4))
+    assert elasticd(capfd, "scale", "j", "--max", "6")[0] == 0
+    assert spec_of(etcd, "j").limits == Limits(3, 6)
+
+
+def test_scale_refuses_a_minimum_above_the_maximum(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    for argv in (("--min", "9"), ("--max", "1"), ("--min", "5", "--max", "4")):
+        code, _, err = elasticd(capfd, "scale", "j", *argv)
+        assert code == 2 and "is above --max" in err and len(err.splitlines()) == 1
+    assert elasticd(capfd, "scale", "j")[0] == 2
+    assert spec_of(etcd, "j") == SPEC
+
+
+def test_an_edit_that_came_between_is_not_lost(etcd: Client, server: Embedded) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    meddled = []
+
+    def change(spec: Spec) -> Spec:
+        if not meddled:  # somebody else is faster, once
+            meddled.append(True)
+            put(etcd, "j", spec=replace(spec, stop=True))
+        return replace(spec, limits=Limits(1, 1))
+
+    steer._edit(server.access, "j", change)
+    assert spec_of(etcd, "j") == replace(SPEC, stop=True, limits=Limits(1, 1))
+
+
+def test_stop_asks_the_job_to_stop(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    assert elasticd(capfd, "stop", "j")[0] == 0
+    assert spec_of(etcd, "j").stop
+
+
+def test_a_job_that_has_ended_cannot_be_steered(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    put(etcd, "j", spec=SPEC, round=replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
+    for argv in (("stop", "j"), ("scale", "j", "--max", "9")):
+        code, _, err = elasticd(capfd, *argv)
+        assert code == 2 and "has ended already" in err
+
+
+def test_drain_finds_the_node_and_names_its_incarnation(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE, nodes__a=a_node("a"), nodes__b=a_node("b"))
+    for _ in range(2):  # the second time it is asked already
+        assert elasticd(capfd, "drain", "b")[0] == 0
+        assert spec_of(etcd, "j").drain == (Drained("b", "b-1"),)
+    put(etcd, "k", spec=SPEC, round=LIVE, nodes__b=a_node("b"))
+    code, _, err = elasticd(capfd, "drain", "b")
+    assert code == 2 and "j and k" in err and "--job" in err
+    assert elasticd(capfd, "drain", "b", "--job", "k")[0] == 0
+    assert spec_of(etcd, "k").drain == (Drained("b", "b-1"),)
+
+
+def test_unknown_names_are_answered_with_the_known_ones(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(etcd, "mine", spec=SPEC, round=LIVE, nodes__a=a_node("a"))
+    for argv, known in (
+        (("status", "yours"), "mine"),
+        (("scale", "yours", "--max", "9"), "mine"),
+        (("stop", "yours"), "mine"),
+        (("drain", "z"), "a"),
+        (("drain", "z", "--job", "mine"), "a"),
+    ):
+        code, _, err = elasticd(capfd, *argv)
+        assert code == 2 and f"there is {known}" in err and len(err.splitlines()) == 1
+
+
+def test_status_and_ls_show_the_jobs(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE, nodes__a=a_node("a"))
+    code, out, _ = elasticd(capfd, "status", "j")
+    assert code == 0 and "j: round 1 live" in out and "a at 127.0.0.1" in out
+    assert elasticd(capfd, "status")[1].splitlines()[0].startswith("j: round 1 live")
+    told = json.loads(elasticd(capfd, "status", "j", "--json")[1])
+    assert (told["job"], told["phase"], told["limits"]) == ("j", "live", {"min": 2, "max": 8})
+    put(etcd, "k", spec=SPEC)
+    code, out, _ = elasticd(capfd, "ls")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["JOB", "j", "k"]
+    assert elasticd(capfd, "status")[1] == out
+    assert [json.loads(line)["job"] for line in elasticd(capfd, "ls", "--json")[1].splitlines()] == ["j", "k"]
+
+
+def test_a_record_of_a_newer_elasticd_is_named(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    etcd.swap_raw(b"/elasticd/j/spec", b'{"v":99}', 0)
+    code, _, err = elasticd(capfd, "stop", "j")
+    assert code == 2 and "newer elasticd" in err
+    code, out, err = elasticd(capfd, "status", "j")
+    assert code == 0 and "newer elasticd" in err and "j: " in out
+
+
+def test_an_etcd_that_cannot_be_reached_is_exit_code_4(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        for argv in (("status", "j"), ("ls",), ("scale", "j", "--max", "3"), ("stop", "j"), ("drain", "n")):
+            code, out, err = elasticd(capfd, *argv, "--etcd", endpoint)
+            assert (code, out, len(err.splitlines())) == (4, "", 1)
+
+
+def test_the_wrong_scheme_is_bad_input(
+    etcd: Client, server: Embedded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = elasticd(capfd, "ls", "--etcd", f"https://{server.endpoint}")
+    assert code == 2 and "http://" in err and len(err.splitlines()) == 1
+
+
+def test_a_standalone_run_is_found_by_itself(
+    server: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("ELASTICD_ETCD", raising=False)
+    code, out, err = elasticd(capfd, "ls")
+    assert (code, out) == (0, "") and "no job on this machine" in err
+    registry.register("alone", server.endpoint, server.pid, 1.0, server.folder)
+    try:
+        with Client(server.access) as client:
+            client.delete_raw(b"/elasticd/", prefix=True)
+            put(client, "alone", spec=SPEC, round=LIVE)
+            assert "alone: round 1 live" in elasticd(capfd, "status")[1]
+            assert elasticd(capfd, "scale", "alone", "--max", "3")[0] == 0
+            assert spec_of(client, "alone").limits == Limits(2, 3)
+    finally:
+        registry.unregister("alone", server.folder)
+
+
+def test_watching_shows_each_change_until_the_job_has_ended(etcd: Client, server: Embedded) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch", "--json"],
+        env={**os.environ, "ELASTICD_ETCD": f"http://{server.endpoint}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["round"] == 1
+        put(etcd, "j", round=replace(LIVE, number=2))
+        assert json.loads(process.stdout.readline())["round"] == 2
+        put(etcd, "j", round=replace(LIVE, number=2, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
+        assert json.loads(process.stdout.readline())["outcome"] == "succeeded"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_watching_ends_with_the_job(etcd: Client, server: Embedded) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch"],
+        env={**os.environ, "ELASTICD_ETCD": f"http://{server.endpoint}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert "j: round 1 live" in process.stdout.readline()
+        etcd.delete_raw(b"/elasticd/j/", prefix=True)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 2 and "no longer in etcd" in err
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_interrupted_watch_leaves_quietly(etcd: Client, server: Embedded) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch"],
+        env={**os.environ, "ELASTICD_ETCD": f"http://{server.endpoint}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130 and "Traceback" not in err
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_scale_by_the_click_runner_raises_a_complaint_and_no_traceback(etcd: Client) -> None:
+    result = CliRunner().invoke(steer.scale, ["nobody", "--max", "2"])
+    assert isinstance(result.exception, Complaint)

@@ -1,0 +1,155 @@
+"""What ``elasticd status`` makes of the facts in etcd."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+from elasticd.cli.report import JobReport, Need, Pace, as_text, report
+from elasticd.core.facts import (
+    Budget,
+    Cause,
+    Charge,
+    Exit,
+    Fact,
+    Failure,
+    Leadership,
+    Limits,
+    Member,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
+    Progress,
+    Quarantine,
+    Round,
+    SlotProgress,
+    Spec,
+)
+
+NOW = 1000.0
+
+
+def node(name: str, slots: int = 2, **more: object) -> Node:
+    basic = Node(name, f"{name}-1", f"10.0.0.{ord(name[-1])}", tuple(range(slots)), 0, 1, 2, "host")
+    return replace(basic, **more)  # type: ignore[arg-type]
+
+
+SPEC = Spec(Limits(2, 8), Limits(2, 4), "job.py", "f", Policy(restarts_max=5))
+LIVE = Round(
+    3,
+    Phase.LIVE,
+    (Member("b", "b-1", (0, 1), 0), Member("a", "a-1", (1,), 2)),
+    "x:1",
+    Cause.NODE_LOST,
+    NOW - 100,
+    restarts=1,
+)
+FACTS: dict[str, Fact] = {
+    "spec": SPEC,
+    "round": LIVE,
+    "leader": Leadership("b", "b-1"),
+    "nodes/a": node("a"),
+    "nodes/b": node("b"),
+    "nodes/c": node("c"),
+    "progress/b": Progress("b", 3, (SlotProgress(0, 0, 71, 50, NOW), SlotProgress(1, 1, 72, 40, NOW))),
+    "budget": Budget((Charge(NOW - 9, "a", 0, True),), 1, (Quarantine("a", 0, NOW + 30, 1),)),
+}
+
+
+def test_a_live_job_is_told_whole() -> None:
+    r = report("j", FACTS, NOW)
+    assert (r.phase, r.round, r.world_size, r.limits, r.asked) == ("live", 3, 3, Limits(2, 4), Limits(2, 8))
+    assert (r.step, r.steps_per_s, r.leader, r.cause) == (50, 0.4, "b", "node_lost")
+    assert (r.restarts, r.budget_left) == (1, 4)
+    assert [(n.node, n.state) for n in r.nodes] == [("b", "member"), ("a", "member"), ("c", "waiting")]
+    assert [(s.state, s.rank) for n in r.nodes for s in n.slots] == [
+        ("working", 0),
+        ("working", 1),
+        ("quarantined", None),
+        ("working", 2),
+        ("spare", None),
+        ("spare", None),
+    ]
+    assert r.last_failure is not None and (r.last_failure.node, r.last_failure.slot) == ("a", 0)
+    assert r.waiting_for is None and not r.ended
+
+
+def test_a_member_whose_lease_ran_out_is_lost() -> None:
+    facts = {k: f for k, f in FACTS.items() if k != "nodes/a"}
+    assert ("a", "lost") in [(n.node, n.state) for n in report("j", facts, NOW).nodes]
+
+
+def test_a_member_that_came_back_as_somebody_new_waits() -> None:
+    facts = {**FACTS, "nodes/a": node("a", incarnation="a-2")}
+    assert ("a", "waiting") in [(n.node, n.state) for n in report("j", facts, NOW).nodes]
+
+
+def test_a_draining_node_is_told() -> None:
+    facts = {**FACTS, "nodes/c": node("c", draining=True)}
+    assert ("c", "draining") in [(n.node, n.state) for n in report("j", facts, NOW).nodes]
+
+
+def test_progress_of_an_earlier_round_does_not_count() -> None:
+    facts = {**FACTS, "progress/b": Progress("b", 2, (SlotProgress(0, 0, 71, 999, NOW),))}
+    assert report("j", facts, NOW).step is None
+
+
+def test_a_job_below_its_minimum_says_how_many_workers_it_has_and_needs() -> None:
+    facts = {"spec": replace(SPEC, limits=Limits(3, 4)), "nodes/a": node("a"), "budget": FACTS["budget"]}
+    for waiting in (None, Round(2, Phase.WAITING, (), "", Cause.NODE_LOST, NOW)):
+        r = report("j", facts if waiting is None else {**facts, "round": waiting}, NOW)
+        assert r.waiting_for == Need(have=1, need=3)
+        assert "2 more workers: 1 of at least 3" in "\n".join(as_text(r, NOW))
+
+
+def test_an_ended_job_says_how_and_who_failed() -> None:
+    exit = Exit(1, 2, -9, NOW - 5, "it broke\nbadly", "Traceback ...", "/logs/2")
+    ended = replace(
+        LIVE,
+        phase=Phase.ENDED,
+        outcome=Outcome.FAILED,
+        why="the restart budget is spent",
+        failure=Failure("a", exit),
+    )
+    r = report("j", {"spec": SPEC, "round": ended}, NOW)
+    assert r.ended and r.world_size == 0 and r.nodes == ()
+    assert r.last_failure is not None and r.last_failure.code == -9
+    text = "\n".join(as_text(r, NOW))
+    assert (
+        "SIGKILL" in text
+        and "it broke" in text
+        and "/logs/2" in text
+        and "the restart budget is spent" in text
+    )
+
+
+def test_nothing_but_a_node_is_a_job_that_starts() -> None:
+    r = report("j", {"nodes/a": node("a")}, NOW)
+    assert (r.phase, r.limits, r.budget_left) == ("starting", None, None)
+    assert as_text(r, NOW)
+
+
+def test_the_pace_is_that_between_two_heartbeats_once_there_were_two() -> None:
+    pace = Pace()
+    assert pace.of("a", SlotProgress(0, 0, 7, 10, 20.0), 10.0) == 1.0  # on average
+    assert pace.of("a", SlotProgress(0, 0, 7, 30, 25.0), 10.0) == 4.0
+    assert pace.of("a", SlotProgress(0, 0, 7, 30, 26.0), 10.0) == 4.0  # no step since
+    assert pace.of("a", SlotProgress(0, 0, 8, 5, 30.0), 25.0) == 1.0  # another worker
+
+
+def test_the_json_form_keeps_its_fields() -> None:
+    """Programs rely on these: add to them, never take away (else raise ``schema``)."""
+    told = json.loads(json.dumps(report("j", FACTS, NOW).as_json()))
+    assert told["schema"] == 1
+    assert set(told) == {f.name for f in fields(JobReport)}
+    assert set(told) >= {
+        "job", "phase", "round", "cause", "since", "world_size", "limits", "asked", "script", "step",
+        "steps_per_s", "restarts", "budget_left", "leader", "stopping", "waiting_for", "outcome", "why",
+        "last_failure", "nodes",
+    }  # fmt: skip
+    assert set(told["nodes"][0]) >= {"node", "state", "address", "host", "slots"}
+    assert set(told["nodes"][0]["slots"][0]) >= {
+        "slot", "state", "rank", "pid", "step", "steps_per_s", "quarantined_until",
+    }  # fmt: skip
+    assert told["limits"] == {"min": 2, "max": 4}
