@@ -133,7 +133,7 @@ class Departure:
 class State:
     """All an agent knows. ``wanted`` is the spec its command line asks for.
 
-    ``history``: the number of a round that had ended before this agent came, which is no news.
+    ``history``: the revision of a round that had ended before this agent came, which is no news.
     ``retry_at``: writes that are not to be tried again before a time.
     """
 
@@ -173,6 +173,17 @@ class State:
         entry = self.seen.get("round")
         fact = entry.fact if entry else None
         return fact if isinstance(fact, Round) else None
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, which may be news or not: see ``old_news``."""
+        return self.round is not None and self.round.phase is Phase.ENDED
+
+    @property
+    def old_news(self) -> bool:
+        """Whether the job had ended before this agent came. By revision: a job that is run again
+        and ends before it has formed a world ends with the same round number."""
+        return self.over and self.seen["round"].revision <= self.history
 
     @property
     def leads(self) -> Entry | None:
@@ -309,6 +320,8 @@ def _answered(do: _Doing, tag: Tag, answer: Answer) -> None:
     do.set(retry_at={**do.state.retry_at, tag: do.now + RETRY_S})
     if tag is Tag.REPORT:
         do.set(reported=None)
+    elif tag is Tag.SPEC:
+        do.set(others=None)  # somebody may have come meanwhile
 
 
 def _written(old: Entry, write: Write, revision: int) -> Entry:
@@ -358,9 +371,12 @@ def _exited(do: _Doing, event: WorkerExited) -> None:
 
 
 def _signalled(do: _Doing, signal: int) -> None:
-    if do.state.departure is None:
+    departure = do.state.departure
+    if departure is None:
         do.set(departure=Departure(signal, do.now + DRAIN_PATIENCE_S))
         do.reasons.append(Draining(signal))
+    elif not departure.signal:  # drained by its operator, and then asked by the platform, as is usual
+        do.set(departure=replace(departure, signal=signal))
     else:  # asked twice: at once
         do.set(departure=Departure(signal, do.now))
         _stop(do, SIGKILL, 0.0)
@@ -409,10 +425,10 @@ def _outlast_the_store(do: _Doing) -> None:
 
 def _notice_a_false_start(do: _Doing) -> None:
     """The spec we joined by belonged to a job that was just ending: join again, afresh."""
-    round = do.state.round
-    if do.state.joined and "spec" in do.state.seen and do.state.spec is None:
-        if round is None or (round.phase is Phase.ENDED and round.number <= do.state.history):
-            do.set(joined=False)
+    state = do.state
+    withdrawn = state.joined and "spec" in state.seen and state.spec is None
+    if withdrawn and (state.round is None or state.old_news):
+        do.set(joined=False)
 
 
 def _join(do: _Doing) -> None:
@@ -421,15 +437,17 @@ def _join(do: _Doing) -> None:
     if "spec" not in state.seen or "round" not in state.seen or state.me.key not in state.seen:
         return
     spec, round, wanted = state.spec, state.round, state.wanted
-    over = round is not None and round.phase is Phase.ENDED
-    if round is not None and over:
+    if round is not None and state.over:
         if spec is None and round.outcome is Outcome.SUCCEEDED:
             why = "this job has already finished; give the run another --job to train again"
             do.set(exiting=Leave(0, why))
             return
-        do.set(history=round.number)
+        do.set(history=state.seen["round"].revision)
     if spec is None:
-        do.transact(Tag.SPEC, (Unchanged("spec", 0),), (Put("spec", wanted),))
+        # A job that has just ended has no spec either; if we have not seen its end yet, we must not
+        # start it again.
+        guards = (Unchanged("spec", 0), Unchanged("round", state.seen["round"].revision if round else 0))
+        do.transact(Tag.SPEC, guards, (Put("spec", wanted),))
         return
     difference = _difference(spec, wanted)
     if difference is None:
@@ -510,6 +528,9 @@ def _record(state: State) -> Node:
 def _wait_for_name(do: _Doing, key: Entry, holder: Node) -> None:
     """An earlier agent of this name may just have died; its lease says so within its TTL."""
     state = do.state
+    if state.silent is not None:
+        do.set(name_taken_until=None)  # nobody's lease runs out meanwhile: count anew afterwards
+        return
     if state.name_taken_until is None:
         until = do.now + 2 * state.policy_source.policy.node_ttl_s + 1.0
         do.set(name_taken_until=until)
@@ -542,8 +563,8 @@ def _follow_the_round(do: _Doing) -> None:
     if round is None or not state.joined:
         return
     policy = state.policy_source.policy
-    if round.phase is Phase.ENDED:
-        if round.number <= state.history:
+    if state.over:
+        if state.old_news:
             return
         _stop(do, SIGTERM, policy.broken_s)
         if do.state.exiting is None:
@@ -560,16 +581,16 @@ def _follow_the_round(do: _Doing) -> None:
             _stop(do, signal or SIGTERM, policy.shutdown_s if round.planned else policy.broken_s)
         return
     member = round.member(state.me.node, state.me.incarnation)
-    if (
-        round.phase is Phase.LIVE
-        and member is not None
-        and state.registered
-        and state.released < round.number
-        and state.departure is None
-        and state.exiting is None
-        and not state.closing_store
-    ):
+    if member is None or state.released >= round.number:
+        return
+    if round.phase is not Phase.LIVE:
+        do.set(released=round.number)  # it was over before we began, and the leader waits for us
+    elif state.registered and state.departure is None and state.exiting is None and not state.closing_store:
         hosts = round.members[0] == member
+        if hosts and not round.store.endswith(f":{state.store_port}"):
+            # It was formed on a record written before we closed an older store; ask for another.
+            do.set(released=round.number)
+            return
         do.set(crew=Crew(round, member, hosts, frozenset(member.slots)))
         do.actions.append(StartWorkers(round, member, hosts))
         ranks = tuple(member.rank_of(s) for s in member.slots)

@@ -6,7 +6,7 @@ Intensity and period, as in Erlang's supervisors: at most ``restarts_max`` charg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticd.core.facts import (
@@ -83,10 +83,9 @@ def suspect(budget: Budget, policy: Policy) -> tuple[str, int] | None:
 
 def quarantine(budget: Budget, place: tuple[str, int], policy: Policy, now: float) -> Budget:
     """The budget with the slot kept out: longer each time, forgotten a window after its end."""
-    known: Mapping[tuple[str, int], Quarantine] = {(q.node, q.slot): q for q in budget.quarantines}
-    times = known[place].times + 1 if place in known else 1
-    length_s = min(policy.quarantine_s * 2 ** (times - 1), policy.quarantine_max_s)
-    others = tuple(
-        q for q in budget.quarantines if (q.node, q.slot) != place and q.until + policy.restart_window_s > now
-    )
-    return replace(budget, quarantines=(*others, Quarantine(*place, now + length_s, times)))
+    known = {(q.node, q.slot): q for q in budget.quarantines if q.until + policy.restart_window_s > now}
+    before = known.pop(place, None)
+    times = before.times + 1 if before else 1
+    doublings = min(times - 1, 64)  # more of them than any float needs, and fewer than overflow one
+    length_s = min(policy.quarantine_s * 2.0**doublings, policy.quarantine_max_s)
+    return replace(budget, quarantines=(*known.values(), Quarantine(*place, now + length_s, times)))

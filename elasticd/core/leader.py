@@ -14,7 +14,7 @@ transaction; the driver adds the guard that this agent still leads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elasticd.core import budget as budgets
 from elasticd.core import world
@@ -79,7 +79,7 @@ class View:
     spec_revision: int | None = None
     round: Round | None = None
     round_revision: int | None = None
-    budget: Budget = Budget()
+    budget: Budget = field(default_factory=Budget)
     budget_revision: int | None = None
     nodes: Mapping[str, Registered] | None = None
     reports: Mapping[str, Report] | None = None
@@ -213,7 +213,8 @@ def _open(view: View, now: float) -> Plan:
 
 def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Something to end the live round for?"""
-    assert view.nodes is not None and view.reports is not None
+    assert view.nodes is not None
+    assert view.reports is not None
     reports = {
         name: r
         for name, r in view.reports.items()
@@ -271,7 +272,8 @@ def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
 
 def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Once every member has released the closing round or is lost: what did it cost, what next?"""
-    assert view.nodes is not None and view.reports is not None
+    assert view.nodes is not None
+    assert view.reports is not None
     missing = tuple(m.node for m in round.members if not _present(view, m))
     holding = tuple(
         m.node for m in round.members if _present(view, m) and not _released(view, m, round.number)
@@ -375,7 +377,8 @@ def _form_or_wait(
 
 def _forget_drained(view: View, spec: Spec, plan: Plan) -> Plan:
     """Drains that were carried out leave the spec, so that it does not grow for ever."""
-    assert view.nodes is not None and view.spec_revision is not None
+    assert view.nodes is not None
+    assert view.spec_revision is not None
     pending = tuple(
         d for d in spec.drain if d.node in view.nodes and view.nodes[d.node].node.incarnation == d.incarnation
     )
@@ -434,7 +437,8 @@ def _candidates(view: View, spec: Spec, round: Round, *, live: bool = False) -> 
 
 def _write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:
     """One transaction: the round, and the budget if it changed."""
-    assert view.round_revision is not None and view.budget_revision is not None
+    assert view.round_revision is not None
+    assert view.budget_revision is not None
     guards: list[Guard] = [Unchanged("round", view.round_revision)]
     writes: list[Write] = [Put("round", round)]
     if budget != view.budget:
