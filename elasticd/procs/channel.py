@@ -42,9 +42,7 @@ class Channel:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message and send what can be sent. Takes ``fds`` over: they are closed once sent."""
-        assert len(fds) <= _FDS_MAX, (
-            f"{len(fds)} files are more than one message carries"
-        )
+        assert len(fds) <= _FDS_MAX, f"{len(fds)} files are more than one message carries"
         body = json.dumps({**message, "fds": len(fds)}).encode()
         self._unsent.append((memoryview(_LENGTH.pack(len(body)) + body), tuple(fds)))
         self.flush()
@@ -52,11 +50,7 @@ class Channel:
     def flush(self) -> None:
         while self._unsent:
             data, fds = self._unsent[0]
-            attached = (
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-                if fds
-                else []
-            )
+            attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             try:
                 sent = self._sock.sendmsg([data], attached)
             except BlockingIOError:
@@ -74,9 +68,7 @@ class Channel:
         """The messages that have arrived whole, each with its files, which the caller then owns."""
         room = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
         try:
-            data, attached, _, _ = self._sock.recvmsg(
-                _CHUNK_BYTES, room, socket.MSG_CMSG_CLOEXEC
-            )
+            data, attached, _, _ = self._sock.recvmsg(_CHUNK_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return []
         except OSError as error:

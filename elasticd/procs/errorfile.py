@@ -15,9 +15,7 @@ _MESSAGE_CHARS_MAX = 2_000
 _TRACEBACK_CHARS_MAX = 50_000
 _TAIL_LINES = 20
 TAIL_BYTES = 16_384
-_ESCAPES = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
-)
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -41,9 +39,7 @@ def read_error_file(path: str | Path) -> tuple[str, str] | None:
     return (
         _printable(message)[:_MESSAGE_CHARS_MAX],
         # its end names the error
-        _printable(traceback)[-_TRACEBACK_CHARS_MAX:]
-        if isinstance(traceback, str)
-        else "",
+        _printable(traceback)[-_TRACEBACK_CHARS_MAX:] if isinstance(traceback, str) else "",
     )
 
 
@@ -67,6 +63,4 @@ def tail_of(path: str | Path) -> bytes:
 
 
 def _printable(text: str) -> str:
-    return _CONTROLS.sub(
-        "", _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    )
+    return _CONTROLS.sub("", _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))

@@ -31,7 +31,9 @@ from elasticd.procs.linux import (
 
 _log = logging.getLogger(__name__)
 _ROOT = str(Path(__file__).parents[2])
-_PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.procs.warden import main; main({socket}, {agent})"
+_PROGRAM = (
+    "import sys; sys.path.append({root!r}); from elasticd.procs.warden import main; main({socket}, {agent})"
+)
 _SPAWN_ANSWER_S = 30.0
 _STRAGGLERS_S = 5.0
 
@@ -82,9 +84,7 @@ class Warden:
         self._closing = False
         self._lost = False
         self._keeper_lost: Callable[[], None] | None = None
-        self._thread = threading.Thread(
-            target=self._listen, name="elasticd-keeper", daemon=True
-        )
+        self._thread = threading.Thread(target=self._listen, name="elasticd-keeper", daemon=True)
 
     @classmethod
     def start(cls) -> Warden:
@@ -92,9 +92,7 @@ class Warden:
         adopt_orphans()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            program = _PROGRAM.format(
-                root=_ROOT, socket=theirs.fileno(), agent=os.getpid()
-            )
+            program = _PROGRAM.format(root=_ROOT, socket=theirs.fileno(), agent=os.getpid())
             process = subprocess.Popen(
                 # Isolated, without site-packages: it starts in milliseconds, and nothing that
                 # people put on a Python path runs in it. UTF-8, so that both ends agree on bytes.
@@ -141,9 +139,7 @@ class Warden:
         known. ``whole_group``: ``stop`` signals its process group, not only itself. ``ended`` is
         called once, whatever happens; ``started`` with its pid, before.
         """
-        self._spawn(
-            argv, env, cwd, fds, _Running(ended, mark, False, 0, started), whole_group
-        )
+        self._spawn(argv, env, cwd, fds, _Running(ended, mark, False, 0, started), whole_group)
 
     def stop_workers(self, signal_number: int, grace_s: float) -> None:
         """Signal every worker, and SIGKILL what is left after the grace."""
@@ -184,13 +180,9 @@ class Warden:
                 answer(end)
 
         try:
-            log = os.open(
-                log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-            )
+            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise KeeperError(
-                f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}"
-            ) from error
+            raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
         fds = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), log, os.dup(log)]
         running = _Running(service_ended, "", True, 0, answer)
         self._spawn(
@@ -207,18 +199,12 @@ class Warden:
             case int(pid):
                 return pid
             case end:
-                raise KeeperError(
-                    end.error or f"{argv[0]} ended at once with code {end.code}"
-                )
+                raise KeeperError(end.error or f"{argv[0]} ended at once with code {end.code}")
 
     def stop_service(self, pid: int, grace_s: float = 5.0) -> None:
         """SIGTERM, and SIGKILL after the grace; returns at once, its ``ended`` is called later."""
         with self._lock:
-            ids = [
-                id
-                for id, running in self._running.items()
-                if running.pid == pid and running.service
-            ]
+            ids = [id for id, running in self._running.items() if running.pid == pid and running.service]
         for id in ids:
             self._tell({"do": "stop_service", "id": id, "grace_s": grace_s})
 
@@ -380,9 +366,7 @@ class Warden:
             self._process.kill()
             self._process.wait()
             self._kill_stragglers(left)
-        error = (
-            "" if self._closing else "the keeper of this node's processes was killed"
-        )
+        error = "" if self._closing else "the keeper of this node's processes was killed"
         for running in left:
             _call(
                 partial(
@@ -405,9 +389,7 @@ class Warden:
             ours = [
                 pid
                 for pid in children(os.getpid())
-                if pid in pids
-                or session_of(pid) in pids
-                or was_started_with(pid, marks)
+                if pid in pids or session_of(pid) in pids or was_started_with(pid, marks)
             ]
             if not ours:
                 return

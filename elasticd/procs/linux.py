@@ -16,9 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int | bytes) -> None:
-    argument = (
-        ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
-    )
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
     if _libc.prctl(option, argument, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl({option}): {os.strerror(code)}")
@@ -62,9 +60,7 @@ def children(pid: int) -> list[int]:
         except FileNotFoundError:
             if not os.path.exists("/proc/self/task"):
                 continue
-            if os.path.exists(
-                f"/proc/{pid}/task/{task}"
-            ):  # a kernel without CONFIG_PROC_CHILDREN
+            if os.path.exists(f"/proc/{pid}/task/{task}"):  # a kernel without CONFIG_PROC_CHILDREN
                 return _children_the_long_way(pid)
         except OSError:
             continue

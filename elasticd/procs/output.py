@@ -56,9 +56,7 @@ class LogDest:
 
     def tee_of(self, stream: int, local_rank: int) -> str:
         """Its file if it is tee'd, else empty."""
-        return (self.tee_stdouts if stream == STDOUT else self.tee_stderrs).get(
-            local_rank, ""
-        )
+        return (self.tee_stdouts if stream == STDOUT else self.tee_stderrs).get(local_rank, "")
 
     def capture_of(self, stream: int, local_rank: int) -> str:
         """Where our own copy of it is kept; empty if it has a file anyway."""
@@ -109,11 +107,7 @@ class Filtered:
 
     def write(self, lines: Sequence[bytes], prefix: bytes) -> None:
         """Those of the lines that contain one of the filters."""
-        chosen = [
-            prefix + line + b"\n"
-            for line in lines
-            if any(n in line for n in self._needles)
-        ]
+        chosen = [prefix + line + b"\n" for line in lines if any(n in line for n in self._needles)]
         if chosen:
             with contextlib.suppress(OSError):
                 _write_all(self._fd, b"".join(chosen))
@@ -169,16 +163,12 @@ class Output:
 
     # ------------------------------------------------------------ from other threads
 
-    def open(
-        self, stream: int, *, prefix: bytes, copies: Sequence[int], terminal: bool
-    ) -> tuple[int, Feed]:
+    def open(self, stream: int, *, prefix: bytes, copies: Sequence[int], terminal: bool) -> tuple[int, Feed]:
         """A descriptor for a worker to print to, and what becomes of it. Takes ``copies`` over.
 
         ``terminal``: make it one if the console is.
         """
-        source, target = _open_pipe_or_terminal(
-            stream if terminal and self._is_terminal(stream) else None
-        )
+        source, target = _open_pipe_or_terminal(stream if terminal and self._is_terminal(stream) else None)
         return target, Feed(stream, source, Author(prefix), list(copies))
 
     def carry(self, feeds: Sequence[Feed]) -> None:
@@ -186,9 +176,7 @@ class Output:
         with self._lock:
             self._added += feeds
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._pump, name="elasticd-output", daemon=True
-                )
+                self._thread = threading.Thread(target=self._pump, name="elasticd-output", daemon=True)
                 self._thread.start()
         os.eventfd_write(self._wake, 1)
 
@@ -237,9 +225,7 @@ class Output:
                 if self._closing:
                     self._admit(selector)
                     for feed in list(self._feeds.values()):
-                        while select.select([feed.source], [], [], 0)[
-                            0
-                        ] and self._pass_on(feed):
+                        while select.select([feed.source], [], [], 0)[0] and self._pass_on(feed):
                             pass
                         self._finish(feed)
                     return
@@ -266,9 +252,7 @@ class Output:
         for copy in list(feed.copies):
             try:
                 _write_all(copy, data)
-            except (
-                OSError
-            ) as error:  # a full disk must not stop the worker; say it once
+            except OSError as error:  # a full disk must not stop the worker; say it once
                 feed.copies.remove(copy)
                 os.close(copy)
                 self._show(
@@ -309,20 +293,13 @@ class Output:
         feed.ended.set()
 
     def _until_next_partial(self) -> float | None:
-        since = [
-            feed.partial_since
-            for feed in self._feeds.values()
-            if feed.partial_since is not None
-        ]
+        since = [feed.partial_since for feed in self._feeds.values() if feed.partial_since is not None]
         return max(0.0, min(since) + _PARTIAL_S - time.monotonic()) if since else None
 
     def _show_partials(self) -> None:
         now = time.monotonic()
         for feed in list(self._feeds.values()):
-            if (
-                feed.partial_since is not None
-                and now >= feed.partial_since + _PARTIAL_S
-            ):
+            if feed.partial_since is not None and now >= feed.partial_since + _PARTIAL_S:
                 self._flush(feed)
 
 
@@ -350,9 +327,7 @@ def _open_pipe_or_terminal(like: int | None) -> tuple[int, int]:
 
 def _copy_window_size(of: int, to: int) -> None:
     with contextlib.suppress(OSError):
-        fcntl.ioctl(
-            to, termios.TIOCSWINSZ, fcntl.ioctl(of, termios.TIOCGWINSZ, b"\0" * 8)
-        )
+        fcntl.ioctl(to, termios.TIOCSWINSZ, fcntl.ioctl(of, termios.TIOCGWINSZ, b"\0" * 8))
 
 
 def _same_file(one: int, other: int) -> bool:

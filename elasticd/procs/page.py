@@ -39,7 +39,7 @@ class Heartbeat:
 
 def shared_memory_dir() -> Path:
     """Make a folder only its owner may enter, in memory where there is such a place."""
-    for place in ("/dev/shm", None):
+    for place in ("/dev/shm", None):  # noqa: S108  # mkdtemp makes a new one, of mode 0700
         with contextlib.suppress(OSError):
             return Path(tempfile.mkdtemp(prefix="elasticd-", dir=place))
     raise OSError("neither /dev/shm nor the temporary folder can be written")

@@ -63,10 +63,6 @@ class Screen:
             return chunk
         marked = _LINE_STARTS.sub(lambda start: start[0] + author.prefix, chunk)
         # the regular expression takes the chunk's begin for a line's
-        if (
-            author.mid_line
-            and marked.startswith(author.prefix)
-            and not chunk.startswith(author.prefix)
-        ):
+        if author.mid_line and marked.startswith(author.prefix) and not chunk.startswith(author.prefix):
             return marked[len(author.prefix) :]
         return marked

@@ -40,9 +40,7 @@ from elasticd.procs.linux import (
 
 CANNOT_RUN = 127
 _REMEMBERED = 1024  # ended workers whose late orphans are still known for theirs
-_LAST_REAPING_S = (
-    5.0  # for processes that even SIGKILL does not end soon (stuck in a driver)
-)
+_LAST_REAPING_S = 5.0  # for processes that even SIGKILL does not end soon (stuck in a driver)
 
 
 @dataclass(slots=True)
@@ -102,12 +100,8 @@ class WardenProcess:
 
     def _watch(self, agent_pid: int) -> None:
         """See the agent's death even if something forked from it still holds its socket."""
-        with contextlib.suppress(
-            OSError
-        ):  # a kernel without pidfds: the socket has to do
-            self._selector.register(
-                os.pidfd_open(agent_pid), selectors.EVENT_READ, "death"
-            )
+        with contextlib.suppress(OSError):  # a kernel without pidfds: the socket has to do
+            self._selector.register(os.pidfd_open(agent_pid), selectors.EVENT_READ, "death")
         if os.getppid() != agent_pid:
             self._lose_agent()
 
@@ -148,9 +142,7 @@ class WardenProcess:
 
     def _want_writes(self) -> None:
         if self._agent is not None:
-            wanted = selectors.EVENT_READ | (
-                selectors.EVENT_WRITE if self._agent.pending else 0
-            )
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._agent.pending else 0)
             if self._selector.get_key(self._agent).events != wanted:
                 self._selector.modify(self._agent, wanted, "agent")
 
@@ -176,9 +168,7 @@ class WardenProcess:
             except OSError as error:
                 os.close(errors)
                 os.close(tell_error)
-                self._tell_end(
-                    message["id"], 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}"
-                )
+                self._tell_end(message["id"], 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
                 return
             if pid == 0:
                 _become(message, fds, tell_error, warden)
@@ -186,9 +176,7 @@ class WardenProcess:
         finally:
             for fd in fds:
                 os.close(fd)
-        child = _Child(
-            message["id"], pid, service, message["mark"], message["whole_group"], errors
-        )
+        child = _Child(message["id"], pid, service, message["mark"], message["whole_group"], errors)
         self._children[pid] = child
         if pid in self._ended_sessions:  # pids come round again
             self._ended_sessions.remove(pid)
@@ -205,9 +193,7 @@ class WardenProcess:
     def _stop(self, signal_number: int, grace_s: float) -> None:
         kill_at = steady_now() + grace_s
         for child in self._workers():
-            child.kill_at = (
-                kill_at if child.kill_at is None else min(child.kill_at, kill_at)
-            )
+            child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
             (kill_group if child.whole_group else kill)(child.pid, signal_number)
 
     def _stop_service(self, id: int, grace_s: float) -> None:
@@ -242,9 +228,7 @@ class WardenProcess:
             if child is None:
                 os.waitpid(ended.si_pid, 0)
                 continue
-            code = (
-                ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            )
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             at = time.time()
             kill_group(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
@@ -310,11 +294,7 @@ class WardenProcess:
     # ------------------------------------------------------------ deadlines
 
     def _until_next_deadline(self) -> float | None:
-        deadlines = [
-            child.kill_at
-            for child in self._children.values()
-            if child.kill_at is not None
-        ]
+        deadlines = [child.kill_at for child in self._children.values() if child.kill_at is not None]
         if self._fence_at is not None and not self._fence_passed:
             deadlines.append(self._fence_at)
         if self._give_up_at is not None:
@@ -338,9 +318,7 @@ def _is_past(deadline: float | None) -> bool:
     return deadline is not None and steady_now() >= deadline
 
 
-def _become(
-    message: Message, fds: Sequence[int], tell_error: int, warden: int
-) -> NoReturn:
+def _become(message: Message, fds: Sequence[int], tell_error: int, warden: int) -> NoReturn:
     """Turn this forked child into the program asked for, in a session and process group of its own."""
     failing = "a process"
     try:

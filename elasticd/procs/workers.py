@@ -83,8 +83,8 @@ class LocalProcs:
         self._lock = threading.Lock()
         self._workers: dict[int, _Worker] = {}
         self._pages: dict[int, tuple[Assignment, Page]] = {}
-        self._page_dir = shared_memory_dir()
-        self._warden.remove_at_end(self._page_dir)
+        self.page_dir = shared_memory_dir()
+        self._warden.remove_at_end(self.page_dir)
 
     # ------------------------------------------------------------ the port
 
@@ -95,9 +95,7 @@ class LocalProcs:
         exited: Callable[[int, Exit], None],
     ) -> None:
         with self._lock:
-            assert not self._workers, (
-                f"round {round_number} starts while workers of another run"
-            )
+            assert not self._workers, f"round {round_number} starts while workers of another run"
             self._drop_pages()
             envs = {a.local_rank: {**self._base_env, **a.env} for a in assignments}
             try:
@@ -114,9 +112,7 @@ class LocalProcs:
                 error_file = dest.error_files.get(a.local_rank, "")
                 if error_file and error_file != os.devnull:
                     envs[a.local_rank].setdefault("TORCHELASTIC_ERROR_FILE", error_file)
-                self._workers[a.slot] = _Worker(
-                    a, round_number, exited, dest, error_file
-                )
+                self._workers[a.slot] = _Worker(a, round_number, exited, dest, error_file)
             workers = list(self._workers.values())
         for worker in workers:
             try:
@@ -142,10 +138,7 @@ class LocalProcs:
     def progress(self) -> tuple[SlotProgress, ...]:
         """The heartbeats of this round's workers, in the order of their slots."""
         with self._lock:
-            beats = {
-                slot: (a.rank, page.read())
-                for slot, (a, page) in sorted(self._pages.items())
-            }
+            beats = {slot: (a.rank, page.read()) for slot, (a, page) in sorted(self._pages.items())}
             pids = {slot: worker.pid for slot, worker in self._workers.items()}
         return tuple(
             SlotProgress(slot, rank, pids.get(slot, beat.pid), beat.steps, beat.at)
@@ -157,13 +150,11 @@ class LocalProcs:
         with self._lock:
             self._drop_pages()
         self._output.close()
-        shutil.rmtree(self._page_dir, ignore_errors=True)
+        shutil.rmtree(self.page_dir, ignore_errors=True)
 
     # ------------------------------------------------------------ a worker's beginning
 
-    def _launch(
-        self, worker: _Worker, env: dict[str, str], filtered: Mapping[int, Filtered]
-    ) -> None:
+    def _launch(self, worker: _Worker, env: dict[str, str], filtered: Mapping[int, Filtered]) -> None:
         a = worker.assignment
         mark = self._add_heartbeat(worker, env) if self._heartbeat else ""
         argv = self._command(a) if callable(self._command) else self._command
@@ -200,19 +191,15 @@ class LocalProcs:
     def _add_heartbeat(self, worker: _Worker, env: dict[str, str]) -> str:
         """Give it a page; returns the mark by which its descendants are known."""
         a = worker.assignment
-        page = Page(self._page_dir / f"round{worker.round}-slot{a.slot}")
+        page = Page(self.page_dir / f"round{worker.round}-slot{a.slot}")
         with self._lock:
             self._pages[a.slot] = (a, page)
         env[VARIABLE] = str(page.path)
         # An empty PYTHONPATH means none; an empty entry would mean the working directory.
-        env["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (BOOT_DIR, env.get("PYTHONPATH")))
-        )
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (BOOT_DIR, env.get("PYTHONPATH"))))
         return f"{VARIABLE}={page.path}"
 
-    def _plug(
-        self, worker: _Worker, stream: int, prefix: bytes
-    ) -> tuple[int, Feed | None]:
+    def _plug(self, worker: _Worker, stream: int, prefix: bytes) -> tuple[int, Feed | None]:
         """What the worker gets for its stdout or stderr, and how it is passed on, if it is."""
         dest, local_rank = worker.dest, worker.assignment.local_rank
         path, tee = dest.file_of(stream, local_rank), dest.tee_of(stream, local_rank)
@@ -224,9 +211,7 @@ class LocalProcs:
         elif capture := dest.capture_of(stream, local_rank):
             Path(capture).parent.mkdir(parents=True, exist_ok=True)
             copies.append(_open_for_writing(capture, os.O_APPEND))
-        return self._output.open(
-            stream, prefix=prefix if tee else b"", copies=copies, terminal=not tee
-        )
+        return self._output.open(stream, prefix=prefix if tee else b"", copies=copies, terminal=not tee)
 
     def _open_filtered(self, dest: LogDest) -> dict[int, Filtered]:
         paths = {STDOUT: dest.filtered_stdout, STDERR: dest.filtered_stderr}
@@ -253,9 +238,7 @@ class LocalProcs:
         if end.fenced:
             message = "killed by its keeper: the agent had not said in time that it may run on"
         elif not message and end.code != 0:
-            message, traceback = read_error_file(worker.error_file) or read_tail(
-                self._stderr_tail(worker)
-            )
+            message, traceback = read_error_file(worker.error_file) or read_tail(self._stderr_tail(worker))
         return Exit(
             a.slot,
             a.rank,
@@ -285,10 +268,7 @@ def _log_place(worker: _Worker) -> str:
     paths = [
         Path(path)
         for stream in (STDERR, STDOUT)
-        if (
-            path := dest.file_of(stream, local_rank)
-            or dest.capture_of(stream, local_rank)
-        )
+        if (path := dest.file_of(stream, local_rank) or dest.capture_of(stream, local_rank))
         and path != os.devnull
     ]
     if len(paths) == 2 and paths[0].parent == paths[1].parent:

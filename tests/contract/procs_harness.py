@@ -83,9 +83,7 @@ class SimHarness:
             OnSigterm.DIE,
         )
         assignments = tuple(
-            Assignment(
-                slot, i, i, {**_size(behaviours), "MASTER_PORT": str(round_number)}
-            )
+            Assignment(slot, i, i, {**_size(behaviours), "MASTER_PORT": str(round_number)})
             for i, slot in enumerate(sorted(behaviours))
         )
         self.procs.start(
@@ -97,16 +95,12 @@ class SimHarness:
             if isinstance(behaviour, EndWith):
                 self._clock.after(
                     2.0,
-                    lambda slot=slot, code=behaviour.code: self._procs.crash(
-                        slot, code
-                    ),
+                    lambda slot=slot, code=behaviour.code: self._procs.crash(slot, code),
                 )
 
     def until(self, predicate: Callable[[], bool]) -> None:
         if not predicate():
-            assert self._clock.run(self._clock.now() + PATIENCE_S, predicate), (
-                "it never came true"
-            )
+            assert self._clock.run(self._clock.now() + PATIENCE_S, predicate), "it never came true"
 
     def now(self) -> float:
         return self._clock.now()
@@ -124,16 +118,12 @@ class RealHarness:
         self._told = threading.Condition()
         self._warden = Warden.start()
         program = Path(__file__).parents[1] / "procs" / "programs" / "behave.py"
-        self._procs = LocalProcs(
-            self._warden, [sys.executable, str(program)], cwd=folder
-        )
+        self._procs = LocalProcs(self._warden, [sys.executable, str(program)], cwd=folder)
         self.procs: Procs = self._procs
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
         assignments = tuple(
-            Assignment(
-                slot, i, i, {**_size(behaviours), "BEHAVE": _spell(behaviours[slot])}
-            )
+            Assignment(slot, i, i, {**_size(behaviours), "BEHAVE": _spell(behaviours[slot])})
             for i, slot in enumerate(sorted(behaviours))
         )
         self.procs.start(round_number, assignments, self._exited)
@@ -147,9 +137,7 @@ class RealHarness:
         deadline = time.monotonic() + PATIENCE_S
         with self._told:
             while not predicate():
-                assert time.monotonic() < deadline, (
-                    f"it never came true; exits so far: {self.exits}"
-                )
+                assert time.monotonic() < deadline, f"it never came true; exits so far: {self.exits}"
                 self._told.wait(0.01)  # exits wake this; steps tell nobody
 
     def now(self) -> float:
@@ -185,9 +173,7 @@ def _lives(pid: int) -> bool:
 
 @pytest.fixture(params=["simulated", "real"])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProcsHarness]:
-    harness: ProcsHarness = (
-        SimHarness() if request.param == "simulated" else RealHarness(tmp_path)
-    )
+    harness: ProcsHarness = SimHarness() if request.param == "simulated" else RealHarness(tmp_path)
     yield harness
     harness.close()
 

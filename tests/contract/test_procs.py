@@ -14,9 +14,7 @@ def _ended(harness: ProcsHarness, count: int) -> None:
 
 
 def _training(harness: ProcsHarness, workers: int) -> None:
-    harness.until(
-        lambda: len([s for s in harness.procs.steps().values() if s > 0]) == workers
-    )
+    harness.until(lambda: len([s for s in harness.procs.steps().values() if s > 0]) == workers)
 
 
 def test_a_worker_that_ends_is_reported_once_with_its_code_slot_and_rank(
@@ -116,9 +114,7 @@ def test_the_grace_of_one_round_does_not_reach_into_the_next(
     _ended(harness, 1)
     stopped_at = harness.now()
     harness.start(2, {0: Train()})
-    harness.until(
-        lambda: harness.now() > stopped_at + 1.0 and harness.procs.steps()[0] > 0
-    )
+    harness.until(lambda: harness.now() > stopped_at + 1.0 and harness.procs.steps()[0] > 0)
     assert len(harness.exits) == 1
 
 

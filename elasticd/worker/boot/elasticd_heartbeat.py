@@ -27,7 +27,8 @@ def _claim(path):
     """The page's fields, if no other living process has them: a worker has one heartbeat."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        memory = mmap.mmap(fd, 4096)
+        # Before 3.13 a mapping keeps a descriptor of its own: the one file more that a worker has.
+        memory = mmap.mmap(fd, 4096, **({"trackfd": False} if sys.version_info >= (3, 13) else {}))
     finally:
         os.close(fd)
     if memory[:8] != b"ELASTICD":

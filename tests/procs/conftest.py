@@ -1,0 +1,98 @@
+"""Workers to try things on: real ones, run in this process's own ``LocalProcs``."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.core.facts import Exit
+from elasticd.core.ports import Assignment
+from elasticd.procs.keeper import Warden
+from elasticd.procs.output import Output
+from elasticd.procs.workers import LocalProcs
+from tests.procs.agents import PATIENCE_S
+
+
+class Recorded:
+    """A console that remembers; ``terminal`` says whether it passes for one."""
+
+    def __init__(self, *, terminal: bool = False) -> None:
+        self.written = {1: b"", 2: b""}
+        self.terminal = terminal
+        self._changed = threading.Condition()
+
+    def write(self, stream: int, data: bytes) -> None:
+        with self._changed:
+            self.written[stream] += data
+            self._changed.notify_all()
+
+    def is_terminal(self, stream: int) -> bool:
+        return self.terminal
+
+    def wait_for(self, text: bytes, stream: int = 1) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: text in self.written[stream], PATIENCE_S), self.written
+
+    def lines(self, stream: int = 1) -> list[bytes]:
+        return self.written[stream].splitlines()
+
+
+class Bench:
+    """Runs workers, and waits for their exits."""
+
+    def __init__(self, warden: Warden) -> None:
+        self.warden = warden
+        self.console = Recorded()
+        self.exits: list[Exit] = []
+        self._told = threading.Condition()
+        self._made: list[LocalProcs] = []
+        self._round = 0
+
+    def procs(self, command: list[str] | Callable[[Assignment], list[str]], **how: Any) -> LocalProcs:
+        how.setdefault("output", Output(self.console))
+        self._made.append(LocalProcs(self.warden, command, **how))
+        return self._made[-1]
+
+    def start(self, procs: LocalProcs, workers: int = 1, **env: str) -> None:
+        self._round += 1
+        self.exits.clear()
+        procs.start(
+            self._round,
+            tuple(Assignment(10 + i, i, i, {"RANK": str(i), **env}) for i in range(workers)),
+            lambda _, exit: self._exited(exit),
+        )
+
+    def wait(self, count: int = 1) -> list[Exit]:
+        with self._told:
+            assert self._told.wait_for(lambda: len(self.exits) >= count, PATIENCE_S), self.console.written
+        return sorted(self.exits, key=lambda exit: exit.slot)
+
+    def run(self, program: str, workers: int = 1, *args: str, env: dict[str, str] | None = None, **how: Any):  # type: ignore[no-untyped-def]
+        """Run this Python program in each worker, to its end."""
+        procs = self.procs([sys.executable, "-c", program, *args], **how)
+        self.start(procs, workers, **(env or {}))
+        return self.wait(workers)
+
+    def _exited(self, exit: Exit) -> None:
+        with self._told:
+            self.exits.append(exit)
+            self._told.notify_all()
+
+    def close(self) -> None:
+        self.warden.close()
+        for procs in self._made:
+            procs.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    bench = Bench(Warden.start())
+    yield bench
+    bench.close()

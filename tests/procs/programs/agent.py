@@ -1,0 +1,50 @@
+"""An agent with a service and some workers, as the tests of sudden deaths need it.
+
+The argument is JSON: command, workers, fence_s, whole. Says what happens in lines of JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+
+from elasticd.core.ports import Assignment
+from elasticd.procs.keeper import Warden
+from elasticd.procs.output import Output
+from elasticd.procs.workers import LocalProcs
+
+asked = json.loads(sys.argv[1])
+interrupted = threading.Event()
+
+
+def say(what, **fields):
+    os.write(1, (json.dumps({"say": what, **fields}) + "\n").encode())
+
+
+def on_interrupt(*_):
+    say("interrupted")
+
+
+signal.signal(signal.SIGINT, on_interrupt)
+warden = Warden.start()
+warden.on_lost(lambda: say("lost"))
+folder = tempfile.mkdtemp(dir=asked["folder"])
+warden.remove_at_end(folder)
+service = warden.spawn_service(["/bin/sleep", "1000"], ended=lambda end: say("service ended", code=end.code))
+output = Output()
+output.follow_window_size()
+procs = LocalProcs(warden, asked["command"], output=output)
+if asked.get("fence_s"):
+    procs.fence(time.time() + asked["fence_s"])
+procs.start(
+    1,
+    tuple(Assignment(i, i, i, {"RANK": str(i)}) for i in range(asked["workers"])),
+    lambda number, exit: say("exited", exit=asdict(exit), at=time.time()),
+)
+say("ready", warden=warden.pid, service=service, paths=[folder, str(procs.page_dir)])
+while True:
+    signal.pause()

@@ -1,0 +1,111 @@
+"""Whoever is killed, stopped or interrupted, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.procs.agents import PROGRAMS, Agent, is_running, wait_until_gone, wait_until_removed
+
+FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
+STUBBORN = [*FAMILY, "ignore"]
+
+Start = Callable[..., Agent]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    agents: list[Agent] = []
+
+    def start(command: list[str], **how: object) -> Agent:
+        agents.append(Agent(tmp_path, command, **how))  # type: ignore[arg-type]
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.close()
+
+
+def _all(families: list[dict[str, int]]) -> list[int]:
+    return [pid for family in families for pid in family.values()]
+
+
+def test_a_killed_agent_leaves_no_worker_descendant_service_or_file(start: Start) -> None:
+    agent = start(FAMILY)
+    families = agent.hear_families(2)
+    (ready,) = agent.hear("ready")
+    pids = [*_all(families), ready["service"], ready["warden"]]
+    assert len(pids) == 2 * 5 + 2
+    assert all(map(is_running, pids))
+    assert all(map(os.path.exists, ready["paths"]))
+    agent.signal(signal.SIGKILL)
+    wait_until_gone(pids)
+    wait_until_removed(ready["paths"])
+
+
+def test_workers_that_ignore_signals_do_not_outlive_their_agent(start: Start) -> None:
+    agent = start(STUBBORN)
+    families = agent.hear_families(2)
+    agent.signal(signal.SIGKILL)
+    wait_until_gone(_all(families))
+
+
+def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: Start) -> None:
+    agent = start(FAMILY)
+    families = agent.hear_families(2)
+    (ready,) = agent.hear("ready")
+    os.kill(ready["warden"], signal.SIGKILL)
+    exits = agent.hear("exited", 2)
+    agent.hear("lost")
+    assert [line["exit"]["code"] for line in exits] == [-9, -9]
+    assert "keeper" in exits[0]["exit"]["message"]
+    wait_until_gone([ready["service"]])
+    # A daemon that hides its origin cannot be told from the agent's own children.
+    wait_until_gone(pid for family in families for kind, pid in family.items() if kind != "forgetful")
+    for family in families:
+        os.kill(family["forgetful"], signal.SIGKILL)
+    assert agent.process.poll() is None
+
+
+def test_workers_of_a_stopped_agent_die_when_the_fence_passes(start: Start) -> None:
+    agent = start(STUBBORN, fence_s=3.0)
+    families = agent.hear_families(2)
+    (ready,) = agent.hear("ready")
+    agent.signal(signal.SIGSTOP)
+    wait_until_gone(_all(families))
+    assert is_running(ready["service"]), "the fence is for workers"
+    agent.signal(signal.SIGCONT)
+    exits = agent.hear("exited", 2)
+    assert [(line["exit"]["code"], line["exit"]["fenced"]) for line in exits] == [(-9, True)] * 2
+
+
+def test_ctrl_c_reaches_the_agent_but_neither_warden_nor_workers(start: Start) -> None:
+    agent = start(FAMILY)
+    families = agent.hear_families(2)
+    (ready,) = agent.hear("ready")
+    os.killpg(agent.pid, signal.SIGINT)
+    agent.hear("interrupted")
+    assert all(map(is_running, [*_all(families), ready["warden"], ready["service"]]))
+
+
+def test_the_warden_ignores_the_signals_that_end_a_job(start: Start) -> None:
+    agent = start(FAMILY, workers=1)
+    (family,) = agent.hear_families(1)
+    (ready,) = agent.hear("ready")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(ready["warden"], number)
+    os.kill(family["worker"], signal.SIGKILL)
+    agent.hear("exited")  # so it lives, and has seen to it
+    assert is_running(ready["warden"])
+
+
+def test_the_end_of_a_service_is_told(start: Start) -> None:
+    agent = start(FAMILY, workers=1)
+    (ready,) = agent.hear("ready")
+    os.kill(ready["service"], signal.SIGKILL)
+    assert agent.hear("service ended")[0]["code"] == -9

@@ -1,0 +1,258 @@
+"""What a worker is given, and what is said about how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticd.procs.keeper import KeeperError
+from elasticd.procs.output import LogDest
+from tests.procs.agents import PROGRAMS, is_running, wait_until_gone
+from tests.procs.conftest import Bench
+
+FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
+
+
+def _families(bench: Bench, count: int) -> list[dict[str, int]]:
+    while len(lines := [line for line in bench.console.lines() if line.startswith(b"family ")]) < count:
+        with bench.console._changed:
+            assert bench.console._changed.wait(60.0)
+    return [json.loads(line.removeprefix(b"family ")) for line in lines]
+
+
+# ---------------------------------------------------------------- what it is given
+
+
+def test_a_worker_gets_exactly_the_environment_it_was_given(bench: Bench) -> None:
+    odd = os.fsdecode(b"caf\xe9 \xf0\x9f\x98\x80")
+    given = {"A": "1", "ODD": odd, "LINES": "x\ny", "PYTHONPATH": f"/x{os.pathsep}/y"}
+    procs = bench.procs(["/usr/bin/env", "-0"], base_env=given, heartbeat=False)
+    bench.start(procs, TORCHELASTIC_RUN_ID="r")
+    bench.wait()
+    bench.console.wait_for(b"RANK=0")
+    seen = dict(entry.split(b"=", 1) for entry in bench.console.written[1].split(b"\0") if entry)
+    assert seen == {os.fsencode(k): os.fsencode(v) for k, v in (given | {"RANK": "0"}).items()} | {
+        b"TORCHELASTIC_RUN_ID": b"r"
+    }
+
+
+def test_a_worker_has_three_open_files(bench: Bench) -> None:
+    leaked = os.open("/dev/null", os.O_RDONLY)
+    os.set_inheritable(leaked, True)
+    try:
+        # one of the listed is the listing itself
+        bench.run("import os; print(len(os.listdir('/proc/self/fd')) - 1)", heartbeat=False)
+    finally:
+        os.close(leaked)
+    assert bench.console.lines() == [b"3"]
+
+
+def test_a_worker_leads_its_session_with_default_signals_and_none_blocked(bench: Bench) -> None:
+    show = ["/bin/sh", "-c", "cat /proc/$$/status; echo sid $(cut -d' ' -f6 /proc/$$/stat) pid $$; exit 0"]
+    bench.start(bench.procs(show))
+    bench.wait()
+    status = dict(line.split(b":\t", 1) for line in bench.console.lines() if b":\t" in line)
+    assert int(status[b"SigIgn"], 16) == 0
+    assert int(status[b"SigBlk"], 16) == 0
+    (_, sid, _, pid) = bench.console.lines()[-1].split()
+    assert sid == pid
+
+
+def test_a_worker_starts_in_the_folder_it_was_given(bench: Bench, tmp_path: Path) -> None:
+    bench.run("import os; print(os.getcwd())", cwd=tmp_path)
+    bench.console.wait_for(os.fsencode(tmp_path.resolve()))
+
+
+def test_the_command_may_depend_on_the_assignment(bench: Bench) -> None:
+    bench.start(bench.procs(lambda a: ["/bin/echo", f"slot {a.slot}"]), 2)
+    bench.wait(2)
+    assert sorted(bench.console.lines()) == [b"slot 10", b"slot 11"]
+
+
+# ---------------------------------------------------------------- how it ended
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [("/no/such/program", "No such file or directory"), ("/etc/passwd", "Permission denied")],
+)
+def test_a_program_that_cannot_run_is_an_exit_of_127_with_the_reason(
+    bench: Bench, program: str, sentence: str
+) -> None:
+    bench.start(bench.procs([program]), 2)
+    for exit in bench.wait(2):
+        assert (exit.code, exit.message) == (127, f"cannot run {program}: {sentence}")
+
+
+def test_a_folder_that_is_gone_is_an_exit_of_127_with_the_reason(bench: Bench, tmp_path: Path) -> None:
+    bench.start(bench.procs(["/bin/true"], cwd=tmp_path / "gone"))
+    (exit,) = bench.wait()
+    assert (exit.code, exit.message) == (127, f"cannot run in {tmp_path / 'gone'}: No such file or directory")
+
+
+def test_a_log_that_cannot_be_written_is_an_exit_of_127_with_the_reason(bench: Bench) -> None:
+    dest = LogDest(stdouts={0: "/no/such/folder/stdout.log"})
+    bench.start(bench.procs(["/bin/true"], reify=lambda _n, _e: dest))
+    (exit,) = bench.wait()
+    assert exit.code == 127
+    assert "/no/such/folder/stdout.log" in exit.message
+
+
+def test_a_log_folder_that_cannot_be_made_fails_every_worker_with_the_reason(bench: Bench) -> None:
+    def reify(number: int, envs: dict[int, dict[str, str]]) -> LogDest:
+        raise PermissionError(13, "Permission denied", "/logs")
+
+    bench.start(bench.procs(["/bin/true"], reify=reify), 2)
+    assert [exit.code for exit in bench.wait(2)] == [127, 127]
+    assert "/logs" in bench.exits[0].message
+
+
+def test_a_failure_is_told_from_the_error_file_of_torch(bench: Bench, tmp_path: Path) -> None:
+    program = """
+import json, os
+extra = {"py_callstack": "Traceback …", "timestamp": "1"}
+error = {"message": {"message": "ValueError: no", "extraInfo": extra}}
+json.dump(error, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+raise SystemExit(1)
+"""
+    dest = LogDest(error_files={0: str(tmp_path / "error.json")})
+    (exit,) = bench.run(program, reify=lambda _n, _e: dest)
+    assert (exit.code, exit.message, exit.traceback) == (1, "ValueError: no", "Traceback …")
+
+
+def test_without_an_error_file_a_failure_is_told_from_the_end_of_stderr(bench: Bench) -> None:
+    (exit,) = bench.run("print('out'); raise RuntimeError('the last straw')")
+    assert exit.code == 1
+    assert exit.message == "RuntimeError: the last straw"
+    assert exit.traceback.startswith("Traceback (most recent call last):")
+
+
+def test_the_end_of_a_redirected_stderr_serves_as_well(bench: Bench, tmp_path: Path) -> None:
+    dest = LogDest(stderrs={0: str(tmp_path / "stderr.log")})
+    (exit,) = bench.run("raise RuntimeError('the last straw')", reify=lambda _n, _e: dest)
+    assert exit.message == "RuntimeError: the last straw"
+    assert exit.log == str(tmp_path / "stderr.log")
+
+
+def test_reify_may_add_to_the_environment(bench: Bench) -> None:
+    def reify(number: int, envs: dict[int, dict[str, str]]) -> LogDest:
+        for rank, env in envs.items():
+            env["ADDED"] = f"{number}.{rank}"
+        return LogDest()
+
+    bench.run("import os; print(os.environ['ADDED'])", 2, reify=reify)
+    assert sorted(bench.console.lines()) == [b"1.0", b"1.1"]
+
+
+# ---------------------------------------------------------------- what it leaves behind
+
+
+@pytest.mark.parametrize("kind", ["child", "setsid", "daemon", "forgetful"])
+def test_what_the_last_worker_leaves_behind_is_killed(bench: Bench, kind: str) -> None:
+    bench.start(bench.procs([*FAMILY, kind]), THEN="exit")
+    (family,) = _families(bench, 1)
+    (exit,) = bench.wait()
+    assert exit.code == 3
+    wait_until_gone(family.values())
+
+
+def test_what_a_worker_leaves_behind_is_killed_while_others_and_theirs_live_on(bench: Bench) -> None:
+    bench.start(bench.procs([*FAMILY, "child,setsid,daemon"]), 2)
+    dead, living = _families(bench, 2)
+    os.kill(dead["worker"], signal.SIGKILL)
+    wait_until_gone(dead.values())
+    assert all(map(is_running, living.values()))
+    assert len(bench.exits) <= 1
+
+
+def test_stop_spares_the_children_of_a_worker_that_is_saving(bench: Bench) -> None:
+    program = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"])
+def save(*_):
+    print("saving with its child", child.poll(), flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+signal.pause()
+"""
+    procs = bench.procs([sys.executable, "-c", program])
+    bench.start(procs)
+    bench.console.wait_for(b"ready")
+    bench.console.wait_for(b"child\n")
+    procs.stop(signal.SIGTERM, 60.0)
+    (exit,) = bench.wait()
+    assert exit.code == 0
+    assert b"saving with its child None" in bench.console.lines()
+
+
+def test_stop_reaches_the_children_of_a_shell_where_asked_to(bench: Bench) -> None:
+    inner = (
+        "import signal,sys; signal.signal(15, lambda *_: sys.exit(print('saved', flush=True)));"
+        "print('in', flush=True); signal.pause()"
+    )
+    script = f'"{sys.executable}" -c "{inner}" & trap "wait; exit 0" TERM; wait'
+    procs = bench.procs(["/bin/bash", "-c", script], whole_group=True)
+    bench.start(procs)
+    bench.console.wait_for(b"in\n")
+    procs.stop(signal.SIGTERM, 60.0)
+    assert bench.wait()[0].code == 0
+    assert b"saved" in bench.console.lines()
+
+
+# ---------------------------------------------------------------- services and the end
+
+
+def test_a_service_runs_beside_the_workers_until_it_is_stopped(bench: Bench, tmp_path: Path) -> None:
+    ends: queue.Queue[int] = queue.Queue()
+    log = tmp_path / "service.log"
+    pid = bench.warden.spawn_service(
+        ["/bin/sh", "-c", "echo begun; trap 'echo ended; exit 4' TERM; while :; do sleep 0.05; done"],
+        log_path=log,
+        ended=lambda end: ends.put(end.code),
+    )
+    assert is_running(pid)
+    bench.run("pass")
+    assert is_running(pid), "it is no orphan of a worker"
+    while "begun" not in log.read_text():
+        pass
+    bench.warden.stop_service(pid, grace_s=60.0)
+    assert ends.get(timeout=60.0) == 4
+    assert log.read_text() == "begun\nended\n"
+
+
+def test_a_service_that_ignores_sigterm_is_killed(bench: Bench) -> None:
+    ends: queue.Queue[int] = queue.Queue()
+    pid = bench.warden.spawn_service(
+        ["/bin/sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"], ended=lambda end: ends.put(end.code)
+    )
+    bench.warden.stop_service(pid, grace_s=0.2)
+    assert ends.get(timeout=60.0) == -9
+
+
+def test_a_service_that_cannot_run_is_one_sentence(bench: Bench) -> None:
+    with pytest.raises(KeeperError, match="cannot run /no/etcd: No such file or directory"):
+        bench.warden.spawn_service(["/no/etcd"])
+
+
+def test_close_ends_everything_and_removes_what_was_to_be_removed(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "runtime"
+    (folder / "deep").mkdir(parents=True)
+    bench.warden.remove_at_end(folder)
+    pid = bench.warden.spawn_service(["/bin/sleep", "1000"])
+    procs = bench.procs(FAMILY)
+    bench.start(procs)
+    (family,) = _families(bench, 1)
+    bench.warden.close()
+    bench.warden.close()
+    assert not any(map(is_running, [pid, *family.values()]))
+    assert not folder.exists()
+    assert not procs.page_dir.exists()
+    with pytest.raises(KeeperError, match="keeper"):
+        bench.warden.spawn_service(["/bin/true"])
