@@ -177,6 +177,8 @@ class SimAgent:
             raise Broken(f"{self.name} leaves, but its workers run on")
         self.store.close()
         self._vanish()
+        if self.cluster.restarting:
+            self.clock.after(1.0, lambda: self.cluster.restart(self.name))
 
     def _vanish(self) -> None:
         self.host.die()
@@ -200,6 +202,7 @@ class Cluster:
         self.bad_slots: dict[str, dict[int, float]] = {}
         self.agents: dict[str, SimAgent] = {}  # the newest of each name
         self.all: list[SimAgent] = []
+        self.restarting = False  # whoever leaves a running job is started again
         self._ports = 1024
         self._pids = 100
         self._random = self.clock.random("nodes")
@@ -298,6 +301,7 @@ class Cluster:
             a.host.resume()
             if a.store.cut:
                 a.store.reconnect()
+        self.restarting = restart
         if restart:
             for name in self._slots:
                 self.restart(name)

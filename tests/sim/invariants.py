@@ -104,9 +104,7 @@ class Invariants:
         if round is None:
             raise Broken(f"a world trains for round {world.round}, which was never live")
         mine = {(m.node, m.incarnation, s): m.rank_of(s) for m in round.members for s in m.slots}
-        real = {
-            (w.procs.host.name, self._incarnation(w), w.slot): rank for rank, w in world.workers.items()
-        }
+        real = {(w.procs.host.name, self._incarnation(w), w.slot): rank for rank, w in world.workers.items()}
         if mine != real:
             raise Broken(f"round {round.number} is {mine}, but these train: {real}")
 

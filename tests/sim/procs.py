@@ -237,6 +237,7 @@ class SimProcs:
     _kill_at: float = 0.0
     _kill: Timer | None = None
     _fence: Timer | None = None
+    _fence_at: float | None = None
 
     # ---- the port
 
@@ -260,6 +261,7 @@ class SimProcs:
             self.workers[a.slot] = worker
             self._made[a.slot] = 0
             worker.begin()
+        self._put_up_fence()  # it may have passed while nobody was there to kill
 
     def stop(self, signal: int, grace_s: float) -> None:
         for worker in list(self.workers.values()):
@@ -273,11 +275,8 @@ class SimProcs:
             self._kill = self.host.clock.at(kill_at, self.kill)
 
     def fence(self, until: float | None) -> None:
-        if self._fence:
-            self._fence.cancel()
-            self._fence = None
-        if until is not None:  # no call into the agent: a stopped agent must not hold it up
-            self._fence = self.host.clock.at(until - self.host.skew_s, self._fenced)
+        self._fence_at = None if until is None else until - self.host.skew_s
+        self._put_up_fence()
 
     def steps(self) -> Mapping[int, int]:
         made = self._world.made if self._world else 0
@@ -294,6 +293,13 @@ class SimProcs:
         """SIGKILL to all; also what the kernel does when the agent is gone."""
         for worker in list(self.workers.values()):
             worker.signal(signals.SIGKILL)
+
+    def _put_up_fence(self) -> None:
+        if self._fence:
+            self._fence.cancel()
+            self._fence = None
+        if self._fence_at is not None:  # no call into the agent: a stopped agent must not hold it up
+            self._fence = self.host.clock.at(self._fence_at, self._fenced)
 
     def _fenced(self) -> None:
         if self.workers:

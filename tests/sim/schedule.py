@@ -12,7 +12,7 @@ from random import Random
 
 from elasticd.core.facts import Limits, Outcome
 from tests.sim.clock import START
-from tests.sim.cluster import POLICY, Broken, Cluster, Setup, SimAgent
+from tests.sim.cluster import Broken, Cluster, Setup, SimAgent
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job, OnSigterm
 
@@ -172,7 +172,7 @@ ETCD_FAULTS = {"etcd_kill", "etcd_hang"}
 def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None = None) -> Schedule:
     """The schedule of a seed. ``kinds``: only these faults."""
     random = Random(f"{seed}/schedule")
-    count = nodes or random.randint(2, 12)
+    count = nodes or random.choice((2, 3, 3, 4, 5, random.randint(6, 12)))
     slots = tuple(random.choice((1, 1, 2, 4)) for _ in range(count))
     most = random.randint(max(1, sum(slots) // 2), sum(slots) + 2)
     least = random.randint(1, max(1, min(most, sum(slots)) * 2 // 3))
@@ -187,9 +187,11 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
     favourites = random.sample(sorted(allowed), k=min(len(allowed), random.randint(1, 6)))
     faults: list[Fault] = []
     etcd_free_at = 0.0
+    first_s = random.uniform(0.0, FAULTS_S)
+    window_s = (first_s, min(first_s + 15.0, FAULTS_S)) if random.random() < 0.5 else (0.0, FAULTS_S)
     for _ in range(random.randint(0, 14)):
         kind = random.choices(favourites, [allowed[k] for k in favourites])[0]
-        at_s = round(random.uniform(0.0, FAULTS_S), 2)
+        at_s = round(random.uniform(*window_s), 2)
         for_s = round(random.choice((random.uniform(0.2, 4.0), random.uniform(2.0, 25.0))), 2)
         node = random.choice([f"n{i}" for i in range(count)] + ["leader"] * 2)
         if kind == "join":
@@ -261,9 +263,7 @@ def _check_the_end(cluster: Cluster, invariants: Invariants, schedule: Schedule)
         raise Broken(f"the job ends {outcome}: {invariants.ends[-1].why}")
     cluster.mend(restart=False)
     there = [a for a in cluster.running() if a.driver.state.joined]
-    if not clock.run(
-        until=clock.now() + LEAVE_BOUND_S, done=lambda: not any(a.running for a in there)
-    ):
+    if not clock.run(until=clock.now() + LEAVE_BOUND_S, done=lambda: not any(a.running for a in there)):
         late = [a.name for a in there if a.running]
         raise Broken(f"{late} are still there {LEAVE_BOUND_S} s after the end of the job")
     for agent in cluster.all:

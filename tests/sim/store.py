@@ -153,7 +153,9 @@ class SimEtcd:
                     self._put(write, revision, lease if write.leased else 0)
                     changed = True
                 case Delete():
-                    gone = [k for k in self.keys if k == write.key or write.prefix and k.startswith(write.key)]
+                    gone = [
+                        k for k in self.keys if k == write.key or (write.prefix and k.startswith(write.key))
+                    ]
                     for key in gone:
                         self._delete(key, revision)
                     changed = changed or bool(gone)
@@ -445,7 +447,10 @@ class SimStore:
             self._request(lambda: self.etcd.grant(self.ttl_s), answered)
 
     def _be_silent(self, since: float) -> None:
-        silence = Silent(self._silence.since if self._silence else since, cut_off=self.cut)
+        # The port's promise, which a network that merely loses requests makes hard to keep: unless
+        # etcd serves nobody, it may be serving others.
+        cut_off = self.cut or self.etcd.health is Health.SERVING
+        silence = Silent(self._silence.since if self._silence else since, cut_off)
         if silence != self._silence:
             self._silence = silence
             self._tell(silence)

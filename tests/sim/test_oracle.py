@@ -1,0 +1,151 @@
+"""Does the oracle work? Each breakage below must turn an invariant red that holds without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticd.core import agent, budget, leader, world
+from elasticd.core.messages import Leave
+from elasticd.core.ports import StillThere, Unchanged
+from tests.sim.cluster import SimAgent
+from tests.sim.procs import SimProcs, World
+from tests.sim.schedule import draw, run
+from tests.sim.store import SimEtcd
+
+SEEDS = 400
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def _no_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimProcs, "fence", lambda self, until: None)
+
+
+def _release_unasked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(leader, "_released", lambda view, member, number: True)
+    patch.setattr(world, "available", lambda node, last: not node.draining)
+
+
+def _no_guards(patch: pytest.MonkeyPatch) -> None:
+    transact = SimEtcd.transact
+
+    def reckless(self: SimEtcd, guards: Any, writes: Any, lease: int) -> Any:
+        kept = tuple(g for g in guards if not isinstance(g, (Unchanged, StillThere)))
+        return transact(self, kept, writes, lease)
+
+    patch.setattr(SimEtcd, "transact", reckless)
+
+
+def _charged_twice(patch: pytest.MonkeyPatch) -> None:
+    charge = budget.charge
+    patch.setattr(
+        budget,
+        "charge",
+        lambda *asked: replace(charged := charge(*asked), total=charged.total + 1),
+    )
+
+
+def _loss_charged(patch: pytest.MonkeyPatch) -> None:
+    """Echoes of a lost node are taken for failures of the user's code."""
+    settle = leader._settle
+
+    def unfair(view: Any, spec: Any, round: Any, now: float) -> Any:
+        plan = settle(view, spec, round, now)
+        failure = budget.first_failure(round, view.reports.values())
+        if not plan.writes or failure is None:
+            return plan
+        put = plan.writes[0]
+        charged = replace(put.fact, restarts=round.restarts + 1)
+        return replace(plan, writes=(replace(put, fact=charged), *plan.writes[1:]))
+
+    patch.setattr(leader, "_settle", unfair)
+
+
+def _never_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(budget, "exhausted", lambda budget, policy: None)
+    patch.setattr(budget, "suspect", lambda budget, policy: None)
+
+
+def _one_too_many(patch: pytest.MonkeyPatch) -> None:
+    form = world.form
+
+    def greedy(nodes: Any, last: Any, limits: Any, quarantines: Any, now: float) -> Any:
+        return form(nodes, last, replace(limits, max=limits.max + 1), quarantines, now)
+
+    patch.setattr(world, "form", greedy)
+
+
+def _always_well(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent, "_epitaph", lambda round: Leave(5, round.why))
+
+
+def _finished_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent.Crew, "finished", property(lambda crew: not crew.alive))
+
+
+def _orphans(patch: pytest.MonkeyPatch) -> None:
+    vanish = SimAgent._vanish
+
+    def careless(self: SimAgent) -> None:
+        kill, self.procs.workers = dict(self.procs.workers), {}
+        vanish(self)
+        self.procs.workers = kill
+
+    patch.setattr(SimAgent, "_vanish", careless)
+
+
+def _never_back(patch: pytest.MonkeyPatch) -> None:
+    register = agent._register
+
+    def once(do: Any) -> None:
+        if do.state.own is not None or do.state.round is None or do.state.round.number == 0:
+            register(do)
+
+    patch.setattr(agent, "_register", once)
+
+
+def _numbers_go_back(patch: pytest.MonkeyPatch) -> None:
+    write = leader._write
+
+    def forgetful(view: Any, round: Any, *rest: Any) -> Any:
+        return write(view, replace(round, number=min(round.number, 2)), *rest)
+
+    patch.setattr(leader, "_write", forgetful)
+
+
+def _steps_alone(patch: pytest.MonkeyPatch) -> None:
+    """A simulator in which workers go on without their peers would prove nothing."""
+    patch.setattr(World, "leave", lambda self, worker: self.workers.pop(worker.rank, None))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "rule"),
+    [
+        (_no_fence, "makes a step, though round"),
+        (_release_unasked, ""),
+        (_no_guards, ""),
+        (_charged_twice, "charges, but user code broke"),
+        (_loss_charged, "is charged, but no user code failed in it"),
+        (_never_enough, "charges, but"),
+        (_one_too_many, "workers, not Limits"),
+        (_always_well, "leaves with 5"),
+        (_finished_too_early, "success after"),
+        (_orphans, "outlives its agent"),
+        (_never_back, "after everything was mended"),
+        (_numbers_go_back, "lives again"),
+        (_steps_alone, "workers make a step"),
+    ],
+)
+def test_a_breakage_turns_an_invariant_red(
+    break_it: Break, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(SEEDS):
+        with monkeypatch.context() as patch:
+            break_it(patch)
+            broken = run(seed, draw(seed)).broken
+        if broken and rule in broken and not run(seed, draw(seed)).broken:
+            return
+    pytest.fail(f"{SEEDS} schedules, and nobody noticed")

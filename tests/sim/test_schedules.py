@@ -1,0 +1,141 @@
+"""The real agent under random schedules of faults: the invariants hold, and a seed replays a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.core.facts import Limits, Outcome
+from tests.sim.__main__ import replay_command
+from tests.sim.clock import START
+from tests.sim.cluster import POLICY, Cluster, Setup
+from tests.sim.invariants import Invariants
+from tests.sim.procs import Job
+from tests.sim.schedule import Fault, Run, Schedule, draw, run
+
+BATCH = 50  # schedules to a test, so that they spread over the cores
+
+
+def _hold(result: Run, replay: str) -> None:
+    if result.broken:
+        pytest.fail(f"{result.cluster.clock.told()}\n\n{result.broken}\nreplay: {replay}", pytrace=False)
+
+
+@pytest.mark.parametrize("batch", range(16))
+def test_the_invariants_hold_under_any_schedule_of_faults(batch: int) -> None:
+    for seed in range(batch * BATCH, (batch + 1) * BATCH):
+        _hold(run(seed, draw(seed)), replay_command(seed, None))
+
+
+def test_a_seed_replays_event_by_event() -> None:
+    first, second = (run(4, draw(4)) for _ in range(2))
+    assert first.cluster.clock.told() == second.cluster.clock.told()
+    assert first.cluster.clock.events > 100
+
+
+def _run(*faults: Fault, setup: Setup) -> Run:
+    result = run("directed", Schedule(setup, faults))
+    _hold(result, "this test")
+    return result
+
+
+def test_a_job_without_faults_is_one_round() -> None:
+    result = _run(setup=Setup((2, 2, 2), Limits(2, 6)))
+    (end,) = result.invariants.ends
+    assert (end.number, end.outcome, end.world_size, end.restarts) == (1, Outcome.SUCCEEDED, 6, 0)
+
+
+def test_a_lost_node_costs_no_budget_and_is_replaced() -> None:
+    faults = (Fault(10.0, "crash", "n1", 8.0), Fault(40.0, "crash", "leader", 8.0))
+    job = Job(total_steps=400, step_s=0.25)
+    result = _run(*faults, setup=Setup((2, 2, 2), Limits(2, 6), job=job))
+    (end,) = result.invariants.ends
+    assert (end.outcome, end.world_size, end.restarts) == (Outcome.SUCCEEDED, 6, 0)
+    assert end.number >= 4  # two losses, and growing again
+
+
+def test_each_failure_of_user_code_is_charged_once() -> None:
+    faults = tuple(Fault(10.0 + 15.0 * i, "user_failure", "n1", much=0.5) for i in range(3))
+    job = Job(total_steps=400, step_s=0.25)
+    result = _run(*faults, setup=Setup((2, 2), Limits(2, 4), job=job))
+    assert result.invariants.charged == result.invariants.broken_by_user
+    assert result.invariants.ends[-1].restarts == 3
+
+
+def test_a_bug_that_always_strikes_ends_the_job_with_code_1() -> None:
+    job = Job(total_steps=100, step_s=0.1, save_every=10, bug_at=20)
+    result = _run(setup=Setup((2, 2), Limits(2, 4), job=job))
+    (end,) = result.invariants.ends
+    assert end.outcome is Outcome.FAILED
+    assert end.failure is not None and "a bug at step 20" in end.failure.exit.message
+    assert [a.left.code for a in result.cluster.all if a.left] == [1, 1]
+
+
+def test_a_bad_slot_is_left_out_and_taken_back() -> None:
+    faults = (Fault(5.0, "bad_slot", "n0", 30.0, 0.5), Fault(6.0, "user_failure", "n0", much=0.5))
+    job = Job(total_steps=800, step_s=0.1)
+    sizes = []
+    result = _run(*faults, setup=Setup((2, 2), Limits(2, 4), job=job))
+    sizes = [round.world_size for round in result.invariants.live.values()]
+    assert 3 in sizes and sizes[-1] == 4, sizes
+    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
+
+
+def test_a_stopped_job_leaves_with_143_everywhere() -> None:
+    setup = Setup((1, 1, 1), Limits(1, 3), job=Job(total_steps=10_000))
+    result = _run(Fault(10.0, "stop"), setup=setup)
+    assert [a.left.code for a in result.cluster.all if a.left] == [143, 143, 143]
+
+
+def test_too_few_workers_end_the_job_with_code_3() -> None:
+    cluster = Cluster("short", Setup((1, 1), Limits(3, 4)))
+    invariants = Invariants(cluster)
+    cluster.start_all(within_s=1.0)
+    cluster.clock.run(until=START + POLICY.join_timeout_s + 60.0)
+    assert [end.outcome for end in invariants.ends] == [Outcome.SHORT]
+    assert [a.left.code for a in cluster.all if a.left] == [3, 3]
+    assert not invariants.live
+
+
+def test_etcd_away_for_a_minute_does_not_stop_training() -> None:
+    cluster = Cluster("outage", Setup((1, 1, 1), Limits(1, 3), job=Job(total_steps=100_000)))
+    invariants = Invariants(cluster)
+    cluster.start_all(within_s=1.0)
+    cluster.clock.run(until=START + 20.0)
+    assert len(invariants.live) == 1
+    cluster.etcd.kill()
+    steps = invariants.steps
+    cluster.clock.run(until=START + 80.0)
+    assert invariants.steps > steps + 500
+    cluster.etcd.recover()
+    cluster.clock.run(until=START + 120.0)
+    assert len(invariants.live) == 1, "nobody restarts when etcd is back"
+
+
+def test_etcd_away_beyond_its_grace_ends_the_agents_with_code_4() -> None:
+    cluster = Cluster("grace", Setup((1, 1), Limits(1, 2), etcd_grace_s=30.0, job=Job(total_steps=100_000)))
+    Invariants(cluster)
+    cluster.start_all(within_s=1.0)
+    cluster.clock.run(until=START + 20.0)
+    cluster.etcd.kill()
+    cluster.clock.run(until=START + 80.0)
+    assert [a.left.code for a in cluster.all if a.left] == [4, 4]
+    assert not any(a.procs.workers for a in cluster.all)
+
+
+def test_a_thousand_nodes_form_a_world_and_lose_some_of_them() -> None:
+    cluster = Cluster("thousand", Setup((1,) * 1000, Limits(500, 1000), job=Job(total_steps=40, step_s=1.0)))
+    invariants = Invariants(cluster)
+    cluster.start_all(within_s=0.5)
+    clock = cluster.clock
+    assert clock.run(until=START + 30.0, done=lambda: invariants.worlds == 1)
+    assert invariants.live[1].world_size == 1000
+    for i in range(0, 1000, 50):  # the leader may be among them
+        cluster.agents[f"n{i}"].crash()
+    lost_at = clock.now()
+    assert clock.run(until=lost_at + 60.0, done=lambda: invariants.worlds == 2)
+    assert max(invariants.live.values(), key=lambda r: r.number).world_size == 980
+    assert clock.now() - lost_at < POLICY.node_ttl_s + 5.0, "nothing was waited for but the leases"
+    assert clock.run(until=clock.now() + 120.0, done=lambda: bool(invariants.ends))
+    assert invariants.ends[0].outcome is Outcome.SUCCEEDED
+    clock.run(until=clock.now() + 30.0)
+    assert not cluster.running()
