@@ -23,16 +23,15 @@ def screen(job: str, last: Round, *, restarts: int, lasted_s: float) -> str:
         return f"{head}{rounds}, with {words.count(last.world_size, 'worker')} at the end{tail}."
     said = f"{head}: {last.why}." if last.why else f"{head}."
     if outcome is Outcome.FAILED and last.failure is not None:
-        return "\n".join([said, *_failure(last.failure)])
+        return "\n".join([said, *_failure(last.failure, restarts > 1)])
     return said
 
 
-def _failure(failure: Failure) -> Sequence[str]:
+def _failure(failure: Failure, several_rounds: bool) -> Sequence[str]:
     exit = failure.exit
-    lines = [
-        "",
-        f"First to fail: {words.worker(failure.node, exit)}, which {words.ending(exit.code)}.",
-    ]
+    when = " in its last round" if several_rounds else ""
+    who = words.worker(failure.node, exit)
+    lines = ["", f"First to fail{when}: {who}, which {words.ending(exit.code)}."]
     traceback = exit.traceback.rstrip()
     if traceback:
         lines += ["", *(f"    {line}" for line in _shortened(traceback.splitlines()))]

@@ -22,6 +22,7 @@ _STATE_STYLES: dict[SlotState, str] = {
     SlotState.QUARANTINED: "magenta",
 }
 _GAP = 3  # between columns of slots
+SLOT_ROWS_MAX = 8
 
 
 def render(snapshot: Snapshot, width: int, height: int) -> list[str]:
@@ -29,17 +30,16 @@ def render(snapshot: Snapshot, width: int, height: int) -> list[str]:
     ``height``, whatever the number of slots."""
     room = max(1, height // 2)
     usable = max(8, width - 1)  # a full last column makes some terminals wrap
-    lines: list[Text] = [_head(snapshot, usable)]
+    lines: list[Text] = [Text("─" * usable, style="dim")] if room > 2 else []
+    lines.append(_head(snapshot, usable))
     if snapshot.waiting and len(lines) < room:
         lines.append(Text(f" {snapshot.waiting}", style="yellow"))
     events = snapshot.events[-3:] if room > 8 else snapshot.events[-1:]
-    slot_rows = max(0, room - 1 - len(lines) - len(events))
-    lines += _slots(snapshot.slots, usable, min(slot_rows, 8))
-    for event in events[: max(0, room - 1 - len(lines))]:
+    lines += _slots(snapshot.slots, usable, min(SLOT_ROWS_MAX, room - len(lines) - len(events)))
+    for event in events[: max(0, room - len(lines))]:
         clock = time.strftime("%H:%M:%S", time.localtime(event.at))
         lines.append(Text.assemble((f" {clock} ", "dim"), event.text))
-    rule = Text("─" * usable, style="dim")
-    return _ansi([rule, *lines] if room > 1 else lines, usable)
+    return _ansi(lines, usable)
 
 
 def _head(s: Snapshot, width: int) -> Text:

@@ -17,7 +17,7 @@ _ESCAPE = re.compile(
     r"|\x1b",
     re.DOTALL,
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x0c\x0e-\x1a\x1c-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")  # not tab, not what is left of ESC
 _RESET = "\x1b[0m"
 PARTIAL_MAX_CHARS = 64 * 1024  # a "line" longer than this is broken, not kept in memory
 

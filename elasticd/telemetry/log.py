@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, MutableMapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
@@ -19,21 +19,22 @@ from elasticd.telemetry import words
 
 Format = Literal["auto", "console", "json"]
 
-# Bound process-wide, not in contextvars, as those do not reach the threads that edges log from.
-# Replaced whole, never changed in place, so that readers need no lock.
-_bound: dict[str, object] = {}
+
+class _Context:
+    """What every event carries. Process-wide, not in contextvars, as those do not reach the threads
+    that edges log from. Replaced whole, never changed in place, so that readers need no lock."""
+
+    fields: ClassVar[dict[str, object]] = {}
 
 
 def bind(**fields: object) -> None:
     """Add fields to every event from now on, whatever thread it comes from."""
-    global _bound
-    _bound = {**_bound, **fields}
+    _Context.fields = {**_Context.fields, **fields}
 
 
 def unbind_all() -> None:
     """Forget what was bound."""
-    global _bound
-    _bound = {}
+    _Context.fields = {}
 
 
 def get(name: str = "elasticd") -> FilteringBoundLogger:
@@ -141,7 +142,7 @@ def _to_stderr(text: str) -> None:
 
 
 def _add_bound(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    for key, value in _bound.items():
+    for key, value in _Context.fields.items():
         event.setdefault(key, value)
     return event
 
@@ -150,7 +151,7 @@ def _quiet_for_people(_: Any, __: str, event: MutableMapping[str, Any]) -> Mutab
     """On a terminal there is one job and one node, named at the start: do not repeat them."""
     if event.get("event") != "agent.started":
         for key in ("job", "node"):
-            if event.get(key) == _bound.get(key, object()):
+            if event.get(key) == _Context.fields.get(key, object()):
                 del event[key]
     return event
 

@@ -117,7 +117,8 @@ def waiting(wait: r.Wait, now: float) -> str:
     """Why nothing happens, in a sentence. ``now``: seconds since the epoch."""
     match wait:
         case r.BelowMinimum(have, need, until):
-            return f"waiting for {count(need - have, 'more worker')}: {have} of at least {need}{_left(until, now)}"
+            missing = count(need - have, "more worker")
+            return f"waiting for {missing}: {have} of at least {need}{_left(until, now)}"
         case r.Settling(have, most, until):
             return f"{count(have, 'worker')} of at most {most} are here; others may follow{_left(until, now)}"
         case r.AwaitingRelease(nodes):
@@ -204,7 +205,7 @@ def ended(outcome: Outcome) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {listing([str(n) for n in ranks], most=8)}"
 
@@ -271,6 +272,6 @@ def event(reason: r.Reason) -> LogEvent:
             }
         elif isinstance(value, tuple):
             flat[f.name] = list(value)
-        elif value is not None:
+        else:
             flat["round" if f.name == "number" else f.name] = value
-    return LogEvent(name, level, flat)
+    return LogEvent(name, level, {k: v for k, v in flat.items() if v not in (None, "", [])})

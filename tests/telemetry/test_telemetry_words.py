@@ -1,0 +1,217 @@
+"""Reasons and facts in words, and as log events."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+import structlog
+
+from elasticd.core import reasons as r
+from elasticd.core.facts import Cause, Exit, Failure, Outcome, Round
+from elasticd.core.facts import Phase as RoundPhase
+from elasticd.telemetry import final, log, words
+
+NOW = 1000.0
+FAILED = Failure(
+    "node-b", Exit(1, 3, -9, NOW, "boom\nmore", "Traceback\n  line\nValueError: boom", "/logs/3")
+)
+EXAMPLES: dict[type, r.Reason] = {
+    type(x): x
+    for x in (
+        r.BelowMinimum(3, 4, NOW + 90),
+        r.Settling(3, 8, NOW + 1),
+        r.AwaitingRelease(("a", "b")),
+        r.AwaitingReturn(("a",), NOW + 5),
+        r.CoolingDown(3, 4, NOW + 10),
+        r.RoundFormed(7, 12, 3, Cause.NODE_LOST),
+        r.RoundClosing(7, Cause.WORKER_FAILED, (), FAILED),
+        r.FailureCharged(FAILED, 1, 10),
+        r.SlotQuarantined("a", 2, NOW + 30),
+        r.JobEnded(Outcome.FAILED, "the restart budget is spent"),
+        r.WorkersStarted(7, (0, 1, 2), 12),
+        r.WorkersStopping(7, Cause.SCALED, 30.0),
+        r.WorkerEnded(7, 1, 3, -11, ""),
+        r.Expelled(6, 7),
+        r.LeaseLost(),
+        r.StoreAway(True, NOW + 3),
+        r.StoreBack(61.0),
+        r.Draining(15),
+        r.LeadsNow(),
+        r.NameTaken(NOW + 5),
+        r.PolicyDiffers(("settle_s", "restarts_max")),
+    )
+}
+
+
+def test_there_is_an_example_of_every_reason() -> None:
+    assert set(EXAMPLES) >= set(get_args(r.Reason))
+
+
+@pytest.mark.parametrize("reason", EXAMPLES.values(), ids=lambda x: type(x).__name__)
+def test_every_reason_has_a_sentence_and_an_event(reason: r.Reason) -> None:
+    said = words.sentence(reason, NOW)
+    assert said and not said.endswith(".") and "\n" not in said
+    event = words.event(reason)
+    assert "." in event.name
+    json.dumps(event.fields)
+
+
+def test_the_sentences_say_what_matters() -> None:
+    assert words.sentence(EXAMPLES[r.BelowMinimum], NOW) == (
+        "waiting for 1 more worker: 3 of at least 4, for another 1 min 30 s"
+    )
+    assert words.sentence(EXAMPLES[r.RoundFormed], NOW) == (
+        "round 7 formed with 12 workers on 3 nodes: a node was lost"
+    )
+    charged = words.sentence(EXAMPLES[r.FailureCharged], NOW)
+    assert "rank 3 (slot 1 on node-b)" in charged and "SIGKILL" in charged and "boom" in charged
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (0, "ended well"),
+        (1, "exit code 1"),
+        (-9, "SIGKILL (perhaps out of memory"),
+        (-11, "SIGSEGV"),
+        (137, "SIGKILL"),
+        (127, "could not be started"),
+        (255, "exit code 255"),
+        (-99, "signal 99"),
+    ],
+)
+def test_an_exit_is_told_in_words(code: int, says: str) -> None:
+    assert says in words.ending(code)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "0 s"),
+        (59.6, "1 min"),
+        (61, "1 min 1 s"),
+        (3600, "1 h"),
+        (3661, "1 h 1 min"),
+        (90000, "1 d 1 h"),
+        (-5, "0 s"),
+    ],
+)
+def test_spans(seconds: float, said: str) -> None:
+    assert words.span(seconds) == said
+
+
+def test_the_last_screen_of_a_failed_job_says_who_how_why_and_where() -> None:
+    last = Round(
+        4,
+        RoundPhase.ENDED,
+        (),
+        "",
+        Cause.WORKER_FAILED,
+        NOW,
+        outcome=Outcome.FAILED,
+        why="budget spent",
+        failure=FAILED,
+    )
+    screen = final.screen("job", last, restarts=2, lasted_s=75)
+    for part in (
+        "job failed after 1 min 15 s",
+        "budget spent",
+        "rank 3",
+        "node-b",
+        "SIGKILL",
+        "ValueError: boom",
+        "/logs/3",
+    ):
+        assert part in screen
+
+
+def test_a_long_traceback_keeps_its_start_and_its_end() -> None:
+    long = Failure("a", Exit(0, 0, 1, NOW, "", "\n".join(f"line {n}" for n in range(5000))))
+    last = Round(1, RoundPhase.ENDED, (), "", Cause.START, NOW, outcome=Outcome.FAILED, failure=long)
+    screen = final.screen("job", last, restarts=0, lasted_s=1)
+    assert "line 0\n" in screen and "line 4999" in screen and "line 2500" not in screen
+    assert len(screen.splitlines()) < 80
+
+
+def test_the_last_line_of_a_successful_job_is_one_line() -> None:
+    last = Round(3, RoundPhase.ENDED, (), "", Cause.START, NOW, outcome=Outcome.SUCCEEDED)
+    screen = final.screen("job", last, restarts=1, lasted_s=10)
+    assert len(screen.splitlines()) == 1 and "3 rounds" in screen and "1 restart" in screen
+
+
+# ---------------------------------------------------------------- the log
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield []
+    log.unbind_all()
+    structlog.reset_defaults()
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_json_events_carry_what_was_bound_once_whatever_the_thread(lines: list[str]) -> None:
+    log.setup("json", line=lines.append)
+    log.bind(job="j", node="n")
+    thread = threading.Thread(target=lambda: log.reason(log.get(), EXAMPLES[r.RoundFormed]))
+    thread.start()
+    thread.join()
+    told = json.loads(lines[0])
+    assert told.pop("timestamp").endswith("Z")
+    assert told == {
+        "event": "round.formed",
+        "level": "info",
+        "job": "j",
+        "node": "n",
+        "round": 7,
+        "world_size": 12,
+        "nodes": 3,
+        "cause": "node_lost",
+    }
+
+
+def test_a_person_is_not_told_job_and_node_on_every_line(lines: list[str]) -> None:
+    log.setup("console", line=lines.append, colors=False)
+    log.bind(job="j", node="n")
+    log.get().info("agent.started", slots=2)
+    log.get().info("round.formed", round=7)
+    assert "job=j" in lines[0] and "node=n" in lines[0]
+    assert "round=7" in lines[1] and "job=" not in lines[1]
+
+
+def test_libraries_that_use_logging_join_in(lines: list[str]) -> None:
+    log.setup("json", line=lines.append)
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("some.library").exception("it failed with %s", "x")
+    told = json.loads(lines[0])
+    assert (told["event"], told["level"], told["library"]) == ("it failed with x", "error", "some.library")
+    assert "ValueError: boom" in told["exception"]
+
+
+def test_levels_are_honoured_and_unknown_ones_refused(lines: list[str]) -> None:
+    log.setup("json", level="WARNING", line=lines.append)
+    log.get().info("quiet.event")
+    log.get().warning("loud.event")
+    assert [json.loads(line)["event"] for line in lines] == ["loud.event"]
+    with pytest.raises(ValueError, match="loudest"):
+        log.setup("json", level="loudest")
+
+
+def test_without_a_terminal_the_log_is_json(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    log.setup()
+    log.get().info("some.event")
+    assert json.loads(stderr.getvalue())["event"] == "some.event"
