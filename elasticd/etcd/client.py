@@ -78,10 +78,12 @@ class Client:
         """That there is an etcd which lets us read and has a quorum. Raises the error that says
         best what is wrong: WrongEndpoint, StoreRefused, StoreUnavailable."""
         try:
-            status = self.status()
-            self.get_raw(ROOT)
+            self._connection.call("status", rpc.StatusRequest(), tries=1)
         except StoreUnavailable as error:
-            raise diagnose(self.access) or error from error
+            if (found := diagnose(self.access)) is not None:
+                raise found from error
+        status = self.status()
+        self.get_raw(ROOT)
         return status
 
     def members(self) -> dict[str, tuple[str, ...]]:

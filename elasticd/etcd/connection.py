@@ -62,14 +62,23 @@ class Connection:
         return self.access.endpoints[self._current]
 
     def call(
-        self, method: str, request: Any, *, idempotent: bool = False, timeout_s: float | None = None
+        self,
+        method: str,
+        request: Any,
+        *,
+        idempotent: bool = False,
+        timeout_s: float | None = None,
+        tries: int | None = None,
     ) -> Any:
         """Send and wait. An attempt takes ``timeout_s`` at most; only what is idempotent, or had
-        certainly no effect, is tried again at another endpoint. Raises StoreError."""
+        certainly no effect, is tried again, at another endpoint if there is one: until the time is
+        over (once the timeout for each endpoint if idempotent, else once), ``tries`` times at most.
+        Raises StoreError."""
         limit_s = self.access.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s * (len(self.access.endpoints) if idempotent else 1)
-        logins = 0
+        logged_in_again = False
         while True:
+            tries = None if tries is None else tries - 1
             index = self._current
             try:
                 left_s = max(0.001, min(limit_s, deadline - time.monotonic()))
@@ -79,10 +88,10 @@ class Connection:
                 failure = self._failed(error, index)
             except StoreError as error:  # from logging in
                 failure = error
-            if isinstance(failure, TokenExpired) and logins < 1:
-                logins += 1
+            if isinstance(failure, TokenExpired) and not logged_in_again:
+                logged_in_again = True
                 continue
-            again = isinstance(failure, StoreUnavailable) and (idempotent or not failure.sent)
+            again = isinstance(failure, StoreUnavailable) and (idempotent or not failure.sent) and tries != 0
             if not again or deadline - time.monotonic() < RETRY_PAUSE_S or self._closed.wait(RETRY_PAUSE_S):
                 raise failure
 

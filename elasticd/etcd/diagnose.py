@@ -17,16 +17,16 @@ _SETTINGS = 4  # the type of the frame that any HTTP/2 server begins with
 
 
 def diagnose(access: EtcdAccess) -> StoreError | None:
-    """The error of the first endpoint that a person must mend; else that none can be reached; None
-    if nothing is wrong with what can be seen from outside."""
-    unreachable: list[str] = []
-    for endpoint in access.endpoints:
-        found = _diagnose(access, endpoint)
-        if found is not None and not isinstance(found, StoreUnavailable):
-            return found
-        if found is not None:
-            unreachable.append(str(found))
-    return StoreUnavailable("; ".join(unreachable), sent=False) if unreachable else None
+    """What a person must mend, if anything at any endpoint; else that none of them can be reached;
+    None if at least one looks well from outside."""
+    found = [_diagnose(access, endpoint) for endpoint in access.endpoints]
+    unreachable = [error for error in found if isinstance(error, StoreUnavailable)]
+    for error in found:
+        if error is not None and not isinstance(error, StoreUnavailable):
+            return error
+    if len(unreachable) < len(found):
+        return None
+    return StoreUnavailable("; ".join(map(str, unreachable)), sent=False)
 
 
 def _diagnose(access: EtcdAccess, endpoint: str) -> StoreError | None:

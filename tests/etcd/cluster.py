@@ -1,0 +1,167 @@
+"""etcds of a special kind: with TLS, or three of them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import ipaddress
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from elasticd.etcd import embedded
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
+from elasticd.etcd.errors import StoreError
+
+
+class Authority:
+    """Signs certificates into a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.cert = self._write(name, self._sign(self._name, self._key, ca=True), self._key)[0]
+
+    def issue(self, name: str, *addresses: str) -> tuple[Path, Path]:
+        """A certificate and its key, valid for these IP addresses as a server, and as a client."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        return self._write(name, self._sign(subject, key, addresses=addresses), key)
+
+    def _sign(
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        *,
+        ca: bool = False,
+        addresses: tuple[str, ...] = (),
+    ) -> x509.Certificate:
+        now = dt.datetime.now(dt.UTC)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - dt.timedelta(hours=1))
+            .not_valid_after(now + dt.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        )
+        if addresses:
+            names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return builder.sign(self._key, hashes.SHA256())
+
+    def _write(self, name: str, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> tuple[Path, Path]:
+        cert_path, key_path = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
+        cert_path.write_bytes(cert.public_bytes(serialization.Encoding.PEM))
+        key_path.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return cert_path, key_path
+
+
+@dataclass
+class Member:
+    """One member of a cluster, and its process."""
+
+    name: str
+    client: int
+    peer: int
+    argv: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.client}"
+
+    def start(self) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self.argv, stdout=log, stderr=log, env=env)
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+class Cluster:
+    """Some etcds that are one. ``start`` returns once it serves."""
+
+    def __init__(self, folder: Path, size: int, *, flags: tuple[str, ...] = (), tls: bool = False) -> None:
+        scheme = "https" if tls else "http"
+        ports = [embedded._free_ports() for _ in range(size)]
+        initial = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(ports))
+        self.members = []
+        for i, (client, peer) in enumerate(ports):
+            argv = [str(embedded.find_etcd()), f"--name=m{i}", f"--data-dir={folder / f'm{i}'}"]
+            argv += [f"--listen-client-urls={scheme}://127.0.0.1:{client}"]
+            argv += [f"--advertise-client-urls={scheme}://127.0.0.1:{client}"]
+            argv += [f"--listen-peer-urls=http://127.0.0.1:{peer}"]
+            argv += [f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}"]
+            argv += [f"--initial-cluster={initial}", "--log-level=warn", *flags]
+            self.members.append(Member(f"m{i}", client, peer, argv, folder / f"m{i}.log"))
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(member.endpoint for member in self.members)
+
+    def start(self, access: EtcdAccess | None = None) -> None:
+        for member in self.members:
+            member.start()
+        await_serving(access or EtcdAccess(self.endpoints))
+
+    def at(self, endpoint: str) -> Member:
+        return next(member for member in self.members if member.endpoint == endpoint)
+
+    def leader(self) -> Member:
+        for member in self.members:
+            with Client(EtcdAccess((member.endpoint,))) as client:
+                if client.status().leader:
+                    return member
+        raise AssertionError("no member leads")
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.kill()
+
+
+def await_serving(access: EtcdAccess, tries: int = 600) -> None:
+    """Until a quorum answers."""
+    with Client(access) as client:
+        for left in reversed(range(tries)):
+            try:
+                client.get_raw(b"/")
+                return
+            except StoreError:
+                if not left:
+                    raise
+                select_pause()
+
+
+def select_pause() -> None:
+    """There is nobody to tell us that a port is being listened on."""
+    import select
+
+    select.select([], [], [], 0.1)
