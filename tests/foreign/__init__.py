@@ -1,0 +1,1 @@
+"""Scripts as others write them, run unmodified by torchrun and by elasticd."""

@@ -1,0 +1,20 @@
+"""Saves when it is told to stop."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+rank = os.environ["RANK"]
+
+
+def save(number, frame):
+    (folder / f"saved-{rank}").write_text(signal.Signals(number).name)
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, save)
+(folder / f"ready-{rank}").touch()
+while True:
+    signal.pause()

@@ -1,0 +1,39 @@
+"""A worker sees the same world whether torchrun or elasticd started it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import PROGRAMS, Launcher
+
+# There in both, but different from run to run, also between two of torchrun's.
+PER_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+
+# What elasticd says beyond torchrun.
+OURS = {"ELASTICD_PAGE", "ELASTICD_ROUND", "ELASTICD_SLOT"}
+
+
+def described(launcher: Launcher, way: str) -> list[dict[str, Any]]:
+    folder = launcher.folder / launcher.name
+    folder.mkdir()
+    target: list[str | Path] = ["-m", "describe"] if way == "module" else [PROGRAMS / "describe.py"]
+    ended = launcher.run(*target, folder, "--flag", "two words", restarts=1)
+    assert ended.status == 0, ended.err
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for one in found:
+        assert one["argv"].pop(1) == str(folder)
+    return found
+
+
+@pytest.mark.parametrize("way", ["path", "module"])
+def test_a_worker_cannot_tell_who_started_it(launchers: tuple[Launcher, Launcher], way: str) -> None:
+    theirs, ours = (described(launcher, way) for launcher in launchers)
+    for their, our in zip(theirs, ours, strict=True):
+        expected, found = their.pop("environment"), our.pop("environment")
+        assert set(found) - set(expected) == OURS
+        assert set(expected) - set(found) == set()
+        same = set(expected) - PER_RUN
+        assert {k: found[k] for k in same} == {k: expected[k] for k in same}
+        assert our == their
