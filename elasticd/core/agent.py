@@ -141,6 +141,7 @@ class State:
     wanted: Spec
     etcd_grace_s: float
     store_port: int
+    store_name: str = "etcd"
     seen: Mapping[str, Entry] = field(default_factory=dict)
     others: int | None = None
     joined: bool = False
@@ -235,9 +236,11 @@ class _Doing:
         self.actions.append(action)
 
 
-def start(me: Identity, wanted: Spec, store_port: int, etcd_grace_s: float) -> State:
+def start(
+    me: Identity, wanted: Spec, store_port: int, etcd_grace_s: float, store_name: str = "etcd"
+) -> State:
     """An agent that knows nothing yet. The driver then watches the keys of ``watched``."""
-    return State(me=me, wanted=wanted, etcd_grace_s=etcd_grace_s, store_port=store_port)
+    return State(me, wanted, etcd_grace_s, store_port, store_name)
 
 
 def watched(me: Identity) -> tuple[str, ...]:
@@ -418,7 +421,7 @@ def _outlast_the_store(do: _Doing) -> None:
     until = silent.since + grace_s
     if do.now >= until:
         code = 4 if joined else 2  # an etcd that never answered was probably mistyped
-        do.set(exiting=Leave(code, f"etcd has not answered for {grace_s:g} s"))
+        do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
     else:
         do.wakes.append(until)
 

@@ -7,9 +7,14 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    LogsSpecs,
+    Std,
+)
 
 from elasticd.daemon.config import LogOptions
+from elasticd.daemon.errors import CannotStart
 from elasticd.procs.output import LogDest
 
 
@@ -29,15 +34,18 @@ def state_dir() -> Path:
 
 def logs_specs(options: LogOptions) -> LogsSpecs:
     """The user's LogsSpecs (entry point group ``torchrun.logs_specs``) or torch's own, whose layout
-    is ``<dir>/<job>_<random>/attempt_<n>/<local rank>/``. Raises ValueError for bad options."""
+    is ``<dir>/<job>_<random>/attempt_<n>/<local rank>/``. Raises CannotStart for bad options."""
     made: type[LogsSpecs] = DefaultLogsSpecs
     if options.specs is not None:
         found = metadata.entry_points(group="torchrun.logs_specs", name=options.specs)
         if not found:
-            raise ValueError(f"no package installed here offers the logs specs {options.specs!r}")
+            raise CannotStart(f"no package installed here offers the logs specs {options.specs!r}")
         made = next(iter(found)).load()
     folder = options.dir or state_dir() / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotStart(f"the log directory {folder} cannot be made: {error.strerror}") from error
     return made(
         log_dir=str(folder),
         redirects=Std.from_str(options.redirects),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
-import sys
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,11 +13,13 @@ from pathlib import Path
 from elasticd.core import agent as agents
 from elasticd.core.agent import Identity
 from elasticd.core.environment import Setting, assignments
-from elasticd.core.facts import Phase, Spec
+from elasticd.core.facts import Phase, Round, Spec
 from elasticd.core.messages import KeeperLost, Leave, StoreComplained
 from elasticd.core.reasons import Reason
+from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.daemon.driver import Driver
+from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.standalone import Standalone
@@ -25,7 +27,7 @@ from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
 from elasticd.procs.keeper import Warden
-from elasticd.procs.output import Output
+from elasticd.procs.output import LogDest, Output
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import final, log
 from elasticd.telemetry.view import PlainView, View
@@ -34,6 +36,14 @@ from elasticd.telemetry.view import PlainView, View
 def run(config: RunConfig, view: View | None = None) -> int:
     """Take part in a job until it ends or this node leaves it; returns the exit code (DESIGN 7)."""
     view = view or PlainView()
+    try:
+        return _run(config, view)
+    except CannotStart as error:
+        view.finish(f"elasticd: {error}.")
+        return 2
+
+
+def _run(config: RunConfig, view: View) -> int:
     clock = SteadyClock()
     began_at = clock()
     logger = log.get("elasticd.agent")
@@ -41,7 +51,6 @@ def run(config: RunConfig, view: View | None = None) -> int:
         warden = cleanup.enter_context(Warden.start())  # first: it wants a process without threads
         inbox = Inbox()
         cleanup.enter_context(Signals((signal.Signals[name] for name in config.signals), inbox.post))
-
         standalone = cleanup.enter_context(Standalone(config.job, warden)) if config.etcd is None else None
 
         # Torch takes seconds to import; etcd starts meanwhile.
@@ -56,8 +65,7 @@ def run(config: RunConfig, view: View | None = None) -> int:
 
         def complained(error: StoreError) -> None:
             logger.warning("etcd.complaint", why=str(error))
-            fatal = isinstance(error, NewerRecord) or not isinstance(error, BadRecord)
-            if fatal:
+            if isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
                 inbox.post(StoreComplained(str(error)))
 
         link = Link(access, clock)
@@ -69,8 +77,7 @@ def run(config: RunConfig, view: View | None = None) -> int:
 
         output = Output(_Console(view))
         output.follow_window_size()
-        specs = logs_specs(config.logs)
-        destinations = Destinations(specs)
+        destinations = Destinations(logs_specs(config.logs))
         procs = LocalProcs(
             warden,
             worker_command(config),
@@ -79,44 +86,21 @@ def run(config: RunConfig, view: View | None = None) -> int:
             output=output,
             role=config.role,
             line_prefix=config.logs.line_prefix,
-            heartbeat=True,
             whole_group=config.command.kind is CommandKind.PROGRAM,
             duplicate_stdout=config.logs.duplicate_stdout,
             duplicate_stderr=config.logs.duplicate_stderr,
         )
         cleanup.callback(procs.close)
 
-        setting = Setting(
-            job=config.job,
-            role=config.role,
-            restarts_max=config.policy.restarts_max,
-            devices=visible_devices(config.slots),
-            virtual_local_rank=config.virtual_local_rank,
-            inherited=dict(os.environ),
-            extra=config.env,
-        )
-        identity = Identity(
-            node=config.node,
-            incarnation=uuid.uuid4().hex,
-            address=config.address,
-            slots=tuple(range(config.slots)),
-            host=host_identity(),
-            pid=os.getpid(),
-        )
-        wanted = Spec(
-            asked=config.limits,
-            limits=config.limits,
-            script=config.command.target,
-            fingerprint=config.fingerprint,
-            policy=config.policy,
-        )
-
         def say(reason: Reason) -> None:
             log.reason(logger, reason)
             publisher.note(reason, clock())
 
+        setting = _setting(config)
         driver = Driver(
-            agents.start(identity, wanted, stores.port, config.etcd_grace_s),
+            agents.start(
+                _identity(config), _wanted(config), stores.port, config.etcd_grace_s, f"etcd at {access.url}"
+            ),
             store=store,
             procs=procs,
             stores=stores,
@@ -139,18 +123,47 @@ def run(config: RunConfig, view: View | None = None) -> int:
         Agent(spec, driver, inbox, clock, publisher.routine).run()
         left = driver.left
         assert left is not None
-    view.finish(_last_words(config, driver, left, clock() - began_at))
+        last = _ended_round(driver, left)
+        if last is not None:
+            _pass_on_error_file(config, last, destinations.latest)
+    view.finish(_last_words(config, last, left, clock() - began_at))
     return left.code
 
 
-def worker_command(config: RunConfig) -> list[str]:
-    """The argv of every worker, as torchrun makes it."""
-    command = config.command
-    if command.kind is CommandKind.PROGRAM:
-        return [command.target, *command.args]
-    python = os.environ.get("PYTHON_EXEC", sys.executable)
-    module = ["-m"] if command.kind is CommandKind.MODULE else []
-    return [python, "-u", *module, command.target, *command.args]
+# ---------------------------------------------------------------- who this agent is
+
+
+def _identity(config: RunConfig) -> Identity:
+    return Identity(
+        node=config.node,
+        incarnation=uuid.uuid4().hex,
+        address=config.address,
+        slots=tuple(range(config.slots)),
+        host=host_identity(),
+        pid=os.getpid(),
+    )
+
+
+def _wanted(config: RunConfig) -> Spec:
+    return Spec(
+        asked=config.limits,
+        limits=config.limits,
+        script=config.command.target,
+        fingerprint=config.fingerprint,
+        policy=config.policy,
+    )
+
+
+def _setting(config: RunConfig) -> Setting:
+    return Setting(
+        job=config.job,
+        role=config.role,
+        restarts_max=config.policy.restarts_max,
+        devices=visible_devices(config.slots),
+        virtual_local_rank=config.virtual_local_rank,
+        inherited=dict(os.environ),
+        extra=config.env,
+    )
 
 
 def visible_devices(slots: int) -> tuple[str, ...]:
@@ -190,11 +203,34 @@ class _Console:
         return os.isatty(stream)
 
 
-def _last_words(config: RunConfig, driver: Driver, left: Leave, lasted_s: float) -> str:
+# ---------------------------------------------------------------- last words
+
+
+def _ended_round(driver: Driver, left: Leave) -> Round | None:
+    """The round the job ended with, if it is this agent's job and it did end."""
     round = driver.state.round
     over = round is not None and round.phase is Phase.ENDED and driver.state.joined
-    if round is not None and over and (left.code != 2):
-        return final.screen(config.job, round, restarts=round.restarts, lasted_s=lasted_s)
+    return round if over and left.code != 2 else None
+
+
+def _last_words(config: RunConfig, last: Round | None, left: Leave, lasted_s: float) -> str:
+    if last is not None:
+        return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s)
     if left.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         return f"{config.job}: {config.node} {left.why}."
     return f"elasticd: {left.why}."
+
+
+def _pass_on_error_file(config: RunConfig, last: Round, dest: LogDest | None) -> None:
+    """Torch's contract of nested launchers: what the first failing worker wrote of its error becomes
+    the error file of the launcher, if whoever launched that asked for one."""
+    asked = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    failure = last.failure
+    if not asked or failure is None or failure.node != config.node or dest is None:
+        return
+    member = next((m for m in last.members if m.node == config.node), None)
+    if member is None or failure.exit.slot not in member.slots:
+        return
+    written = dest.error_files.get(member.slots.index(failure.exit.slot))
+    if written and os.path.isfile(written):
+        shutil.copyfile(written, asked)

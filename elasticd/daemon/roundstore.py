@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+from elasticd.daemon.errors import CannotStart
+
 CLIENT_TIMEOUT_S = 300.0
 
 
@@ -61,9 +63,12 @@ class TorchRoundStores:
             self._listener = None
 
     def _reserve(self) -> int:
-        family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((self._address, 0))
-        self._listener.listen(4096)
+        try:
+            family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.socket(family, socket.SOCK_STREAM)
+            self._listener.bind((self._address, 0))
+            self._listener.listen(4096)
+        except OSError as error:
+            raise CannotStart(f"cannot listen on {self._address}, this node's --address: {error}") from error
         port: int = self._listener.getsockname()[1]
         return port

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from elasticd.daemon.errors import CannotStart
 from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError
-from elasticd.procs.keeper import Ended, Warden
+from elasticd.procs.keeper import Ended, KeeperError, Warden
 from elasticd.telemetry import log
 
 
 class Standalone:
     """Owns the server while entered; the warden ends it should the agent be killed.
 
-    Raises FileExistsError if a standalone run of this name is there already, FileNotFoundError if
-    there is no etcd to run, both with one sentence.
+    Raises CannotStart if a standalone run of this name is there already, or there is no etcd to run.
     """
 
     def __init__(self, job: str, warden: Warden) -> None:
@@ -31,9 +31,12 @@ class Standalone:
         self._error: Exception | None = None
         self._ending = threading.Event()
         self._died = threading.Event()
-        if registry.find(job) is not None:
-            raise FileExistsError(f"a standalone run named {job!r} is running on this machine already")
-        self._server = Embedded(self._spawn)
+        try:
+            if registry.find(job) is not None:
+                raise CannotStart(f"a standalone run named {job!r} is running on this machine already")
+            self._server = Embedded(self._spawn)
+        except OSError as error:
+            raise CannotStart(str(error)) from error
         warden.remove_at_end(self._server.folder)
         self._thread = threading.Thread(target=self._serve, name="elasticd-etcd", daemon=True)
 
@@ -49,10 +52,10 @@ class Standalone:
         self._server.stop()
 
     def wait_until_ready(self) -> EtcdAccess:
-        """Raises what kept it from starting."""
+        """Raises CannotStart if it does not come up."""
         self._ready.wait()
         if self._error is not None:
-            raise self._error
+            raise CannotStart(str(self._error)) from self._error
         return self._server.access
 
     def _serve(self) -> None:
@@ -64,7 +67,7 @@ class Standalone:
                 registry.register(
                     self._job, self._server.endpoint, self._server.pid, self._started, self._server.folder
                 )
-            except (StoreError, OSError) as error:
+            except (StoreError, KeeperError, OSError) as error:
                 if not self._ready.is_set():
                     self._error = error
                     self._ready.set()

@@ -1,0 +1,54 @@
+"""The command line of a worker, as torchrun makes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+from elasticd.core.ports import Assignment
+from elasticd.daemon.config import CommandKind, RunConfig
+from elasticd.daemon.errors import CannotStart
+
+LOCAL_RANK_MACRO = "${local_rank}"  # torch.distributed.elastic.utils.macros
+
+
+def worker_command(config: RunConfig) -> Callable[[Assignment], list[str]]:
+    """What makes the argv of each worker. Raises CannotStart where NUMA binding is asked for and
+    cannot be had."""
+    command = config.command
+    if command.kind is CommandKind.PROGRAM:
+        argv = [command.target]
+    else:
+        python = os.environ.get("PYTHON_EXEC", sys.executable)
+        argv = [python, "-u", *(["-m"] if command.kind is CommandKind.MODULE else []), command.target]
+    bind = _numa(config.numa_binding)
+
+    def make(assignment: Assignment) -> list[str]:
+        local_rank = str(assignment.local_rank)
+        args = [arg.replace(LOCAL_RANK_MACRO, local_rank) for arg in command.args]
+        return bind([*argv, *args], assignment)
+
+    return make
+
+
+def _numa(mode: str | None) -> Callable[[list[str], Assignment], list[str]]:
+    if mode is None:
+        return lambda argv, _: argv
+    from torch.numa import (
+        binding,  # torchrun's own; private, but the option is its promise
+    )
+
+    if shutil.which("numactl") is None:
+        raise CannotStart("--numa-binding needs the program numactl, which is not installed here")
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+
+    def bound(argv: list[str], assignment: Assignment) -> list[str]:
+        return list(
+            binding._maybe_wrap_command_args_with_numa_binding(
+                tuple(argv), gpu_index=assignment.slot, numa_options=options
+            )
+        )
+
+    return bound
