@@ -1,0 +1,738 @@
+"""What the leader decides, transition by transition of the diagram in ``core.leader``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.core import leader, world
+from elasticd.core.facts import (
+    Budget,
+    Cause,
+    Drained,
+    Exit,
+    Fact,
+    Failure,
+    Limits,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
+    Quarantine,
+    Report,
+    Round,
+    Spec,
+)
+from elasticd.core.leader import Plan, View, decide
+from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
+from elasticd.core.reasons import (
+    AwaitingRelease,
+    AwaitingReturn,
+    BelowMinimum,
+    CoolingDown,
+    FailureCharged,
+    JobEnded,
+    RoundClosing,
+    RoundFormed,
+    Settling,
+    SlotQuarantined,
+)
+from tests.core.build import (
+    BUDGET_REVISION,
+    NOW,
+    ROUND_REVISION,
+    SPEC_REVISION,
+    charges,
+    exit,
+    life,
+    next_round,
+    node,
+    report,
+    round,
+    spec,
+    view,
+    written,
+)
+
+POLICY = Policy(settle_s=1.0, grow_cooldown_s=30.0, join_timeout_s=600.0)
+ROUND_AS_SEEN = Unchanged("round", ROUND_REVISION)
+
+
+def waiting(number: int = 0, *, since: float = NOW - 5) -> Round:
+    return round(number, {}, Phase.WAITING, since=since)
+
+
+def sizes(round: Round) -> dict[str, int]:
+    return {m.node: len(m.slots) for m in round.members}
+
+
+# ---------------------------------------------------------------- before anything is known
+
+
+@pytest.mark.parametrize("unknown", ["spec", "round_revision", "budget_revision", "nodes", "reports"])
+def test_nothing_is_decided_on_half_a_view(unknown: str) -> None:
+    whole = view(spec(), waiting(), [node("a", 8)])
+    assert decide(whole, NOW).writes
+    lacking: dict[str, Any] = {unknown: None}
+    assert decide(replace(whole, **lacking), NOW) == Plan()
+
+
+# ---------------------------------------------------------------- a job begins, or begins again
+
+
+def test_a_new_job_waits_for_its_first_workers() -> None:
+    plan = decide(view(spec(), None, [node("a", 8)]), NOW)
+    assert next_round(plan) == Round(0, Phase.WAITING, (), "", Cause.START, NOW)
+    assert Unchanged("round", 0) in plan.guards, "of two leaders, one opens the job"
+
+
+def test_an_ended_job_that_is_run_again_keeps_its_number_and_nothing_else() -> None:
+    ended = round(9, {"a": 2}, Phase.ENDED, outcome=Outcome.FAILED, restarts=3, failure=Failure("a", exit()))
+    plan = decide(view(spec(), ended, [node("a")], budget=charges(("a", 0))), NOW)
+    assert next_round(plan) == Round(9, Phase.WAITING, (), "", Cause.START, NOW)
+    assert written(plan, "budget") == Budget()
+    assert Delete("reports/", prefix=True) in plan.writes
+
+
+def test_the_old_spec_and_the_end_of_its_job_are_not_a_new_job() -> None:
+    """They are watched apart; the guard makes etcd refuse what would start the job again."""
+    ended = round(9, {"a": 2}, Phase.ENDED, outcome=Outcome.SUCCEEDED)
+    plan = decide(view(spec(), ended), NOW)
+    assert Unchanged("spec", SPEC_REVISION) in plan.guards
+    assert ROUND_AS_SEEN in plan.guards
+
+
+# ---------------------------------------------------------------- waiting -> live
+
+
+def test_a_job_forms_at_once_when_it_has_all_it_wants() -> None:
+    plan = decide(view(spec(2, 4), waiting(since=NOW), [node("a", 3), node("b", 3)], seen_at=NOW), NOW)
+    formed = next_round(plan)
+    assert (formed.number, formed.phase, formed.cause) == (1, Phase.LIVE, Cause.START)
+    assert sizes(formed) == {"a": 3, "b": 1}
+    assert formed.since == NOW
+    assert plan.reasons == (RoundFormed(1, 4, 2, Cause.START),)
+
+
+def test_a_job_with_enough_workers_settles_before_it_starts() -> None:
+    starting = view(spec(2, 8, policy=POLICY), waiting(since=NOW - 60), [node("a", 3)], seen_at=NOW)
+    plan = decide(starting, NOW + 0.9)
+    assert plan == Plan(wake_at=NOW + 1, reasons=(Settling(3, 8, NOW + 1),))
+    assert sizes(next_round(decide(starting, NOW + 1))) == {"a": 3}
+
+
+def test_the_settle_window_starts_again_with_each_node_that_comes() -> None:
+    a, b = node("a", 3), node("b", 3)
+    starting = view(spec(2, 8, policy=POLICY), waiting(), [a, b], seen_at=NOW)
+    later = replace(starting.nodes["b"], seen_at=NOW + 0.5)  # type: ignore[index]
+    starting = replace(starting, nodes={**starting.nodes, "b": later})  # type: ignore[dict-item]
+    assert decide(starting, NOW + 1).wake_at == NOW + 1.5
+
+
+def test_a_node_that_may_not_take_part_does_not_prolong_the_settling() -> None:
+    starting = view(spec(2, 8, policy=POLICY), waiting(), [node("a", 3), node("b", draining=True)])
+    late = replace(starting.nodes["b"], seen_at=NOW)  # type: ignore[index]
+    starting = replace(starting, nodes={**starting.nodes, "b": late})  # type: ignore[dict-item]
+    assert next_round(decide(starting, NOW)).world_size == 3
+
+
+def test_the_first_member_hosts_the_store_on_the_port_it_announced() -> None:
+    plan = decide(view(spec(2, 4), waiting(), [node("b", 2, port=1234), node("a", 2)]), NOW)
+    assert next_round(plan).store == "b.example:1234"
+
+
+def test_below_minimum_the_job_waits_and_says_for_how_long() -> None:
+    plan = decide(view(spec(4, 8, policy=POLICY), waiting(since=NOW), [node("a", 3)]), NOW + 10)
+    assert plan == Plan(wake_at=NOW + 600, reasons=(BelowMinimum(3, 4, NOW + 600),))
+
+
+def test_a_job_that_waited_below_minimum_for_too_long_ends_short() -> None:
+    plan = decide(view(spec(4, 8, policy=POLICY), waiting(since=NOW), [node("a", 3)]), NOW + 600)
+    ended = next_round(plan)
+    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.SHORT)
+    assert ended.why == "only 3 of the 4 workers needed came within 600 s"
+
+
+def test_workers_that_come_in_the_last_moment_are_taken() -> None:
+    plan = decide(view(spec(4, 4, policy=POLICY), waiting(since=NOW), [node("a", 4)]), NOW + 600)
+    assert next_round(plan).phase is Phase.LIVE
+
+
+def test_a_waiting_job_wakes_when_a_quarantine_ends() -> None:
+    budget = Budget(quarantines=(Quarantine("a", 0, NOW + 20, 1),))
+    starved = view(spec(2, 2, policy=POLICY), waiting(since=NOW), [node("a", 2)], budget=budget)
+    assert decide(starved, NOW).wake_at == NOW + 20
+    assert next_round(decide(starved, NOW + 20)).world_size == 2
+
+
+def test_a_waiting_job_can_be_stopped() -> None:
+    plan = decide(view(spec(stop=True), waiting(), []), NOW)
+    assert next_round(plan).outcome is Outcome.STOPPED
+
+
+# ---------------------------------------------------------------- live
+
+
+def live(sizes: dict[str, int], nodes: Sequence[Node], reports: Sequence[Report] = (), **more: Any) -> View:
+    """Round 5, seen with the nodes and reports given; ``more`` goes to spec, round or view."""
+    of_round = {k: more.pop(k) for k in ("since", "lived_s", "restarts") if k in more}
+    of_view = {k: more.pop(k) for k in ("budget", "absence_counts_from", "seen_at") if k in more}
+    wanted = spec(**{"min": 2, "max": 8, "policy": POLICY, **more})
+    return view(wanted, round(5, sizes, **of_round), nodes, reports, **of_view)
+
+
+def test_a_world_that_is_well_is_left_alone() -> None:
+    plan = decide(live({"a": 2, "b": 2}, [node("a", released=4), node("b", released=4)]), NOW)
+    assert plan == Plan()
+
+
+def test_a_failed_worker_closes_the_round_without_grace() -> None:
+    found = exit(1, 1)
+    plan = decide(live({"a": 2, "b": 2}, [node("a"), node("b")], [report("a", 5, found)]), NOW)
+    closing = next_round(plan)
+    assert (closing.number, closing.phase, closing.planned) == (5, Phase.CLOSING, False)
+    assert (closing.closing, closing.since, closing.lived_s) == (Cause.WORKER_FAILED, NOW, 5.0)
+    assert closing.cause is Cause.START, "why it began stays known"
+    assert plan.reasons == (RoundClosing(5, Cause.WORKER_FAILED, (), Failure("a", found)),)
+    assert not [w for w in plan.writes if w.key == "budget"], "it is charged when all have answered"
+
+
+def test_a_lost_node_closes_the_round() -> None:
+    plan = decide(live({"a": 2, "b": 2}, [node("a")]), NOW)
+    assert next_round(plan).closing is Cause.NODE_LOST
+    assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("b",)),)
+
+
+def test_a_restarted_agent_means_its_old_node_is_lost_even_while_absence_does_not_count() -> None:
+    seen = live({"a": 2, "b": 2}, [node("a"), node("b", life_number=2)], absence_counts_from=NOW + 5)
+    assert next_round(decide(seen, NOW)).closing is Cause.NODE_LOST
+
+
+def test_after_an_outage_an_absent_node_is_given_time_to_come_back() -> None:
+    seen = live({"a": 2, "b": 2}, [node("a")], absence_counts_from=NOW + 5)
+    assert decide(seen, NOW) == Plan(wake_at=NOW + 5, reasons=(AwaitingReturn(("b",), NOW + 5),))
+    assert next_round(decide(seen, NOW + 5)).closing is Cause.NODE_LOST
+
+
+def test_a_node_that_let_go_of_a_live_round_is_as_good_as_lost() -> None:
+    """Its workers were fenced, or their keeper died: it is there, but nothing of the round is."""
+    plan = decide(live({"a": 2, "b": 2}, [node("a", released=5), node("b")]), NOW)
+    assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("a",)),)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"nodes": [node("a"), node("b", draining=True)]}, id="by a signal"),
+        pytest.param({"nodes": [node("a"), node("b")], "drain": ["b"]}, id="by its operator"),
+    ],
+)
+def test_a_leaving_node_closes_the_round_with_time_to_save(more: dict[str, Any]) -> None:
+    plan = decide(live({"a": 2, "b": 2}, more.pop("nodes"), **more), NOW)
+    assert next_round(plan).planned
+    assert plan.reasons == (RoundClosing(5, Cause.NODE_DRAINED, ("b",)),)
+
+
+def test_a_drain_of_an_earlier_incarnation_is_over() -> None:
+    seen = live({"a": 2, "b": 2}, [node("a"), node("b")])
+    assert seen.spec is not None
+    seen = replace(seen, spec=replace(seen.spec, drain=(Drained("b", life("b", 0)),)))
+    assert not decide(seen, NOW).writes
+
+
+def test_a_leaving_node_outside_the_round_disturbs_nobody() -> None:
+    assert not decide(live({"a": 2}, [node("a"), node("b", draining=True)]), NOW).writes
+
+
+@pytest.mark.parametrize(("min", "max"), [(1, 3), (5, 8)])
+def test_limits_that_no_longer_fit_close_the_round_as_planned(min: int, max: int) -> None:
+    plan = decide(live({"a": 2, "b": 2}, [node("a"), node("b")], min=min, max=max), NOW)
+    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.SCALED, True)
+
+
+def test_a_world_grows_once_it_has_cooled_down() -> None:
+    seen = live({"a": 2}, [node("a"), node("b", 3)], since=NOW)
+    assert decide(seen, NOW + 1) == Plan(wake_at=NOW + 30, reasons=(CoolingDown(2, 5, NOW + 30),))
+    plan = decide(seen, NOW + 30)
+    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.GREW, True)
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "more"),
+    [
+        pytest.param(node("b"), {"max": 2}, id="already at max"),
+        pytest.param(node("b", draining=True), {}, id="about to leave"),
+        pytest.param(node("b"), {"drain": ["b"]}, id="asked to leave"),
+        pytest.param(
+            node("b"),
+            {"budget": Budget(quarantines=tuple(Quarantine("b", s, NOW + 99, 1) for s in (0, 1)))},
+            id="in quarantine",
+        ),
+    ],
+)
+def test_a_world_does_not_grow_for_a_node_it_cannot_use(newcomer: Node, more: dict[str, Any]) -> None:
+    assert not decide(live({"a": 2}, [node("a"), newcomer], since=0, **more), NOW).writes
+
+
+def test_a_quarantined_slot_is_taken_back_when_its_time_is_over() -> None:
+    budget = Budget(quarantines=(Quarantine("b", 1, NOW + 50, 1),))
+    seen = live({"a": 2, "b": 1}, [node("a"), node("b", 2)], since=NOW - 60, budget=budget)
+    assert decide(seen, NOW) == Plan(wake_at=NOW + 50), "it wakes by itself: nobody will tell it"
+    assert next_round(decide(seen, NOW + 50)).closing is Cause.GREW
+
+
+def test_the_operator_stops_a_live_job_with_time_to_save() -> None:
+    plan = decide(live({"a": 2}, [node("a")], stop=True), NOW)
+    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.STOPPED, True)
+
+
+def test_a_job_has_succeeded_when_every_member_has_finished() -> None:
+    done = [report("a", 5, finished=True), report("b", 5, finished=True)]
+    plan = decide(live({"a": 2, "b": 2}, [node("a"), node("b")], done), NOW)
+    ended = next_round(plan)
+    assert (ended.phase, ended.outcome, ended.number) == (Phase.ENDED, Outcome.SUCCEEDED, 5)
+    assert {w.key for w in plan.writes if isinstance(w, Delete)} == {"spec", "budget", "reports/"}
+    assert plan.reasons == (JobEnded(Outcome.SUCCEEDED, "every worker finished"),)
+
+
+def test_a_job_succeeds_even_if_its_agents_are_gone_by_then_or_it_is_being_stopped() -> None:
+    done = [report("a", 5, finished=True), report("b", 5, finished=True)]
+    assert next_round(decide(live({"a": 2, "b": 2}, [], done), NOW)).outcome is Outcome.SUCCEEDED
+    seen = live({"a": 2, "b": 2}, [node("a")], done, stop=True)
+    assert next_round(decide(seen, NOW)).outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    "stale", [report("b", 4, finished=True), report("b", 5, finished=True, life_number=2)]
+)
+def test_only_the_members_of_this_round_can_finish_it(stale: Report) -> None:
+    seen = live({"a": 2, "b": 2}, [node("a"), node("b")], [report("a", 5, finished=True), stale])
+    assert not decide(seen, NOW).writes
+
+
+def test_the_last_steps_of_a_job_are_not_disturbed_by_resizing() -> None:
+    seen = live(
+        {"a": 2, "b": 2}, [node("a"), node("b"), node("c")], [report("a", 5, finished=True)], since=0, max=3
+    )
+    assert decide(seen, NOW) == Plan()
+
+
+def test_a_node_that_finished_may_leave_before_the_others_have() -> None:
+    seen = live({"a": 2, "b": 2}, [node("b")], [report("a", 5, finished=True)])
+    assert not decide(seen, NOW).writes
+
+
+# ---------------------------------------------------------------- closing -> what next
+
+
+def closing(
+    cause: Cause,
+    sizes: dict[str, int],
+    nodes: Sequence[Node],
+    reports: Sequence[Report] = (),
+    *,
+    wanted: Spec | None = None,
+    **more: Any,
+) -> View:
+    of_round = {k: more.pop(k) for k in ("restarts", "lived_s") if k in more}
+    ending = round(5, sizes, Phase.CLOSING, closing=cause, **of_round)
+    return view(wanted or spec(policy=POLICY), ending, nodes, reports, **more)
+
+
+def test_the_next_round_waits_until_every_member_has_released_this_one() -> None:
+    nodes = [node("a", released=5), node("b", released=4)]
+    plan = decide(closing(Cause.GREW, {"a": 2, "b": 2}, nodes), NOW)
+    assert plan == Plan(reasons=(AwaitingRelease(("b",)),))
+
+
+def test_the_next_round_waits_for_nothing_else() -> None:
+    """No settle window: whoever the round was made of has answered, and newcomers can join later."""
+    nodes = [node("a", released=5), node("b", released=5), node("c")]
+    plan = decide(closing(Cause.GREW, {"a": 2, "b": 2}, nodes, seen_at=NOW), NOW)
+    formed = next_round(plan)
+    assert (formed.number, formed.phase, formed.cause) == (6, Phase.LIVE, Cause.GREW)
+    assert sizes(formed) == {"a": 2, "b": 2, "c": 2}
+    assert formed.closing is None and not formed.planned
+    assert not [w for w in plan.writes if w.key == "budget"]
+
+
+def test_while_absence_does_not_count_the_closing_round_waits_for_the_absent() -> None:
+    seen = closing(Cause.GREW, {"a": 2, "b": 2}, [node("a", released=5)], absence_counts_from=NOW + 5)
+    assert decide(seen, NOW) == Plan(wake_at=NOW + 5, reasons=(AwaitingReturn(("b",), NOW + 5),))
+    assert sizes(next_round(decide(seen, NOW + 5))) == {"a": 2}
+
+
+def test_a_failed_worker_is_charged_once_and_replaced() -> None:
+    found = exit(1, 1)
+    reports = [report("a", 5, found, exit(0, 0, at=NOW), steps=7), report("b", 5, exit(0, 2, at=NOW))]
+    nodes = [node("a", released=5), node("b", released=5)]
+    plan = decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports, restarts=2), NOW)
+    formed = next_round(plan)
+    assert (formed.number, formed.cause, sizes(formed)) == (6, Cause.WORKER_FAILED, {"a": 2, "b": 2})
+    assert (formed.restarts, formed.failure) == (3, Failure("a", found))
+    charged = written(plan, "budget")
+    assert isinstance(charged, Budget)
+    assert [(c.node, c.slot, c.progressed) for c in charged.charges] == [("a", 1, True)]
+    assert Unchanged("budget", 0) in plan.guards and ROUND_AS_SEEN in plan.guards
+    assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
+
+
+def test_a_lost_node_is_not_charged_even_when_the_survivors_workers_failed_first() -> None:
+    """Gloo's error reaches etcd before the lease of the node that caused it runs out."""
+    reports = [report("a", 5, exit(0, 0))]
+    plan = decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, [node("a", released=5)], reports), NOW)
+    formed = next_round(plan)
+    assert (formed.cause, formed.restarts, formed.failure) == (Cause.NODE_LOST, 0, None)
+    assert not [w for w in plan.writes if w.key == "budget"]
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if c is not Cause.WORKER_FAILED])
+def test_what_is_not_the_users_fault_costs_nothing(cause: Cause) -> None:
+    """Not even if workers fail while they are being stopped."""
+    reports = [report("a", 5, exit(0, 0))]
+    plan = decide(closing(cause, {"a": 2}, [node("a", released=5)], reports), NOW)
+    assert next_round(plan).restarts == 0
+    assert not [w for w in plan.writes if w.key == "budget"]
+
+
+def test_lost_node_below_minimum_waits_without_spending_budget() -> None:
+    wanted = spec(3, 8, policy=POLICY)
+    seen = closing(Cause.NODE_LOST, {"a": 2, "b": 2}, [node("a", released=5)], wanted=wanted)
+    plan = decide(seen, NOW)
+    left = next_round(plan)
+    assert (left.number, left.phase, left.since) == (5, Phase.WAITING, NOW)
+    assert (left.cause, left.closing, left.planned) == (Cause.NODE_LOST, None, False)
+    assert plan.writes == (Put("round", left),)
+
+
+def test_a_job_that_waited_goes_on_with_the_cause_of_its_pause() -> None:
+    left = replace(
+        waiting(5, since=NOW - 50), members=round(5, {"a": 2, "b": 2}).members, cause=Cause.NODE_LOST
+    )
+    nodes = [node("a", released=5), node("c", 6)]
+    formed = next_round(decide(view(spec(3, 8), left, nodes), NOW))
+    assert (formed.number, formed.cause, sizes(formed)) == (6, Cause.NODE_LOST, {"a": 2, "c": 6})
+
+
+def test_the_budget_spent_ends_the_job_with_its_last_failure() -> None:
+    found = exit(0, 0)
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 2},
+        [node("a", released=5)],
+        [report("a", 5, found, steps=1)],
+        wanted=spec(policy=replace(POLICY, restarts_max=1)),
+        budget=charges(("a", 1), progressed=True),
+    )
+    plan = decide(seen, NOW)
+    ended = next_round(plan)
+    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.FAILED)
+    assert ended.failure == Failure("a", found) and "2 failures within" in ended.why
+    assert isinstance(plan.reasons[-1], JobEnded)
+
+
+def test_failing_again_and_again_without_a_step_ends_the_job_early() -> None:
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 2},
+        [node("a", released=5)],
+        [report("a", 5, exit(0, 0))],
+        budget=charges(("a", 0), ("a", 1), ("a", 0)),
+    )
+    assert "without a single step" in next_round(decide(seen, NOW)).why
+
+
+def test_a_slot_that_fails_alone_is_left_out_while_enough_remain() -> None:
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 2, "b": 2},
+        [node("a", released=5), node("b", released=5)],
+        [report("b", 5, exit(1, 3), steps=1)],
+        wanted=spec(3, 8, policy=POLICY),
+        budget=charges(("b", 1), ("b", 1), progressed=True),
+    )
+    plan = decide(seen, NOW)
+    assert [(m.node, m.slots) for m in next_round(plan).members] == [("a", (0, 1)), ("b", (0,))]
+    assert plan.reasons[1] == SlotQuarantined("b", 1, NOW + POLICY.quarantine_s)
+    kept = written(plan, "budget")
+    assert isinstance(kept, Budget) and kept.quarantines == (Quarantine("b", 1, NOW + 30, 1),)
+    assert Unchanged("budget", BUDGET_REVISION) in plan.guards
+
+
+def test_a_slot_that_fails_alone_stays_if_the_world_would_fall_below_minimum() -> None:
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 2, "b": 2},
+        [node("a", released=5), node("b", released=5)],
+        [report("b", 5, exit(1, 3), steps=1)],
+        wanted=spec(4, 8, policy=POLICY),
+        budget=charges(("b", 1), ("b", 1), progressed=True),
+    )
+    plan = decide(seen, NOW)
+    assert next_round(plan).world_size == 4
+    assert not [r for r in plan.reasons if isinstance(r, SlotQuarantined)]
+
+
+def test_a_closing_job_that_is_to_stop_stops_when_all_is_released() -> None:
+    wanted = spec(policy=POLICY, stop=True)
+    nodes = [node("a", released=4)]
+    assert not decide(closing(Cause.STOPPED, {"a": 2}, nodes, wanted=wanted), NOW).writes
+    plan = decide(closing(Cause.STOPPED, {"a": 2}, [node("a", released=5)], wanted=wanted), NOW)
+    assert next_round(plan).outcome is Outcome.STOPPED
+
+
+def test_a_drained_node_is_not_in_the_next_round_and_leaves_the_spec_once_it_is_gone() -> None:
+    wanted = spec(policy=POLICY, drain=["b"])
+    nodes = [node("a", released=5), node("b", released=5)]
+    still_there = decide(closing(Cause.NODE_DRAINED, {"a": 2, "b": 2}, nodes, wanted=wanted), NOW)
+    assert sizes(next_round(still_there)) == {"a": 2}
+    assert not [w for w in still_there.writes if w.key == "spec"], "or it would be taken back"
+    gone = decide(closing(Cause.NODE_DRAINED, {"a": 2, "b": 2}, nodes[:1], wanted=wanted), NOW)
+    assert written(gone, "spec") == replace(wanted, drain=())
+    assert Unchanged("spec", SPEC_REVISION) in gone.guards, "someone may be scaling it"
+
+
+# ---------------------------------------------------------------- what a view is made of
+
+
+def entry(key: str, fact: Fact | None, revision: int = 50, created: int = 40) -> Entry:
+    return Entry(key, fact, revision, created)
+
+
+def test_a_view_is_complete_once_every_scope_has_been_listed_even_if_empty() -> None:
+    seen = View()
+    for scope, entries in [
+        ("spec", (entry("spec", spec()),)),
+        ("round", ()),
+        ("budget", ()),
+        ("nodes/", ()),
+        ("reports/", ()),
+    ]:
+        assert not seen.complete
+        seen = leader.see(seen, Listing(entries, 60), scope, NOW)
+    assert seen.complete
+    assert (seen.round_revision, seen.budget_revision, seen.spec_revision) == (0, 0, 50)
+
+
+def test_what_a_listing_does_not_name_does_not_exist() -> None:
+    seen = view(spec(), waiting(), [node("a"), node("b")], [report("a", 1)], charges(("a", 0)))
+    seen = leader.see(seen, Listing((entry("nodes/b", node("b")),), 60), "nodes/", NOW)
+    seen = leader.see(seen, Listing((), 60), "reports/", NOW)
+    seen = leader.see(seen, Listing((), 60), "budget", NOW)
+    assert set(seen.nodes or ()) == {"b"} and seen.reports == {}
+    assert (seen.budget, seen.budget_revision) == (Budget(), 0)
+
+
+def test_changes_come_one_by_one() -> None:
+    seen = view(spec(), waiting(), [node("a")])
+    news = Changes((entry("nodes/b", node("b")), entry("nodes/a", None), entry("reports/b", report("b", 3))))
+    seen = leader.see(seen, news, "nodes/", NOW)
+    assert set(seen.nodes or ()) == {"b"} and set(seen.reports or ()) == {"b"}
+
+
+def test_a_node_is_new_when_its_incarnation_is_not_when_its_record_changes() -> None:
+    seen = view(spec(), waiting(), [node("a")], seen_at=1.0)
+    same = leader.see(seen, Changes((entry("nodes/a", node("a", released=3)),)), "nodes/", NOW)
+    other = leader.see(seen, Changes((entry("nodes/a", node("a", life_number=2)),)), "nodes/", NOW)
+    assert same.nodes and same.nodes["a"].seen_at == 1.0 and same.nodes["a"].node.released == 3
+    assert other.nodes and other.nodes["a"].seen_at == NOW
+
+
+# ---------------------------------------------------------------- properties
+
+NAMES = "abcd"
+slots_ = st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True).map(sorted)
+exits_ = st.builds(
+    Exit,
+    slot=st.integers(0, 4),
+    rank=st.integers(0, 9),
+    code=st.sampled_from([0, 1, -9]),
+    at=st.floats(NOW - 100, NOW),
+)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """Anything a leader may come upon, and much that it should never."""
+    policy = Policy(
+        restarts_max=draw(st.integers(0, 4)),
+        futile_max=draw(st.integers(0, 4)),
+        quarantine_after=draw(st.integers(0, 3)),
+        grow_cooldown_s=draw(st.sampled_from([0.0, 30.0])),
+        settle_s=draw(st.sampled_from([0.0, 1.0])),
+    )
+    min_ = draw(st.integers(1, 6))
+    wanted = spec(
+        min_,
+        min_ + draw(st.integers(0, 6)),
+        policy=policy,
+        stop=draw(st.sampled_from([False, False, False, True])),
+        drain=draw(st.lists(st.sampled_from(NAMES), max_size=1)),
+    )
+    number = draw(st.integers(0, 5))
+    phase = draw(st.sampled_from(Phase))
+    crew = draw(st.dictionaries(st.sampled_from(NAMES), st.integers(1, 4), min_size=1)) if number else {}
+    if number == 0 and phase is not Phase.ENDED:
+        phase = Phase.WAITING
+    now_round = round(
+        number,
+        crew,
+        phase,
+        since=draw(st.sampled_from([NOW - 1000, NOW - 10, NOW])),
+        closing=draw(st.sampled_from(Cause)) if phase is Phase.CLOSING else None,
+        outcome=draw(st.sampled_from(Outcome)) if phase is Phase.ENDED else None,
+        restarts=draw(st.integers(0, 3)),
+    )
+    nodes = [
+        node(
+            name,
+            draw(slots_),
+            released=draw(st.integers(max(0, number - 1), number)),
+            draining=draw(st.sampled_from([False, False, True])),
+            life_number=draw(st.sampled_from([1, 1, 2])),
+        )
+        for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
+    ]
+    reports = [
+        report(
+            name,
+            draw(st.integers(max(0, number - 1), number)),
+            *draw(st.lists(exits_, max_size=2)),
+            finished=draw(st.booleans()),
+            steps=draw(st.integers(0, 2)),
+        )
+        for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
+    ]
+    budget = Budget(
+        charges(*draw(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 1)), max_size=4))).charges,
+        total=draw(st.integers(0, 9)),
+        quarantines=tuple(
+            Quarantine(
+                name, draw(st.integers(0, 4)), draw(st.floats(NOW - 50, NOW + 50)), draw(st.integers(1, 2000))
+            )
+            for name in draw(st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
+        ),
+    )
+    return view(
+        wanted,
+        draw(st.sampled_from([now_round] * 9 + [None])),
+        nodes,
+        reports,
+        budget,
+        seen_at=draw(st.sampled_from([0.0, NOW])),
+        absence_counts_from=draw(st.sampled_from([0.0, NOW + 5])),
+    )
+
+
+NEXT = {
+    Phase.WAITING: {Phase.LIVE, Phase.ENDED},
+    Phase.LIVE: {Phase.CLOSING, Phase.ENDED},
+    Phase.CLOSING: {Phase.LIVE, Phase.WAITING, Phase.ENDED},
+    Phase.ENDED: {Phase.WAITING},
+}
+
+
+@given(views())
+def test_whatever_it_sees_the_leader_keeps_to_the_rules(seen: View) -> None:
+    plan = decide(seen, NOW)
+    assert plan == decide(seen, NOW), "the same view gives the same plan"
+    if not plan.writes:
+        assert not plan.guards
+        assert plan.wake_at is None or plan.wake_at > NOW, "it would spin"
+        return
+    before, after = seen.round, next_round(plan)
+    assert Unchanged("round", seen.round_revision or 0) in plan.guards
+    for key, revision in [("budget", seen.budget_revision), ("spec", seen.spec_revision)]:
+        if any(isinstance(w, Put) and w.key == key for w in plan.writes):
+            assert Unchanged(key, revision or 0) in plan.guards
+    assert after.phase in (NEXT[before.phase] if before else {Phase.WAITING})
+    assert after.number == (before.number if before else 0) + (after.phase is Phase.LIVE)
+    assert (after.outcome is not None) == (after.phase is Phase.ENDED)
+    assert (after.closing is not None) or after.phase is not Phase.CLOSING
+    assert seen.spec is not None and seen.nodes is not None
+    if after.phase is Phase.LIVE:
+        limits: Limits = seen.spec.limits
+        assert limits.min <= after.world_size <= limits.max
+        for m in after.members:
+            there = seen.nodes[m.node].node
+            assert there.incarnation == m.incarnation and not there.draining
+            assert world.available(there, before), "its workers of the last round may still run"
+            assert Drained(m.node, m.incarnation) not in seen.spec.drain
+        assert after.store == f"{after.members[0].node}.example:29500"
+    budgets = [w.fact for w in plan.writes if isinstance(w, Put) and w.key == "budget"]
+    for spent in budgets:
+        assert isinstance(spent, Budget)
+        if after.phase is Phase.LIVE:
+            assert len(spent.charges) <= seen.spec.policy.restarts_max or spent.charges == seen.budget.charges
+
+
+def finish(nodes: dict[str, Node], number: int) -> dict[str, Node]:
+    return {name: replace(n, released=number) for name, n in nodes.items()}
+
+
+@given(st.lists(st.sampled_from(["fail", "lose", "return", "scale", "settle"]), max_size=25), st.data())
+def test_when_faults_cease_and_there_are_enough_workers_a_round_goes_live(
+    faults: list[str], data: st.DataObject
+) -> None:
+    """A job of up to four nodes, driven by the leader's own plans; invariant 6 in small."""
+    policy = Policy(settle_s=1.0, grow_cooldown_s=0.0, join_timeout_s=1e9, restarts_max=1000, futile_max=0)
+    wanted, now, revision = spec(2, 6, policy=policy), NOW, 100
+    nodes = {name: node(name) for name in NAMES}
+    state: Round | None = None
+    budget, reports = Budget(), dict[str, Report]()
+
+    def run(until_rest: int = 20) -> Plan:
+        nonlocal state, budget, now, revision, nodes
+        for _ in range(until_rest):
+            plan = decide(
+                replace(
+                    view(wanted, state, list(nodes.values()), list(reports.values()), budget),
+                    round_revision=revision if state else 0,
+                ),
+                now,
+            )
+            if not plan.writes:
+                return plan
+            old, state = state, next_round(plan)
+            revision += 1
+            assert old is None or state.number >= old.number
+            for write in plan.writes:
+                if isinstance(write, Put) and isinstance(write.fact, Budget):
+                    budget = write.fact
+            if state.phase is Phase.CLOSING:
+                nodes = finish(nodes, state.number)  # agents do as they are told
+            now += 0.01
+        raise AssertionError(f"the leader never comes to rest: {plan}")
+
+    for fault in faults:
+        if fault == "fail" and state and state.phase is Phase.LIVE:
+            m = data.draw(st.sampled_from(state.members))
+            reports[m.node] = report(m.node, state.number, exit(m.slots[0], m.base_rank), steps=1)
+        elif fault == "lose" and nodes:
+            nodes.pop(data.draw(st.sampled_from(sorted(nodes))))
+        elif fault == "return":
+            for name in NAMES:
+                nodes.setdefault(name, node(name, life_number=1))
+        elif fault == "scale":
+            low = data.draw(st.integers(1, 8))
+            wanted = replace(wanted, limits=Limits(low, low + data.draw(st.integers(0, 3))))
+        else:
+            now += 5
+        run()
+
+    wanted = replace(wanted, limits=Limits(2, 6))
+    for name in NAMES:
+        nodes.setdefault(name, node(name, released=state.number if state else 0))
+    for _ in range(10):
+        plan = run()
+        now = max(now + 0.01, plan.wake_at or 0.0)
+    assert state is not None and state.phase is Phase.LIVE
+    assert (
+        state.world_size >= 2
+        and not decide(view(wanted, state, list(nodes.values()), (), budget), now).writes
+    )
