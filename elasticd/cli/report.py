@@ -123,6 +123,8 @@ class Pace:
     _rates: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def of(self, node: str, now: SlotProgress, formed_at: float) -> float | None:
+        if now.at == 0:
+            return None  # it has made no step yet
         key = (node, now.slot)
         before = self._last.get(key)
         fresh = before is None or before.pid != now.pid or now.step < before.step

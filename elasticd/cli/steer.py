@@ -37,7 +37,8 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
         return replace(spec, limits=Limits(low, high))
 
     spec = _edit(find(etcd, job), job, change)
-    click.echo(f"{job} may have {spec.limits.min} to {words.count(spec.limits.max, 'worker')}.")
+    low, high = spec.limits.min, spec.limits.max
+    click.echo(f"{job} may have {f'{low} to ' if low < high else ''}{words.count(high, 'worker')}.")
 
 
 @click.command()

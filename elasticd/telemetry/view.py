@@ -71,14 +71,23 @@ class PlainView:
 
     live = False
 
+    def __init__(self) -> None:
+        self._terminals = {n for n in (1, 2) if os.isatty(n)}
+        self._mid_line = False  # a worker's line is open on the terminal
+
     def show(self, snapshot: Snapshot) -> None:
         pass
 
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
+        if stream in self._terminals and data:
+            self._mid_line = not data.endswith(b"\n")
         _write_all(stream, data)
 
     def line(self, text: str) -> None:
-        _write_all(2, (text + "\n").encode(errors="replace"))
+        # Not into the middle of a progress bar.
+        start = "\n" if self._mid_line and 2 in self._terminals else ""
+        self._mid_line = False
+        _write_all(2, f"{start}{text}\n".encode(errors="replace"))
 
     def close(self) -> None:
         pass

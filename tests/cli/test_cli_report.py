@@ -132,6 +132,7 @@ def test_nothing_but_a_node_is_a_job_that_starts() -> None:
 
 def test_the_pace_is_that_between_two_heartbeats_once_there_were_two() -> None:
     pace = Pace()
+    assert pace.of("a", SlotProgress(0, 0, 7, 0, 0.0), 10.0) is None  # no heartbeat yet
     assert pace.of("a", SlotProgress(0, 0, 7, 10, 20.0), 10.0) == 1.0  # on average
     assert pace.of("a", SlotProgress(0, 0, 7, 30, 25.0), 10.0) == 4.0
     assert pace.of("a", SlotProgress(0, 0, 7, 30, 26.0), 10.0) == 4.0  # no step since

@@ -331,3 +331,16 @@ def test_without_a_terminal_there_is_no_live_view(capfdbinary: pytest.CaptureFix
     view.show(snapshot())
     view.finish("end")
     assert tuple(capfdbinary.readouterr()) == (b"half a line\r\x1b[31m\n", b"log\nend\n")
+
+
+def test_without_a_live_view_a_log_line_does_not_run_into_a_progress_bar(tmp_path: Path) -> None:
+    written = in_terminal(
+        """
+        view = open_view(plain=True)
+        view.write(2, b"\\r 50%|#####     |")
+        view.line("a log line")
+        view.line("another")
+        """,
+        tmp_path,
+    )
+    assert [line for line in screen_of(written) if line] == [" 50%|#####     |", "a log line", "another"]
