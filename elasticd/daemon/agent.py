@@ -65,8 +65,8 @@ class Agent(ElasticAgent):
             group.state = WorkerState.INIT
             return group
         address, _, port = crew.round.store.rpartition(":")
-        group.group_rank = crew.round.members.index(crew.member)
-        group.group_world_size = len(crew.round.members)
+        group.group_rank = crew.round.members.index(crew.member)  # type: ignore[assignment]  # torch declares None
+        group.group_world_size = len(crew.round.members)  # type: ignore[assignment]
         group.master_addr, group.master_port = address, int(port)  # type: ignore[assignment]
         group.workers = [
             Worker(
