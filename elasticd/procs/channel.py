@@ -92,12 +92,7 @@ class Channel:
                 break
             message: Message = json.loads(self._unread[_LENGTH.size : end])
             del self._unread[:end]
-            messages.append(
-                (
-                    message,
-                    [self._unclaimed_fds.popleft() for _ in range(message.pop("fds"))],
-                )
-            )
+            messages.append((message, [self._unclaimed_fds.popleft() for _ in range(message.pop("fds"))]))
         return messages
 
     def close(self) -> None:

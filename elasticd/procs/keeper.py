@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from elasticd.procs.channel import Channel, Closed, Message
-from elasticd.procs.linux import (
-    adopt_orphans,
-    children,
-    kill_tree,
-    session_of,
-    steady_now,
-    was_started_with,
-)
+from elasticd.procs.linux import adopt_orphans, children, kill_tree, session_of, steady_now, was_started_with
 
 _log = logging.getLogger(__name__)
 _ROOT = str(Path(__file__).parents[2])
@@ -185,14 +178,7 @@ class Warden:
             raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
         fds = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), log, os.dup(log)]
         running = _Running(service_ended, "", True, 0, answer)
-        self._spawn(
-            argv,
-            os.environ if env is None else env,
-            str(cwd or os.getcwd()),
-            fds,
-            running,
-            False,
-        )
+        self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running, False)
         if not answered.wait(_SPAWN_ANSWER_S):
             raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
@@ -264,12 +250,7 @@ class Warden:
         if lost:
             for fd in fds:
                 os.close(fd)
-            end = Ended(
-                0,
-                127,
-                time.time(),
-                f"cannot run {argv[0]}: the keeper of processes is gone",
-            )
+            end = Ended(0, 127, time.time(), f"cannot run {argv[0]}: the keeper of processes is gone")
             if running.service:
                 running.ended(end)
             else:
@@ -322,12 +303,14 @@ class Warden:
             selector.close()
 
     def _exchange(self, events: int) -> None:
-        with self._lock:
-            if events & selectors.EVENT_WRITE:
+        if events & selectors.EVENT_READ:  # first: what a dead warden said last is still there
+            with self._lock:
+                messages = self._channel.receive()
+            for message, _ in messages:
+                self._hear(message)
+        if events & selectors.EVENT_WRITE:
+            with self._lock:
                 self._channel.flush()
-            messages = self._channel.receive() if events & selectors.EVENT_READ else []
-        for message, _ in messages:
-            self._hear(message)
 
     def _hear(self, message: Message) -> None:
         with self._lock:
@@ -342,13 +325,7 @@ class Warden:
             if running.started is not None:
                 _call(partial(running.started, message["pid"]))
         else:
-            end = Ended(
-                message["pid"],
-                message["code"],
-                message["at"],
-                message["error"],
-                message["fenced"],
-            )
+            end = Ended(message["pid"], message["code"], message["at"], message["error"], message["fenced"])
             _call(partial(running.ended, end))
 
     def _call_those_waiting(self) -> None:
@@ -368,12 +345,7 @@ class Warden:
             self._kill_stragglers(left)
         error = "" if self._closing else "the keeper of this node's processes was killed"
         for running in left:
-            _call(
-                partial(
-                    running.ended,
-                    Ended(running.pid, -signal.SIGKILL, time.time(), error),
-                )
-            )
+            _call(partial(running.ended, Ended(running.pid, -signal.SIGKILL, time.time(), error)))
         with self._lock:
             keeper_lost = None if self._closing else self._keeper_lost
         if keeper_lost is not None:

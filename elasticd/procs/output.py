@@ -97,11 +97,7 @@ class Filtered:
     """The file that the workers of a round share for filtered lines; closed with the last of them."""
 
     def __init__(self, path: str, needles: Sequence[str]) -> None:
-        self._fd = os.open(
-            path,
-            os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC,
-            0o644,
-        )
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._needles = [needle.encode() for needle in needles]
         self._users = 0
 
@@ -255,10 +251,7 @@ class Output:
             except OSError as error:  # a full disk must not stop the worker; say it once
                 feed.copies.remove(copy)
                 os.close(copy)
-                self._show(
-                    feed,
-                    f"elasticd: a worker's log ends here: {error.strerror}\n".encode(),
-                )
+                self._show(feed, f"elasticd: a worker's log ends here: {error.strerror}\n".encode())
         self._filter(feed, data)
         self._show(feed, data)
         return True

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 
 _HELD_BYTES_MAX = 1 << 16
-_LINE_STARTS = re.compile(rb"(?:\A|\n|\r(?!\n))(?=[^\n])")
+# Where a line is begun, or begun again by a carriage return; a chunk may go on in the middle of one.
+_LINE_STARTS = re.compile(rb"(?:\A|(?<=\n))(?!\Z|\r(?!\n))|\r(?!\n|\Z)")
+_LATER_LINE_STARTS = re.compile(rb"(?<=\n)(?!\Z|\r(?!\n))|\r(?!\n|\Z)")
 _ERASE_LINE = b"\r\x1b[K"
 
 
@@ -61,8 +63,5 @@ class Screen:
     def _prefixed(self, author: Author, chunk: bytes) -> bytes:
         if not author.prefix:
             return chunk
-        marked = _LINE_STARTS.sub(lambda start: start[0] + author.prefix, chunk)
-        # the regular expression takes the chunk's begin for a line's
-        if author.mid_line and marked.startswith(author.prefix) and not chunk.startswith(author.prefix):
-            return marked[len(author.prefix) :]
-        return marked
+        starts = _LATER_LINE_STARTS if author.mid_line else _LINE_STARTS
+        return starts.sub(lambda start: start[0] + author.prefix, chunk)

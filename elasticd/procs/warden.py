@@ -238,23 +238,12 @@ class WardenProcess:
             self._sweep()
             error = _read_error(child)
             self._tell_end(
-                child.id,
-                child.pid,
-                code if error is None else CANNOT_RUN,
-                at,
-                error or "",
-                child.fenced,
+                child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
             )
         self._sweep()
 
     def _tell_end(
-        self,
-        id: int,
-        pid: int,
-        code: int,
-        at: float | None = None,
-        error: str = "",
-        fenced: bool = False,
+        self, id: int, pid: int, code: int, at: float | None = None, error: str = "", fenced: bool = False
     ) -> None:
         self._tell(
             {
@@ -339,10 +328,7 @@ def _become(message: Message, fds: Sequence[int], tell_error: int, warden: int) 
         os.execvpe(message["argv"][0], message["argv"], message["env"])
     except BaseException as error:  # noqa: BLE001  # a forked child must never return from here
         reason = error.strerror if isinstance(error, OSError) else repr(error)
-        os.write(
-            tell_error,
-            f"cannot run {failing}: {reason}".encode(errors="backslashreplace"),
-        )
+        os.write(tell_error, f"cannot run {failing}: {reason}".encode(errors="backslashreplace"))
     finally:
         os._exit(CANNOT_RUN)
 

@@ -76,10 +76,7 @@ class LocalProcs:
         self._line_prefix = Template(line_prefix or LINE_PREFIX)
         self._heartbeat = heartbeat
         self._whole_group = whole_group
-        self._duplicates = {
-            STDOUT: tuple(duplicate_stdout),
-            STDERR: tuple(duplicate_stderr),
-        }
+        self._duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
         self._lock = threading.Lock()
         self._workers: dict[int, _Worker] = {}
         self._pages: dict[int, tuple[Assignment, Page]] = {}
@@ -89,10 +86,7 @@ class LocalProcs:
     # ------------------------------------------------------------ the port
 
     def start(
-        self,
-        round_number: int,
-        assignments: tuple[Assignment, ...],
-        exited: Callable[[int, Exit], None],
+        self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
     ) -> None:
         with self._lock:
             assert not self._workers, f"round {round_number} starts while workers of another run"
@@ -103,11 +97,7 @@ class LocalProcs:
                 filtered = self._open_filtered(dest)
                 trouble = ""
             except OSError as error:
-                dest, filtered, trouble = (
-                    LogDest(),
-                    {},
-                    f"cannot make the log folder: {error}",
-                )
+                dest, filtered, trouble = (LogDest(), {}, f"cannot make the log folder: {error}")
             for a in assignments:
                 error_file = dest.error_files.get(a.local_rank, "")
                 if error_file and error_file != os.devnull:
@@ -239,16 +229,7 @@ class LocalProcs:
             message = "killed by its keeper: the agent had not said in time that it may run on"
         elif not message and end.code != 0:
             message, traceback = read_error_file(worker.error_file) or read_tail(self._stderr_tail(worker))
-        return Exit(
-            a.slot,
-            a.rank,
-            end.code,
-            end.at,
-            message,
-            traceback,
-            _log_place(worker),
-            end.fenced,
-        )
+        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, _log_place(worker), end.fenced)
 
     def _stderr_tail(self, worker: _Worker) -> bytes:
         for feed in worker.feeds:

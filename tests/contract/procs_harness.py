@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -79,24 +80,16 @@ class SimHarness:
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
         self._training.job.on_sigterm = next(
-            (b.on_sigterm for b in behaviours.values() if isinstance(b, Train)),
-            OnSigterm.DIE,
+            (b.on_sigterm for b in behaviours.values() if isinstance(b, Train)), OnSigterm.DIE
         )
         assignments = tuple(
             Assignment(slot, i, i, {**_size(behaviours), "MASTER_PORT": str(round_number)})
             for i, slot in enumerate(sorted(behaviours))
         )
-        self.procs.start(
-            round_number,
-            assignments,
-            lambda number, exit: self.exits.append((number, exit)),
-        )
+        self.procs.start(round_number, assignments, lambda number, exit: self.exits.append((number, exit)))
         for slot, behaviour in behaviours.items():
             if isinstance(behaviour, EndWith):
-                self._clock.after(
-                    2.0,
-                    lambda slot=slot, code=behaviour.code: self._procs.crash(slot, code),
-                )
+                self._clock.after(2.0, partial(self._procs.crash, slot, behaviour.code))
 
     def until(self, predicate: Callable[[], bool]) -> None:
         if not predicate():

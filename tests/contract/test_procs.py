@@ -17,9 +17,7 @@ def _training(harness: ProcsHarness, workers: int) -> None:
     harness.until(lambda: len([s for s in harness.procs.steps().values() if s > 0]) == workers)
 
 
-def test_a_worker_that_ends_is_reported_once_with_its_code_slot_and_rank(
-    harness: ProcsHarness,
-) -> None:
+def test_a_worker_that_ends_is_reported_once_with_its_code_slot_and_rank(harness: ProcsHarness) -> None:
     harness.start(7, {3: EndWith(5)})
     _ended(harness, 1)
     (number, exit), *_ = harness.exits
@@ -30,17 +28,13 @@ def test_a_worker_that_ends_is_reported_once_with_its_code_slot_and_rank(
     assert len(harness.exits) == 1
 
 
-def test_a_worker_killed_by_a_signal_has_its_number_below_zero(
-    harness: ProcsHarness,
-) -> None:
+def test_a_worker_killed_by_a_signal_has_its_number_below_zero(harness: ProcsHarness) -> None:
     harness.start(1, {0: EndWith(-11)})
     _ended(harness, 1)
     assert harness.exits[0][1].code == -11
 
 
-def test_ranks_are_reported_with_the_slots_they_were_assigned_to(
-    harness: ProcsHarness,
-) -> None:
+def test_ranks_are_reported_with_the_slots_they_were_assigned_to(harness: ProcsHarness) -> None:
     harness.start(1, {2: Train(), 5: Train(), 9: Train()})
     _training(harness, 3)
     harness.procs.stop(SIGTERM, LONG_S)
@@ -56,9 +50,7 @@ def test_stop_sends_the_signal(harness: ProcsHarness) -> None:
     assert [e.code for _, e in harness.exits] == [-SIGTERM, -SIGTERM]
 
 
-def test_a_worker_may_save_and_end_with_0_when_it_is_stopped(
-    harness: ProcsHarness,
-) -> None:
+def test_a_worker_may_save_and_end_with_0_when_it_is_stopped(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train(OnSigterm.SAVE)})
     _training(harness, 1)
     harness.procs.stop(SIGTERM, LONG_S)
@@ -66,9 +58,7 @@ def test_a_worker_may_save_and_end_with_0_when_it_is_stopped(
     assert harness.exits[0][1].code == 0
 
 
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(
-    harness: ProcsHarness,
-) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train(OnSigterm.IGNORE)})
     _training(harness, 1)
     harness.procs.stop(SIGTERM, 0.3)
@@ -85,9 +75,7 @@ def test_a_second_stop_with_a_shorter_grace_shortens_it(harness: ProcsHarness) -
     assert harness.exits[0][1].code == -SIGKILL
 
 
-def test_a_second_stop_with_a_longer_grace_does_not_lengthen_it(
-    harness: ProcsHarness,
-) -> None:
+def test_a_second_stop_with_a_longer_grace_does_not_lengthen_it(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train(OnSigterm.IGNORE)})
     _training(harness, 1)
     harness.procs.stop(SIGTERM, 0.3)
@@ -96,18 +84,14 @@ def test_a_second_stop_with_a_longer_grace_does_not_lengthen_it(
     assert harness.exits[0][1].code == -SIGKILL
 
 
-def test_stop_without_workers_does_nothing_to_the_next_round(
-    harness: ProcsHarness,
-) -> None:
+def test_stop_without_workers_does_nothing_to_the_next_round(harness: ProcsHarness) -> None:
     harness.procs.stop(SIGTERM, 0.0)
     harness.start(1, {0: Train()})
     _training(harness, 1)
     assert harness.exits == []
 
 
-def test_the_grace_of_one_round_does_not_reach_into_the_next(
-    harness: ProcsHarness,
-) -> None:
+def test_the_grace_of_one_round_does_not_reach_into_the_next(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train()})
     _training(harness, 1)
     harness.procs.stop(SIGTERM, 0.5)
@@ -164,9 +148,7 @@ def test_steps_count_from_the_start_of_the_round(harness: ProcsHarness) -> None:
     _training(harness, 1)
 
 
-def test_the_next_round_may_start_once_all_of_the_last_have_ended(
-    harness: ProcsHarness,
-) -> None:
+def test_the_next_round_may_start_once_all_of_the_last_have_ended(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train()})
     _training(harness, 1)
     harness.procs.stop(SIGKILL, 0.0)

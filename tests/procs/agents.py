@@ -50,8 +50,8 @@ def wait_until_removed(paths: Iterable[str]) -> None:
 class Agent:
     """``programs/agent.py``. What it and its workers print is read line by line."""
 
-    def __init__(self, folder: Path, command: list[str], workers: int = 2, fence_s: float = 0.0) -> None:
-        asked = {"folder": str(folder), "command": command, "workers": workers, "fence_s": fence_s}
+    def __init__(self, folder: Path, command: list[str], workers: int = 2, **more: Any) -> None:
+        asked = {"folder": str(folder), "command": command, "workers": workers, **more}
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "agent.py"), json.dumps(asked)],
             stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ Start = Callable[..., Agent]
 def start(tmp_path: Path) -> Iterator[Start]:
     agents: list[Agent] = []
 
-    def start(command: list[str], **how: object) -> Agent:
-        agents.append(Agent(tmp_path, command, **how))  # type: ignore[arg-type]
+    def start(command: list[str], **how: Any) -> Agent:
+        agents.append(Agent(tmp_path, command, **how))
         return agents[-1]
 
     yield start
@@ -46,6 +47,18 @@ def test_a_killed_agent_leaves_no_worker_descendant_service_or_file(start: Start
     agent.signal(signal.SIGKILL)
     wait_until_gone(pids)
     wait_until_removed(ready["paths"])
+
+
+def test_a_process_forked_from_the_agent_does_not_hide_its_death(start: Start) -> None:
+    agent = start(FAMILY, workers=1, fork=True)
+    families = agent.hear_families(1)
+    (ready,) = agent.hear("ready")
+    try:
+        agent.signal(signal.SIGKILL)
+        wait_until_gone([*_all(families), ready["warden"]])
+        assert is_running(ready["fork"]), "it still holds the socket"
+    finally:
+        os.kill(ready["fork"], signal.SIGKILL)
 
 
 def test_workers_that_ignore_signals_do_not_outlive_their_agent(start: Start) -> None:

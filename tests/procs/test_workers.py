@@ -211,27 +211,33 @@ def test_stop_reaches_the_children_of_a_shell_where_asked_to(bench: Bench) -> No
 
 def test_a_service_runs_beside_the_workers_until_it_is_stopped(bench: Bench, tmp_path: Path) -> None:
     ends: queue.Queue[int] = queue.Queue()
-    log = tmp_path / "service.log"
-    pid = bench.warden.spawn_service(
-        ["/bin/sh", "-c", "echo begun; trap 'echo ended; exit 4' TERM; while :; do sleep 0.05; done"],
-        log_path=log,
-        ended=lambda end: ends.put(end.code),
-    )
-    assert is_running(pid)
-    bench.run("pass")
-    assert is_running(pid), "it is no orphan of a worker"
-    while "begun" not in log.read_text():
-        pass
-    bench.warden.stop_service(pid, grace_s=60.0)
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    with open(os.open(log, os.O_RDWR), "rb") as said:
+        pid = bench.warden.spawn_service(
+            ["/bin/sh", "-c", "trap 'echo ended; exit 4' TERM; echo begun; while :; do sleep 0.05; done"],
+            log_path=log,
+            ended=lambda end: ends.put(end.code),
+        )
+        assert said.readline() == b"begun\n"
+        bench.run("pass")
+        assert is_running(pid), "it is no orphan of a worker"
+        bench.warden.stop_service(pid, grace_s=60.0)
+        assert said.readline() == b"ended\n"
     assert ends.get(timeout=60.0) == 4
-    assert log.read_text() == "begun\nended\n"
 
 
-def test_a_service_that_ignores_sigterm_is_killed(bench: Bench) -> None:
+def test_a_service_that_ignores_sigterm_is_killed(bench: Bench, tmp_path: Path) -> None:
     ends: queue.Queue[int] = queue.Queue()
-    pid = bench.warden.spawn_service(
-        ["/bin/sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"], ended=lambda end: ends.put(end.code)
-    )
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    with open(os.open(log, os.O_RDWR), "rb") as said:
+        pid = bench.warden.spawn_service(
+            ["/bin/sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.05; done"],
+            log_path=log,
+            ended=lambda end: ends.put(end.code),
+        )
+        assert said.readline() == b"deaf\n"
     bench.warden.stop_service(pid, grace_s=0.2)
     assert ends.get(timeout=60.0) == -9
 

@@ -4,17 +4,26 @@ Standard library only, and self-contained: the worker's Python need not have ela
 The layout is that of elasticd/procs/page.py.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 import sys
 import time
+
+TYPE_CHECKING = False  # typing is not imported: not before the script does
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 _HOOKED = "torch.optim.optimizer"
 _PID, _STEPS, _LAST_NS, _PHASE = 2, 3, 4, 5  # fields of 8 bytes, each stored by one instruction
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
 
 
-def start():
+def start() -> None:
     """Claim the page, and wait for the optimizers to be imported."""
     path = os.environ.get("ELASTICD_PAGE")
     if path:
@@ -23,7 +32,7 @@ def start():
             sys.meta_path.insert(0, _Finder(fields))
 
 
-def _claim(path):
+def _claim(path: str) -> memoryview[int] | None:
     """The page's fields, if no other living process has them: a worker has one heartbeat."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -41,7 +50,7 @@ def _claim(path):
     return fields
 
 
-def _lives(pid):
+def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -54,25 +63,27 @@ def _lives(pid):
 class _Finder:
     """Sees the import of torch's optimizers, once; finds nothing itself."""
 
-    def __init__(self, fields):
+    def __init__(self, fields: memoryview[int]) -> None:
         self._fields = fields
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != _HOOKED:
             return None
         sys.meta_path.remove(self)
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find else None
+            spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
                 self._follow(spec.loader)
                 return spec
         return None
 
-    def _follow(self, loader):
+    def _follow(self, loader: Any) -> None:
         execute = loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: Any) -> None:
             execute(module)
             try:
                 module.register_optimizer_step_post_hook(_make_hook(self._fields))
@@ -86,7 +97,7 @@ class _Finder:
             pass
 
 
-def _make_hook(fields):
+def _make_hook(fields: memoryview[int]) -> Callable[[Any, Any, Any], None]:
     """What runs after each step of each optimizer.
 
     Iterations are counted, not steps: with several optimizers (a GAN's two, one for each layer)
@@ -95,11 +106,11 @@ def _make_hook(fields):
     """
     pid = fields[_PID]
     steps = fields[_STEPS]
-    stepped = set()
+    stepped: set[int] = set()
     getpid = os.getpid
     now_ns = time.monotonic_ns
 
-    def hook(optimizer, args, kwargs):
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal steps
         if getpid() != pid:  # a forked child that trains something of its own
             return

@@ -9,7 +9,7 @@ import os
 import sys
 
 
-def _withdraw(here):
+def _withdraw(here: str) -> None:
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != here]
     if given:
         os.environ["PYTHONPATH"] = os.pathsep.join(given)
@@ -30,4 +30,4 @@ finally:
     for name in ("elasticd_heartbeat", "sitecustomize"):
         sys.modules.pop(name, None)
 
-import sitecustomize  # noqa: F401  # the next one on the path; its absence is no error to site
+import sitecustomize  # noqa: E402, F401  # the next one on the path; its absence is no error to site

@@ -1,6 +1,6 @@
 """An agent with a service and some workers, as the tests of sudden deaths need it.
 
-The argument is JSON: command, workers, fence_s, whole. Says what happens in lines of JSON.
+The argument is JSON: command, workers, fence_s, fork. Says what happens in lines of JSON.
 """
 
 import json
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict
 
@@ -18,7 +17,6 @@ from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
 
 asked = json.loads(sys.argv[1])
-interrupted = threading.Event()
 
 
 def say(what, **fields):
@@ -45,6 +43,9 @@ procs.start(
     tuple(Assignment(i, i, i, {"RANK": str(i)}) for i in range(asked["workers"])),
     lambda number, exit: say("exited", exit=asdict(exit), at=time.time()),
 )
-say("ready", warden=warden.pid, service=service, paths=[folder, str(procs.page_dir)])
+fork = 0
+if asked.get("fork") and not (fork := os.fork()):  # as multiprocessing would; it holds all our files
+    signal.pause()
+say("ready", fork=fork, warden=warden.pid, service=service, paths=[folder, str(procs.page_dir)])
 while True:
     signal.pause()
