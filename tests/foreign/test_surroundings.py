@@ -36,4 +36,6 @@ def test_a_worker_cannot_tell_who_started_it(launchers: tuple[Launcher, Launcher
         assert set(expected) - set(found) == set()
         same = set(expected) - PER_RUN
         assert {k: found[k] for k in same} == {k: expected[k] for k in same}
+        # Before Python 3.13 a mapping keeps its descriptor: that of the heartbeat's page.
+        our["open files"] = [path for path in our["open files"] if path != found["ELASTICD_PAGE"]]
         assert our == their

@@ -9,6 +9,14 @@ from pathlib import Path
 
 import __main__
 
+
+def open_files():
+    for descriptor in os.listdir("/proc/self/fd"):
+        path = Path("/proc/self/fd", descriptor)
+        if int(descriptor) > 2 and path.exists():
+            yield os.readlink(path)
+
+
 known = {
     "environment": dict(os.environ),
     "argv": sys.argv,
@@ -27,7 +35,7 @@ known = {
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "umask": os.umask(0o022),
     "nice": os.nice(0),
-    "descriptors": len(os.listdir("/proc/self/fd")),
+    "open files": sorted(open_files()),
     "warnings": [str(f[:1]) for f in warnings.filters],
     "torch is there already": "torch" in sys.modules,
     "threads": len(os.listdir("/proc/self/task")),
