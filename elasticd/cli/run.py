@@ -47,7 +47,7 @@ _MEANS_NOTHING: Mapping[str, str] = {
     "master_addr": "the store of each round is hosted by an agent, and MASTER_ADDR tells the workers where",
     "master_port": "the store of each round listens on a free port, and MASTER_PORT tells the workers which",
 }
-_STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
+_STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")  # as torch reads it: ten ranks at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -457,6 +457,7 @@ def test_log_options_are_passed_on(job: str, tmp_path: Path) -> None:
         (("-m", "--no-python"), "exclude each other"),
         (("--tee", "5"), "--tee"),
         (("--redirects", "0:9"), "--redirects"),
+        (("--redirects", "10:3"), "--redirects"),
         (("--local-ranks-filter", "a"), "--local-ranks-filter"),
         (("--signals-to-handle", "SIGNOPE"), "SIGNOPE"),
         (("--signals-to-handle", "SIGKILL"), "SIGKILL"),

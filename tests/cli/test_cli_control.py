@@ -90,7 +90,7 @@ def test_scale_refuses_a_minimum_above_the_maximum(etcd: Client, capfd: pytest.C
 
 def test_an_edit_that_came_between_is_not_lost(etcd: Client, server: Embedded) -> None:
     put(etcd, "j", spec=SPEC, round=LIVE)
-    meddled = []
+    meddled: list[bool] = []
 
     def change(spec: Spec) -> Spec:
         if not meddled:  # somebody else is faster, once

@@ -96,7 +96,11 @@ def test_progress_of_an_earlier_round_does_not_count() -> None:
 
 
 def test_a_job_below_its_minimum_says_how_many_workers_it_has_and_needs() -> None:
-    facts = {"spec": replace(SPEC, limits=Limits(3, 4)), "nodes/a": node("a"), "budget": FACTS["budget"]}
+    facts: dict[str, Fact] = {
+        "spec": replace(SPEC, limits=Limits(3, 4)),
+        "nodes/a": node("a"),
+        "budget": FACTS["budget"],
+    }
     for waiting in (None, Round(2, Phase.WAITING, (), "", Cause.NODE_LOST, NOW)):
         r = report("j", facts if waiting is None else {**facts, "round": waiting}, NOW)
         assert r.waiting_for == Need(have=1, need=3)

@@ -13,6 +13,7 @@ import termios
 import textwrap
 from pathlib import Path
 
+import pyte
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +24,6 @@ from elasticd.telemetry import footer
 from elasticd.telemetry.lines import PARTIAL_MAX_CHARS, LineBuffer, shown
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import PlainView, open_view
-
-pyte = pytest.importorskip("pyte")
 
 
 def snapshot(slot_count: int = 2, **more: object) -> Snapshot:
