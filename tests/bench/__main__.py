@@ -1,0 +1,63 @@
+"""``python -m tests.bench recovery | node-loss | forming | overhead``: each prints its ratios."""
+
+from __future__ import annotations
+
+import platform
+
+import click
+
+
+@click.group()
+def main() -> None:
+    """Run elasticd, torchrun and the floor in one go, and print how they compare."""
+    import torch
+
+    click.echo(
+        f"{platform.machine()}, {len(__import__('os').sched_getaffinity(0))} cores, torch {torch.__version__}"
+    )
+
+
+@main.command()
+@click.option("--workers", default=4)
+@click.option("--kills", default=8, help="Kills of each launcher.")
+def recovery(workers: int, kills: int) -> None:
+    """kill -9 of a worker, to the next step."""
+    from tests.bench.recovery import recovery as measure
+
+    click.echo(measure(workers, kills))
+
+
+@main.command("node-loss")
+@click.option("--tries", default=3)
+@click.option("--defaults/--no-defaults", default=True, help="Also torchrun with its default 30 s last call.")
+def node_loss(tries: int, defaults: bool) -> None:
+    """Loss of a node, to the next step of the others."""
+    from tests.bench.recovery import node_losses
+
+    click.echo(node_losses(tries, defaults))
+
+
+@main.command()
+@click.option("--sizes", default="2,8,64,256,1024")
+@click.option("--tries", default=3)
+@click.option("--c10d-most", default=256, help="The largest world to form with c10d, too.")
+@click.option("--c10d-timeout", default=240.0, help="Give c10d up after so many seconds.")
+def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None:
+    """Time to form a world with light fake agents."""
+    from tests.bench.forming import forming as measure
+
+    click.echo(measure([int(s) for s in sizes.split(",")], tries, c10d_most, c10d_timeout))
+
+
+@main.command()
+@click.option("--workers", default=2)
+@click.option("--pairs", default=3)
+@click.option("--steps", default=300)
+def overhead(workers: int, pairs: int, steps: int) -> None:
+    """Steady-state step time against the same processes started by hand."""
+    from tests.bench.overhead import overhead as measure
+
+    click.echo(measure(workers, pairs, steps))
+
+
+main()

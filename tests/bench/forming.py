@@ -1,0 +1,225 @@
+"""Time to form a world: light fake agents against one real etcd, beside torch's c10d rendezvous.
+
+Ours are the real agent and leader (``elasticd.daemon.driver``) and the real etcd client; only the
+workers and the round's store are left out. Torch's are its real rendezvous handlers. Both run as
+many agents in a process, in as many processes: connections are shared within a process on our
+side, while each of torch's handlers has its own, as its API wants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from elasticd.core import agent as agents
+from elasticd.core.agent import Identity
+from elasticd.core.facts import Exit, Limits, Policy, Spec
+from elasticd.core.ports import Assignment
+from elasticd.daemon.driver import Driver
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.clock import SteadyClock
+from elasticd.etcd.embedded import Embedded
+from elasticd.etcd.store import EtcdStore, Link
+
+PROCESSES_MAX = 8
+
+
+@dataclass(slots=True)
+class _NoWorkers:
+    """Procs that only note when a world was there to start workers for."""
+
+    started: Callable[[], None]
+
+    def start(
+        self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
+    ) -> None:
+        self.started()
+
+    def stop(self, signal: int, grace_s: float) -> None: ...
+
+    def fence(self, until: float | None) -> None: ...
+
+    def steps(self) -> Mapping[int, int]:
+        return {}
+
+
+class _NoStore:
+    def open(self, world_size: int) -> None: ...
+
+    def close(self) -> int:
+        return 1
+
+
+@dataclass(slots=True)
+class _Fleet:
+    """Agents of one process, served by one thread."""
+
+    link: Link
+    job: str
+    total: int
+    inbox: queue.SimpleQueue[tuple[int, object]] = field(default_factory=queue.SimpleQueue)
+    formed: int = 0
+
+    def run(self, first: int, count: int) -> None:
+        clock = SteadyClock()
+        limits = Limits(self.total, self.total)
+        policy = Policy(node_ttl_s=60.0)
+        spec = Spec(limits, limits, "fake", "fake", policy)
+        drivers: list[Driver] = []
+        stores: list[EtcdStore] = []
+
+        def formed() -> None:
+            self.formed += 1
+
+        for n in range(count):
+            name = f"n{first + n}"
+            store = EtcdStore(self.link, self.job, policy.node_ttl_s)
+            stores.append(store)
+            me = Identity(name, uuid.uuid4().hex, "127.0.0.1", (0,), "bench", os.getpid())
+            drivers.append(
+                Driver(
+                    agents.start(me, spec, 1, 600.0),
+                    store=store,
+                    procs=_NoWorkers(formed),
+                    stores=_NoStore(),
+                    assign=lambda round, member: (),
+                    process_alive=lambda pid: True,
+                    post=lambda event, n=n: self.inbox.put((n, event)),  # type: ignore[misc]
+                    say=lambda reason: None,
+                )
+            )
+        for driver in drivers:
+            driver.begin()
+        while self.formed < count:
+            wakes = [d.wake_at for d in drivers if d.wake_at is not None]
+            now = clock()
+            try:
+                n, event = self.inbox.get(timeout=max(0.0, min(wakes) - now) if wakes else None)
+                drivers[n].handle(event, clock())  # type: ignore[arg-type]
+            except queue.Empty:
+                for d in drivers:
+                    if d.wake_at is not None and clock() >= d.wake_at:
+                        d.handle(agents.Tick(), clock())
+        print(json.dumps({"formed_at": time.monotonic()}), flush=True)
+        sys.stdin.readline()  # until told: nobody leaves while others still join
+        os._exit(0)
+
+
+def fleet_main(endpoint: str, job: str, total: int, first: int, count: int) -> None:
+    link = Link(EtcdAccess((endpoint,)), SteadyClock())
+    link.calls.call("status", __import__("elasticd.etcd._client3", fromlist=["rpc"]).rpc.StatusRequest())
+    print("ready", flush=True)
+    sys.stdin.readline()
+    _Fleet(link, job, total).run(first, count)
+
+
+def c10d_main(endpoint: str, job: str, total: int, first: int, count: int) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    def join() -> None:
+        parameters = RendezvousParameters(
+            "c10d", endpoint, job, total, total, local_addr="127.0.0.1", is_host=False, join_timeout=600
+        )
+        backend, store = create_backend(parameters)
+        handler = create_handler(store, backend, parameters)
+        handler.next_rendezvous()
+
+    print("ready", flush=True)
+    sys.stdin.readline()
+    threads = [threading.Thread(target=join, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(json.dumps({"formed_at": time.monotonic()}), flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+
+
+def _measure(kind: str, endpoint: str, total: int, timeout_s: float) -> float | None:
+    """Seconds from the word "go" until the last agent has its world; None after the timeout."""
+    processes = min(PROCESSES_MAX, total)
+    job = f"form-{uuid.uuid4().hex[:8]}"
+    shares = [total // processes + (i < total % processes) for i in range(processes)]
+    fleet = []
+    for i, share in enumerate(shares):
+        call = f"from tests.bench.forming import {kind}; {kind}({endpoint!r}, {job!r}, {total}, {sum(shares[:i])}, {share})"
+        fleet.append(
+            subprocess.Popen(
+                [sys.executable, "-c", call],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+    alarm = threading.Timer(timeout_s + 60, lambda: [p.kill() for p in fleet])
+    alarm.start()
+    try:
+        for p in fleet:
+            assert p.stdout and p.stdout.readline() == "ready\n", "a fleet process did not start"
+        limit = threading.Timer(timeout_s, lambda: [p.kill() for p in fleet])
+        limit.start()
+        began = time.monotonic()
+        for p in fleet:
+            assert p.stdin
+            p.stdin.write("go\n")
+            p.stdin.flush()
+        ends = [p.stdout.readline() for p in fleet if p.stdout]
+        limit.cancel()
+        if not all(ends):
+            return None
+        return max(float(json.loads(e)["formed_at"]) for e in ends) - began
+    finally:
+        alarm.cancel()
+        for p in fleet:
+            p.kill()
+            p.wait()
+            for stream in (p.stdin, p.stdout):
+                if stream:
+                    stream.close()
+
+
+def forming(sizes: list[int], tries: int, c10d_most: int, c10d_timeout_s: float) -> str:
+    """Median of ``tries`` for each size; torch's back end once it takes long only once."""
+    from torch.distributed import TCPStore
+
+    lines = ["time to form a world of so many agents (median)"]
+    gave_up = False
+    for total in sizes:
+        server = Embedded()
+        endpoint = server.start().endpoints[0]
+        try:
+            ours = sorted(
+                _measure("fleet_main", endpoint, total, 120.0) or float("inf") for _ in range(tries)
+            )
+        finally:
+            server.stop()
+        mine = ours[len(ours) // 2]
+        text = f"  {total:>5} agents: elasticd {mine:.3f} s"
+        if total <= c10d_most and not gave_up:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            theirs: list[float] = []
+            for _ in range(tries if total <= 64 else 1):
+                took = _measure("c10d_main", f"127.0.0.1:{store.port}", total, c10d_timeout_s)
+                theirs.append(float("inf") if took is None else took)
+            del store
+            peer = sorted(theirs)[len(theirs) // 2]
+            gave_up = peer == float("inf")
+            text += (
+                f", c10d not within {c10d_timeout_s:g} s (more than {c10d_timeout_s / mine:.0f}x)"
+                if gave_up
+                else f", c10d {peer:.3f} s ({peer / mine:.1f}x)"
+            )
+        lines.append(text)
+    return "\n".join(lines)

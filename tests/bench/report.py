@@ -1,0 +1,27 @@
+"""Numbers as people read them: medians with their spread, and how many times better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+
+def cell(values: Sequence[float | None]) -> str:
+    """Median (least to most) of the seconds; "never" counts the tries that timed out."""
+    have = sorted(v for v in values if v is not None)
+    lost = len(values) - len(have)
+    if not have:
+        return f"never ({lost} of {len(values)})"
+    text = f"{median(have):.3f} s ({have[0]:.3f} to {have[-1]:.3f}, n={len(have)})"
+    return f"{text}, never {lost} times" if lost else text
+
+
+def table(title: str, rows: Mapping[str, Sequence[float | None]], reference: str) -> str:
+    """One line for each row, with how many times its median is the reference's."""
+    base = [v for v in rows[reference] if v is not None]
+    lines = [title]
+    for name, values in rows.items():
+        have = [v for v in values if v is not None]
+        ratio = f"{median(have) / median(base):8.2f}x" if have and base else "        -"
+        lines.append(f"  {name:<42} {ratio}  {cell(values)}")
+    return "\n".join(lines)

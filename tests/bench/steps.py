@@ -1,0 +1,54 @@
+"""Following what the measured job writes, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class StepMade:
+    """``at``: seconds of CLOCK_MONOTONIC."""
+
+    at: float
+    rank: int
+    world: int
+    pid: int
+    step: int
+
+
+class Steps:
+    """The job's step file, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+        self._file = path.open()
+        self._partial = ""
+        self.made: list[StepMade] = []
+
+    def read(self) -> None:
+        lines = (self._partial + self._file.read()).split("\n")
+        self._partial = lines.pop()
+        for line in lines:
+            at, rank, world, pid, step = line.split()
+            self.made.append(StepMade(float(at), int(rank), int(world), int(pid), int(step)))
+
+    def first(self, wanted: Callable[[StepMade], bool], timeout_s: float, since: int = 0) -> StepMade | None:
+        """The first step after index ``since`` that is wanted; None after the timeout. The time
+        measured is the job's own, so that how often this looks does not matter."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.read()
+            for made in self.made[since:]:
+                if wanted(made):
+                    return made
+            since = len(self.made)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self._file.close()
