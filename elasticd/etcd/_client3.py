@@ -68,7 +68,6 @@ def _message_modules(folder: Path) -> dict[str, ModuleType]:
         for enum in file.enum_types_by_name.values():
             for value in enum.values:
                 setattr(module, value.name, value.number)
-        module.DESCRIPTOR = file  # type: ignore[attr-defined]
         modules[module.__name__] = module
     return modules
 
@@ -85,7 +84,7 @@ def _import_etcd3() -> ModuleType:
             modules = _message_modules(Path(spec.submodule_search_locations[0]) / "etcdrpc")
             sys.modules.update(modules)
             try:
-                import etcd3  # type: ignore[import-untyped]  # noqa: F401
+                import etcd3  # noqa: F401
             except BaseException:
                 for name in [n for n in sys.modules if n == "etcd3" or n.startswith("etcd3.")]:
                     del sys.modules[name]
@@ -99,8 +98,8 @@ def _import_grpc() -> ModuleType:
     if quiet:
         os.environ["GRPC_VERBOSITY"] = "NONE"
     try:
-        import grpc  # type: ignore[import-untyped]
-        from grpc._cython import cygrpc  # type: ignore[import-untyped]  # noqa: F401  (reads the variable)
+        import grpc
+        from grpc._cython import cygrpc  # noqa: F401  (reads the variable)
     finally:
         if quiet:  # workers inherit our environment, and may use grpc themselves
             del os.environ["GRPC_VERBOSITY"]

@@ -1,0 +1,54 @@
+"""The old etcd3 package, made to work."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import elasticd
+
+_FRESH = """
+import os, sys, threading
+before = dict(os.environ)
+found = []
+def load():
+    from elasticd.etcd._client3 import rpc
+    found.append(rpc.RangeRequest(key=b"k").SerializeToString())
+threads = [threading.Thread(target=load) for _ in range(8)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert found == [b"\\n\\x01k"] * 8, found
+assert dict(os.environ) == before, "the environment of workers has changed"
+import etcd3
+from google.protobuf import descriptor_pool
+from google.protobuf.internal import api_implementation
+assert api_implementation.Type() != "python", "slow for the whole process"
+try:
+    descriptor_pool.Default().FindFileByName("rpc.proto")
+except KeyError:
+    pass
+else:
+    raise AssertionError("its rpc.proto would collide with others'")
+"""
+
+
+def test_it_loads_from_many_threads_and_leaves_the_process_as_it_was() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+
+
+def test_one_file_alone_imports_it() -> None:
+    importers = set()
+    root = Path(elasticd.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            if any(name.split(".")[0] == "etcd3" for name in names):
+                importers.add(str(path.relative_to(root)))
+    assert importers == {"etcd/_client3.py"}

@@ -1,0 +1,386 @@
+"""What etcd and the network do to a store, beyond what the simulated one can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.core.facts import Budget, Leadership
+from elasticd.core.ports import Applied, Held, Listing, Lost, Put, Refused, Silent, Unknown
+from elasticd.etcd import connection, watcher
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
+from elasticd.etcd.connection import Connection
+from elasticd.etcd.embedded import Embedded
+from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
+from elasticd.etcd.store import EtcdStore, Link
+
+from .cluster import Cluster
+from .conftest import Heard, Proxy
+
+
+def budgets(heard: Heard) -> list[int]:
+    return [e.fact.total for what in heard for e in what.entries if isinstance(e.fact, Budget)]
+
+
+def write(store: EtcdStore, total: int) -> None:
+    """Until it is applied."""
+    answers = Heard()
+    for _ in range(60):
+        store.transact((), (Put("budget", Budget(total=total)),), answers)
+        answers.until(lambda: answers)
+        if isinstance(answers.pop(), Applied):
+            return
+    raise AssertionError("never applied")
+
+
+@pytest.fixture
+def stores() -> Iterator[list[EtcdStore]]:
+    """Stores put in here are closed at the end."""
+    made: list[EtcdStore] = []
+    yield made
+    for store in made:
+        store.close()
+
+
+def test_a_garbage_value_is_told_and_skipped_and_ends_no_watch(
+    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    problems = Heard()
+    store = EtcdStore(etcd.access, "job", problems=problems)
+    stores.append(store)
+    with Client(etcd.access) as client:
+        client.swap_raw(b"/elasticd/job/nodes/bad", b"\x80\x04 a pickle", 0)
+        store.watch("", heard, prefix=True)
+        heard.until(lambda: heard)
+        assert heard[0].entries == ()
+        client.swap_raw(b"/elasticd/job/spec", b'{"v":99}', 0)
+        client.swap_raw(b"/elasticd/job/nodes/\xff\xfe", b"junk", 0)
+        client.swap_raw(b"/elasticd/job/checkpoint", b"of some other time", 0)
+    write(store, 1)
+    heard.until(lambda: budgets(heard) == [1])
+    assert [(type(p), p.key) for p in problems] == [
+        (BadRecord, "nodes/bad"),
+        (NewerRecord, "spec"),
+        (BadRecord, "nodes/\ufffd\ufffd"),
+    ]
+
+
+def test_a_call_back_that_raises_ends_nothing(etcd: Embedded, heard: Heard, stores: list[EtcdStore]) -> None:
+    store = EtcdStore(etcd.access, "job", 2)
+    stores.append(store)
+
+    def fail(what: Any) -> None:
+        heard(what)
+        raise RuntimeError("a bug of the caller")
+
+    store.watch("", fail, prefix=True)
+    store.hold_lease(fail)
+    store.transact((), (Put("budget", Budget(total=1)),), fail)
+    store.transact((), (Put("budget", Budget(total=2)),), fail)
+    heard.until(lambda: sum(isinstance(w, Applied) for w in heard) == 2)
+    heard.until(lambda: sum(isinstance(w, Held) for w in heard) >= 4)
+    write(store, 3)
+    heard.until(lambda: any(getattr(e, "fact", None) == Budget(total=3) for w in heard for e in _entries(w)))
+
+
+def _entries(what: Any) -> tuple[Any, ...]:
+    return getattr(what, "entries", ())
+
+
+def test_a_watch_that_fell_behind_a_compaction_lists_again(
+    etcd: Embedded, proxy: Proxy, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    near, far = EtcdStore(etcd.access, "job"), EtcdStore(EtcdAccess((proxy.endpoint,)), "job")
+    stores += [near, far]
+    far.watch("", heard, prefix=True)
+    heard.until(lambda: heard)
+    proxy.mute()
+    proxy.hang_up()
+    for total in range(1, 6):
+        write(near, total)
+    with Client(etcd.access) as client:
+        client.compact(client.list("job")[0].revision)
+    proxy.pass_on()
+    heard.until(lambda: budgets(heard)[-1:] == [5])
+    write(near, 6)
+    heard.until(lambda: budgets(heard)[-1:] == [6])
+    assert [type(what) for what in heard].count(Listing) == 2
+    assert budgets(heard) == [5, 6]
+
+
+def test_a_watch_gone_mute_is_noticed_and_made_anew(
+    etcd: Embedded, proxy: Proxy, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "QUIET_S", 0.2)
+    monkeypatch.setattr(watcher, "ANSWER_S", 0.5)
+    kept = [(name, value) for name, value in connection._OPTIONS if "keepalive" not in name]
+    monkeypatch.setattr(connection, "_OPTIONS", kept)  # gRPC shall not notice it first
+    near = EtcdStore(etcd.access, "job")
+    # The endpoint in front goes mute without a word; the other one serves.
+    far = EtcdStore(EtcdAccess((proxy.endpoint, etcd.endpoint)), "job")
+    stores += [near, far]
+    far.watch("", heard, prefix=True)
+    heard.until(lambda: heard)
+    proxy.mute()
+    write(near, 1)
+    heard.until(lambda: budgets(heard) == [1])
+
+
+def test_a_quiet_watch_is_not_taken_for_a_mute_one(
+    etcd: Embedded, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Semaphore(0)
+    monkeypatch.setattr(watcher, "QUIET_S", 0.05)
+
+    def progress_request() -> dict[str, Any]:
+        asked.release()
+        return {}
+
+    broken: list[StoreError] = []
+    monkeypatch.setattr(watcher.rpc, "WatchProgressRequest", progress_request)
+    monkeypatch.setattr(watcher.Watcher, "_broken", lambda self, error: broken.append(error))
+    store = EtcdStore(etcd.access, "job")
+    stores.append(store)
+    store.watch("", heard, prefix=True)
+    for _ in range(5):
+        assert asked.acquire(timeout=60)
+    write(store, 1)
+    heard.until(lambda: budgets(heard) == [1])
+    assert broken == []
+
+
+def test_a_transaction_that_hangs_holds_up_no_keep_alive(
+    etcd: Embedded, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = EtcdStore(etcd.access, "job", 2)
+    stores.append(store)
+    let_go = threading.Event()
+    call = Connection.call
+
+    def slow(self: Connection, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "txn":
+            let_go.wait()
+        return call(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(Connection, "call", slow)
+    answers = Heard()
+    store.transact((), (Put("budget", Budget()),), answers)
+    store.hold_lease(heard)
+    heard.until(lambda: sum(isinstance(n, Held) for n in heard) >= 6)  # twice its time to live
+    assert not any(isinstance(n, Lost | Silent) for n in heard)
+    assert answers == []
+    let_go.set()
+    answers.until(lambda: answers)
+    assert isinstance(answers[0], Applied)
+
+
+def test_an_answer_that_blocks_holds_up_no_keep_alive(
+    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    store = EtcdStore(etcd.access, "job", 2)
+    stores.append(store)
+    let_go, blocked = threading.Event(), threading.Event()
+
+    def block(_: Any) -> None:
+        blocked.set()
+        let_go.wait()
+
+    store.hold_lease(heard)
+    store.watch("", block, prefix=True)
+    store.transact((), (Put("budget", Budget()),), block)
+    assert blocked.wait(60)
+    already = len(heard)
+    heard.until(lambda: sum(isinstance(n, Held) for n in heard[already:]) >= 6)
+    let_go.set()
+    assert not any(isinstance(n, Lost | Silent) for n in heard)
+
+
+def test_a_lease_that_runs_out_behind_a_mute_network_is_told_once_it_is_back(
+    etcd: Embedded, proxy: Proxy, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    near, far = EtcdStore(etcd.access, "job"), EtcdStore(EtcdAccess((proxy.endpoint,)), "job", 2)
+    stores += [near, far]
+    seen, answers = Heard(), Heard()
+    near.watch("leader", seen)
+    far.hold_lease(heard)
+    far.transact((), (Put("leader", Leadership("far", "i"), leased=True),), answers)
+    answers.until(lambda: answers)
+    assert isinstance(answers[0], Applied)
+    proxy.mute()
+    heard.until(lambda: isinstance(heard[-1], Silent))
+    seen.until(lambda: seen[-1].entries and seen[-1].entries[0].fact is None)
+    proxy.pass_on()
+    heard.until(lambda: isinstance(heard[-1], Held) and any(isinstance(n, Lost) for n in heard))
+
+
+def test_a_lease_revoked_unnoticed_refuses_a_leased_put(
+    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    store = EtcdStore(etcd.access, "job", 60)
+    stores.append(store)
+    store.hold_lease(heard)
+    heard.until(lambda: heard)
+    assert store._lease is not None
+    with Client(etcd.access) as client:
+        client.revoke(store._lease.id)
+    answers = Heard()
+    store.transact((), (Put("leader", Leadership("a", "i"), leased=True),), answers)
+    answers.until(lambda: answers)
+    assert answers == [Refused()]
+    heard.until(lambda: [type(n) for n in heard[-2:]] == [Lost, Held])  # long before it was due
+
+
+def test_silence_of_a_stopped_etcd_is_not_being_cut_off(
+    etcd: Embedded, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    store = EtcdStore(etcd.access, "job", 2)
+    stores.append(store)
+    store.hold_lease(heard)
+    heard.until(lambda: heard)
+    os.kill(etcd.pid, signal.SIGSTOP)
+    heard.until(lambda: isinstance(heard[-1], Silent))
+    assert heard[-1].cut_off is False
+    assert heard[-1].since < next(n.until for n in reversed(heard) if isinstance(n, Held))
+
+
+def test_silence_when_most_hosts_are_out_of_reach_is_being_cut_off(
+    etcd: Embedded, deaf: str, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    access = EtcdAccess((etcd.endpoint, deaf, deaf.replace("127.0.0.1", "localhost")))
+    store = EtcdStore(access, "job", 2)
+    stores.append(store)
+    store.hold_lease(heard)
+    heard.until(lambda: any(isinstance(n, Held) for n in heard))
+    os.kill(etcd.pid, signal.SIGSTOP)
+    heard.until(lambda: isinstance(heard[-1], Silent))
+    assert heard[-1].cut_off is True
+    os.kill(etcd.pid, signal.SIGCONT)
+    heard.until(lambda: isinstance(heard[-1], Held))
+
+
+def test_closing_while_etcd_is_away_takes_a_few_seconds_and_answers_everything(
+    etcd: Embedded, heard: Heard
+) -> None:
+    before = threading.active_count()
+    store = EtcdStore(EtcdAccess((etcd.endpoint,), timeout_s=1.0), "job", 2)
+    news = Heard()
+    store.hold_lease(news)
+    news.until(lambda: news)
+    store.watch("", lambda _: None, prefix=True)
+    os.kill(etcd.pid, signal.SIGSTOP)
+    for total in range(20):
+        store.transact((), (Put("budget", Budget(total=total)),), heard)
+    store.close()
+    assert len(heard) == 20
+    assert all(isinstance(answer, Unknown) for answer in heard)
+    store.transact((), (Put("budget", Budget()),), heard)
+    assert len(heard) == 21
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("etcd-")]
+    assert threading.active_count() <= before + 1  # gRPC may be ending one of its own
+
+
+def test_many_stores_share_one_link(etcd: Embedded, heard: Heard) -> None:
+    link = Link(etcd.access)
+    try:
+        stores = [EtcdStore(link, "job", 5) for _ in range(50)]
+        threads = threading.active_count()
+        for n, store in enumerate(stores):
+            store.hold_lease(lambda _: None)
+            store.watch("", heard, prefix=True)
+            store.transact((), (Put(f"reports/n{n}", _report(n)),), lambda _: None)
+        heard.until(lambda: sum(len(what.entries) for what in heard) == 50 * 50)
+        assert threading.active_count() <= threads + 12
+        for store in stores:
+            store.close()
+    finally:
+        link.close()
+
+
+def _report(n: int) -> Any:
+    from elasticd.core.facts import Report
+
+    return Report(f"n{n}", "i", 1)
+
+
+def test_writes_that_etcd_could_never_apply_are_a_bug_of_the_caller(
+    etcd: Embedded, stores: list[EtcdStore]
+) -> None:
+    from elasticd.core.ports import Delete
+
+    store = EtcdStore(etcd.access, "job")
+    stores.append(store)
+    put = Put("budget", Budget())
+    for writes in (
+        (put, put),
+        (put, Delete("budget")),
+        (Put("reports/n1", _report(1)), Delete("reports/", True)),
+    ):
+        with pytest.raises(ValueError, match="a transaction cannot put"):
+            store.transact((), writes, lambda _: None)
+    with pytest.raises(ValueError, match="does not hold"):
+        store.transact((), (Put("spec", Budget()),), lambda _: None)
+
+
+# ---------------------------------------------------------------- three members
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    built = Cluster(tmp_path, 3)
+    try:
+        built.start()
+        yield built
+    finally:
+        built.stop()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_losing_the_member_in_use_or_the_leader_loses_neither_lease_nor_watch(
+    how: signal.Signals, cluster: Cluster, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    leader = cluster.leader()
+    # The leader comes first, so that the member in use and the leader are lost at once.
+    endpoints = sorted(cluster.endpoints, key=lambda endpoint: endpoint != leader.endpoint)
+    store = EtcdStore(EtcdAccess(tuple(endpoints), timeout_s=1.0), "job", 20)
+    stores.append(store)
+    news = Heard()
+    store.hold_lease(news)
+    store.watch("", heard, prefix=True)
+    news.until(lambda: news)
+    write(store, 1)
+    heard.until(lambda: budgets(heard) == [1])
+    leader.signal(how)
+    write(store, 2)
+    heard.until(lambda: budgets(heard)[-1:] == [2])
+    held = len(news)
+    news.until(lambda: any(isinstance(n, Held) for n in news[held:]))
+    assert not any(isinstance(n, Lost) for n in news)
+    assert not any(n.cut_off for n in news if isinstance(n, Silent))
+
+
+def test_a_member_without_a_quorum_is_left_for_those_with_one(
+    cluster: Cluster, heard: Heard, stores: list[EtcdStore]
+) -> None:
+    store = EtcdStore(EtcdAccess(cluster.endpoints, timeout_s=1.0), "job", 20)
+    stores.append(store)
+    store.watch("", heard, prefix=True)
+    write(store, 1)
+    heard.until(lambda: budgets(heard) == [1])
+    lost = cluster.members[1:]
+    for member in lost:
+        member.signal(signal.SIGSTOP)
+    answers = Heard()
+    store.transact((), (Put("budget", Budget(total=2)),), answers)
+    answers.until(lambda: answers)
+    assert isinstance(answers[0], Unknown)
+    for member in lost:
+        member.signal(signal.SIGCONT)
+    write(store, 3)
+    heard.until(lambda: budgets(heard)[-1:] == [3])
