@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.etcd.embedded import Embedded
+from tests.e2e.harness import Cluster, await_end
+
+
+class Etcd:
+    """A real server that can be hurt."""
+
+    def __init__(self) -> None:
+        self._server = Embedded()
+        self._server.start()
+        self.url = f"http://{self._server.endpoint}"
+
+    def kill(self) -> None:
+        pidfd = os.pidfd_open(self._server.pid)
+        os.kill(self._server.pid, signal.SIGKILL)
+        await_end(pidfd, "etcd")
+        os.close(pidfd)
+
+    def start(self) -> None:
+        """Again, with all it had."""
+        self._server.start()
+
+    def hang(self) -> None:
+        os.kill(self._server.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        os.kill(self._server.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._server.alive:
+            self.wake()
+        self._server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_etcd() -> Iterator[str]:
+    """For tests that do it no harm; each has a job of its own in it."""
+    etcd = Etcd()
+    yield etcd.url
+    etcd.close()
+
+
+@pytest.fixture
+def etcd() -> Iterator[Etcd]:
+    """For a test that does it harm."""
+    etcd = Etcd()
+    yield etcd
+    etcd.close()
+
+
+@pytest.fixture
+def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str | None], Cluster]]:
+    """Makes clusters on an etcd, and sees that nothing is left of them."""
+    made: list[Cluster] = []
+
+    def make(url: str | None) -> Cluster:
+        folder = tmp_path / f"cluster{len(made)}"
+        folder.mkdir()
+        made.append(Cluster(folder, url))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(clusters: Callable[[str | None], Cluster], shared_etcd: str) -> Cluster:
+    """Agents on the shared etcd."""
+    return clusters(shared_etcd)
+
+

@@ -1,0 +1,454 @@
+"""Several agents of one job on this machine, real in every part: ``elasticd run``, etcd, signals.
+
+Tests wait for what agents say (their JSON log), what workers do (the stage), and what etcd holds;
+each wait is on a condition that the news itself wakes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elasticd.core.facts import Budget, Fact, Round, Spec
+from elasticd.etcd.access import EtcdAccess, parse_endpoints
+from elasticd.etcd.client import Client
+from tests.e2e.stage import Player, Script, Stage, overlaps
+
+T = TypeVar("T")
+
+ELASTICD = str(Path(sys.executable).with_name("elasticd"))
+PLAYER = str(Path(__file__).parent / "programs" / "player.py")
+FAKE_TORCH = str(Path(__file__).parents[1] / "procs" / "programs" / "faketorch")
+PATIENCE_S = 60.0  # a machine may be busy; nothing waits longer than it must
+MARK = "ELASTICD_E2E_MARK"
+
+# Short enough that nothing waits for long; the lease is long enough for a machine that is busy.
+PACE = {
+    "--settle": "0.3",
+    "--grow-cooldown": "0.1",
+    "--join-timeout": "120",
+    "--broken-timeout": "1",
+    "--shutdown-timeout": "30",
+    "--node-ttl": "3",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """A round whose workers are all there and at work, in rank order."""
+
+    round: int
+    players: tuple[Player, ...]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Of each rank."""
+        return tuple(p.node for p in self.players)
+
+    @property
+    def restarts(self) -> int:
+        return self.players[0].restarts
+
+    def on(self, node: str) -> tuple[Player, ...]:
+        return tuple(p for p in self.players if p.node == node)
+
+    def tell(self, do: str, **fields: Any) -> None:
+        for player in self.players:
+            player.tell(do, **fields)
+
+
+class Agent:
+    """One ``elasticd run``. Lines of its stderr that are JSON objects are events, others are text."""
+
+    def __init__(self, name: str, argv: Sequence[str], env: dict[str, str], cwd: Path, news: threading.Condition) -> None:
+        self.name = name
+        self.events: list[dict[str, Any]] = []
+        self.text: list[str] = []
+        self.out: list[str] = []
+        self._news = news
+        self.process = subprocess.Popen(
+            argv,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(self.process.stdout, self._heard_out), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, self._heard_err), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def __repr__(self) -> str:
+        return f"<agent {self.name}, pid {self.process.pid}, exit code {self.process.poll()}>"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, to the agent alone."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """Wait until it has ended by itself and all it said was read; its exit code."""
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self} did not end; it said:\n{self.said()}") from None
+        for reader in self._readers:
+            reader.join(PATIENCE_S)
+        return self.process.returncode
+
+    @property
+    def screen(self) -> str:
+        """What it printed to stderr for people, without its log."""
+        return "\n".join(self.text)
+
+    def find(self, event: str, **fields: Any) -> list[dict[str, Any]]:
+        """The events of this name that have these fields."""
+        return [
+            e
+            for e in tuple(self.events)
+            if e["event"] == event and all(e.get(k) == v for k, v in fields.items())
+        ]
+
+    def said(self, most: int = 60) -> str:
+        events = [" ".join(f"{k}={v}" for k, v in e.items() if k not in ("job", "node")) for e in self.events]
+        return "\n".join([*events[-most:], *self.text[-most:]])
+
+    def _read(self, stream: Any, heard: Callable[[str], None]) -> None:
+        for line in stream:
+            with self._news:
+                heard(line.rstrip("\n"))
+                self._news.notify_all()
+        stream.close()
+
+    def _heard_out(self, line: str) -> None:
+        self.out.append(line)
+
+    def _heard_err(self, line: str) -> None:
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and "event" in event:
+                self.events.append(event)
+                return
+        self.text.append(line)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a short command said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentence(self) -> str:
+        """Its complaint, which is one line."""
+        lines = self.err.strip().splitlines()
+        assert len(lines) == 1, f"not one sentence:\n{self.err}"
+        return lines[0]
+
+
+class Cluster:
+    """The agents of one job. ``etcd`` is its URL; None: each agent runs standalone."""
+
+    def __init__(self, folder: Path, etcd: str | None, *, job: str = "") -> None:
+        self.folder = folder
+        self.etcd = etcd
+        self.job = job or f"job-{uuid.uuid4().hex[:8]}"
+        self.agents: list[Agent] = []
+        self.mark = uuid.uuid4().hex
+        self.news = threading.Condition()
+        self.stage = Stage(self.news)
+        self.limits = (1, 8)
+        self.pace = dict(PACE)
+        for place in ("tmp", "run", "state"):
+            (folder / place).mkdir(mode=0o700)
+
+    # ------------------------------------------------------------ starting
+
+    def start(
+        self,
+        *names: str,
+        slots: int = 1,
+        options: Sequence[str] = (),
+        program: Sequence[str] = (PLAYER,),
+        env: dict[str, str] | None = None,
+    ) -> list[Agent]:
+        """Start an agent of each name."""
+        return [self._start(name, slots, options, program, env or {}) for name in names]
+
+    def _start(
+        self, name: str, slots: int, options: Sequence[str], program: Sequence[str], env: dict[str, str]
+    ) -> Agent:
+        low, high = self.limits
+        argv = [ELASTICD, "run", f"--min={low}", f"--max={high}", f"--slots={slots}", f"--node={name}"]
+        argv += [f"--job={self.job}", "--log-format=json", "--plain", *self.etcd_options]
+        argv += [part for option in self.pace.items() for part in option]
+        argv += [*options, *program]
+        agent = Agent(name, argv, self.environment(name) | env, self.folder, self.news)
+        self.agents.append(agent)
+        return agent
+
+    @property
+    def etcd_options(self) -> list[str]:
+        return [f"--etcd={self.etcd}"] if self.etcd else []
+
+    def environment(self, node: str = "") -> dict[str, str]:
+        """A user's, with folders of its own and a mark that all processes of this test inherit."""
+        ours = ("PET_", "ELASTICD_", "TORCH", "OMP_", "PYTEST_", "ETCD", "E2E_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        return kept | {
+            MARK: self.mark,
+            "TMPDIR": str(self.folder / "tmp"),
+            "XDG_RUNTIME_DIR": str(self.folder / "run"),
+            "XDG_STATE_HOME": str(self.folder / "state"),
+            "OMP_NUM_THREADS": "1",
+            "E2E_NODE": node,
+            "E2E_STAGE": self.stage.name,
+            "E2E_FAKE_TORCH": FAKE_TORCH,
+        }
+
+    def command(self, *argv: str, etcd: bool = True) -> Said:
+        """Run another ``elasticd`` command to its end."""
+        where = self.etcd_options if etcd else []
+        name, *rest = argv
+        done = subprocess.run(
+            [ELASTICD, name, *where, *rest],
+            env=self.environment(),
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        return Said(done.returncode, done.stdout, done.stderr)
+
+    def direct(self, direct: Callable[[Player], Script]) -> None:
+        """How workers begin that start from now on."""
+        with self.news:
+            self.stage.direct = direct
+
+    # ------------------------------------------------------------ waiting
+
+    def until(self, holds: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
+        """Wait until this is true; returns what it was."""
+        with self.news:
+            found: T | None = None
+
+            def check() -> bool:
+                nonlocal found
+                found = holds()
+                return bool(found)
+
+            if not self.news.wait_for(check, patience_s):
+                raise AssertionError(f"not within {patience_s:g} s: {what}\n{self.state()}")
+        assert found is not None
+        return found
+
+    def until_said(self, agent: Agent, event: str, *, times: int = 1, **fields: Any) -> dict[str, Any]:
+        """Wait for an event in the agent's log; the last one of those asked for."""
+
+        def said() -> list[dict[str, Any]]:
+            assert agent.process.poll() is None or agent.find(event, **fields), f"{agent} is gone\n{agent.said()}"
+            found = agent.find(event, **fields)
+            return found if len(found) >= times else []
+
+        return self.until(said, f"{agent.name} says {event} {fields}")[times - 1]
+
+    def until_anyone_said(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Wait for an event in the log of whoever leads."""
+        found = self.until(
+            lambda: [e for a in self.agents for e in a.find(event, **fields)], f"an agent says {event} {fields}"
+        )
+        return found[0]
+
+    def world(self, size: int, *, after: World | int = 0, steps: int = 2) -> World:
+        """Wait for a later round of this size in which every worker has made some steps."""
+        last = after.round if isinstance(after, World) else after
+
+        def formed() -> World | None:
+            newest = max((p.round for p in self.stage.players), default=0)
+            here = sorted(
+                (p for p in self.stage.players if p.round == newest and not p.gone), key=lambda p: p.rank
+            )
+            if newest <= last or [p.rank for p in here] != list(range(size)):
+                return None
+            if any(p.world != size or p.step < steps for p in here):
+                return None
+            return World(newest, tuple(here))
+
+        return self.until(formed, f"{size} workers train in a round after {last}")  # type: ignore[return-value]
+
+    def goes_on(self, world: World, steps: int = 10) -> None:
+        """Wait until every worker of this very world has made some more steps."""
+        goals = [(p, p.step + steps) for p in world.players]
+        self.until(
+            lambda: all(p.step >= goal for p, goal in goals), f"round {world.round} goes on by {steps} steps"
+        )
+
+    def until_gone(self, pids: Iterable[int | Player]) -> None:
+        """Wait until these processes have ended."""
+        for one in pids:
+            if isinstance(one, Player):
+                await_end(one.pidfd, repr(one))
+                continue
+            try:
+                fd = os.pidfd_open(one)
+            except ProcessLookupError:
+                continue
+            try:
+                await_end(fd, f"process {one}")
+            finally:
+                os.close(fd)
+
+    def orphan_of(self, player: Player) -> int:
+        """Have a worker leave a grandchild behind that has escaped its session; its pid."""
+        player.tell("leave_orphan")
+        pid: int = self.until(lambda: player.did("orphan"), f"{player} left an orphan")[0]["pid"]
+        return pid
+
+    def finish(self) -> None:
+        """Let all workers end well, those that are still to come as well."""
+        with self.news:
+            self.stage.direct = lambda player: Script(steps=0)
+            for player in self.stage.players:
+                player.tell("finish")
+
+    def finishes(self, *agents: Agent) -> None:
+        """The job can be brought to a good end: all these agents end with 0."""
+        self.finish()
+        for agent in agents:
+            assert agent.end() == 0, f"{agent} said:\n{agent.said()}"
+
+    # ------------------------------------------------------------ what etcd holds
+
+    @property
+    def access(self) -> EtcdAccess:
+        assert self.etcd is not None
+        return parse_endpoints(self.etcd)
+
+    def fact(self, key: str, of: type[T]) -> T | None:
+        """What is at a key of the job; None if nothing is."""
+        with Client(self.access) as client:
+            entry = client.get(self.job, key)
+        fact: Fact | None = entry.fact if entry else None
+        assert fact is None or isinstance(fact, of)
+        return fact
+
+    @property
+    def round(self) -> Round:
+        found = self.fact("round", Round)
+        assert found is not None
+        return found
+
+    @property
+    def budget(self) -> Budget:
+        return self.fact("budget", Budget) or Budget()
+
+    @property
+    def spec(self) -> Spec:
+        found = self.fact("spec", Spec)
+        assert found is not None
+        return found
+
+    # ------------------------------------------------------------ the end
+
+    def state(self) -> str:
+        """All that is known, for who must find out why a test failed."""
+        players = "\n".join(f"  {p!r} {[m['is'] for m in p.heard]}" for p in self.stage.players[-20:])
+        agents = "\n".join(f"--- {agent!r}\n{agent.said()}" for agent in self.agents)
+        return f"workers:\n{players}\n{agents}"
+
+    def close(self, *, check: bool = True) -> None:
+        """End what still runs, as a power cut would; then nothing may be left, nor two worlds have
+        been at work at once."""
+        try:
+            for agent in self.agents:
+                if agent.process.poll() is None:
+                    agent.signal(signal.SIGKILL)
+                    agent.signal(signal.SIGCONT)
+                    agent.process.wait()
+            if check:
+                assert_nothing_left(self)
+                assert not (found := overlaps(self.stage.players)), f"two worlds at once: {found}"
+        finally:
+            for pid in marked(self.mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for agent in self.agents:
+                for reader in agent._readers:
+                    reader.join(PATIENCE_S)
+            self.stage.close()
+
+
+def await_end(pidfd: int, who: str) -> None:
+    assert select.select([pidfd], [], [], PATIENCE_S)[0], f"{who} is still there"
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that have this mark in their environment; zombies have none."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+def assert_nothing_left(cluster: Cluster) -> None:
+    """Wait until nothing of the agents, which have ended, is left: no process (and so no port, as
+    only processes hold ports), no shared memory, no file but logs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := marked(cluster.mark):
+        assert time.monotonic() < deadline, f"still there: {[_describe(pid) for pid in left]}"
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(left[0])
+            select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            os.close(fd)
+    pages = {Path(p.env["ELASTICD_PAGE"]).parent for p in cluster.stage.players}
+    remains = [str(path) for path in pages if path.exists()]
+    remains += [str(path) for path in (cluster.folder / "tmp").iterdir()]
+    remains += [str(path) for path in (cluster.folder / "run").rglob("*") if path.is_file()]
+    assert not remains, f"left behind: {remains}"
+
+
+def _describe(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        words = "gone meanwhile"
+    return f"{pid}: {words[:200]}"
+
+
+def plain(text: str) -> str:
+    """Without the control sequences of a terminal."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -1,0 +1,102 @@
+"""A worker that does what the test tells it over a socket, and tells the test each step it makes.
+
+Without torch, so that it starts in a moment; its steps count as an optimizer's all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+sys.path.insert(0, os.environ["E2E_FAKE_TORCH"])
+from torch.optim.optimizer import Optimizer  # noqa: E402  # the stand-in of tests/procs
+
+STEP_S = 0.02
+
+
+class Player:
+    def __init__(self) -> None:
+        self.stage = socket.socket(socket.AF_UNIX)
+        self.stage.connect("\0" + os.environ["E2E_STAGE"])
+        self.unread = b""
+        self.step = 0
+        self.steps_max: int | None = None
+        self.on_sigterm = "die"
+        self.optimizer = Optimizer()
+
+    def tell(self, what: str, **fields: Any) -> None:
+        line = json.dumps({"is": what, "at": time.monotonic(), **fields})
+        # A stage that was torn down is no reason to fail: the test is over.
+        with contextlib.suppress(OSError):
+            self.stage.sendall(line.encode() + b"\n")
+
+    def heed(self, patience_s: float | None) -> None:
+        """Obey what has come; wait for it at most so long."""
+        if select.select([self.stage], [], [], patience_s)[0]:
+            data = self.stage.recv(65536)
+            if not data:
+                os._exit(70)
+            *lines, self.unread = (self.unread + data).split(b"\n")
+            for line in lines:
+                self.obey(json.loads(line))
+
+    def obey(self, order: dict[str, Any]) -> None:
+        match order["do"]:
+            case "begin":
+                self.steps_max, self.on_sigterm = order["steps"], order["on_sigterm"]
+            case "finish":
+                sys.exit(0)
+            case "exit":
+                sys.exit(order["code"])
+            case "raise":
+                self.go_wrong(order["text"])
+            case "print":
+                sys.stdout.write(order["text"])
+                sys.stderr.write(order["error_text"])
+            case "leave_orphan":
+                self.leave_orphan()
+
+    def go_wrong(self, text: str) -> None:
+        raise RuntimeError(text)
+
+    def leave_orphan(self) -> None:
+        """A grandchild in a session of its own, its parent gone: what escapes a plain kill."""
+        nap = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    print(os.getpid(), flush=True)\n    time.sleep(3600)"
+        said = subprocess.Popen([sys.executable, "-S", "-c", nap], stdout=subprocess.PIPE)
+        assert said.stdout is not None
+        pid = int(said.stdout.readline())
+        said.wait()
+        self.tell("orphan", pid=pid)
+
+    def terminated(self, *_: object) -> None:
+        self.tell("sigterm")
+        if self.on_sigterm == "die":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.on_sigterm == "save":
+            self.tell("saved", step=self.step)
+            os._exit(0)
+        # else "ignore"
+
+    def play(self) -> None:
+        # A started agent may ask for the end at once, before the stage has said how to take it.
+        signal.signal(signal.SIGTERM, self.terminated)
+        self.tell("hello", pid=os.getpid(), argv=sys.argv[1:], env=dict(os.environ))
+        self.heed(None)
+        while self.steps_max is None or self.step < self.steps_max:
+            self.step += 1
+            self.optimizer.step()
+            self.tell("step", step=self.step)
+            self.heed(STEP_S)
+
+
+if __name__ == "__main__":
+    Player().play()
