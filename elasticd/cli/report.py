@@ -1,6 +1,6 @@
 """What a job looks like from outside: one value made of the facts in etcd. Pure.
 
-``as_json`` gives the stable form that ``elasticd status --json`` prints; docs/status.md says what
+``as_json`` gives the stable form that ``elasticd status --json`` prints; elasticd/cli/STATUS.md says what
 its fields mean. Fields may be added, never renamed or removed, while ``schema`` stays the same.
 """
 
