@@ -1,0 +1,115 @@
+"""One agent, node a, driven by hand: what it is told, and what it does about it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from elasticd.core import agent
+from elasticd.core.facts import Exit, Fact, Leadership, Round, Spec
+from elasticd.core.messages import (
+    Action,
+    Answered,
+    CloseStore,
+    Event,
+    LeaseChanged,
+    PortReserved,
+    Saw,
+    StartWorkers,
+    Tag,
+    Tick,
+    Transact,
+    WorkerExited,
+)
+from elasticd.core.ports import Answer, Applied, Entry, Held, Put, Write
+from elasticd.core.reasons import Reason
+from tests.core.build import NOW, life, spec
+
+A = TypeVar("A")
+PORT = 29500
+OTHER_LEADER = Leadership("z", life("z"))
+
+
+class Agent:
+    """``did`` and ``said`` are the actions and reasons of the last event; ``now`` moves by hand."""
+
+    def __init__(self, wanted: Spec | None = None, *, slots: int = 2, etcd_grace_s: float = 600.0) -> None:
+        self.me = agent.Identity("a", life("a"), "a.example", tuple(range(slots)), "machine of a", 99)
+        self.state = agent.start(self.me, wanted or spec(), PORT, etcd_grace_s)
+        self.now = NOW
+        self.revision = 100
+        self.did: tuple[Action, ...] = ()
+        self.said: tuple[Reason, ...] = ()
+        self.wake_at: float | None = None
+
+    def told(self, event: Event) -> tuple[Action, ...]:
+        step = agent.step(self.state, event, self.now)
+        self.state, self.did, self.said = step.state, step.actions, step.reasons
+        self.wake_at = step.wake_at
+        return self.did
+
+    def sees(self, key: str, fact: Fact | None, *, created: int | None = None) -> tuple[Action, ...]:
+        self.revision += 1
+        return self.told(Saw(Entry(key, fact, self.revision, created or (self.revision if fact else 0))))
+
+    def answered(self, tag: Tag, answer: Answer | None = None) -> tuple[Action, ...]:
+        """By default the write is applied."""
+        self.revision += 1
+        return self.told(Answered(tag, answer or Applied(self.revision)))
+
+    def holds_lease(self, for_s: float = 5.0) -> tuple[Action, ...]:
+        return self.told(LeaseChanged(Held(self.now + for_s)))
+
+    def at(self, now: float) -> tuple[Action, ...]:
+        """Time passes, and nothing else."""
+        self.now = now
+        return self.told(Tick())
+
+    def exits(self, round: int, exit: Exit, steps: int = 0) -> tuple[Action, ...]:
+        return self.told(WorkerExited(round, exit, steps))
+
+    # ---------------------------------------------------------------- what it did
+
+    def all_of(self, kind: type[A]) -> list[A]:
+        return [a for a in self.did if isinstance(a, kind)]
+
+    def one(self, kind: type[A]) -> A:
+        found = self.all_of(kind)
+        assert len(found) == 1, f"{kind.__name__} is not done once in {self.did}"
+        return found[0]
+
+    def wrote(self, tag: Tag) -> Transact:
+        found = [t for t in self.all_of(Transact) if t.tag is tag]
+        assert len(found) == 1, f"{tag} is not written once in {self.did}"
+        return found[0]
+
+    # ---------------------------------------------------------------- common beginnings
+
+    @classmethod
+    def registered(cls, wanted: Spec | None = None, **more: float) -> Agent:
+        """Joined and registered in a job that another agent leads, and that waits."""
+        one = cls(wanted, **more)  # type: ignore[arg-type]
+        one.sees("spec", one.state.wanted)
+        one.sees("round", None)
+        one.sees("leader", OTHER_LEADER)
+        one.sees("nodes/a", None)
+        one.holds_lease()
+        one.answered(Tag.NODE)
+        assert one.state.registered
+        return one
+
+    @classmethod
+    def working(cls, round: Round, wanted: Spec | None = None, **more: float) -> Agent:
+        """Registered, with the workers of a live round running."""
+        one = cls.registered(wanted, **more)
+        one.sees("round", round)
+        one.one(StartWorkers)
+        return one
+
+    def store_closed(self, port: int) -> tuple[Action, ...]:
+        self.one(CloseStore)
+        return self.told(PortReserved(port))
+
+
+def put(write: Write) -> Fact:
+    assert isinstance(write, Put)
+    return write.fact

@@ -1,0 +1,705 @@
+"""What one agent does: joins, works, reports, releases, leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticd.core.agent import DRAIN_PATIENCE_S, RETRY_S
+from elasticd.core.facts import (
+    Cause,
+    Drained,
+    Exit,
+    Leadership,
+    Limits,
+    Member,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
+    Report,
+    Round,
+    Spec,
+)
+from elasticd.core.messages import (
+    CheckProcess,
+    CloseStore,
+    Fence,
+    KeeperLost,
+    LeaseChanged,
+    Leave,
+    LookAround,
+    PortReserved,
+    ProcessGone,
+    SawOthers,
+    Signalled,
+    StartWorkers,
+    StopWorkers,
+    Tag,
+    Transact,
+)
+from elasticd.core.ports import Answer, Delete, Lost, Put, Refused, Silent, StillThere, Unchanged, Unknown
+from elasticd.core.reasons import (
+    Draining,
+    Expelled,
+    LeadsNow,
+    LeaseLost,
+    NameTaken,
+    PolicyDiffers,
+    StoreAway,
+    StoreBack,
+    WorkerEnded,
+)
+from tests.core.build import NOW, exit, life, node, report, round, spec
+from tests.core.by_hand import OTHER_LEADER, PORT, Agent, put
+
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15
+POLICY = Policy()
+ROUND = round(1, {"a": 2, "b": 2})
+SECOND = round(1, {"b": 2, "a": 2})  # somebody else hosts the store
+
+
+def ended(round: Round, outcome: Outcome) -> Round:
+    return replace(round, phase=Phase.ENDED, outcome=outcome, why=f"it {outcome}")
+
+
+def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool = False) -> Round:
+    return replace(round, phase=Phase.CLOSING, closing=cause, planned=planned)
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_the_first_agent_says_what_the_job_is() -> None:
+    one = Agent(spec(2, 4))
+    for key in ("round", "nodes/a"):
+        assert one.sees(key, None) == ()
+    one.sees("spec", None)
+    write = one.wrote(Tag.SPEC)
+    assert write.writes == (Put("spec", spec(2, 4)),)
+    assert write.guards == (Unchanged("spec", 0), Unchanged("round", 0))
+    one.answered(Tag.SPEC)
+    assert one.state.joined
+
+
+def test_an_agent_that_agrees_joins_even_if_the_job_was_scaled_since() -> None:
+    one = Agent(spec(2, 4))
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", spec(3, 6, asked=Limits(2, 4)))
+    assert one.state.joined and one.state.exiting is None
+
+
+def test_an_agent_of_another_policy_takes_the_jobs_and_says_so() -> None:
+    one = Agent(spec(policy=replace(POLICY, settle_s=9.0)))
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", spec())
+    assert one.state.joined and one.said == (PolicyDiffers(("settle_s",)),)
+
+
+@pytest.mark.parametrize(
+    ("here", "says"),
+    [
+        pytest.param(spec(2, 5), "this job runs with --min 2 --max 8, not with --min 2 --max 5", id="limits"),
+        pytest.param(spec(script="other.py"), "this job runs another script (job.py, not", id="script"),
+    ],
+)
+def test_an_agent_that_disagrees_with_a_running_job_is_sent_away(here: Spec, says: str) -> None:
+    one = Agent(here)
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", spec())
+    one.one(LookAround)
+    one.told(SawOthers(3))
+    left = one.one(Leave)
+    assert left.code == 2 and left.why.startswith(says)
+
+
+def test_a_job_that_nobody_works_on_can_be_made_another() -> None:
+    one = Agent(spec(script="other.py"))
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", spec())
+    one.told(SawOthers(0))
+    write = one.wrote(Tag.SPEC)
+    assert write.guards == (Unchanged("spec", one.revision),)
+    assert write.writes[0] == Put("spec", spec(script="other.py"))
+    assert set(write.writes[1:]) == {Delete("budget"), Delete("reports/", prefix=True)}
+    one.answered(Tag.SPEC)
+    assert one.state.joined
+
+
+def test_an_agent_that_was_beaten_to_it_looks_around_again_before_it_takes_a_job_over() -> None:
+    one = Agent(spec(script="other.py"))
+    for key in ("round", "nodes/a"):
+        one.sees(key, None)
+    one.sees("spec", spec())
+    one.told(SawOthers(0))
+    one.answered(Tag.SPEC, Refused())
+    one.one(LookAround)
+    one.sees("spec", spec(script="third.py"))
+    one.at(NOW + 10)
+    assert not one.all_of(Transact)
+    one.told(SawOthers(1))
+    assert one.one(Leave).code == 2
+
+
+def test_a_finished_job_is_not_trained_again() -> None:
+    one = Agent()
+    one.sees("nodes/a", None)
+    one.sees("round", ended(ROUND, Outcome.SUCCEEDED))
+    one.sees("spec", None)
+    left = one.one(Leave)
+    assert left.code == 0 and "already finished" in left.why
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.SHORT, Outcome.STOPPED])
+def test_a_job_that_ended_otherwise_is_run_again(outcome: Outcome) -> None:
+    one = Agent()
+    one.sees("nodes/a", None)
+    one.sees("round", ended(ROUND, outcome))
+    one.sees("spec", None)
+    assert one.wrote(Tag.SPEC).guards == (Unchanged("spec", 0), Unchanged("round", one.revision - 1))
+    one.answered(Tag.SPEC)
+    assert one.state.joined and one.state.exiting is None, "its end is old news"
+
+
+def test_a_job_that_is_run_again_may_end_before_it_forms_a_world() -> None:
+    """Its number has not grown since its first end, and yet this end is news."""
+    one = Agent()
+    one.sees("nodes/a", None)
+    one.sees("round", ended(ROUND, Outcome.FAILED))
+    one.sees("spec", None)
+    one.answered(Tag.SPEC)
+    one.sees("round", round(1, {}, Phase.WAITING))
+    one.sees("round", ended(round(1, {}), Outcome.SHORT))
+    assert one.one(Leave).code == 3
+
+
+def test_an_agent_that_joined_by_the_spec_of_a_job_that_just_ended_joins_again() -> None:
+    one = Agent()
+    one.sees("nodes/a", None)
+    one.sees("round", ended(ROUND, Outcome.FAILED))
+    one.sees("spec", spec())
+    assert one.state.joined
+    one.sees("spec", None)
+    one.wrote(Tag.SPEC)
+
+
+def test_a_job_that_finished_unseen_is_not_started_again_by_a_late_spec() -> None:
+    """The spec is gone already, the end of the round is not here yet: the guard tells etcd so."""
+    one = Agent()
+    one.sees("nodes/a", None)
+    one.sees("round", ROUND)
+    seen_at = one.revision
+    one.sees("spec", None)
+    assert Unchanged("round", seen_at) in one.wrote(Tag.SPEC).guards
+
+
+# ---------------------------------------------------------------- registering
+
+
+def test_an_agent_registers_once_it_has_joined_and_holds_a_lease() -> None:
+    one = Agent()
+    for key in ("round", "nodes/a", "leader"):
+        one.sees(key, None)
+    one.sees("spec", spec())
+    assert not one.all_of(Transact), "without a lease there is nothing to put it on"
+    one.holds_lease()
+    write = one.wrote(Tag.NODE)
+    assert write.guards == (Unchanged("nodes/a", 0),)
+    (made,) = write.writes
+    assert isinstance(made, Put) and made.leased
+    record = put(made)
+    assert isinstance(record, Node)
+    assert (record.incarnation, record.slots, record.store_port) == (life("a"), (0, 1), PORT)
+
+
+def test_a_registered_agent_offers_itself_as_leader_when_there_is_none() -> None:
+    one = Agent.registered()
+    assert not one.all_of(Transact)
+    one.sees("leader", None)
+    write = one.wrote(Tag.LEAD)
+    own = one.state.own
+    assert own is not None
+    assert set(write.guards) == {Unchanged("leader", 0), StillThere("nodes/a", own.created)}
+    one.answered(Tag.LEAD)
+    assert one.state.leads is not None and one.said == (LeadsNow(),)
+
+
+def test_an_agent_that_leaves_does_not_offer_itself() -> None:
+    one = Agent.working(ROUND)
+    one.told(Signalled(SIGTERM))
+    one.answered(Tag.NODE)
+    one.sees("leader", None)
+    assert not [t for t in one.all_of(Transact) if t.tag is Tag.LEAD]
+
+
+def taken(**more: Any) -> Agent:
+    one = Agent()
+    one.sees("spec", spec())
+    one.sees("round", None)
+    one.holds_lease()
+    one.sees("nodes/a", replace(node("a", life_number=0), **more))
+    return one
+
+
+def test_a_name_that_another_agent_has_is_waited_for_and_then_given_up() -> None:
+    one = taken(host="elsewhere")
+    until = NOW + 2 * POLICY.node_ttl_s + 1
+    assert one.said == (NameTaken(until),) and one.wake_at == until and one.did == ()
+    one.at(until)
+    left = one.one(Leave)
+    assert left.code == 2 and "another agent of this job is already called a" in left.why
+
+
+def test_a_name_becomes_free_when_its_lease_runs_out() -> None:
+    one = taken(host="elsewhere")
+    one.sees("nodes/a", None)
+    one.wrote(Tag.NODE)
+
+
+def test_an_earlier_agent_on_this_machine_is_evicted_if_its_process_is_gone() -> None:
+    one = taken()
+    assert one.one(CheckProcess) == CheckProcess(4711, life("a", 0))
+    one.told(ProcessGone(life("a", 0)))
+    write = one.wrote(Tag.EVICT)
+    assert (write.guards, write.writes) == ((Unchanged("nodes/a", one.revision),), (Delete("nodes/a"),))
+    one.answered(Tag.EVICT)
+    one.wrote(Tag.NODE)
+
+
+def test_no_name_is_called_taken_while_the_store_is_silent() -> None:
+    """The lease of its holder cannot run out meanwhile."""
+    one = taken(host="elsewhere")
+    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    one.at(NOW + 60)
+    assert not one.did
+    one.holds_lease()
+    assert one.state.exiting is None and one.wake_at == one.now + 2 * POLICY.node_ttl_s + 1
+
+
+# ---------------------------------------------------------------- starting
+
+
+def test_a_member_of_a_live_round_starts_its_workers_once() -> None:
+    one = Agent.registered()
+    one.sees("round", ROUND)
+    member = ROUND.members[0]
+    assert one.did == (StartWorkers(ROUND, member, hosts_store=True),)
+    one.sees("round", ROUND)
+    assert not one.did
+
+
+def test_only_the_first_member_hosts_the_store() -> None:
+    one = Agent.registered()
+    one.sees("round", SECOND)
+    assert not one.one(StartWorkers).hosts_store
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(round(1, {"b": 2}), id="without it"),
+        pytest.param(replace(ROUND, members=(Member("a", life("a", 0), (0,), 0),)), id="of its predecessor"),
+        pytest.param(closing(ROUND), id="closing"),
+        pytest.param(round(0, {}, Phase.WAITING), id="waiting"),
+    ],
+)
+def test_no_workers_are_started_for_a_round(other: Round) -> None:
+    one = Agent.registered()
+    one.sees("round", other)
+    assert not one.all_of(StartWorkers)
+
+
+def test_no_workers_are_started_before_the_node_is_registered() -> None:
+    one = Agent()
+    one.sees("spec", spec())
+    one.sees("nodes/a", None)
+    one.sees("leader", OTHER_LEADER)
+    one.sees("round", ROUND)
+    assert not one.did
+    one.holds_lease()
+    one.answered(Tag.NODE)
+    one.one(StartWorkers)
+
+
+def test_a_round_that_closed_before_it_was_begun_is_released() -> None:
+    """The leader waits for that, and nothing will ever run in it here."""
+    one = Agent.registered()
+    one.sees("round", closing(SECOND))
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert isinstance(record, Node) and record.released == 1
+
+
+def test_a_round_without_this_node_is_none_of_its_business() -> None:
+    one = Agent.registered()
+    one.sees("round", closing(round(1, {"b": 2})))
+    assert not one.did
+
+
+def test_a_host_whose_port_is_no_longer_the_one_in_the_round_asks_for_another_round() -> None:
+    one = Agent.registered()
+    one.sees("round", replace(ROUND, store="a.example:1"))
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert not one.all_of(StartWorkers)
+    assert isinstance(record, Node) and (record.released, record.store_port) == (1, PORT)
+
+
+# ---------------------------------------------------------------- reporting
+
+
+def test_a_failure_is_reported_at_once_with_the_others_still_running() -> None:
+    one = Agent.working(ROUND)
+    own = one.state.own
+    assert own is not None
+    found = exit(1, 1)
+    one.exits(1, found, steps=7)
+    write = one.wrote(Tag.REPORT)
+    assert write.guards == (StillThere("nodes/a", own.created),)
+    assert write.writes == (Put("reports/a", report("a", 1, found, steps=7)),)
+    assert one.said == (WorkerEnded(1, 1, 1, 1, "boom"),)
+    assert one.state.crew is not None, "the leader has yet to hear of it"
+
+
+def test_a_second_failure_is_reported_after_the_first() -> None:
+    one = Agent.working(ROUND)
+    one.exits(1, exit(1, 1))
+    one.exits(1, exit(0, 0))
+    assert not one.all_of(Transact)
+    one.answered(Tag.REPORT)
+    fact = put(one.wrote(Tag.REPORT).writes[0])
+    assert isinstance(fact, Report) and [e.slot for e in fact.exits] == [1, 0]
+    one.answered(Tag.REPORT)
+    assert not one.all_of(Transact)
+
+
+def test_a_node_has_finished_when_all_its_workers_have() -> None:
+    one = Agent.working(ROUND)
+    one.exits(1, exit(1, 1, code=0))
+    assert not one.all_of(Transact)
+    one.exits(1, exit(0, 0, code=0), steps=9)
+    assert put(one.wrote(Tag.REPORT).writes[0]) == report("a", 1, finished=True, steps=9)
+    assert not one.all_of(CloseStore), "others may still need it"
+
+
+@pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
+def test_a_report_that_may_be_lost_is_sent_again_but_not_at_once(answer: Answer) -> None:
+    one = Agent.working(ROUND)
+    one.exits(1, exit(1, 1))
+    one.answered(Tag.REPORT, answer)
+    assert one.did == () and one.wake_at == NOW + RETRY_S
+    one.at(NOW + RETRY_S)
+    one.wrote(Tag.REPORT)
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        pytest.param((2, exit(0, 0)), id="of another round"),
+        pytest.param((1, exit(7, 0)), id="of a slot that is not its"),
+    ],
+)
+def test_an_exit_that_cannot_be_is_ignored(stray: tuple[int, Exit]) -> None:
+    one = Agent.working(ROUND)
+    before = one.state
+    assert one.exits(*stray) == () and one.state == before
+
+
+# ---------------------------------------------------------------- stopping
+
+
+def test_workers_of_a_broken_round_get_little_time() -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", closing(ROUND))
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s)
+
+
+def test_workers_of_a_round_that_ends_as_planned_get_time_to_save() -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.shutdown_s)
+
+
+def test_workers_are_stopped_once_and_their_deaths_are_no_failures() -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", closing(ROUND))
+    one.sees("round", closing(ROUND))
+    assert not one.did
+    one.exits(1, exit(0, 0, code=-15))
+    assert not one.did and not one.said
+
+
+def test_a_round_is_released_with_the_port_of_the_next_store() -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", closing(ROUND))
+    one.exits(1, exit(0, 0, code=-15))
+    one.exits(1, exit(1, 1, code=-15))
+    assert one.did == (CloseStore(),), "a record with the old port would make a round nobody can join"
+    one.store_closed(PORT + 1)
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert isinstance(record, Node) and (record.released, record.store_port) == (1, PORT + 1)
+
+
+def test_a_node_that_hosts_nothing_releases_at_once() -> None:
+    one = Agent.working(SECOND)
+    one.sees("round", closing(SECOND))
+    one.exits(1, exit(0, 2, code=-15))
+    one.exits(1, exit(1, 3, code=-15))
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert isinstance(record, Node) and record.released == 1
+
+
+def test_the_next_round_starts_after_the_store_of_the_last_has_made_room() -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", closing(ROUND))
+    one.exits(1, exit(0, 0, code=-15))
+    one.exits(1, exit(1, 1, code=-15))
+    one.sees("round", round(2, {"a": 2}, port=PORT + 1))
+    assert not one.all_of(StartWorkers)
+    one.told(PortReserved(PORT + 1))
+    one.one(StartWorkers)
+
+
+def test_workers_of_an_older_round_than_the_newest_are_killed() -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", round(3, {"b": 2}))
+    assert one.one(StopWorkers) == StopWorkers(SIGKILL, 0.0)
+    assert one.said[0] == Expelled(1, 3)
+    one.sees("round", round(4, {"b": 2}))
+    assert not one.did
+
+
+def test_an_expelled_node_joins_a_later_round_when_its_old_workers_are_gone() -> None:
+    one = Agent.working(SECOND)
+    one.sees("round", round(3, {"b": 2, "a": 2}))
+    assert not one.all_of(StartWorkers)
+    one.exits(1, exit(0, 2, code=-9))
+    one.exits(1, exit(1, 3, code=-9))
+    one.answered(Tag.NODE)
+    assert one.one(StartWorkers).round.number == 3
+
+
+def test_an_agent_whose_keeper_was_killed_leaves() -> None:
+    """All its workers died with it, which is not the user's fault."""
+    one = Agent.working(SECOND)
+    one.told(KeeperLost())
+    assert one.did == (one.one(Leave),) and one.one(Leave).code == 143
+
+
+# ---------------------------------------------------------------- the lease and the store
+
+
+def test_each_renewal_moves_the_fence() -> None:
+    one = Agent.working(ROUND)
+    assert one.holds_lease(7) == (Fence(NOW + 7),)
+
+
+def test_a_cut_off_node_stops_its_workers_when_its_lease_must_have_run_out() -> None:
+    one = Agent.working(ROUND)
+    one.now = NOW + 3
+    one.told(LeaseChanged(Silent(NOW + 2, cut_off=True)))
+    assert one.did == (Fence(NOW + 5),) and one.said == (StoreAway(True, NOW + 5),)
+    one.told(LeaseChanged(Silent(NOW + 2, cut_off=True)))
+    assert not one.did and not one.said, "changes are news, repetitions are not"
+
+
+def test_training_goes_on_while_the_store_itself_is_away() -> None:
+    one = Agent.working(ROUND)
+    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    assert one.did == (Fence(None),)
+    one.now = NOW + 60
+    one.holds_lease()
+    assert one.did == (Fence(NOW + 65),) and one.said == (StoreBack(60.0),)
+
+
+def test_an_outage_that_becomes_a_partition_fences_by_the_lease_that_was() -> None:
+    one = Agent.working(ROUND)
+    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    one.now = NOW + 60
+    one.told(LeaseChanged(Silent(NOW, cut_off=True)))
+    assert one.did == (Fence(NOW + 5),), "which is over: others may have gone on without us"
+
+
+def test_fenced_workers_are_nobodys_failure_and_the_round_is_released() -> None:
+    one = Agent.working(SECOND)
+    one.exits(1, exit(0, 2, code=-9, fenced=True))
+    one.exits(1, exit(1, 3, code=-9, fenced=True))
+    assert [t.tag for t in one.all_of(Transact)] == [Tag.NODE]
+    assert one.state.released == 1 and one.said == ()
+
+
+def test_nothing_is_written_while_the_store_is_silent() -> None:
+    one = Agent.working(ROUND)
+    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    assert not [a for a in one.exits(1, exit(0, 0)) if isinstance(a, Transact)]
+    one.holds_lease()
+    one.wrote(Tag.REPORT)
+
+
+def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
+    one = Agent.working(SECOND)
+    one.exits(1, exit(0, 2))
+    one.answered(Tag.REPORT)
+    one.told(LeaseChanged(Lost()))
+    assert one.said == (LeaseLost(),) and one.did == ()
+    one.sees("nodes/a", None)
+    assert not one.all_of(Transact)
+    one.holds_lease()
+    one.wrote(Tag.NODE)
+    one.answered(Tag.NODE)
+    assert put(one.wrote(Tag.REPORT).writes[0]) == report("a", 1, exit(0, 2))
+    assert one.state.crew is not None and not one.all_of(StartWorkers)
+
+
+def test_etcd_away_for_longer_than_the_grace_ends_with_its_own_code() -> None:
+    one = Agent.working(ROUND, etcd_grace_s=60.0)
+    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    assert one.wake_at == NOW + 60
+    one.at(NOW + 60)
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s)
+    one.exits(1, exit(0, 0, code=-15))
+    one.exits(1, exit(1, 1, code=-15))
+    assert one.one(Leave) == Leave(4, "etcd has not answered for 60 s")
+
+
+@pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
+@pytest.mark.parametrize("tag", [Tag.NODE, Tag.LEAD])
+def test_a_write_that_failed_is_tried_again_without_spinning(tag: Tag, answer: Answer) -> None:
+    one = Agent()
+    for key in ("round", "nodes/a", "leader"):
+        one.sees(key, None)
+    one.sees("spec", spec())
+    one.holds_lease()
+    if tag is Tag.LEAD:
+        one.answered(Tag.NODE)
+    one.wrote(tag)
+    one.answered(tag, answer)
+    assert not one.all_of(Transact) and one.wake_at == NOW + RETRY_S
+    one.at(NOW + RETRY_S / 2)
+    assert not one.all_of(Transact)
+    one.at(NOW + RETRY_S)
+    one.wrote(tag)
+
+
+def test_older_news_does_not_undo_newer() -> None:
+    one = Agent.registered()
+    one.sees("round", closing(SECOND))
+    one.revision -= 2
+    one.sees("round", SECOND)
+    assert not one.all_of(StartWorkers)
+
+
+# ---------------------------------------------------------------- leaving
+
+
+def test_a_signal_announces_the_departure_and_leaves_the_end_of_the_round_to_the_leader() -> None:
+    one = Agent.working(SECOND)
+    one.told(Signalled(SIGINT))
+    assert one.said == (Draining(SIGINT),)
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert isinstance(record, Node) and record.draining
+    assert not one.all_of(StopWorkers) and one.wake_at == NOW + DRAIN_PATIENCE_S
+    one.answered(Tag.NODE)
+    one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
+    assert one.one(StopWorkers) == StopWorkers(SIGINT, POLICY.shutdown_s), "the signal that was sent"
+    one.exits(1, exit(0, 2, code=0))
+    assert not one.all_of(Leave)
+    one.exits(1, exit(1, 3, code=0))
+    assert one.one(Leave) == Leave(130, "drained")
+
+
+def test_a_leaving_node_does_not_wait_for_a_leader_for_ever() -> None:
+    one = Agent.working(SECOND)
+    one.told(Signalled(SIGTERM))
+    one.at(NOW + DRAIN_PATIENCE_S)
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.shutdown_s)
+
+
+def test_a_leaving_node_does_not_wait_for_a_store_that_is_silent() -> None:
+    one = Agent.working(SECOND)
+    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    one.told(Signalled(SIGTERM))
+    assert one.one(StopWorkers).grace_s == POLICY.shutdown_s
+
+
+def test_the_operator_drains_a_node_by_the_spec() -> None:
+    one = Agent.working(SECOND)
+    one.sees("spec", replace(spec(), drain=(Drained("a", life("a")),)))
+    assert one.said == (Draining(0),)
+    one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
+    assert one.one(StopWorkers).signal == SIGTERM
+    one.exits(1, exit(0, 2, code=0))
+    one.exits(1, exit(1, 3, code=0))
+    assert one.one(Leave).code == 143
+
+
+def test_a_drain_of_an_earlier_incarnation_does_not_concern_this_one() -> None:
+    one = Agent.registered()
+    one.sees("spec", replace(spec(), drain=(Drained("a", life("a", 0)),)))
+    assert one.state.departure is None and one.state.exiting is None
+
+
+def test_a_second_signal_kills() -> None:
+    one = Agent.working(SECOND)
+    one.told(Signalled(SIGINT))
+    one.told(Signalled(SIGINT))
+    assert one.one(StopWorkers) == StopWorkers(SIGKILL, 0.0)
+    one.told(Signalled(SIGINT))
+    assert not one.all_of(StopWorkers)
+
+
+def test_the_platforms_signal_after_the_operators_drain_spares_workers_that_save() -> None:
+    one = Agent.working(SECOND)
+    one.sees("spec", replace(spec(), drain=(Drained("a", life("a")),)))
+    one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
+    one.told(Signalled(SIGTERM))
+    assert not one.all_of(StopWorkers)
+    one.told(Signalled(SIGTERM))
+    assert one.one(StopWorkers).signal == SIGKILL
+
+
+def test_an_agent_without_workers_leaves_at_once_when_signalled() -> None:
+    one = Agent.registered()
+    one.told(Signalled(SIGTERM))
+    assert one.one(Leave) == Leave(143, "drained")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(Outcome.SUCCEEDED, 0), (Outcome.FAILED, 1), (Outcome.SHORT, 3), (Outcome.STOPPED, 143)],
+)
+def test_the_outcome_of_the_job_is_the_exit_code_of_its_agents(outcome: Outcome, code: int) -> None:
+    one = Agent.working(SECOND)
+    one.exits(1, exit(0, 2, code=0))
+    one.exits(1, exit(1, 3, code=0))
+    one.sees("round", ended(SECOND, outcome))
+    assert one.one(Leave) == Leave(code, f"it {outcome}")
+
+
+def test_no_agent_leaves_before_its_workers_have() -> None:
+    one = Agent.working(SECOND)
+    one.sees("round", ended(SECOND, Outcome.FAILED))
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s) and not one.all_of(Leave)
+    one.exits(1, exit(0, 2, code=-15))
+    one.exits(1, Exit(1, 3, -9, NOW))
+    assert one.one(Leave).code == 1
+
+
+def test_an_agent_that_has_left_does_nothing_any_more() -> None:
+    one = Agent.registered()
+    one.told(Signalled(SIGTERM))
+    for event in (Signalled(SIGTERM), PortReserved(1), KeeperLost(), LeaseChanged(Lost())):
+        assert one.told(event) == ()
+    assert one.sees("leader", None) == () and one.said == ()
+
+
+def test_leadership_ends_with_the_registration() -> None:
+    one = Agent.registered()
+    one.sees("leader", Leadership("a", life("a")))
+    assert one.state.leads is not None
+    one.told(LeaseChanged(Lost()))
+    assert one.state.leads is None
