@@ -1,7 +1,8 @@
 """A worker with descendants of every kind. Prints their pids as JSON once all are there, then waits.
 
-With an argument, only those kinds: child, setsid (a session of its own), daemon (forked twice), and
-forgetful (a daemon with an empty environment). "ignore" is none: the worker ignores signals.
+With an argument, only those kinds: child, group (a process group of its own, and no environment),
+setsid (a session of its own), daemon (forked twice), forgetful (a daemon without environment).
+"ignore" is none: the worker ignores signals.
 """
 
 import json
@@ -33,6 +34,8 @@ for kind in KINDS:
     if kind == "ignore":
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+    elif kind == "group":
+        pids[kind] = subprocess.Popen(["/bin/sleep", "1000"], process_group=0, env={}).pid
     elif kind in ("child", "setsid"):
         pids[kind] = subprocess.Popen(["/bin/sleep", "1000"], start_new_session=kind == "setsid").pid
     else:
