@@ -45,6 +45,16 @@ class Nodes:
     def joined(self, *handlers: EtcdV3RendezvousHandler) -> list[RendezvousInfo]:
         return [future.result(PATIENCE_S) for future in self.join(*handlers)]
 
+    def fill(self, *handlers: EtcdV3RendezvousHandler) -> list[RendezvousInfo]:
+        """Join as agents do, again with each newcomer, until all of them are in one world."""
+
+        def join(handler: EtcdV3RendezvousHandler) -> RendezvousInfo:
+            while (info := handler.next_rendezvous()).world_size < len(handlers):
+                until(lambda: handler.num_nodes_waiting() > 0, handler)
+            return info
+
+        return [future.result(PATIENCE_S) for future in [self._threads.submit(join, h) for h in handlers]]
+
     def close(self) -> None:
         for handler in self.handlers:
             handler._leave()
