@@ -25,7 +25,7 @@ from elasticd.core.messages import (
     Tick,
     Transact,
 )
-from elasticd.core.ports import Answer, Applied, Held, LeaseNews, Lost, Put, Refused, Silent, Unknown
+from elasticd.core.ports import Applied, Held, LeaseNews, Lost, Put, Refused, Silent, Unknown
 from tests.core.build import life, node, round, spec
 from tests.core.by_hand import OTHER_LEADER, Agent
 
@@ -177,18 +177,9 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(lives(), st.booleans())
-def test_whatever_an_agent_is_told_it_keeps_to_its_rules(
-    events: list[Told], well_begun: bool
-) -> None:
+def test_whatever_an_agent_is_told_it_keeps_to_its_rules(events: list[Told], well_begun: bool) -> None:
     one = Watched()
     beginning = BEGINNING if well_begun else []
-        ("spec", 5, 0),
-        ("round", 0, 0),
-        ("leader", 1, 0),
-        ("own", 0, 0),
-        ("lease", 0, 0),
-        ("answer", 0, 0),
-    ]
     for kind, a, b in beginning + events:
         before = one.state.released
         tell(one, kind, a, b)
