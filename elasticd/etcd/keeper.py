@@ -113,6 +113,8 @@ class Keeper:
         while not self._closed:
             try:
                 self._handle(*self._inbox.get(timeout=self._idle_s()))
+                while not self._inbox.empty():
+                    self._handle(*self._inbox.get())
             except queue.Empty:
                 pass
             except Exception:  # noqa: BLE001  (nothing may end this thread)

@@ -66,7 +66,6 @@ class _State(Enum):
     TO_OPEN = auto()  # listed; to be put on the stream
     OPENING = auto()  # asked for on the stream
     OPEN = auto()
-    ENDED = auto()
 
 
 class Watch:
@@ -76,6 +75,7 @@ class Watch:
         self.key = key
         self.prefix = prefix
         self.follower = follower
+        self._ended = False  # set by who watches; all else belongs to the watcher's thread
         self._state = _State.TO_LIST
         self._id = -1  # on its stream
         self._revision = 0  # the last one seen
@@ -119,6 +119,7 @@ class Watcher:
         self._connection = connection
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._watches: dict[Watch, None] = {}
+        self._waiting: dict[Watch, None] = {}  # those to be listed or opened when it is time
         self._stream: _Stream | None = None
         self._stream_retries = 0
         self._stream_at = 0.0
@@ -132,7 +133,7 @@ class Watcher:
         self._inbox.put(("add", watch, None))
 
         def end() -> None:
-            watch._state = _State.ENDED  # nothing is delivered from now on
+            watch._ended = True  # nothing is delivered from now on
             self._inbox.put(("end", watch, None))
 
         return end
@@ -154,6 +155,8 @@ class Watcher:
         while not self._closed:
             try:
                 self._handle(*self._inbox.get(timeout=self._idle_s()))
+                while not self._inbox.empty():
+                    self._handle(*self._inbox.get())
             except queue.Empty:
                 pass
             except Exception:  # noqa: BLE001  (nothing may end this thread)
@@ -170,24 +173,18 @@ class Watcher:
         """Until there is something to do without being told."""
         now = time.monotonic()
         due = [now + 60.0]
-        if self._stream and self._watches:
-            stream = self._stream
+        if (stream := self._stream) and self._watches:
             due.append(stream.heard_at + QUIET_S if stream.asked_at is None else stream.asked_at + ANSWER_S)
-        waiting = False
-        for watch in self._watches:
-            if watch._state is _State.TO_LIST:
-                due.append(watch._retry_at)
-            elif watch._state is _State.TO_OPEN:
-                waiting = True
-                due.append(watch._retry_at)
-        if waiting and self._stream is None:
-            due.append(self._stream_at)
+        for watch in self._waiting:
+            to_open = watch._state is _State.TO_OPEN and self._stream is None
+            due.append(max(watch._retry_at, self._stream_at) if to_open else watch._retry_at)
         return max(0.0, min(due) - now)
 
     def _handle(self, what: str, whose: Any, content: Any) -> None:
         match what:
             case "add":
                 self._watches[whose] = None
+                self._become(whose, _State.TO_LIST)
             case "end":
                 self._forget(whose)
             case "listed":
@@ -205,11 +202,18 @@ class Watcher:
         """Do all that is due."""
         now = time.monotonic()
         self._check_stream(now)
-        for watch in list(self._watches):
-            if watch._state is _State.TO_LIST and watch._retry_at <= now:
+        for watch in [w for w in self._waiting if w._retry_at <= now]:
+            if watch._state is _State.TO_LIST:
                 self._list(watch)
-            elif watch._state is _State.TO_OPEN and watch._retry_at <= now:
+            else:
                 self._open(watch, now)
+
+    def _become(self, watch: Watch, state: _State) -> None:
+        watch._state = state
+        if state in (_State.TO_LIST, _State.TO_OPEN):
+            self._waiting[watch] = None
+        else:
+            self._waiting.pop(watch, None)
 
     def _check_stream(self, now: float) -> None:
         stream = self._stream
@@ -226,7 +230,7 @@ class Watcher:
     # ---- listing
 
     def _list(self, watch: Watch) -> None:
-        watch._state = _State.LISTING
+        self._become(watch, _State.LISTING)
         self._connection.start(
             "range",
             kv.range_request(watch.key, prefix=watch.prefix),
@@ -235,10 +239,10 @@ class Watcher:
         )
 
     def _listed(self, watch: Watch, result: Any) -> None:
-        if watch._state is not _State.LISTING:
+        if watch._ended:
             return
         if isinstance(result, StoreError):
-            watch._state = _State.TO_LIST
+            self._become(watch, _State.TO_LIST)
             self._retry(watch, result)
             return
         listing = kv.range_result(result)
@@ -247,7 +251,7 @@ class Watcher:
                 watch, HistoryLost("etcd has lost what it had already shown: it was wiped or restored")
             )
         watch._revision = listing.revision
-        watch._state = _State.TO_OPEN
+        self._become(watch, _State.TO_OPEN)
         watch._retries, watch._retry_at = 0, 0.0
         self._deliver(watch, listing)
 
@@ -263,7 +267,7 @@ class Watcher:
                 self._broken(error)
                 return
         self._stream.opening.append(watch)
-        watch._state = _State.OPENING
+        self._become(watch, _State.OPENING)
         request = rpc.WatchCreateRequest(
             key=watch.key,
             range_end=kv.prefix_end(watch.key) if watch.prefix else b"",
@@ -282,10 +286,11 @@ class Watcher:
             watch = stream.opening.popleft()
             if response.canceled:
                 self._canceled(watch, response)
-            elif watch._state is _State.ENDED:
+            elif watch._ended:
                 self._cancel(stream, response.watch_id)
             else:
-                watch._state, watch._id, watch._told = _State.OPEN, response.watch_id, ""
+                self._become(watch, _State.OPEN)
+                watch._id, watch._told = response.watch_id, ""
                 stream.open[watch._id] = watch
                 if response.header.revision < watch._revision:
                     self._cancel(stream, stream.open.pop(watch._id)._id)
@@ -308,13 +313,13 @@ class Watcher:
 
     def _canceled(self, watch: Watch, response: Any) -> None:
         """etcd ended this one watch, and says why."""
-        if watch._state is _State.ENDED:
+        if watch._ended:
             return
         reason = response.cancel_reason.removeprefix("etcdserver: ")
         if response.compact_revision:
             self._relist(watch)
             return
-        watch._state = _State.TO_LIST  # a list says more clearly than a watch what is wrong
+        self._become(watch, _State.TO_LIST)  # a list says more clearly than a watch what is wrong
         if "auth token" in reason:
             self._retry(watch, TokenExpired(reason))
             self._broken(StoreUnavailable("the login has expired"))
@@ -324,7 +329,8 @@ class Watcher:
             self._retry(watch, StoreUnavailable(f"etcd ended the watch ({reason or 'without a reason'})"))
 
     def _relist(self, watch: Watch) -> None:
-        watch._state, watch._retry_at = _State.TO_LIST, 0.0
+        self._become(watch, _State.TO_LIST)
+        watch._retry_at = 0.0
 
     def _broken(self, failure: StoreError) -> None:
         """The stream is of no use any more: its watches wait for another."""
@@ -335,12 +341,13 @@ class Watcher:
         self._stream_at = time.monotonic() + _pause_s(self._stream_retries)
         for watch in self._watches:
             if watch._state in (_State.OPEN, _State.OPENING):
-                watch._state = _State.TO_OPEN
+                self._become(watch, _State.TO_OPEN)
             if watch._state is _State.TO_OPEN:
                 self._tell(watch, failure)
 
     def _forget(self, watch: Watch) -> None:
         self._watches.pop(watch, None)
+        self._waiting.pop(watch, None)
         stream = self._stream
         if stream and stream.open.get(watch._id) is watch:
             del stream.open[watch._id]
@@ -359,6 +366,8 @@ class Watcher:
     def _tell(self, watch: Watch, error: StoreError) -> None:
         if isinstance(error, (StoreUnavailable, Compacted, TokenExpired)) or watch._told == str(error):
             return
+        if watch._ended:
+            return
         watch._told = str(error)
         try:
             watch.follower.failed(error)
@@ -366,7 +375,7 @@ class Watcher:
             _log.exception("a follower of etcd failed; going on")
 
     def _deliver(self, watch: Watch, what: Range | Events) -> None:
-        if watch._state is _State.ENDED:
+        if watch._ended:
             return
         try:
             watch.follower.seen(what)
