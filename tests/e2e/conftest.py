@@ -77,5 +77,3 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
 def cluster(clusters: Callable[[str | None], Cluster], shared_etcd: str) -> Cluster:
     """Agents on the shared etcd."""
     return clusters(shared_etcd)
-
-

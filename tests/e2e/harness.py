@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from elasticd.core.facts import Budget, Fact, Round, Spec
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.client import Client
@@ -73,7 +75,9 @@ class World:
 class Agent:
     """One ``elasticd run``. Lines of its stderr that are JSON objects are events, others are text."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: dict[str, str], cwd: Path, news: threading.Condition) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], env: dict[str, str], cwd: Path, news: threading.Condition
+    ) -> None:
         self.name = name
         self.events: list[dict[str, Any]] = []
         self.text: list[str] = []
@@ -276,7 +280,9 @@ class Cluster:
         """Wait for an event in the agent's log; the last one of those asked for."""
 
         def said() -> list[dict[str, Any]]:
-            assert agent.process.poll() is None or agent.find(event, **fields), f"{agent} is gone\n{agent.said()}"
+            assert agent.process.poll() is None or agent.find(event, **fields), (
+                f"{agent} is gone\n{agent.said()}"
+            )
             found = agent.find(event, **fields)
             return found if len(found) >= times else []
 
@@ -285,7 +291,8 @@ class Cluster:
     def until_anyone_said(self, event: str, **fields: Any) -> dict[str, Any]:
         """Wait for an event in the log of whoever leads."""
         found = self.until(
-            lambda: [e for a in self.agents for e in a.find(event, **fields)], f"an agent says {event} {fields}"
+            lambda: [e for a in self.agents for e in a.find(event, **fields)],
+            f"an agent says {event} {fields}",
         )
         return found[0]
 
@@ -333,6 +340,11 @@ class Cluster:
         player.tell("leave_orphan")
         pid: int = self.until(lambda: player.did("orphan"), f"{player} left an orphan")[0]["pid"]
         return pid
+
+    def kill_keeper(self, agent: Agent) -> None:
+        """SIGKILL to the process that keeps an agent's workers."""
+        (keeper,) = (c for c in psutil.Process(agent.pid).children() if c.name() == "elasticd-warden")
+        keeper.kill()
 
     def finish(self) -> None:
         """Let all workers end well, those that are still to come as well."""

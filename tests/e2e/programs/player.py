@@ -76,11 +76,11 @@ class Player:
         said.wait()
         self.tell("orphan", pid=pid)
 
-    def terminated(self, *_: object) -> None:
-        self.tell("sigterm")
+    def terminated(self, number: int, _: object) -> None:
+        self.tell("asked", signal=number)
         if self.on_sigterm == "die":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         elif self.on_sigterm == "save":
             self.tell("saved", step=self.step)
             os._exit(0)
@@ -88,7 +88,8 @@ class Player:
 
     def play(self) -> None:
         # A started agent may ask for the end at once, before the stage has said how to take it.
-        signal.signal(signal.SIGTERM, self.terminated)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.terminated)
         self.tell("hello", pid=os.getpid(), argv=sys.argv[1:], env=dict(os.environ))
         self.heed(None)
         while self.steps_max is None or self.step < self.steps_max:

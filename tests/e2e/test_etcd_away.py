@@ -1,0 +1,152 @@
+"""etcd restarts, hangs, loses a member: training goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from elasticd.core.facts import Phase
+from tests.e2e.conftest import Etcd
+from tests.e2e.harness import Cluster
+from tests.e2e.stage import Script
+from tests.etcd import cluster as etcds
+
+MakeCluster = Callable[[str | None], Cluster]
+
+
+def test_nobody_restarts_when_etcd_is_killed_and_started_again_during_training(
+    clusters: MakeCluster, etcd: Etcd
+) -> None:
+    cluster = clusters(etcd.url)
+    cluster.limits = (2, 2)
+    a, b = cluster.start("a", "b")
+    world = cluster.world(2)
+    etcd.kill()
+    for agent in (a, b):
+        cluster.until_said(agent, "etcd.away")
+    cluster.goes_on(world)
+    etcd.start()
+    for agent in (a, b):
+        cluster.until_said(agent, "etcd.back")
+    cluster.goes_on(world)
+    # It is under control again, and still in the same round.
+    assert cluster.command("stop", cluster.job).code == 0
+    assert [a.end(), b.end()] == [143, 143]
+    assert {p.round for p in cluster.stage.players} == {world.round}
+
+
+def test_nobody_restarts_when_etcd_hangs_for_longer_than_every_lease(
+    clusters: MakeCluster, etcd: Etcd
+) -> None:
+    cluster = clusters(etcd.url)
+    cluster.limits = (2, 2)
+    a, b = cluster.start("a", "b")
+    world = cluster.world(2)
+    etcd.hang()
+    for agent in (a, b):
+        cluster.until_said(agent, "etcd.away", cut_off=False)
+    # By the stage's clock: the workers are seen to step long after the leases would have run out.
+    last = max(p.last_at for p in world.players)
+    cluster.until(
+        lambda: all(p.last_at > last + 3 * 3.0 for p in world.players), "the workers outlive three leases"
+    )
+    etcd.wake()
+    for agent in (a, b):
+        cluster.until_said(agent, "etcd.back")
+    cluster.goes_on(world, steps=100)
+    cluster.finishes(a, b)
+    assert {p.round for p in cluster.stage.players} == {world.round}
+
+
+def test_a_worker_that_dies_while_etcd_is_away_is_replaced_when_it_is_back(
+    clusters: MakeCluster, etcd: Etcd
+) -> None:
+    cluster = clusters(etcd.url)
+    cluster.limits = (2, 2)
+    a, b = cluster.start("a", "b")
+    first = cluster.world(2)
+    etcd.kill()
+    cluster.until_said(a, "etcd.away")
+    first.players[1].tell("exit", code=5)
+    cluster.until_gone(first.players[1:])
+    etcd.start()
+    second = cluster.world(2, after=first)
+    assert second.restarts == 1
+    cluster.finishes(a, b)
+
+
+def test_a_round_forms_although_etcd_dies_in_the_middle_of_it(clusters: MakeCluster, etcd: Etcd) -> None:
+    cluster = clusters(etcd.url)
+    cluster.limits = (2, 2)
+    cluster.direct(lambda player: Script(on_sigterm="ignore"))
+    a, b = cluster.start("a", "b")
+    first = cluster.world(2)
+    # One worker ignores its SIGTERM, so that the closing round is not yet released when etcd dies.
+    first.players[0].tell("exit", code=5)
+    cluster.until(lambda: first.players[1].did("asked"), "the other worker is asked to end")
+    etcd.kill()
+    cluster.until_gone(first.players)
+    cluster.until_said(a, "etcd.away")
+    etcd.start()
+    second = cluster.world(2, after=first)
+    assert second.restarts == 1
+    cluster.finishes(a, b)
+
+
+def test_a_job_starts_although_etcd_is_killed_while_its_nodes_arrive(
+    clusters: MakeCluster, etcd: Etcd
+) -> None:
+    cluster = clusters(etcd.url)
+    cluster.limits = (2, 2)
+    (a,) = cluster.start("a")
+    cluster.until_said(a, "job.waiting")
+    (b,) = cluster.start("b")
+    etcd.kill()
+    etcd.start()
+    world = cluster.world(2)
+    assert world.restarts == 0
+    cluster.finishes(a, b)
+
+
+def test_an_agent_gives_up_with_4_when_etcd_stays_away_beyond_its_grace(
+    clusters: MakeCluster, etcd: Etcd
+) -> None:
+    cluster = clusters(etcd.url)
+    (a,) = cluster.start("a", options=["--etcd-grace=2"])
+    world = cluster.world(1)
+    etcd.kill()
+    assert a.end() == 4
+    assert "has not answered for 2 s" in a.screen
+    cluster.until_gone(world.players)
+
+
+def test_one_of_three_etcds_may_be_killed_and_another_leader_elected(
+    clusters: MakeCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "etcd"
+    folder.mkdir()
+    three = etcds.Cluster(folder, 3, flags=("--heartbeat-interval=50", "--election-timeout=500"))
+    try:
+        three.start()
+        cluster = clusters(",".join(f"http://{endpoint}" for endpoint in three.endpoints))
+        cluster.limits = (2, 2)
+        a, b = cluster.start("a", "b")
+        first = cluster.world(2)
+        leader = three.leader()
+        leader.kill()
+        cluster.goes_on(first, steps=100)
+        # The two that are left are enough for everything else, too.
+        first.players[0].tell("exit", code=5)
+        second = cluster.world(2, after=first)
+        leader.start()
+        three.members[0 if leader is three.members[1] else 1].signal(signal.SIGSTOP)
+        cluster.goes_on(second, steps=100)
+        second.players[1].tell("exit", code=5)
+        third = cluster.world(2, after=second)
+        assert (third.round, third.restarts) == (3, 2)
+        cluster.finishes(a, b)
+        assert cluster.round.phase is Phase.ENDED
+    finally:
+        for member in three.members:
+            member.kill()
