@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from random import Random
 
 from elasticd.core import agent, environment
@@ -212,9 +213,7 @@ class Cluster:
 
     def start_all(self, within_s: float) -> None:
         for i, slots in enumerate(self.setup.slots):
-            self.clock.after(
-                self._random.uniform(0.0, within_s), lambda i=i, slots=slots: self.join(f"n{i}", slots)
-            )
+            self.clock.after(self._random.uniform(0.0, within_s), partial(self.join, f"n{i}", slots))
 
     def join(self, name: str, slots: int) -> None:
         """Start an agent, unless one of that name runs or the job is over."""

@@ -29,7 +29,8 @@ class OnSigterm(StrEnum):
 class Job:
     """The user's code. ``saved`` is the step that a new world resumes from.
 
-    ``bug_at``: the step at which rank 0 fails each time. Times in seconds.
+    ``bug_at``: the step at which rank 0 fails each time; ``fails_at_end``: how many workers fail
+    after the last step, where the others finish. Times in seconds.
     """
 
     total_steps: int = 100
@@ -38,6 +39,7 @@ class Job:
     start_s: tuple[float, float] = (0.05, 0.5)  # from the fork to being ready to train
     on_sigterm: OnSigterm = OnSigterm.DIE
     bug_at: int | None = None
+    fails_at_end: int = 0
     saved: int = 0
 
 
@@ -87,7 +89,11 @@ class World:
         job, clock = self.training.job, self.training.clock
         if self.step >= job.total_steps:
             for worker in list(self.workers.values()):
-                worker.finish_soon()
+                if job.fails_at_end and self.training.random.random() < 0.3:
+                    job.fails_at_end -= 1
+                    worker.fail_soon(1, "a failure after the last step", primary=True)
+                else:
+                    worker.finish_soon()
         else:
             self._next = clock.after(job.step_s, self._make_step)
 

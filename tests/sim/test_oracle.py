@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from elasticd.core import agent, budget, leader, world
+from elasticd.core.facts import Round
 from elasticd.core.messages import Leave
-from elasticd.core.ports import StillThere, Unchanged
+from elasticd.core.ports import Put, StillThere, Unchanged
+from elasticd.daemon.driver import Driver
+from tests.sim import test_schedules
 from tests.sim.cluster import SimAgent
 from tests.sim.procs import SimProcs, World
 from tests.sim.schedule import draw, run
@@ -52,12 +55,14 @@ def _loss_charged(patch: pytest.MonkeyPatch) -> None:
     """Echoes of a lost node are taken for failures of the user's code."""
     settle = leader._settle
 
-    def unfair(view: Any, spec: Any, round: Any, now: float) -> Any:
+    def unfair(view: Any, spec: Any, round: Round, now: float) -> Any:
         plan = settle(view, spec, round, now)
         failure = budget.first_failure(round, view.reports.values())
         if not plan.writes or failure is None:
             return plan
         put = plan.writes[0]
+        assert isinstance(put, Put)
+        assert isinstance(put.fact, Round)
         charged = replace(put.fact, restarts=round.restarts + 1)
         return replace(plan, writes=(replace(put, fact=charged), *plan.writes[1:]))
 
@@ -149,3 +154,11 @@ def test_a_breakage_turns_an_invariant_red(
         if broken and rule in broken and not run(seed, draw(seed)).broken:
             return
     pytest.fail(f"{SEEDS} schedules, and nobody noticed")
+
+
+def test_forgetting_that_etcd_was_away_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes every absence for a loss replaces nodes that had no etcd to renew a lease at."""
+    monkeypatch.setattr(Driver, "_note_absences", lambda self, *news: None)
+    with pytest.raises(AssertionError, match="nobody restarts"):
+        for seed in range(6):
+            test_schedules.test_etcd_away_for_a_minute_does_not_stop_training("hang", seed)
