@@ -587,7 +587,7 @@ def test_a_write_that_failed_is_tried_again_without_spinning(tag: Tag, answer: A
 
 def test_older_news_does_not_undo_newer() -> None:
     one = Agent.registered()
-    one.sees("round", closing(SECOND))
+    one.sees("round", round(2, {"b": 2}))
     one.revision -= 2
     one.sees("round", SECOND)
     assert not one.all_of(StartWorkers)

@@ -151,9 +151,9 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             tag = sorted(one.under_way)[a % len(one.under_way)]
             one.under_way.discard(tag)
             one.revision += 1
-            one.answered(
-                tag, [Applied(one.revision), Applied(one.revision), Refused(), Unknown("late")][b % 4]
-            )
+            applied = Applied(one.revision)
+            answers: list[Answer] = [applied, applied, Refused(), Unknown("late")]
+            one.answered(tag, answers[b % 4])
         case "lease":
             silence = Silent(one.now, cut_off=b % 2 == 0)
             news: list[LeaseNews] = [Held(one.now + 5), Held(one.now + 5), Lost(), silence]
