@@ -25,7 +25,7 @@ from elasticd.core.messages import (
     Tick,
     Transact,
 )
-from elasticd.core.ports import Applied, Held, LeaseNews, Lost, Put, Refused, Silent, Unknown
+from elasticd.core.ports import Answer, Applied, Held, LeaseNews, Lost, Put, Refused, Silent, Unknown
 from tests.core.build import life, node, round, spec
 from tests.core.by_hand import OTHER_LEADER, Agent
 
