@@ -137,6 +137,20 @@ def test_a_worker_started_behind_the_fence_does_not_live(harness: ProcsHarness) 
     assert harness.exits[0][1].fenced
 
 
+def test_a_fence_that_has_passed_stays_until_it_is_moved(harness: ProcsHarness) -> None:
+    harness.start(1, {0: Train()})
+    _training(harness, 1)
+    harness.procs.fence(harness.now())
+    _ended(harness, 1)
+    harness.start(2, {0: Train()})
+    _ended(harness, 2)
+    assert harness.exits[1][1].fenced
+    harness.procs.fence(harness.now() + LONG_S)
+    harness.start(3, {0: Train()})
+    _training(harness, 1)
+    assert len(harness.exits) == 2
+
+
 def test_steps_count_from_the_start_of_the_round(harness: ProcsHarness) -> None:
     harness.start(1, {4: Train()})
     harness.until(lambda: harness.procs.steps()[4] >= 50)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,13 +102,17 @@ def test_a_prompt_without_a_line_end_is_shown(bench: Bench) -> None:
 
 
 def test_the_last_output_is_there_when_the_exit_is_told(bench: Bench) -> None:
-    bench.run("import os; os.write(1, b'x' * 50_000); os._exit(1)")
-    assert len(bench.console.written[1]) == 50_000
+    class Slow(Recorded):
+        def write(self, stream: int, data: bytes) -> None:
+            threading.Event().wait(0.02)
+            super().write(stream, data)
+
+    slow = Slow()
+    bench.run("import os; os.write(1, b'x' * 50_000); os._exit(1)", output=Output(slow))
+    assert len(slow.written[1]) == 50_000
 
 
 def test_a_console_that_is_stuck_does_not_hold_up_exits(bench: Bench) -> None:
-    import threading
-
     release = threading.Event()
 
     class Stuck(Recorded):

@@ -85,6 +85,15 @@ def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: St
     assert agent.process.poll() is None
 
 
+def test_workers_of_a_stopped_agent_die_with_their_warden(start: Start) -> None:
+    agent = start(STUBBORN)
+    families = agent.hear_families(2)
+    (ready,) = agent.hear("ready")
+    agent.signal(signal.SIGSTOP)
+    os.kill(ready["warden"], signal.SIGKILL)
+    wait_until_gone([*_all(families), ready["service"]])
+
+
 def test_workers_of_a_stopped_agent_die_when_the_fence_passes(start: Start) -> None:
     agent = start(STUBBORN, fence_s=3.0)
     families = agent.hear_families(2)
