@@ -156,6 +156,27 @@ def test_a_quiet_watch_is_not_taken_for_a_mute_one(
     assert broken == []
 
 
+def test_a_lease_is_held_from_before_it_was_asked_for(
+    etcd: Embedded, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    start = Connection.start
+
+    def slow(self: Connection, *args: Any, done: Any, **kwargs: Any) -> None:
+        def late(result: Any) -> None:
+            now[0] += 1.5
+            done(result)
+
+        start(self, *args, done=late, **kwargs)
+
+    monkeypatch.setattr(Connection, "start", slow)
+    store = EtcdStore(etcd.access, "job", 5, clock=lambda: now[0])
+    stores.append(store)
+    store.hold_lease(heard)
+    heard.until(lambda: heard)
+    assert heard[0] == Held(1000.0 + 5.0)
+
+
 def test_a_transaction_that_hangs_holds_up_no_keep_alive(
     etcd: Embedded, heard: Heard, stores: list[EtcdStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused
 from elasticd.etcd.store import EtcdStore
 
-from .cluster import Cluster, Member
+from .cluster import Cluster, Member, await_serving
 from .conftest import Heard
 
 
@@ -78,22 +78,28 @@ def test_a_denied_watch_is_told_rather_than_silent(locked: Member, heard: Heard)
         store.close()
 
 
-def test_a_restarted_etcd_that_forgot_our_login_is_logged_into_again(locked: Member, heard: Heard) -> None:
-    store = EtcdStore(as_user(locked, "root", "s3cret"), "job", 10)
-    news = Heard()
+def test_an_etcd_that_forgot_our_login_is_logged_into_again(locked: Member, heard: Heard) -> None:
+    store = EtcdStore(as_user(locked, "root", "s3cret"), "job", 2)
+    news, answers = Heard(), Heard()
     try:
         store.hold_lease(news)
         store.watch("", heard, prefix=True)
+        store.transact((), (Put("budget", Budget()),), answers)
         heard.until(lambda: heard)
         news.until(lambda: news)
-        locked.kill()
+        answers.until(lambda: answers)
+        for connection in store._link._connections:
+            assert connection._tokens
+            connection._tokens = {0: "forgotten.1"}
+        locked.kill()  # so that the watch, too, has to be asked for again
         locked.start()
+        await_serving(as_user(locked, "root", "s3cret"))
         again = len(news)
-        answers = Heard()
         for _ in range(30):
+            answers.clear()
             store.transact((), (Put("budget", Budget(total=1)),), answers)
             answers.until(lambda: answers)
-            if isinstance(answers.pop(), Applied):
+            if isinstance(answers[0], Applied):
                 break
         heard.until(lambda: any(e.fact == Budget(total=1) for what in heard for e in what.entries))
         news.until(lambda: any(isinstance(n, Held) for n in news[again:]))
