@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,3 +98,6 @@ class Agent:
             self.process.stdout.close()
         ready = [line for line in self.heard if line["say"] == "ready"]
         wait_until_gone([line["warden"] for line in ready])
+        for line in ready:  # where the test killed both, nobody was left to
+            for path in line["paths"]:
+                shutil.rmtree(path, ignore_errors=True)
