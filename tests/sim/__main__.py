@@ -6,11 +6,19 @@ import argparse
 import sys
 import time
 
-from tests.sim.schedule import draw, run, shrink
+from tests.sim.schedule import KINDS, draw, run, shrink
 
 
-def replay_command(seed: int, nodes: int | None) -> str:
-    return f"python -m tests.sim --seed {seed}" + (f" --nodes {nodes}" if nodes else "")
+def replay_command(seed: int, nodes: int | None = None, only: str = "") -> str:
+    told = (f"--seed {seed}", f"--nodes {nodes}" if nodes else "", f"--only {only}" if only else "")
+    return " ".join(("python -m tests.sim", *filter(None, told)))
+
+
+def _kinds(asked: str) -> frozenset[str] | None:
+    kinds = frozenset(filter(None, asked.split(",")))
+    if kinds - KINDS.keys():
+        raise SystemExit(f"no such fault: {', '.join(sorted(kinds - KINDS.keys()))} (of {', '.join(KINDS)})")
+    return kinds or None
 
 
 def main() -> int:
@@ -18,13 +26,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True, help="the first seed")
     parser.add_argument("--schedules", type=int, default=1, help="how many seeds from there on")
     parser.add_argument("--nodes", type=int, help="as many nodes, instead of some number from 2 to 12")
+    parser.add_argument("--only", default="", help=f"only these faults, of {','.join(KINDS)}")
     parser.add_argument("--shrink", action="store_true", help="leave out the faults that do not matter")
     parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
     parser.add_argument("--trace", action="store_true", help="show what happened even if all went well")
     asked = parser.parse_args()
+    kinds = _kinds(asked.only)
     failed, started, events = 0, time.monotonic(), 0
     for seed in range(asked.seed, asked.seed + asked.schedules):
-        schedule = draw(seed, asked.nodes)
+        schedule = draw(seed, asked.nodes, kinds)
         result = run(seed, schedule)
         events += result.cluster.clock.events
         if not result.broken and not asked.trace:
@@ -41,7 +51,7 @@ def main() -> int:
         for fault in schedule.faults:
             print(fault)
         if result.broken:
-            print(f"\nBROKEN: {result.broken}\nreplay: {replay_command(seed, asked.nodes)}")
+            print(f"\nBROKEN: {result.broken}\nreplay: {replay_command(seed, asked.nodes, asked.only)}")
             return 1
     took_s = time.monotonic() - started
     print(f"{asked.schedules} schedules, {events} events in {took_s:.1f} s, {failed} failed")

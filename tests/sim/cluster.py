@@ -62,13 +62,11 @@ class SimRoundStores:
         return self._port
 
     def open(self, world_size: int) -> None:
-        if self.opened:
-            raise Broken(f"{self._address} opens a store while {self.opened} is open")
+        self.shut()
         self.opened = f"{self._address}:{self._port}"
         self._cluster.open_stores.add(self.opened)
 
-    def close(self) -> int:
-        self.shut()
+    def renew(self) -> int:
         self._port = self._cluster.next_port()
         return self._port
 

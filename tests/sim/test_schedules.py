@@ -24,7 +24,7 @@ def _hold(result: Run, replay: str) -> None:
 @pytest.mark.parametrize("batch", range(12))
 def test_the_invariants_hold_under_any_schedule_of_faults(batch: int) -> None:
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
-        _hold(run(seed, draw(seed)), replay_command(seed, None))
+        _hold(run(seed, draw(seed)), replay_command(seed))
 
 
 def test_a_seed_replays_event_by_event() -> None:
