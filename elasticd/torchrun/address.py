@@ -22,5 +22,5 @@ def own_address(endpoints: Iterable[str]) -> str:
         except OSError as error:
             problem = error
     raise ValueError(
-        f"this node's own address cannot be told from its route to etcd ({problem}); give it with --local-addr"
+        f"this node's address cannot be told from its route to etcd ({problem}); give it with --local-addr"
     )

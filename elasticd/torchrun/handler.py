@@ -180,12 +180,12 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         patience_s = self._settings.silence_s - membership.silent_s
         if patience_s <= 0 and (error := membership.diagnose()) is not None:
             raise RendezvousConnectionError(
-                f"etcd has been silent for {membership.silent_s:.0f} s: {error}"
+                f"etcd is silent since {membership.silent_s:.0f} s: {error}"
             ) from error
         membership.wait(sight, min(left_s, max(patience_s, RETRY_S)) + 0.001)
         if sight is None and time.monotonic() >= deadline:
             raise RendezvousTimeoutError(
-                f"etcd at {self._settings.access.url} showed nothing within {self._settings.join_timeout_s:g} s"
+                f"etcd at {self._settings.access.url} said nothing in {self._settings.join_timeout_s:g} s"
             )
 
     def _listen(self) -> socket.socket:
@@ -193,7 +193,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             return listen(self._address)
         except OSError as error:
             raise RendezvousConnectionError(
-                f"this node cannot listen on {self._address} ({error}); give --local-addr an address of its own"
+                f"this node cannot listen on {self._address} ({error}); give its own by --local-addr"
             ) from error
 
     def _write(self, membership: Membership, sight: Sight, record: NodeRecord) -> None:
@@ -214,7 +214,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         """A write has failed, or perhaps not: what is seen next will tell."""
         if membership.silent_s > self._settings.silence_s:
             raise RendezvousConnectionError(
-                f"etcd has been silent for {membership.silent_s:.0f} s: {error}"
+                f"etcd is silent since {membership.silent_s:.0f} s: {error}"
             ) from error
         membership.wait(sight, RETRY_S)
 
@@ -224,7 +224,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(closed.at))
         if redundant:
             return RendezvousGracefulExitError(
-                f"the rendezvous {self._settings.run_id!r} was closed by {closed.by} while this node was spare"
+                f"the rendezvous {self._settings.run_id!r} was closed by {closed.by}; this node was spare"
             )
         what = "its workers failed for good" if closed.failed else "the job is over"
         return RendezvousClosedError(
