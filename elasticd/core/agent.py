@@ -283,7 +283,7 @@ def _absorb(do: _Doing, event: Event) -> None:
         case ProcessGone(incarnation):
             key = state.seen.get(state.me.key)
             if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
-                do.transact(Tag.EVICT, (Unchanged(key.key, key.revision),), (Delete(key.key),))
+                _evict(do, key, key.fact)
         case KeeperLost():
             if state.crew:
                 do.crew(alive=frozenset(), fenced=True)
@@ -546,6 +546,16 @@ def _wait_for_name(do: _Doing, key: Entry, holder: Node) -> None:
         return
     assert do.state.name_taken_until is not None
     do.wakes.append(do.state.name_taken_until)
+
+
+def _evict(do: _Doing, key: Entry, dead: Node) -> None:
+    """What a dead agent of this node has on its lease, which nobody else need wait out."""
+    guards, writes = [Unchanged(key.key, key.revision)], [Delete(key.key)]
+    leader = do.state.seen.get("leader")
+    if leader and leader.fact == Leadership(dead.name, dead.incarnation):
+        guards.append(Unchanged("leader", leader.revision))
+        writes.append(Delete("leader"))
+    do.transact(Tag.EVICT, tuple(guards), tuple(writes))
 
 
 def _campaign(do: _Doing) -> None:
