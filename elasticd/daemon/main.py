@@ -65,7 +65,8 @@ def _run(config: RunConfig, view: View) -> int:
 
         def complained(error: StoreError) -> None:
             logger.warning("etcd.complaint", why=str(error))
-            if isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
+            needed = isinstance(error, BadRecord) and error.key in ("spec", "round", f"nodes/{config.node}")
+            if needed or isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
                 inbox.post(StoreComplained(str(error)))
 
         link = Link(access, clock)
