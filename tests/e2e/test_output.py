@@ -1,0 +1,149 @@
+"""What people see of workers' output: on the terminal, and in files laid out as torchrun's."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from fcntl import ioctl
+from pathlib import Path
+
+import pyte
+
+from tests.e2e.harness import PATIENCE_S, Cluster
+from tests.e2e.stage import Player, Script
+
+
+def speak(player: Player) -> Script:
+    """Say who one is on both streams, then make a step and end."""
+    text, error_text = f"out of rank {player.rank}\n", f"err of rank {player.rank}\n"
+    return Script(steps=1, orders=({"do": "print", "text": text, "error_text": error_text},))
+
+
+def test_tee_prefixes_each_line_with_its_worker_and_keeps_files_where_torchrun_does(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.limits = (2, 2)
+    cluster.direct(speak)
+    logs = tmp_path / "logs"
+    (a,) = cluster.start("a", slots=2, options=[f"--log-dir={logs}", "-t", "3", "--role", "trainer"])
+    assert a.end() == 0
+    assert sorted(a.out) == ["[trainer0]:out of rank 0", "[trainer1]:out of rank 1"]
+    assert sorted(t for t in a.text if "rank" in t) == [
+        "[trainer0]:err of rank 0",
+        "[trainer1]:err of rank 1",
+    ]
+    (run,) = logs.iterdir()
+    assert run.name.startswith(f"{cluster.job}_")
+    found = {str(p.relative_to(run)): p.read_text() for p in run.rglob("*.log")}
+    assert found == {
+        f"attempt_0/{rank}/{stream}.log": f"{stream[3:]} of rank {rank}\n"
+        for rank in (0, 1)
+        for stream in ("stdout", "stderr")
+    }
+
+
+def test_redirected_output_is_in_files_alone_a_folder_for_each_round(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.limits = (2, 2)
+    wrong = {"do": "raise", "text": "once"}
+
+    def direct(player: Player) -> Script:
+        first = player.round == 1
+        orders = (*speak(player).orders, *([wrong] if first and player.rank == 1 else []))
+        return Script(steps=None if first else 1, orders=orders)
+
+    cluster.direct(direct)
+    logs = tmp_path / "logs"
+    (a,) = cluster.start("a", slots=2, options=[f"--log-dir={logs}", "-r", "3"])
+    assert a.end() == 0
+    assert a.out == []
+    assert not [t for t in a.text if "of rank" in t or "once" in t]
+    (run,) = logs.iterdir()
+    assert {p.name for p in run.iterdir()} == {"attempt_0", "attempt_1"}
+    assert (run / "attempt_1" / "0" / "stdout.log").read_text() == "out of rank 0\n"
+    assert "RuntimeError: once" in (run / "attempt_0" / "1" / "stderr.log").read_text()
+
+
+def test_without_either_output_passes_as_it_came(cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    cluster.direct(speak)
+    (a,) = cluster.start("a", slots=2)
+    assert a.end() == 0
+    assert sorted(a.out) == ["out of rank 0", "out of rank 1"]
+
+
+class Terminal:
+    """A terminal that a person could be looking at, and all that was written to it."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.screen = pyte.HistoryScreen(columns, rows, history=100_000, ratio=1.0)
+        self._stream = pyte.ByteStream(self.screen)
+        self.written = b""
+        self._ours, self.theirs = pty.openpty()
+        ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._ours, 65536)
+            except OSError:  # the last process that had it open is gone
+                return
+            self.written += data
+            self._stream.feed(data)
+
+    def close(self) -> None:
+        """Once nobody writes any more."""
+        self._reader.join(PATIENCE_S)
+        os.close(self._ours)
+
+    @property
+    def lines(self) -> list[str]:
+        """What is on it, and what has scrolled away."""
+        columns = self.screen.columns
+        above = ["".join(line[x].data for x in range(columns)) for line in self.screen.history.top]
+        return [line.rstrip() for line in (*above, *self.screen.display)]
+
+
+def test_the_live_view_leaves_every_line_of_the_workers_whole(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "talk.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "for i in range(200):\n"
+        "    print(f'<{os.environ[\"RANK\"]}:{i}:' + 'x' * 40 + '>', flush=True)\n"
+        "    time.sleep(0.01)\n"
+    )
+    terminal = Terminal(24, 100)
+    argv = [sys.executable, "-m", "elasticd.cli.main", "run", "--min=2", "--max=2", "--slots=2"]
+    argv += [*cluster.etcd_options, f"--job={cluster.job}", "--node=a", str(script)]
+    agent = subprocess.Popen(
+        argv,
+        env=cluster.environment("a") | {"TERM": "xterm-256color"},
+        stdin=terminal.theirs,
+        stdout=terminal.theirs,
+        stderr=terminal.theirs,
+        start_new_session=True,
+    )
+    os.close(terminal.theirs)
+    try:
+        assert agent.wait(PATIENCE_S) == 0
+    finally:
+        if agent.poll() is None:
+            agent.send_signal(signal.SIGKILL)
+            agent.wait()
+    terminal.close()
+    assert b"\x1b[1A\x1b[2K" in terminal.written, "there was a live view"
+    whole = [line for line in terminal.lines if re.fullmatch(r"<[01]:\d+:x{40}>", line)]
+    assert len(whole) == len(set(whole)) == 400
+    assert [line for line in terminal.lines if "x" * 3 in line and line not in whole] == []
+    assert any("finished" in line for line in terminal.lines)
+    assert terminal.lines.index(whole[-1]) < next(
+        i for i, line in enumerate(terminal.lines) if f"{cluster.job} finished" in line
+    )

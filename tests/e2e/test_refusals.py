@@ -1,0 +1,150 @@
+"""What an agent refuses, with one sentence and nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.facts import Outcome
+from elasticd.etcd.client import Client
+from elasticd.etcd.names import job_prefix
+from tests.e2e.harness import PLAYER, Agent, Cluster
+from tests.e2e.stage import Script
+
+MakeCluster = Callable[[str | None], Cluster]
+
+
+def refused(agent: Agent) -> str:
+    """The one sentence of an agent that ended with 2."""
+    assert agent.end() == 2, agent.said()
+    assert len(agent.text) == 1, f"not one sentence:\n{agent.screen}"
+    assert agent.screen.startswith("elasticd: ")
+    return agent.screen
+
+
+def test_a_name_that_another_living_agent_has_is_refused(cluster: Cluster) -> None:
+    cluster.pace["--node-ttl"] = "2"
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    (impostor,) = cluster.start("a")
+    assert "already called a" in refused(impostor)
+    cluster.goes_on(world)
+    cluster.finishes(a)
+
+
+def test_a_restarted_agent_need_not_wait_for_the_lease_of_its_killed_self(cluster: Cluster) -> None:
+    cluster.limits = (1, 1)
+    cluster.pace["--node-ttl"] = "600"
+    (a,) = cluster.start("a")
+    first = cluster.world(1)
+    a.kill()
+    (a,) = cluster.start("a")
+    cluster.world(1, after=first)
+    cluster.finishes(a)
+
+
+def test_other_limits_than_the_job_has_are_refused(cluster: Cluster) -> None:
+    cluster.limits = (1, 4)
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    cluster.limits = (1, 5)
+    (b,) = cluster.start("b")
+    sentence = refused(b)
+    assert "--min 1 --max 4" in sentence and "--min 1 --max 5" in sentence
+    cluster.goes_on(world)
+    cluster.finishes(a)
+
+
+def test_another_script_than_the_jobs_is_refused(cluster: Cluster) -> None:
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    other = cluster.folder / "player.py"
+    shutil.copy(PLAYER, other)
+    other.write_text(other.read_text() + "\n# not the same\n")
+    (b,) = cluster.start("b", program=[str(other)])
+    assert "another script" in refused(b)
+    cluster.goes_on(world)
+    cluster.finishes(a)
+
+
+def test_a_copy_of_the_same_script_elsewhere_is_welcome(cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    copy = cluster.folder / "copy.py"
+    shutil.copy(PLAYER, copy)
+    (a,) = cluster.start("a")
+    (b,) = cluster.start("b", program=[str(copy)])
+    cluster.world(2)
+    cluster.finishes(a, b)
+
+
+def test_a_job_nobody_works_on_takes_new_limits(cluster: Cluster) -> None:
+    cluster.limits = (1, 1)
+    (a,) = cluster.start("a")
+    first = cluster.world(1)
+    a.kill()
+    cluster.limits = (2, 2)
+    (a,) = cluster.start("a", slots=2)
+    cluster.world(2, after=first)
+    cluster.finishes(a)
+
+
+def test_a_finished_job_that_is_started_again_says_so_and_ends_with_0(cluster: Cluster) -> None:
+    cluster.direct(lambda player: Script(steps=1))
+    (a,) = cluster.start("a")
+    assert a.end() == 0
+    workers = len(cluster.stage.players)
+    (again,) = cluster.start("a")
+    assert again.end() == 0
+    assert "already finished" in again.screen and "--job" in again.screen
+    assert len(cluster.stage.players) == workers
+    assert cluster.round.outcome is Outcome.SUCCEEDED
+
+
+def test_an_etcd_that_is_not_there_is_one_sentence(clusters: MakeCluster) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        cluster = clusters(f"http://127.0.0.1:{taken.getsockname()[1]}")
+        (a,) = cluster.start("a")
+        assert "etcd" in refused(a)
+
+
+@pytest.mark.parametrize("scheme", ["https", "ftp"])
+def test_the_wrong_scheme_for_etcd_is_one_sentence(
+    clusters: MakeCluster, shared_etcd: str, scheme: str
+) -> None:
+    cluster = clusters(shared_etcd.replace("http", scheme))
+    (a,) = cluster.start("a")
+    assert scheme in refused(a)
+
+
+def test_something_else_in_etcds_place_is_one_sentence(clusters: MakeCluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, never answers
+        cluster = clusters(f"http://127.0.0.1:{mute.getsockname()[1]}")
+        (a,) = cluster.start("a")
+        assert "etcd" in refused(a)
+
+
+def test_a_spec_written_by_a_newer_version_is_refused_and_left_alone(cluster: Cluster) -> None:
+    key, newer = job_prefix(cluster.job) + b"spec", b'{"v":99,"limits":"who knows"}'
+    with Client(cluster.access) as client:
+        client.swap_raw(key, newer, 0)
+        (a,) = cluster.start("a")
+        assert "newer" in refused(a)
+        (kept,) = client.list_raw(key).items
+        assert kept.value == newer
+
+
+def test_a_standalone_run_of_a_name_that_runs_already_is_refused(
+    clusters: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = clusters(None)
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    (b,) = cluster.start("b")
+    assert cluster.job in refused(b)
+    cluster.goes_on(world)
+    cluster.finishes(a)

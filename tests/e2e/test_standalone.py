@@ -1,0 +1,86 @@
+"""Runs without --etcd, on an etcd of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.e2e.harness import Cluster, await_end, marked
+
+MakeCluster = Callable[[str | None], Cluster]
+
+
+@pytest.fixture
+def alone(clusters: MakeCluster) -> Cluster:
+    return clusters(None)
+
+
+def etcd_of(cluster: Cluster) -> int:
+    """The pid of its embedded etcd."""
+    (pid,) = (pid for pid in marked(cluster.mark) if psutil.Process(pid).name() == "etcd")
+    return pid
+
+
+def test_status_and_ls_find_it_and_scale_steers_it(alone: Cluster) -> None:
+    alone.limits = (1, 3)
+    (a,) = alone.start("a", slots=3)
+    first = alone.world(3)
+    listed = alone.command("ls")
+    assert listed.code == 0 and alone.job in listed.out
+    seen = alone.command("status", alone.job, "--json")
+    report = json.loads(seen.out)
+    assert (report["job"], report["round"], report["world_size"]) == (alone.job, first.round, 3)
+    assert alone.command("scale", alone.job, "--max", "2").code == 0
+    second = alone.world(2, after=first)
+    assert alone.command("stop", alone.job).code == 0
+    assert a.end() == 143
+    alone.until_gone(second.players)
+    assert alone.job not in alone.command("ls").out
+
+
+def test_it_goes_on_when_its_etcd_is_killed(alone: Cluster) -> None:
+    (a,) = alone.start("a", slots=2)
+    world = alone.world(2)
+    pid = etcd_of(alone)
+    os.kill(pid, signal.SIGKILL)
+    alone.until_said(a, "etcd.restarted")
+    assert etcd_of(alone) != pid
+    alone.goes_on(world)
+    # And is under control again: a worker that dies is replaced.
+    world.players[0].tell("exit", code=5)
+    second = alone.world(2, after=world)
+    assert (second.round, second.restarts) == (world.round + 1, 1)
+    alone.finishes(a)
+
+
+def test_nothing_is_left_when_it_ends(alone: Cluster) -> None:
+    (a,) = alone.start("a", slots=2)
+    alone.world(2)
+    alone.finishes(a)  # the fixture looks for what is left, here and everywhere
+    assert marked(alone.mark) == []
+
+
+def test_nothing_is_left_when_its_agent_is_killed(alone: Cluster) -> None:
+    (a,) = alone.start("a", slots=2)
+    world = alone.world(2)
+    etcd = os.pidfd_open(etcd_of(alone))
+    orphan = alone.orphan_of(world.players[1])
+    a.kill()
+    alone.until_gone([*world.players, orphan])
+    await_end(etcd, "its etcd")
+    os.close(etcd)
+    assert alone.job not in alone.command("ls").out
+
+
+def test_ctrl_c_drains_it_and_its_etcd_is_there_until_the_end(alone: Cluster) -> None:
+    (a,) = alone.start("a", slots=2)
+    alone.world(2)
+    # As a terminal does: to the whole process group.
+    os.killpg(os.getpgid(a.pid), signal.SIGINT)
+    assert a.end() == 130
+    assert not a.find("etcd.restarted")
