@@ -27,7 +27,6 @@ from elasticd.core.messages import (
     Action,
     Answered,
     CheckProcess,
-    CloseStore,
     Event,
     Fence,
     KeeperLost,
@@ -36,6 +35,7 @@ from elasticd.core.messages import (
     LookAround,
     PortReserved,
     ProcessGone,
+    RenewStore,
     Saw,
     SawOthers,
     Signalled,
@@ -78,7 +78,7 @@ from elasticd.core.reasons import (
 )
 
 SIGKILL, SIGTERM = 9, 15  # core knows no signal module of any platform; these are POSIX's
-RETRY_S = 0.5  # after an unknown or refused write, when no news came meanwhile
+RETRY_S = 0.5  # after an unknown or refused write: by then the watch has shown why
 CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for etcd
 DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round for it
 
@@ -112,6 +112,7 @@ class Crew:
     alive: frozenset[int]
     failures: tuple[Exit, ...] = ()
     stopping: bool = False
+    grace_s: float = 0.0
     killed: bool = False
     fenced: bool = False
     steps: int = 0
@@ -151,7 +152,9 @@ class State:
     own: Entry | None = None
     crew: Crew | None = None
     released: int = 0
-    closing_store: bool = False
+    fenced: int = 0
+    renewing_store: bool = False
+    report: Report | None = None
     reported: Report | None = None
     departure: Departure | None = None
     name_taken_until: float | None = None
@@ -274,7 +277,7 @@ def _absorb(do: _Doing, event: Event) -> None:
         case WorkerExited():
             _exited(do, event)
         case PortReserved(port):
-            do.set(store_port=port, closing_store=False)
+            do.set(store_port=port, renewing_store=False)
         case StoreComplained(why):
             if not state.joined:  # later on it is one bad day of many, and is only logged
                 do.set(exiting=state.exiting or Leave(2, why))
@@ -321,7 +324,7 @@ def _answered(do: _Doing, tag: Tag, answer: Answer) -> None:
         return
     # The view is older than the store. News is on its way; if it is not, try again later.
     do.set(retry_at={**do.state.retry_at, tag: do.now + RETRY_S})
-    if tag is Tag.REPORT:
+    if asked and any(isinstance(w, Put) and isinstance(w.fact, Report) for w in asked.writes):
         do.set(reported=None)
     elif tag is Tag.SPEC:
         do.set(others=None)  # somebody may have come meanwhile
@@ -345,6 +348,8 @@ def _lease(do: _Doing, news: LeaseNews) -> None:
         case Lost():
             do.set(own=None, reported=None, lease_until=None)
             do.reasons.append(LeaseLost())
+            # The others count us as lost once they have waited as long for us to register again.
+            do.actions.append(Fence(do.now + state.policy_source.policy.node_ttl_s))
         case Silent(_, cut_off):
             # A silent store that is not merely cut off from here serves nobody else either, so no
             # world can have formed without us: training goes on beyond the lease.
@@ -395,6 +400,7 @@ def _decide(do: _Doing) -> None:
     if not do.state.joined and do.state.exiting is None and do.state.departure is None:
         _join(do)
     _follow_the_round(do)
+    _note_report(do)
     _release(do)
     _depart(do)
     if do.state.exiting is None:
@@ -497,7 +503,7 @@ def _register(do: _Doing) -> None:
     state = do.state
     if not state.joined or state.lease_until is None or state.me.key not in state.seen:
         return
-    if state.closing_store:
+    if state.renewing_store:
         return  # the next round may be formed on this record, and needs the new store's port
     key = state.seen[state.me.key]
     if state.own is None:
@@ -510,7 +516,12 @@ def _register(do: _Doing) -> None:
             do.transact(Tag.NODE, (Unchanged(state.me.key, 0),), (put,))
     elif state.own.fact != _record(state):
         put = Put(state.me.key, _record(state), leased=True)
-        do.transact(Tag.NODE, (Unchanged(state.me.key, state.own.revision),), (put,))
+        # With the release goes what is not told yet: the leader settles the round on it.
+        before = len(do.actions)
+        guard = Unchanged(state.me.key, state.own.revision)
+        do.transact(Tag.NODE, (guard,), (put, *_unreported(state)))
+        if len(do.actions) > before:
+            do.set(reported=state.report)
 
 
 def _record(state: State) -> Node:
@@ -525,6 +536,7 @@ def _record(state: State) -> Node:
         pid=me.pid,
         host=me.host,
         draining=state.departure is not None,
+        fenced=state.fenced,
     )
 
 
@@ -598,7 +610,7 @@ def _follow_the_round(do: _Doing) -> None:
         return
     if round.phase is not Phase.LIVE:
         do.set(released=round.number)  # it was over before we began, and the leader waits for us
-    elif state.registered and state.departure is None and state.exiting is None and not state.closing_store:
+    elif state.registered and state.departure is None and state.exiting is None and not state.renewing_store:
         hosts = round.members[0] == member
         if hosts and not round.store.endswith(f":{state.store_port}"):
             # It was formed on a record written before we closed an older store; ask for another.
@@ -611,11 +623,11 @@ def _follow_the_round(do: _Doing) -> None:
 
 
 def _stop(do: _Doing, signal: int, grace_s: float) -> None:
-    """Stop the workers, once; and once more if it must be at once."""
+    """Stop the workers, once; and once more if it must be sooner."""
     crew = do.state.crew
-    if crew is None or not crew.alive or crew.killed or (crew.stopping and signal != SIGKILL):
+    if crew is None or not crew.alive or crew.killed or (crew.stopping and grace_s >= crew.grace_s):
         return
-    do.crew(stopping=True, killed=signal == SIGKILL)
+    do.crew(stopping=True, grace_s=grace_s, killed=signal == SIGKILL)
     do.actions.append(StopWorkers(signal, grace_s))
     round = do.state.round
     cause = (round.closing if round else None) or crew.round.cause
@@ -632,36 +644,40 @@ def _release(do: _Doing) -> None:
     if still_live and not (crew.fenced or crew.stopping):
         return  # finished or failed: the leader has yet to hear of it
     do.set(crew=None, released=max(state.released, crew.round.number))
+    if crew.fenced:
+        do.set(fenced=crew.round.number)
     if crew.hosts_store:
-        do.set(closing_store=True)
-        do.actions.append(CloseStore())
+        do.set(renewing_store=True)
+        do.actions.append(RenewStore())
+
+
+def _note_report(do: _Doing) -> None:
+    """What the leader must know of this round; it outlives the crew, lest a late word be lost."""
+    crew = do.state.crew
+    if crew is None or not (crew.failures or crew.finished):
+        return
+    me = do.state.me
+    report = Report(me.node, me.incarnation, crew.round.number, crew.failures, crew.finished, crew.steps)
+    if report != do.state.report:
+        do.set(report=report)
 
 
 def _report(do: _Doing) -> None:
-    """What the leader must know of this round."""
-    state, crew = do.state, do.state.crew
-    if crew is None or not state.registered or not (crew.failures or crew.finished):
+    state = do.state
+    if state.own is None or not state.registered or Tag.REPORT in state.busy:
         return
-    report = Report(
-        node=state.me.node,
-        incarnation=state.me.incarnation,
-        round=crew.round.number,
-        exits=crew.failures,
-        finished=crew.finished,
-        steps=crew.steps,
-    )
-    if report == state.reported:
+    if not (put := _unreported(state)):
         return
-    assert state.own is not None
-    if Tag.REPORT not in state.busy:
-        before = len(do.actions)
-        do.transact(
-            Tag.REPORT,
-            (StillThere(state.me.key, state.own.created),),
-            (Put(f"reports/{state.me.node}", report),),
-        )
-        if len(do.actions) > before:
-            do.set(reported=report)
+    before = len(do.actions)
+    do.transact(Tag.REPORT, (StillThere(state.me.key, state.own.created),), put)
+    if len(do.actions) > before:
+        do.set(reported=state.report)
+
+
+def _unreported(state: State) -> tuple[Put, ...]:
+    if state.report is None or state.report == state.reported:
+        return ()
+    return (Put(f"reports/{state.me.node}", state.report),)
 
 
 # ---------------------------------------------------------------- leaving

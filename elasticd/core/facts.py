@@ -87,7 +87,8 @@ class Node:
 
     ``incarnation`` is new each time the agent starts. ``slots`` are the places a worker can run
     in. ``released`` is the newest round of which no worker is left here (0 before the first): a
-    member of round n can be given work in a later round only once it has released n.
+    member of round n can be given work in a later round only once it has released n. ``fenced`` is
+    the newest round whose workers were killed here because the lease was running out.
     ``store_port`` is a port already listening for the store of the next round this node hosts.
     """
 
@@ -100,6 +101,7 @@ class Node:
     pid: int
     host: str
     draining: bool = False
+    fenced: int = 0
 
 
 @dataclass(frozen=True, slots=True)

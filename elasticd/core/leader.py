@@ -222,7 +222,7 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     }
     finished = {name for name, r in reports.items() if r.finished}
     if all(m.node in finished for m in round.members):
-        return _end(view, round, view.budget, Outcome.SUCCEEDED, "every worker finished")
+        return _end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     if spec.stop:
         return _close(view, round, Cause.STOPPED, True, now)
 
@@ -264,7 +264,10 @@ def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if could_have > round.world_size:
         ripe = round.since + spec.policy.grow_cooldown_s
         if now >= ripe:
-            return _close(view, round, Cause.GREW, True, now)
+            plan = _close(view, round, Cause.GREW, True, now)
+            # Keys are watched apart: a slot just quarantined is no room to grow into.
+            assert view.budget_revision is not None
+            return replace(plan, guards=(*plan.guards, Unchanged("budget", view.budget_revision)))
         return Plan(wake_at=ripe, reasons=(CoolingDown(round.world_size, could_have, ripe),))
     released = [q.until for q in view.budget.quarantines if q.until > now]
     return Plan(wake_at=min(released, default=None))
@@ -275,10 +278,14 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     assert view.nodes is not None
     assert view.reports is not None
     missing = tuple(m.node for m in round.members if not _present(view, m))
+    fenced = tuple(m.node for m in round.members if _present(view, m) and _fenced(view, m, round.number))
     holding = tuple(
         m.node for m in round.members if _present(view, m) and not _released(view, m, round.number)
     )
     if holding:
+        if missing and round.planned:
+            # Whoever still saves may be waiting for the lost node in a collective.
+            return _write(view, replace(round, planned=False), view.budget)
         return Plan(reasons=(AwaitingRelease(holding),))
     if not all(_surely_gone(view, node, now) for node in missing):
         until = view.absence_counts_from
@@ -287,7 +294,7 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
     failure = budgets.first_failure(round, view.reports.values())
-    if missing and round.closing is Cause.WORKER_FAILED:
+    if (missing or fenced) and round.closing is Cause.WORKER_FAILED:
         # The workers that failed first are those that talked to the lost node: not their fault.
         round = replace(round, closing=Cause.NODE_LOST)
     if round.closing is Cause.WORKER_FAILED and failure is not None:
@@ -297,9 +304,9 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
         why = budgets.exhausted(budget, spec.policy)
         if why is not None:
-            return _end(view, round, budget, Outcome.FAILED, why, reasons)
+            return _end(view, round, now, Outcome.FAILED, why, reasons)
     if spec.stop:
-        return _end(view, round, budget, Outcome.STOPPED, "stopped by its operator", reasons)
+        return _end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     return _form_or_wait(view, spec, round, budget, reasons, now)
 
 
@@ -325,7 +332,7 @@ def _form_or_wait(
     """The next round if there are enough workers, else a job that waits for them."""
     assert view.nodes is not None
     if spec.stop:
-        return _end(view, round, budget, Outcome.STOPPED, "stopped by its operator", reasons)
+        return _end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     candidates = _candidates(view, spec, round)
     members = world.form(candidates, round, spec.limits, budget.quarantines, now)
     have, waiting = world.size(members), round.phase is Phase.WAITING
@@ -345,7 +352,7 @@ def _form_or_wait(
                 f"only {have} of the {spec.limits.min} workers needed came within "
                 f"{spec.policy.join_timeout_s:g} s"
             )
-            return _end(view, round, budget, Outcome.SHORT, why, reasons)
+            return _end(view, round, now, Outcome.SHORT, why, reasons)
         ends = [q.until for q in budget.quarantines if q.until > now]
         return Plan(
             wake_at=min([until, *ends]), reasons=(*reasons, BelowMinimum(have, spec.limits.min, until))
@@ -411,6 +418,11 @@ def _released(view: View, member: Member, number: int) -> bool:
     return view.nodes[member.node].node.released >= number
 
 
+def _fenced(view: View, member: Member, number: int) -> bool:
+    assert view.nodes is not None
+    return view.nodes[member.node].node.fenced >= number
+
+
 def _leaving(view: View, spec: Spec, member: Member) -> bool:
     assert view.nodes is not None
     return view.nodes[member.node].node.draining or Drained(member.node, member.incarnation) in spec.drain
@@ -466,13 +478,13 @@ def _close(
 def _end(
     view: View,
     round: Round,
-    budget: Budget,
+    now: float,
     outcome: Outcome,
     why: str,
     reasons: tuple[Reason, ...] = (),
 ) -> Plan:
     """The job is over. Only the round stays, as its epitaph; the budget goes with the rest."""
-    ended = replace(round, phase=Phase.ENDED, outcome=outcome, why=why, planned=True)
+    ended = replace(round, phase=Phase.ENDED, since=now, outcome=outcome, why=why)
     assert view.round_revision is not None
     return Plan(
         guards=(Unchanged("round", view.round_revision),),

@@ -58,7 +58,7 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class PortReserved:
-    """Answer to ``CloseStore``: the port for the next store that this node hosts."""
+    """Answer to ``RenewStore``: the port for the next store that this node hosts."""
 
     port: int
 
@@ -134,8 +134,9 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseStore:
-    """The round's store is no longer needed; reserve a port for the next one."""
+class RenewStore:
+    """Reserve a port for the next store; the present one serves until then, since workers of other
+    nodes may still be saving with its help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,4 +163,4 @@ class Leave:
     why: str
 
 
-Action = Transact | StartWorkers | StopWorkers | CloseStore | Fence | LookAround | CheckProcess | Leave
+Action = Transact | StartWorkers | StopWorkers | RenewStore | Fence | LookAround | CheckProcess | Leave

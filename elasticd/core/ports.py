@@ -205,7 +205,8 @@ class RoundStores(Protocol):
     """The c10d stores this node hosts, one after the other: a fresh one for every round."""
 
     def open(self, world_size: int) -> None:
-        """Serve the round's store on the port reserved last."""
+        """Serve the round's store on the port reserved last, in place of an older one."""
 
-    def close(self) -> int:
-        """End the store, if one is open; the port reserved (and listening) for the next."""
+    def renew(self) -> int:
+        """The port reserved, and listening, for the next store. One that is open serves until the
+        next is opened."""

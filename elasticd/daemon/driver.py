@@ -17,7 +17,6 @@ from elasticd.core.messages import (
     Action,
     Answered,
     CheckProcess,
-    CloseStore,
     Event,
     Fence,
     LeaseChanged,
@@ -25,6 +24,7 @@ from elasticd.core.messages import (
     LookAround,
     PortReserved,
     ProcessGone,
+    RenewStore,
     Saw,
     SawOthers,
     StartWorkers,
@@ -190,8 +190,8 @@ class Driver:
                 self._procs.start(round.number, self._assign(round, member), self._exited)
             case StopWorkers(signal, grace_s):
                 self._procs.stop(signal, grace_s)
-            case CloseStore():
-                self._post(PortReserved(self._stores.close()))
+            case RenewStore():
+                self._post(PortReserved(self._stores.renew()))
             case Fence(until):
                 self._procs.fence(until)
             case LookAround():

@@ -40,7 +40,7 @@ class Inbox:
             except queue.Empty:
                 event = Tick()
             now = clock()
-            if not isinstance(event, Tick) or driver.wake_at is not None and now >= driver.wake_at:
+            if not isinstance(event, Tick) or (driver.wake_at is not None and now >= driver.wake_at):
                 driver.handle(event, now)
             if now >= due:
                 due = routine(now)

@@ -6,7 +6,6 @@ to write, goes nowhere.
 
 from __future__ import annotations
 
-import gc
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ class TorchRoundStores:
     def open(self, world_size: int) -> None:
         from torch.distributed import TCPStore
 
-        assert self._listener is not None, "one store at a time"
+        assert self._listener is not None, "renew comes before the next open"
         listener, self._listener = self._listener, None
         self._store = TCPStore(
             self._address,
@@ -47,10 +46,7 @@ class TorchRoundStores:
             master_listen_fd=listener.detach(),  # the store closes it
         )
 
-    def close(self) -> int:
-        if self._store is not None:
-            self._store = None
-            gc.collect(0)  # the server ends with its last reference
+    def renew(self) -> int:
         if self._listener is None:
             self.port = self._reserve()
         return self.port

@@ -64,6 +64,7 @@ def node(
     draining: bool = False,
     life_number: int = 1,
     port: int = 29500,
+    fenced: int = 0,
 ) -> Node:
     return Node(
         name=name,
@@ -75,6 +76,7 @@ def node(
         pid=4711,
         host=f"machine of {name}",
         draining=draining,
+        fenced=fenced,
     )
 
 

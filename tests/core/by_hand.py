@@ -9,10 +9,10 @@ from elasticd.core.facts import Exit, Fact, Leadership, Round, Spec
 from elasticd.core.messages import (
     Action,
     Answered,
-    CloseStore,
     Event,
     LeaseChanged,
     PortReserved,
+    RenewStore,
     Saw,
     StartWorkers,
     Tag,
@@ -106,7 +106,7 @@ class Agent:
         return one
 
     def store_closed(self, port: int) -> tuple[Action, ...]:
-        self.one(CloseStore)
+        self.one(RenewStore)
         return self.told(PortReserved(port))
 
 

@@ -25,7 +25,6 @@ from elasticd.core.facts import (
 )
 from elasticd.core.messages import (
     CheckProcess,
-    CloseStore,
     Fence,
     KeeperLost,
     LeaseChanged,
@@ -33,6 +32,7 @@ from elasticd.core.messages import (
     LookAround,
     PortReserved,
     ProcessGone,
+    RenewStore,
     SawOthers,
     Signalled,
     StartWorkers,
@@ -383,7 +383,7 @@ def test_a_node_has_finished_when_all_its_workers_have() -> None:
     assert not one.all_of(Transact)
     one.exits(1, exit(0, 0, code=0), steps=9)
     assert put(one.wrote(Tag.REPORT).writes[0]) == report("a", 1, finished=True, steps=9)
-    assert not one.all_of(CloseStore), "others may still need it"
+    assert not one.all_of(RenewStore), "others may still need it"
 
 
 @pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
@@ -433,12 +433,31 @@ def test_workers_are_stopped_once_and_their_deaths_are_no_failures() -> None:
     assert not one.did and not one.said
 
 
+def test_workers_that_save_are_hurried_when_the_round_turns_out_to_be_broken() -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    one.sees("round", closing(ROUND, Cause.GREW, planned=False))
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s)
+
+
+def test_a_failure_seen_last_is_told_with_the_release() -> None:
+    """The leader settles a round by its reports as soon as all have released it."""
+    one = Agent.working(SECOND)
+    one.exits(1, exit(0, 2))
+    one.answered(Tag.REPORT, Refused())
+    one.sees("round", closing(SECOND))
+    one.exits(1, exit(1, 3, code=-15))
+    told = [put(w) for w in one.wrote(Tag.NODE).writes]
+    assert isinstance(told[0], Node) and told[0].released == 1
+    assert isinstance(told[1], Report) and told[1].exits == (exit(0, 2),)
+
+
 def test_a_round_is_released_with_the_port_of_the_next_store() -> None:
     one = Agent.working(ROUND)
     one.sees("round", closing(ROUND))
     one.exits(1, exit(0, 0, code=-15))
     one.exits(1, exit(1, 1, code=-15))
-    assert one.did == (CloseStore(),), "a record with the old port would make a round nobody can join"
+    assert one.did == (RenewStore(),), "a record with the old port would make a round nobody can join"
     one.store_closed(PORT + 1)
     record = put(one.wrote(Tag.NODE).writes[0])
     assert isinstance(record, Node) and (record.released, record.store_port) == (1, PORT + 1)
@@ -530,6 +549,8 @@ def test_fenced_workers_are_nobodys_failure_and_the_round_is_released() -> None:
     one.exits(1, exit(1, 3, code=-9, fenced=True))
     assert [t.tag for t in one.all_of(Transact)] == [Tag.NODE]
     assert one.state.released == 1 and one.said == ()
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert isinstance(record, Node) and record.fenced == 1, "so that nobody is charged for its peers"
 
 
 def test_nothing_is_written_while_the_store_is_silent() -> None:
@@ -545,7 +566,8 @@ def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
     one.exits(1, exit(0, 2))
     one.answered(Tag.REPORT)
     one.told(LeaseChanged(Lost()))
-    assert one.said == (LeaseLost(),) and one.did == ()
+    assert one.said == (LeaseLost(),)
+    assert one.did == (Fence(NOW + 5),), "the others replace us after that"
     one.sees("nodes/a", None)
     assert not one.all_of(Transact)
     one.holds_lease()

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from elasticd.core.facts import Cause, Drained, Exit, Node, Outcome, Phase
 from elasticd.core.messages import (
     CheckProcess,
-    CloseStore,
     KeeperLost,
     LeaseChanged,
     Leave,
     LookAround,
     PortReserved,
     ProcessGone,
+    RenewStore,
     SawOthers,
     Signalled,
     StartWorkers,
@@ -77,7 +77,7 @@ class Watched(Agent):
                     self.store_open = hosts_store
                 case StopWorkers(signal, grace_s):
                     assert self.running and signal > 0 and grace_s >= 0
-                case CloseStore():
+                case RenewStore():
                     assert self.store_open and not self.running, "workers still use it"
                     self.store_open = False
                 case Leave():
@@ -162,7 +162,7 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             slot = sorted(one.running)[a % len(one.running)]
             number = one.running.pop(slot)
             one.exits(number, Exit(slot, slot, [0, 1, -9][b % 3], one.now, fenced=b > 9), steps=a)
-        case "port" if one.state.closing_store:
+        case "port" if one.state.renewing_store:
             one.told(PortReserved(one.state.store_port + 1))
         case "signal":
             one.told(Signalled([15, 2][a % 2]))

@@ -391,6 +391,23 @@ def test_a_lost_node_is_not_charged_even_when_the_survivors_workers_failed_first
     assert not [w for w in plan.writes if w.key == "budget"]
 
 
+def test_a_fenced_node_is_not_charged_though_its_peers_workers_failed_first() -> None:
+    """It was cut off or stopped, its peers' collectives broke, and it is back before they are done."""
+    reports = [report("a", 5, exit(0, 0))]
+    nodes = [node("a", released=5), node("b", released=5, fenced=5)]
+    formed = next_round(decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports), NOW))
+    assert (formed.cause, formed.restarts, formed.failure) == (Cause.NODE_LOST, 0, None)
+
+
+def test_a_node_lost_while_others_save_leaves_them_little_time() -> None:
+    """They may be waiting for it in a collective."""
+    seen = closing(Cause.GREW, {"a": 2, "b": 2}, [node("a")])
+    seen = replace(seen, round=replace(seen.round, planned=True))
+    assert not next_round(decide(seen, NOW)).planned
+    seen = replace(seen, round=replace(seen.round, planned=False))
+    assert decide(seen, NOW).reasons == (AwaitingRelease(("a",)),), "it is said once"
+
+
 @pytest.mark.parametrize("cause", [c for c in Cause if c is not Cause.WORKER_FAILED])
 def test_what_is_not_the_users_fault_costs_nothing(cause: Cause) -> None:
     """Not even if workers fail while they are being stopped."""

@@ -125,6 +125,18 @@ def test_etcd_away_beyond_its_grace_ends_the_agents_with_code_4() -> None:
     assert not any(a.procs.workers for a in cluster.all)
 
 
+def test_an_agent_stopped_while_etcd_is_away_does_not_train_beside_the_new_world() -> None:
+    faults = (Fault(20.0, "etcd_kill", for_s=3.0), Fault(22.5, "pause", "leader", 25.0))
+    job = Job(total_steps=400, step_s=0.25)
+    result = _run(*faults, setup=Setup((1, 1), Limits(1, 1), job=job))
+    assert len(result.invariants.live) == 2
+
+
+def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> None:
+    kinds = frozenset({"pause", "slow", "etcd_hang", "cut"})
+    _hold(run(1625, draw(1625, 3, kinds)), replay_command(1625, 3, ",".join(sorted(kinds))))
+
+
 def test_a_thousand_nodes_form_a_world_and_lose_some_of_them() -> None:
     cluster = Cluster("thousand", Setup((1,) * 1000, Limits(500, 1000), job=Job(total_steps=40, step_s=1.0)))
     invariants = Invariants(cluster)
