@@ -232,6 +232,7 @@ class Cluster:
             "TMPDIR": str(self.folder / "tmp"),
             "XDG_RUNTIME_DIR": str(self.folder / "run"),
             "XDG_STATE_HOME": str(self.folder / "state"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),  # else torch leaves one in TMPDIR
             "OMP_NUM_THREADS": "1",
             "E2E_NODE": node,
             "E2E_STAGE": self.stage.name,

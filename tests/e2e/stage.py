@@ -175,9 +175,9 @@ class Stage:
 
 def overlaps(players: list[Player]) -> list[tuple[Player, Player]]:
     """Workers of one job that stepped after a later round had begun to: never allowed."""
-    found = []
-    for old in players:
-        for new in players:
-            if old.job == new.job and old.round < new.round and new.first_at and old.last_at > new.first_at:
-                found.append((old, new))
-    return found
+    return [
+        (old, new)
+        for old in players
+        for new in players
+        if old.job == new.job and old.round < new.round and new.first_at and old.last_at > new.first_at
+    ]

@@ -49,7 +49,9 @@ def test_tee_prefixes_each_line_with_its_worker_and_keeps_files_where_torchrun_d
     }
 
 
-def test_redirected_output_is_in_files_alone_a_folder_for_each_round(cluster: Cluster, tmp_path: Path) -> None:
+def test_redirected_output_is_in_files_alone_a_folder_for_each_round(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     cluster.limits = (2, 2)
     wrong = {"do": "raise", "text": "once"}
 

@@ -1,6 +1,7 @@
 """A worker that does what the test tells it over a socket, and tells the test each step it makes.
 
-Without torch, so that it starts in a moment; its steps count as an optimizer's all the same.
+As a program it does without torch, so that it starts in a moment; its steps count as an optimizer's
+all the same.
 """
 
 from __future__ import annotations
@@ -14,23 +15,32 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
-
-sys.path.insert(0, os.environ["E2E_FAKE_TORCH"])
-from torch.optim.optimizer import Optimizer  # noqa: E402  # the stand-in of tests/procs
 
 STEP_S = 0.02
 
 
+NAP = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+    time.sleep(3600)
+"""
+
+
 class Player:
-    def __init__(self) -> None:
+    """``work`` is what it does in each step."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
         self.stage = socket.socket(socket.AF_UNIX)
         self.stage.connect("\0" + os.environ["E2E_STAGE"])
         self.unread = b""
         self.step = 0
         self.steps_max: int | None = None
         self.on_sigterm = "die"
-        self.optimizer = Optimizer()
 
     def tell(self, what: str, **fields: Any) -> None:
         line = json.dumps({"is": what, "at": time.monotonic(), **fields})
@@ -69,8 +79,7 @@ class Player:
 
     def leave_orphan(self) -> None:
         """A grandchild in a session of its own, its parent gone: what escapes a plain kill."""
-        nap = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    print(os.getpid(), flush=True)\n    time.sleep(3600)"
-        said = subprocess.Popen([sys.executable, "-S", "-c", nap], stdout=subprocess.PIPE)
+        said = subprocess.Popen([sys.executable, "-S", "-c", NAP], stdout=subprocess.PIPE)
         assert said.stdout is not None
         pid = int(said.stdout.readline())
         said.wait()
@@ -94,10 +103,13 @@ class Player:
         self.heed(None)
         while self.steps_max is None or self.step < self.steps_max:
             self.step += 1
-            self.optimizer.step()
+            self.work()
             self.tell("step", step=self.step)
             self.heed(STEP_S)
 
 
 if __name__ == "__main__":
-    Player().play()
+    sys.path.insert(0, os.environ["E2E_FAKE_TORCH"])
+    from torch.optim.optimizer import Optimizer  # the stand-in of tests/procs
+
+    Player(Optimizer().step).play()
