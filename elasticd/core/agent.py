@@ -278,9 +278,11 @@ def _absorb(do: _Doing, event: Event) -> None:
             _exited(do, event)
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
-        case StoreComplained(why):
+        case StoreComplained(why, forgot):
             if not state.joined:  # later on it is one bad day of many, and is only logged
                 do.set(exiting=state.exiting or Leave(2, why))
+            elif forgot:  # round numbers fence everything, and may now be given twice
+                do.set(exiting=state.exiting or Leave(4, why))
         case Signalled(signal):
             _signalled(do, signal)
         case ProcessGone(incarnation):

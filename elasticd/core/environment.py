@@ -53,7 +53,6 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": setting.inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "ELASTICD_ROUND": str(round.number),
             "ELASTICD_SLOT": str(slot),
-            **_threads(round, setting),
             **_devices(member, local_rank, setting),
             **setting.extra,
         }
@@ -61,13 +60,6 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
             env["LOCAL_RANK"] = "0"
         made.append(Assignment(slot, rank, local_rank, env))
     return tuple(made)
-
-
-def _threads(round: Round, setting: Setting) -> dict[str, str]:
-    """Torchrun's default, so that workers do not fight for cores; the user's word goes first."""
-    if "OMP_NUM_THREADS" in setting.inherited or round.world_size == 1:
-        return {}
-    return {"OMP_NUM_THREADS": "1"}
 
 
 def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str]:

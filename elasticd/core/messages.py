@@ -66,9 +66,11 @@ class PortReserved:
 @dataclass(frozen=True, slots=True)
 class StoreComplained:
     """The store answers but says no (credentials, certificates, not an etcd), or holds a record
-    that this version cannot read. ``why``: a sentence."""
+    that this version cannot read. ``why``: a sentence. ``forgot``: it was wiped, or restored from
+    an older state, so that nothing it says about this job can be relied on."""
 
     why: str
+    forgot: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.standalone import Standalone
 from elasticd.etcd.clock import SteadyClock
-from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
+from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
 from elasticd.procs.keeper import Warden
 from elasticd.procs.output import LogDest, Output
@@ -67,7 +67,7 @@ def _run(config: RunConfig, view: View) -> int:
             logger.warning("etcd.complaint", why=str(error))
             needed = isinstance(error, BadRecord) and error.key in ("spec", "round", f"nodes/{config.node}")
             if needed or isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
-                inbox.post(StoreComplained(str(error)))
+                inbox.post(StoreComplained(str(error), forgot=isinstance(error, HistoryLost)))
 
         link = Link(access, clock)
         cleanup.callback(link.close)
@@ -90,6 +90,7 @@ def _run(config: RunConfig, view: View) -> int:
             whole_group=config.command.kind is CommandKind.PROGRAM,
             duplicate_stdout=config.logs.duplicate_stdout,
             duplicate_stderr=config.logs.duplicate_stderr,
+            clock=clock,
         )
         cleanup.callback(procs.close)
 

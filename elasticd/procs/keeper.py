@@ -138,9 +138,9 @@ class Warden:
         """Signal every worker, and SIGKILL what is left after the grace."""
         self._tell({"do": "stop", "signal": int(signal_number), "grace_s": grace_s})
 
-    def fence(self, until: float | None) -> None:
-        """Kill all workers at this time (seconds since the epoch) unless told otherwise before."""
-        deadline = None if until is None else steady_now() + (until - time.time())
+    def fence(self, in_s: float | None) -> None:
+        """Kill all workers in so many seconds unless told otherwise before; None: never."""
+        deadline = None if in_s is None else steady_now() + in_s
         self._tell({"do": "fence", "until": deadline})
 
     # ------------------------------------------------------------ services

@@ -47,7 +47,8 @@ class LocalProcs:
     ``heartbeat``: whether Python workers report their steps. ``whole_group``: whether ``stop``
     signals the worker's process group (for programs that start Python themselves, such as shell
     scripts) or only the worker, whose children then keep working for it while it saves.
-    ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``.
+    ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
+    ``fence`` is told the time by, which must not jump as the machine's may.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class LocalProcs:
         whole_group: bool = False,
         duplicate_stdout: Sequence[str] = (),
         duplicate_stderr: Sequence[str] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._warden = warden
+        self._clock = clock
         self._command = command
         self._cwd = str(cwd or os.getcwd())
         self._base_env = dict(os.environ if base_env is None else base_env)
@@ -117,7 +120,7 @@ class LocalProcs:
         self._warden.stop_workers(signal, grace_s)
 
     def fence(self, until: float | None) -> None:
-        self._warden.fence(until)
+        self._warden.fence(None if until is None else until - self._clock())
 
     def steps(self) -> Mapping[int, int]:
         with self._lock:

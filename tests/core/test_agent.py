@@ -37,6 +37,7 @@ from elasticd.core.messages import (
     Signalled,
     StartWorkers,
     StopWorkers,
+    StoreComplained,
     Tag,
     Transact,
 )
@@ -551,6 +552,15 @@ def test_fenced_workers_are_nobodys_failure_and_the_round_is_released() -> None:
     assert one.state.released == 1 and one.said == ()
     record = put(one.wrote(Tag.NODE).writes[0])
     assert isinstance(record, Node) and record.fenced == 1, "so that nobody is charged for its peers"
+
+
+@pytest.mark.parametrize(("forgot", "codes"), [(False, []), (True, [4])])
+def test_a_store_that_lost_its_memory_is_left_and_one_that_grumbles_is_not(
+    forgot: bool, codes: list[int]
+) -> None:
+    one = Agent.registered()
+    one.told(StoreComplained("it has been wiped", forgot))
+    assert [a.code for a in one.all_of(Leave)] == codes
 
 
 def test_nothing_is_written_while_the_store_is_silent() -> None:

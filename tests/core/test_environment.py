@@ -35,7 +35,6 @@ def test_a_worker_has_all_that_torchrun_gives_it() -> None:
         "TORCHELASTIC_RUN_ID": "train",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "OMP_NUM_THREADS": "1",
         "ELASTICD_ROUND": "7",
         "ELASTICD_SLOT": "2",
     }
@@ -64,18 +63,6 @@ def test_the_store_may_have_any_kind_of_address(store: str, address: str) -> Non
 
 
 # ---------------------------------------------------------------- what people set themselves
-
-
-def test_the_users_number_of_threads_goes_first() -> None:
-    assert (
-        "OMP_NUM_THREADS"
-        not in assignments(WORLD, A, replace(PLAIN, inherited={"OMP_NUM_THREADS": "8"}))[0].env
-    )
-
-
-def test_a_lone_worker_may_use_every_core() -> None:
-    alone = round(1, {"a": 1})
-    assert "OMP_NUM_THREADS" not in assignments(alone, alone.members[0], PLAIN)[0].env
 
 
 def test_nccls_error_handling_is_inherited_where_it_is_set() -> None:
