@@ -149,6 +149,7 @@ class State:
     history: int = -1
     lease_until: float | None = None
     silent: Silent | None = None
+    fence_again_at: float = 0.0
     own: Entry | None = None
     crew: Crew | None = None
     released: int = 0
@@ -358,7 +359,8 @@ def _lease(do: _Doing, news: LeaseNews) -> None:
             if state.silent is None or state.silent.cut_off != cut_off:
                 fence = (state.lease_until or do.now) if cut_off else None
                 do.reasons.append(StoreAway(cut_off, fence))
-                do.actions.append(Fence(fence))
+                if fence is not None:
+                    do.actions.append(Fence(fence))
             do.set(silent=news)
         case _:
             assert_never(news)
@@ -432,6 +434,19 @@ def _outlast_the_store(do: _Doing) -> None:
         do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
     else:
         do.wakes.append(until)
+        _train_on(do, silent)
+
+
+def _train_on(do: _Doing, silent: Silent) -> None:
+    """While nobody is served, workers outlive the lease, but not an agent that is stopped meanwhile:
+    it would not learn that etcd is back, and that a new world has formed without it."""
+    if silent.cut_off or do.state.crew is None:
+        return
+    ttl_s = do.state.policy_source.policy.node_ttl_s  # for as long a returned leader misses nobody
+    if do.now >= do.state.fence_again_at:
+        do.actions.append(Fence(max(do.now + 0.8 * ttl_s, do.state.lease_until or 0.0)))
+        do.set(fence_again_at=do.now + ttl_s / 5)
+    do.wakes.append(do.state.fence_again_at)
 
 
 def _notice_a_false_start(do: _Doing) -> None:
@@ -671,7 +686,8 @@ def _report(do: _Doing) -> None:
     if not (put := _unreported(state)):
         return
     before = len(do.actions)
-    do.transact(Tag.REPORT, (StillThere(state.me.key, state.own.created),), put)
+    # Guarded by our record, which every release changes: a late report cannot undo a newer one.
+    do.transact(Tag.REPORT, (Unchanged(state.me.key, state.own.revision),), put)
     if len(do.actions) > before:
         do.set(reported=state.report)
 

@@ -38,6 +38,7 @@ from elasticd.core.ports import (
     Assignment,
     Changes,
     Entry,
+    Held,
     Listing,
     Procs,
     RoundStores,
@@ -161,20 +162,26 @@ class Driver:
         self.state = result.state
         if isinstance(event, Saw) and self._term:
             self._term.view = leader.see(self._term.view, Changes((event.entry,)), event.entry.key, now)
-        self._note_absences(before, now)
+        self._note_absences(before, event, now)
         for reason in result.reasons:
             self._say(reason)
         self.wake_at = result.wake_at
         for action in result.actions:
             self._perform(action)
 
-    def _note_absences(self, before: agent.State, now: float) -> None:
+    def _note_absences(self, before: agent.State, event: Event, now: float) -> None:
         """After an outage, and when this agent itself is new, others may be about to register."""
         returned = before.silent is not None and self.state.silent is None
         arrived = self.state.registered and not before.registered
-        if returned or arrived:
-            policy = (self.state.spec or self.state.wanted).policy
-            self._trust_absence_from = now + policy.node_ttl_s
+        ttl_s = (self.state.spec or self.state.wanted).policy.node_ttl_s
+        # An answer that took long: etcd stood still, and may have dropped leases when it went on.
+        stalled = (
+            isinstance(event, LeaseChanged)
+            and isinstance(event.news, Held)
+            and now - (event.news.until - ttl_s) > ttl_s / 4
+        )
+        if returned or arrived or stalled:
+            self._trust_absence_from = now + ttl_s
             if self._term:
                 self._term.view = replace(self._term.view, absence_counts_from=self._trust_absence_from)
 
