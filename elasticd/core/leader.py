@@ -379,23 +379,22 @@ def _form_or_wait(
         failure=round.failure,
     )
     said = RoundFormed(formed.number, formed.world_size, len(members), cause)
-    return _forget_drained(view, spec, _write(view, formed, budget, (*reasons, said)))
+    plan = _write(view, formed, budget, (*reasons, said))
+    assert view.spec_revision is not None
+    # Within the limits that are in force, not those of a moment ago.
+    plan = replace(plan, guards=(*plan.guards, Unchanged("spec", view.spec_revision)))
+    return _forget_drained(view, spec, plan)
 
 
 def _forget_drained(view: View, spec: Spec, plan: Plan) -> Plan:
     """Drains that were carried out leave the spec, so that it does not grow for ever."""
     assert view.nodes is not None
-    assert view.spec_revision is not None
     pending = tuple(
         d for d in spec.drain if d.node in view.nodes and view.nodes[d.node].node.incarnation == d.incarnation
     )
     if pending == spec.drain:
         return plan
-    return replace(
-        plan,
-        guards=(*plan.guards, Unchanged("spec", view.spec_revision)),
-        writes=(*plan.writes, Put("spec", replace(spec, drain=pending))),
-    )
+    return replace(plan, writes=(*plan.writes, Put("spec", replace(spec, drain=pending))))
 
 
 # ---------------------------------------------------------------- what a member is up to
