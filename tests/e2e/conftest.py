@@ -9,6 +9,7 @@ import pytest
 
 from elasticd.etcd.embedded import Embedded
 from tests.e2e.harness import Cluster, await_end
+from tests.e2e.line import Line
 
 
 class Etcd:
@@ -55,6 +56,15 @@ def etcd() -> Iterator[Etcd]:
     etcd = Etcd()
     yield etcd
     etcd.close()
+
+
+@pytest.fixture
+def line(etcd: Etcd) -> Iterator[Line]:
+    """To that etcd, for an agent that is to be cut off alone."""
+    host, _, port = etcd.url.removeprefix("http://").partition(":")
+    line = Line(host, int(port))
+    yield line
+    line.close()
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from elasticd.core.facts import Phase
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import Cluster
+from tests.e2e.line import Line
 from tests.e2e.stage import Script
 from tests.etcd import cluster as etcds
 
@@ -36,27 +39,51 @@ def test_nobody_restarts_when_etcd_is_killed_and_started_again_during_training(
     assert {p.round for p in cluster.stage.players} == {world.round}
 
 
-def test_nobody_restarts_when_etcd_hangs_for_longer_than_every_lease(
-    clusters: MakeCluster, etcd: Etcd
+@pytest.mark.parametrize("how", ["hangs", "is dead"])
+def test_nobody_restarts_when_etcd_is_away_for_longer_than_every_lease(
+    clusters: MakeCluster, etcd: Etcd, how: str
 ) -> None:
     cluster = clusters(etcd.url)
     cluster.limits = (2, 2)
     a, b = cluster.start("a", "b")
     world = cluster.world(2)
-    etcd.hang()
+    etcd.hang() if how == "hangs" else etcd.kill()
     for agent in (a, b):
         cluster.until_said(agent, "etcd.away", cut_off=False)
-    # By the stage's clock: the workers are seen to step long after the leases would have run out.
+    # By their own clock: they step long after the leases would have run out.
     last = max(p.last_at for p in world.players)
+    ttl_s = float(cluster.pace["--node-ttl"])
     cluster.until(
-        lambda: all(p.last_at > last + 3 * 3.0 for p in world.players), "the workers outlive three leases"
+        lambda: all(p.last_at > last + 3 * ttl_s for p in world.players), "the workers outlive three leases"
     )
-    etcd.wake()
+    etcd.wake() if how == "hangs" else etcd.start()
     for agent in (a, b):
         cluster.until_said(agent, "etcd.back")
     cluster.goes_on(world, steps=100)
     cluster.finishes(a, b)
     assert {p.round for p in cluster.stage.players} == {world.round}
+
+
+def test_a_node_that_alone_is_cut_off_stops_its_workers_before_the_others_go_on_without_it(
+    clusters: MakeCluster, etcd: Etcd, line: Line
+) -> None:
+    cluster = clusters(etcd.url)
+    cluster.limits = (1, 2)
+    (a,) = cluster.start("a")
+    (b,) = cluster.start("b", options=[f"--etcd=http://127.0.0.1:{line.port}"])
+    first = cluster.world(2)
+    line.cut()
+    second = cluster.world(1, after=first)
+    assert second.nodes == ("a",)
+    # That no step of the old world came after is what Cluster.close looks at.
+    cluster.until_gone(first.on("b"))
+    assert b.find("etcd.away", cut_off=True)
+    cluster.goes_on(second)
+    line.mend()
+    cluster.until_said(b, "etcd.back")
+    third = cluster.world(2, after=second)
+    assert third.restarts == 0
+    cluster.finishes(a, b)
 
 
 def test_a_worker_that_dies_while_etcd_is_away_is_replaced_when_it_is_back(
