@@ -82,7 +82,11 @@ def _run(config: RunConfig, view: View) -> int:
         procs = LocalProcs(
             warden,
             worker_command(config),
-            base_env={**os.environ, **config.env},
+            base_env={
+                **os.environ,
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),  # as torchrun's launcher does
+                **config.env,
+            },
             reify=destinations.reify,
             output=output,
             role=config.role,

@@ -1,11 +1,13 @@
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 
 def compute_world_size(config):
+    """Everybody adds one, so that the sum is how many there are."""
     dist.init_process_group(backend=config["backend"])
-    t = F.one_hot(torch.tensor(dist.get_rank()), num_classes=dist.get_world_size())
-    dist.all_reduce(t)
-    print(f"rank: {dist.get_rank()}, computed world_size: {int(t.sum())}")
-    dist.destroy_process_group()
+    try:
+        heads = torch.ones((), dtype=torch.int64)
+        dist.all_reduce(heads)
+        print(f"rank: {dist.get_rank()}, computed world_size: {heads.item()}")
+    finally:
+        dist.destroy_process_group()
