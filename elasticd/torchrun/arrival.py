@@ -47,7 +47,7 @@ class Arrival:
                 store = connect(seat.address, seat.port, self._timeout_s)
             arrive(store, len(self._round.seats))
             wait_for_all(store, self._timeout_s)
-        except Exception as raised:  # whatever it is, the waiting node judges it
+        except Exception as raised:  # noqa: BLE001  # whatever it is, the waiting node judges it
             error = raised
         with self._changed:
             self.store, self.error = (store, None) if error is None else (None, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import click
@@ -12,9 +13,7 @@ def main() -> None:
     """Run elasticd, torchrun and the floor in one go, and print how they compare."""
     import torch
 
-    click.echo(
-        f"{platform.machine()}, {len(__import__('os').sched_getaffinity(0))} cores, torch {torch.__version__}"
-    )
+    click.echo(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
 
 
 @main.command()

@@ -25,6 +25,7 @@ from elasticd.core.facts import Exit, Limits, Policy, Spec
 from elasticd.core.ports import Assignment
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.store import EtcdStore, Link
@@ -115,7 +116,8 @@ class _Fleet:
 
 def fleet_main(endpoint: str, job: str, total: int, first: int, count: int) -> None:
     link = Link(EtcdAccess((endpoint,)), SteadyClock())
-    link.calls.call("status", __import__("elasticd.etcd._client3", fromlist=["rpc"]).rpc.StatusRequest())
+    with Client(link.access) as client:
+        client.check()  # imports done, etcd reached: only the forming is measured
     print("ready", flush=True)
     sys.stdin.readline()
     _Fleet(link, job, total).run(first, count)
@@ -153,7 +155,8 @@ def _measure(kind: str, endpoint: str, total: int, timeout_s: float) -> float | 
     shares = [total // processes + (i < total % processes) for i in range(processes)]
     fleet = []
     for i, share in enumerate(shares):
-        call = f"from tests.bench.forming import {kind}; {kind}({endpoint!r}, {job!r}, {total}, {sum(shares[:i])}, {share})"
+        args = (endpoint, job, total, sum(shares[:i]), share)
+        call = f"from tests.bench.forming import {kind}; {kind}{args!r}"
         fleet.append(
             subprocess.Popen(
                 [sys.executable, "-c", call],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ def step_times(launcher: Callable[[int, Path, Path], Launched], workers: int, co
             if steps.first(lambda s: s.rank == 0 and s.step >= count + 20, 300.0) is None:
                 raise RuntimeError(f"too few steps: {Path(folder, 'log').read_text()[-2000:]}")
             times = [s.at for s in steps.made if s.rank == 0 and s.step >= 20][: count + 1]
-            return [b - a for a, b in zip(times, times[1:], strict=False)]
+            return [b - a for a, b in itertools.pairwise(times)]
         finally:
             launched.stop()
             steps.close()

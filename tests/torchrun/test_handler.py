@@ -166,7 +166,7 @@ def test_a_member_that_shuts_down_closes_and_the_others_may_end_in_peace(nodes: 
 def test_a_member_whose_job_failed_stops_the_others_and_then_the_id_is_free_again(nodes: Nodes) -> None:
     first, second = nodes.new(2, 2), nodes.new(2, 2)
     nodes.joined(first, second)
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(ArithmeticError):  # noqa: PT012
         try:
             raise ArithmeticError("the workers failed")
         finally:
