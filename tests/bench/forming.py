@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from elasticd.core import agent as agents
 from elasticd.core.agent import Identity
 from elasticd.core.facts import Exit, Limits, Policy, Spec
+from elasticd.core.messages import Tick
 from elasticd.core.ports import Assignment
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
@@ -108,7 +109,7 @@ class _Fleet:
             except queue.Empty:
                 for d in drivers:
                     if d.wake_at is not None and clock() >= d.wake_at:
-                        d.handle(agents.Tick(), clock())
+                        d.handle(Tick(), clock())
         print(json.dumps({"formed_at": time.monotonic()}), flush=True)
         sys.stdin.readline()  # until told: nobody leaves while others still join
         os._exit(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elasticd.core import agent, budget, leader, world
+from elasticd.core.agent import leaving, stepping
 from elasticd.core.facts import Round
 from elasticd.core.messages import Leave
 from elasticd.core.ports import Put, StillThere, Unchanged
@@ -84,7 +85,7 @@ def _one_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def _always_well(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(agent, "_epitaph", lambda round: Leave(5, round.why))
+    patch.setattr(leaving, "epitaph", lambda round: Leave(5, round.why))
 
 
 def _finished_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -103,13 +104,13 @@ def _orphans(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_back(patch: pytest.MonkeyPatch) -> None:
-    register = agent._register
+    register = stepping.register
 
     def once(do: Any) -> None:
         if do.state.own is not None or do.state.round is None or do.state.round.number == 0:
             register(do)
 
-    patch.setattr(agent, "_register", once)
+    patch.setattr(stepping, "register", once)
 
 
 def _numbers_go_back(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""Running this node's workers as the rounds want it: start, stop, report, release."""
+
+from __future__ import annotations
+
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, State
+from elasticd.core.facts import (
+    Phase,
+    Report,
+)
+from elasticd.core.messages import (
+    RenewStore,
+    StartWorkers,
+    StopWorkers,
+    Tag,
+)
+from elasticd.core.ports import (
+    Put,
+    Unchanged,
+)
+from elasticd.core.reasons import (
+    Expelled,
+    WorkersStarted,
+    WorkersStopping,
+)
+
+
+def follow_the_round(do: Doing) -> None:
+    state, round = do.state, do.state.round
+    if round is None or not state.joined:
+        return
+    policy = state.policy_source.policy
+    if state.over:
+        return  # see leaving
+    if state.crew is not None:
+        crew = state.crew
+        if round.number > crew.round.number:
+            if not crew.killed:
+                do.reasons.append(Expelled(crew.round.number, round.number))
+            stop(do, SIGKILL, 0.0)
+        elif round.number == crew.round.number and round.phase is not Phase.LIVE:
+            signal = state.departure.signal if state.departure else 0
+            stop(do, signal or SIGTERM, policy.shutdown_s if round.planned else policy.broken_s)
+        return
+    member = round.member(state.me.node, state.me.incarnation)
+    if member is None or state.released >= round.number:
+        return
+    if round.phase is not Phase.LIVE:
+        do.set(released=round.number)  # it was over before we began, and the leader waits for us
+    elif state.registered and state.departure is None and state.exiting is None and not state.renewing_store:
+        hosts = round.members[0] == member
+        if hosts and not round.store.endswith(f":{state.store_port}"):
+            # It was formed on a record written before we closed an older store; ask for another.
+            do.set(released=round.number)
+            return
+        do.set(crew=Crew(round, member, hosts, frozenset(member.slots)))
+        do.actions.append(StartWorkers(round, member, hosts))
+        ranks = tuple(member.rank_of(s) for s in member.slots)
+        do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
+
+
+def stop(do: Doing, signal: int, grace_s: float) -> None:
+    """Stop the workers, once; and once more if it must be sooner."""
+    crew = do.state.crew
+    if crew is None or not crew.alive or crew.killed or (crew.stopping and grace_s >= crew.grace_s):
+        return
+    do.crew(stopping=True, grace_s=grace_s, killed=signal == SIGKILL)
+    do.actions.append(StopWorkers(signal, grace_s))
+    round = do.state.round
+    cause = (round.closing if round else None) or crew.round.cause
+    do.reasons.append(WorkersStopping(crew.round.number, cause, grace_s))
+
+
+def release(do: Doing) -> None:
+    """Once no worker of a round is left and the round is over (for us), say so."""
+    state, crew = do.state, do.state.crew
+    if crew is None or crew.alive:
+        return
+    round = state.round
+    still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
+    if still_live and not (crew.fenced or crew.stopping):
+        return  # finished or failed: the leader has yet to hear of it
+    do.set(crew=None, released=max(state.released, crew.round.number))
+    if crew.fenced:
+        do.set(fenced=crew.round.number)
+    if crew.hosts_store:
+        do.set(renewing_store=True)
+        do.actions.append(RenewStore())
+
+
+def note_report(do: Doing) -> None:
+    """What the leader must know of this round; it outlives the crew, lest a late word be lost."""
+    crew = do.state.crew
+    if crew is None or not (crew.failures or crew.finished):
+        return
+    me = do.state.me
+    report = Report(me.node, me.incarnation, crew.round.number, crew.failures, crew.finished, crew.steps)
+    if report != do.state.report:
+        do.set(report=report)
+
+
+def report(do: Doing) -> None:
+    state = do.state
+    if state.own is None or not state.registered or Tag.REPORT in state.busy:
+        return
+    if not (put := unreported(state)):
+        return
+    before = len(do.actions)
+    # Guarded by our record, which every release changes: a late report cannot undo a newer one.
+    do.transact(Tag.REPORT, (Unchanged(state.me.key, state.own.revision),), put)
+    if len(do.actions) > before:
+        do.set(reported=state.report)
+
+
+def unreported(state: State) -> tuple[Put, ...]:
+    if state.report is None or state.report == state.reported:
+        return ()
+    return (Put(f"reports/{state.me.node}", state.report),)

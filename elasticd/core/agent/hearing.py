@@ -1,0 +1,184 @@
+"""Taking in what happened: an event changes what is known, and little else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from elasticd.core.agent.crew import stop
+from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
+from elasticd.core.agent.membership import evict
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Departure, Doing
+from elasticd.core.facts import (
+    Node,
+    Report,
+)
+from elasticd.core.messages import (
+    Answered,
+    Event,
+    Fence,
+    KeeperLost,
+    LeaseChanged,
+    Leave,
+    PortReserved,
+    ProcessGone,
+    Saw,
+    SawOthers,
+    Signalled,
+    StoreComplained,
+    Tag,
+    Tick,
+    WorkerExited,
+)
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Delete,
+    Entry,
+    Held,
+    LeaseNews,
+    Lost,
+    Put,
+    Silent,
+    Write,
+)
+from elasticd.core.reasons import (
+    Draining,
+    LeadsNow,
+    LeaseLost,
+    StoreAway,
+    StoreBack,
+    WorkerEnded,
+)
+
+RETRY_S = 0.5  # after an unknown or refused write: by then the watch has shown why
+
+
+def absorb(do: Doing, event: Event) -> None:
+    state = do.state
+    match event:
+        case Saw(entry):
+            _saw(do, entry)
+        case SawOthers(count):
+            do.set(others=count)
+        case Answered(tag, answer):
+            _answered(do, tag, answer)
+        case LeaseChanged(news):
+            _lease(do, news)
+        case WorkerExited():
+            _exited(do, event)
+        case PortReserved(port):
+            do.set(store_port=port, renewing_store=False)
+        case StoreComplained(why, forgot):
+            if not state.joined:  # later on it is one bad day of many, and is only logged
+                do.set(exiting=state.exiting or Leave(2, why))
+            elif forgot:  # round numbers fence everything, and may now be given twice
+                do.set(exiting=state.exiting or Leave(4, why))
+        case Signalled(signal):
+            _signalled(do, signal)
+        case ProcessGone(incarnation):
+            key = state.seen.get(state.me.key)
+            if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
+                evict(do, key, key.fact)
+        case KeeperLost():
+            if state.crew:
+                do.crew(alive=frozenset(), fenced=True)
+            why = "the process that keeps the workers was killed, so this node leaves"
+            do.set(exiting=state.exiting or Leave(128 + SIGTERM, why))
+        case Tick():
+            pass
+        case _:
+            assert_never(event)
+
+
+def _saw(do: Doing, entry: Entry) -> None:
+    old = do.state.seen.get(entry.key)
+    if old is not None and entry.revision and entry.revision < old.revision:
+        return
+    do.set(seen={**do.state.seen, entry.key: entry})
+    if entry.key == do.state.me.key:
+        own = do.state.own
+        mine = isinstance(entry.fact, Node) and entry.fact.incarnation == do.state.me.incarnation
+        if mine:
+            do.set(own=entry, name_taken_until=None)
+        elif own is None or entry.revision >= own.revision or not entry.revision:
+            do.set(own=None, reported=None)
+    if entry.key == "leader" and do.state.leads and (old is None or old.fact != entry.fact):
+        do.reasons.append(LeadsNow())
+
+
+def _answered(do: Doing, tag: Tag, answer: Answer) -> None:
+    asked = do.state.busy.get(tag)
+    do.set(busy={t: a for t, a in do.state.busy.items() if t is not tag})
+    if isinstance(answer, Applied):
+        for write in asked.writes if asked else ():
+            if write.key in do.state.seen:  # our own news: no need to wait for the watch
+                _saw(do, _written(do.state.seen[write.key], write, answer.revision))
+        return
+    # The view is older than the store. News is on its way; if it is not, try again later.
+    do.set(retry_at={**do.state.retry_at, tag: do.now + RETRY_S})
+    if asked and any(isinstance(w, Put) and isinstance(w.fact, Report) for w in asked.writes):
+        do.set(reported=None)
+    elif tag is Tag.SPEC:
+        do.set(others=None)  # somebody may have come meanwhile
+
+
+def _written(old: Entry, write: Write, revision: int) -> Entry:
+    if isinstance(write, Delete):
+        return Entry(old.key, None, revision, 0)
+    created = old.created if old.fact is not None else revision
+    return Entry(old.key, write.fact, revision, created)
+
+
+def _lease(do: Doing, news: LeaseNews) -> None:
+    state = do.state
+    match news:
+        case Held(until):
+            if state.silent is not None:
+                do.reasons.append(StoreBack(do.now - state.silent.since))
+            do.set(lease_until=until, silent=None)
+            do.actions.append(Fence(until))
+        case Lost():
+            do.set(own=None, reported=None, lease_until=None)
+            do.reasons.append(LeaseLost())
+            # The others count us as lost once they have waited as long for us to register again.
+            do.actions.append(Fence(do.now + state.policy_source.policy.node_ttl_s))
+        case Silent(_, cut_off):
+            # A silent store that is not merely cut off from here serves nobody else either, so no
+            # world can have formed without us: training goes on beyond the lease.
+            if state.silent is None or state.silent.cut_off != cut_off:
+                fence = (state.lease_until or do.now) if cut_off else None
+                do.reasons.append(StoreAway(cut_off, fence))
+                if fence is not None:
+                    do.actions.append(Fence(fence))
+            do.set(silent=news)
+        case _:
+            assert_never(news)
+
+
+def _exited(do: Doing, event: WorkerExited) -> None:
+    crew = do.state.crew
+    exit = event.exit
+    if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
+        return
+    own_doing = crew.stopping or exit.fenced
+    do.crew(
+        alive=crew.alive - {exit.slot},
+        fenced=crew.fenced or exit.fenced,
+        steps=max(crew.steps, event.steps),
+        failures=crew.failures if own_doing or not exit.failed else (*crew.failures, exit),
+    )
+    if not own_doing:
+        do.reasons.append(WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message))
+
+
+def _signalled(do: Doing, signal: int) -> None:
+    departure = do.state.departure
+    if departure is None:
+        do.set(departure=Departure(signal, do.now + DRAIN_PATIENCE_S))
+        do.reasons.append(Draining(signal))
+    elif not departure.signal:  # drained by its operator, and then asked by the platform, as is usual
+        do.set(departure=replace(departure, signal=signal))
+    else:  # asked twice: at once
+        do.set(departure=Departure(signal, do.now))
+        stop(do, SIGKILL, 0.0)

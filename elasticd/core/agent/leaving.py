@@ -1,0 +1,71 @@
+"""Leaving: drained, or because the job is over."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from elasticd.core.agent.crew import stop
+from elasticd.core.agent.state import SIGTERM, Departure, Doing
+from elasticd.core.facts import Drained, Outcome, Round
+from elasticd.core.messages import Leave
+from elasticd.core.reasons import Draining
+
+DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round for it
+
+
+def heed_the_operator(do: Doing) -> None:
+    spec, me = do.state.spec, do.state.me
+    if spec and do.state.departure is None and Drained(me.node, me.incarnation) in spec.drain:
+        do.set(departure=Departure(0, do.now + DRAIN_PATIENCE_S))
+        do.reasons.append(Draining(0))
+
+
+def heed_the_end(do: Doing) -> None:
+    """The job is over, for everybody."""
+    state, round = do.state, do.state.round
+    if round is None or not state.joined or not state.over or state.old_news:
+        return
+    stop(do, SIGTERM, state.policy_source.policy.broken_s)
+    if do.state.exiting is None:
+        do.set(exiting=epitaph(round))
+
+
+def epitaph(round: Round) -> Leave:
+    match round.outcome:
+        case Outcome.SUCCEEDED:
+            return Leave(0, round.why)
+        case Outcome.FAILED | None:
+            return Leave(1, round.why)
+        case Outcome.SHORT:
+            return Leave(3, round.why)
+        case Outcome.STOPPED:
+            return Leave(128 + SIGTERM, round.why)
+        case _:
+            assert_never(round.outcome)
+
+
+def depart(do: Doing) -> None:
+    """A draining node lets the leader end the round for everybody, but not for ever."""
+    state, departure = do.state, do.state.departure
+    if departure is None or state.exiting is not None:
+        return
+    if state.crew is not None:
+        unanswered = not (state.crew.stopping or state.crew.killed)
+        if unanswered and (do.now >= departure.patient_until or not state.registered or state.silent):
+            stop(do, departure.signal or SIGTERM, state.policy_source.policy.shutdown_s)
+        elif unanswered:
+            do.wakes.append(departure.patient_until)
+        if do.state.crew is not None and (do.state.crew.alive or not do.now >= departure.patient_until):
+            return
+    do.set(exiting=Leave(128 + (departure.signal or SIGTERM), "drained"))
+
+
+def finish_leaving(do: Doing) -> None:
+    leave = do.state.exiting
+    if leave is None:
+        return
+    if do.state.crew is not None and do.state.crew.alive:
+        stop(do, SIGTERM, do.state.policy_source.policy.broken_s)
+        return
+    do.set(gone=True, crew=None)
+    do.actions.append(leave)

@@ -1,0 +1,209 @@
+"""Being a node of the job: joining it, staying registered, offering to lead, outlasting the store."""
+
+from __future__ import annotations
+
+from elasticd.core.agent.crew import unreported
+from elasticd.core.agent.state import Doing, State
+from elasticd.core.facts import (
+    Leadership,
+    Node,
+    Outcome,
+    Spec,
+)
+from elasticd.core.messages import (
+    CheckProcess,
+    Fence,
+    Leave,
+    LookAround,
+    Tag,
+)
+from elasticd.core.ports import (
+    Delete,
+    Entry,
+    Put,
+    Silent,
+    StillThere,
+    Unchanged,
+)
+from elasticd.core.reasons import (
+    NameTaken,
+    PolicyDiffers,
+)
+
+CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for etcd
+
+
+def outlast_the_store(do: Doing) -> None:
+    silent = do.state.silent
+    if silent is None or do.state.exiting is not None:
+        return
+    grace_s, joined = do.state.etcd_grace_s, do.state.joined
+    if not joined:
+        grace_s = min(grace_s, CONNECT_PATIENCE_S)
+    until = silent.since + grace_s
+    if do.now >= until:
+        code = 4 if joined else 2  # an etcd that never answered was probably mistyped
+        do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
+    else:
+        do.wakes.append(until)
+        _train_on(do, silent)
+
+
+def _train_on(do: Doing, silent: Silent) -> None:
+    """While nobody is served, workers outlive the lease, but not an agent that is stopped meanwhile:
+    it would not learn that etcd is back, and that a new world has formed without it."""
+    if silent.cut_off or do.state.crew is None:
+        return
+    ttl_s = do.state.policy_source.policy.node_ttl_s  # for as long a returned leader misses nobody
+    if do.now >= do.state.fence_again_at:
+        do.actions.append(Fence(max(do.now + 0.8 * ttl_s, do.state.lease_until or 0.0)))
+        do.set(fence_again_at=do.now + ttl_s / 5)
+    do.wakes.append(do.state.fence_again_at)
+
+
+def notice_a_false_start(do: Doing) -> None:
+    """The spec we joined by belonged to a job that was just ending: join again, afresh."""
+    state = do.state
+    withdrawn = state.joined and "spec" in state.seen and state.spec is None
+    if withdrawn and (state.round is None or state.old_news):
+        do.set(joined=False)
+
+
+def join(do: Doing) -> None:
+    """Agree with the job on what it is, or be the one that says so."""
+    state = do.state
+    if "spec" not in state.seen or "round" not in state.seen or state.me.key not in state.seen:
+        return
+    spec, round, wanted = state.spec, state.round, state.wanted
+    if round is not None and state.over:
+        if spec is None and round.outcome is Outcome.SUCCEEDED:
+            why = "this job has already finished; give the run another --job to train again"
+            do.set(exiting=Leave(0, why))
+            return
+        do.set(history=state.seen["round"].revision)
+    if spec is None:
+        # A job that has just ended has no spec either; if we have not seen its end yet, we must not
+        # start it again.
+        guards = (Unchanged("spec", 0), Unchanged("round", state.seen["round"].revision if round else 0))
+        do.transact(Tag.SPEC, guards, (Put("spec", wanted),))
+        return
+    difference = _difference(spec, wanted)
+    if difference is None:
+        do.set(joined=True)
+        other_policy = tuple(
+            name
+            for name in type(spec.policy).__dataclass_fields__
+            if getattr(spec.policy, name) != getattr(wanted.policy, name)
+        )
+        if other_policy:
+            do.reasons.append(PolicyDiffers(other_policy))
+    elif state.others is None:
+        do.actions.append(LookAround())
+        do.set(others=-1)  # asked
+    elif state.others == 0:
+        # A job nobody works on any more: what it was is not binding.
+        guard = Unchanged("spec", state.seen["spec"].revision)
+        do.transact(
+            Tag.SPEC,
+            (guard,),
+            (Put("spec", wanted), Delete("budget"), Delete("reports/", prefix=True)),
+        )
+    elif state.others > 0:
+        do.set(exiting=Leave(2, difference))
+
+
+def _difference(spec: Spec, wanted: Spec) -> str | None:
+    if spec.asked != wanted.asked:
+        return (
+            f"this job runs with --min {spec.asked.min} --max {spec.asked.max}, not with "
+            f"--min {wanted.asked.min} --max {wanted.asked.max}; use the same limits, another --job, "
+            "or `elasticd scale`"
+        )
+    if spec.fingerprint != wanted.fingerprint:
+        return (
+            f"this job runs another script ({spec.script}, not {wanted.script} as it is here); "
+            "use the same script, or another --job"
+        )
+    return None
+
+
+def register(do: Doing) -> None:
+    """Keep the node's record in etcd what it should be."""
+    state = do.state
+    if not state.joined or state.lease_until is None or state.me.key not in state.seen:
+        return
+    if state.renewing_store:
+        return  # the next round may be formed on this record, and needs the new store's port
+    key = state.seen[state.me.key]
+    if state.own is None:
+        if state.departure is not None:
+            return
+        if isinstance(key.fact, Node) and key.fact.incarnation != state.me.incarnation:
+            _wait_for_name(do, key, key.fact)
+        elif key.fact is None:
+            put = Put(state.me.key, _record(state), leased=True)
+            do.transact(Tag.NODE, (Unchanged(state.me.key, 0),), (put,))
+    elif state.own.fact != _record(state):
+        put = Put(state.me.key, _record(state), leased=True)
+        # With the release goes what is not told yet: the leader settles the round on it.
+        before = len(do.actions)
+        guard = Unchanged(state.me.key, state.own.revision)
+        do.transact(Tag.NODE, (guard,), (put, *unreported(state)))
+        if len(do.actions) > before:
+            do.set(reported=state.report)
+
+
+def _record(state: State) -> Node:
+    me = state.me
+    return Node(
+        name=me.node,
+        incarnation=me.incarnation,
+        address=me.address,
+        slots=me.slots,
+        released=state.released,
+        store_port=state.store_port,
+        pid=me.pid,
+        host=me.host,
+        draining=state.departure is not None,
+        fenced=state.fenced,
+    )
+
+
+def _wait_for_name(do: Doing, key: Entry, holder: Node) -> None:
+    """An earlier agent of this name may just have died; its lease says so within its TTL."""
+    state = do.state
+    if state.silent is not None:
+        do.set(name_taken_until=None)  # nobody's lease runs out meanwhile: count anew afterwards
+        return
+    if state.name_taken_until is None:
+        until = do.now + 2 * state.policy_source.policy.node_ttl_s + 1.0
+        do.set(name_taken_until=until)
+        do.reasons.append(NameTaken(until))
+        if holder.host == state.me.host:
+            do.actions.append(CheckProcess(holder.pid, holder.incarnation))
+    elif do.now >= state.name_taken_until:
+        why = f"another agent of this job is already called {state.me.node}; give this one another --node"
+        do.set(exiting=Leave(2, why))
+        return
+    assert do.state.name_taken_until is not None
+    do.wakes.append(do.state.name_taken_until)
+
+
+def evict(do: Doing, key: Entry, dead: Node) -> None:
+    """What a dead agent of this node has on its lease, which nobody else need wait out."""
+    guards, writes = [Unchanged(key.key, key.revision)], [Delete(key.key)]
+    leader = do.state.seen.get("leader")
+    if leader and leader.fact == Leadership(dead.name, dead.incarnation):
+        guards.append(Unchanged("leader", leader.revision))
+        writes.append(Delete("leader"))
+    do.transact(Tag.EVICT, tuple(guards), tuple(writes))
+
+
+def campaign(do: Doing) -> None:
+    state = do.state
+    leader = state.seen.get("leader")
+    if not (state.registered and leader and leader.fact is None and state.departure is None):
+        return
+    assert state.own is not None
+    put = Put("leader", Leadership(state.me.node, state.me.incarnation), leased=True)
+    do.transact(Tag.LEAD, (Unchanged("leader", 0), StillThere(state.me.key, state.own.created)), (put,))

@@ -1,0 +1,187 @@
+"""What an agent knows, and what one step of it has decided so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from elasticd.core.facts import (
+    Exit,
+    Leadership,
+    Member,
+    Phase,
+    Report,
+    Round,
+    Spec,
+)
+from elasticd.core.messages import (
+    Action,
+    Leave,
+    Tag,
+    Transact,
+)
+from elasticd.core.ports import (
+    Entry,
+    Guard,
+    Silent,
+    Write,
+)
+from elasticd.core.reasons import (
+    Reason,
+)
+
+SIGKILL, SIGTERM = 9, 15  # core knows no signal module of any platform; these are POSIX's
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this agent is. ``host`` tells machines apart (name and boot id), ``pid`` is its own."""
+
+    node: str
+    incarnation: str
+    address: str
+    slots: tuple[int, ...]
+    host: str
+    pid: int
+
+    @property
+    def key(self) -> str:
+        return f"nodes/{self.node}"
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers here, of one round. ``alive``: slots whose worker has not ended yet."""
+
+    round: Round
+    member: Member
+    hosts_store: bool
+    alive: frozenset[int]
+    failures: tuple[Exit, ...] = ()
+    stopping: bool = False
+    grace_s: float = 0.0
+    killed: bool = False
+    fenced: bool = False
+    steps: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return not (self.alive or self.failures or self.stopping or self.fenced)
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """The node is leaving: since a signal (0: asked by the operator), patient until then."""
+
+    signal: int
+    patient_until: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All an agent knows. ``wanted`` is the spec its command line asks for.
+
+    ``history``: the revision of a round that had ended before this agent came, which is no news.
+    ``retry_at``: writes that are not to be tried again before a time.
+    """
+
+    me: Identity
+    wanted: Spec
+    etcd_grace_s: float
+    store_port: int
+    store_name: str = "etcd"
+    seen: Mapping[str, Entry] = field(default_factory=dict)
+    others: int | None = None
+    joined: bool = False
+    history: int = -1
+    lease_until: float | None = None
+    silent: Silent | None = None
+    fence_again_at: float = 0.0
+    own: Entry | None = None
+    crew: Crew | None = None
+    released: int = 0
+    fenced: int = 0
+    renewing_store: bool = False
+    report: Report | None = None
+    reported: Report | None = None
+    departure: Departure | None = None
+    name_taken_until: float | None = None
+    busy: Mapping[Tag, Transact] = field(default_factory=dict)
+    retry_at: Mapping[Tag, float] = field(default_factory=dict)
+    exiting: Leave | None = None
+    gone: bool = False
+
+    @property
+    def registered(self) -> bool:
+        return self.own is not None and self.own.fact is not None
+
+    @property
+    def spec(self) -> Spec | None:
+        entry = self.seen.get("spec")
+        return entry.fact if entry and isinstance(entry.fact, Spec) else None
+
+    @property
+    def round(self) -> Round | None:
+        entry = self.seen.get("round")
+        fact = entry.fact if entry else None
+        return fact if isinstance(fact, Round) else None
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, which may be news or not: see ``old_news``."""
+        return self.round is not None and self.round.phase is Phase.ENDED
+
+    @property
+    def old_news(self) -> bool:
+        """Whether the job had ended before this agent came. By revision: a job that is run again
+        and ends before it has formed a world ends with the same round number."""
+        return self.over and self.seen["round"].revision <= self.history
+
+    @property
+    def leads(self) -> Entry | None:
+        """The leader key, if it is this agent's."""
+        entry = self.seen.get("leader")
+        mine = Leadership(self.me.node, self.me.incarnation)
+        return entry if entry and entry.fact == mine and self.registered else None
+
+    @property
+    def policy_source(self) -> Spec:
+        return self.spec or self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    state: State
+    actions: tuple[Action, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    wake_at: float | None = None
+
+
+@dataclass(slots=True)
+class Doing:
+    """What one step has decided so far. Lives no longer than the step."""
+
+    state: State
+    now: float
+    actions: list[Action] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
+    wakes: list[float] = field(default_factory=list)
+
+    def set(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+    def crew(self, **changes: object) -> None:
+        assert self.state.crew is not None
+        self.set(crew=replace(self.state.crew, **changes))  # type: ignore[arg-type]
+
+    def transact(self, tag: Tag, guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> None:
+        """One write of a kind at a time, and none while the store is silent or has just refused."""
+        if tag in self.state.busy or self.state.silent is not None:
+            return
+        retry_at = self.state.retry_at.get(tag, 0.0)
+        if self.now < retry_at:
+            self.wakes.append(retry_at)
+            return
+        action = Transact(tag, guards, writes)
+        self.set(busy={**self.state.busy, tag: action})
+        self.actions.append(action)

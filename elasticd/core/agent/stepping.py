@@ -1,0 +1,60 @@
+"""One step: take the event in, then decide all that follows from what is known."""
+
+from __future__ import annotations
+
+from elasticd.core.agent.crew import follow_the_round, note_report, release, report
+from elasticd.core.agent.hearing import absorb
+from elasticd.core.agent.leaving import depart, finish_leaving, heed_the_end, heed_the_operator
+from elasticd.core.agent.membership import (
+    campaign,
+    join,
+    notice_a_false_start,
+    outlast_the_store,
+    register,
+)
+from elasticd.core.agent.state import Doing, Identity, State, Step
+from elasticd.core.facts import (
+    Spec,
+)
+from elasticd.core.messages import (
+    Event,
+)
+
+
+def start(
+    me: Identity, wanted: Spec, store_port: int, etcd_grace_s: float, store_name: str = "etcd"
+) -> State:
+    """An agent that knows nothing yet. The driver then watches the keys of ``watched``."""
+    return State(me, wanted, etcd_grace_s, store_port, store_name)
+
+
+def watched(me: Identity) -> tuple[str, ...]:
+    """The keys that every agent follows; only the leader follows more."""
+    return ("spec", "round", "leader", me.key)
+
+
+def step(state: State, event: Event, now: float) -> Step:
+    """One event. Never blocks, never fails on an event that is possible."""
+    do = Doing(state, now)
+    if not state.gone:
+        absorb(do, event)
+        decide(do)
+    return Step(do.state, tuple(do.actions), tuple(do.reasons), min(do.wakes, default=None))
+
+
+def decide(do: Doing) -> None:
+    heed_the_operator(do)
+    outlast_the_store(do)
+    notice_a_false_start(do)
+    if not do.state.joined and do.state.exiting is None and do.state.departure is None:
+        join(do)
+    heed_the_end(do)
+    follow_the_round(do)
+    note_report(do)
+    release(do)
+    depart(do)
+    if do.state.exiting is None:
+        register(do)
+        report(do)
+        campaign(do)
+    finish_leaving(do)
