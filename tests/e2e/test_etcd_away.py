@@ -86,6 +86,27 @@ def test_a_node_that_alone_is_cut_off_stops_its_workers_before_the_others_go_on_
     cluster.finishes(a, b)
 
 
+def test_an_agent_that_stops_while_etcd_is_away_does_not_train_beside_the_next_world(
+    clusters: MakeCluster, etcd: Etcd
+) -> None:
+    cluster = clusters(etcd.url)
+    cluster.limits = (1, 2)
+    a, b = cluster.start("a", "b")
+    first = cluster.world(2)
+    etcd.hang()
+    for agent in (a, b):
+        cluster.until_said(agent, "etcd.away")
+    b.signal(signal.SIGSTOP)
+    cluster.until_gone(first.on("b"))
+    etcd.wake()
+    second = cluster.world(1, after=first)
+    assert second.nodes == ("a",)
+    b.signal(signal.SIGCONT)
+    third = cluster.world(2, after=second)
+    assert third.restarts == 0
+    cluster.finishes(a, b)
+
+
 def test_a_worker_that_dies_while_etcd_is_away_is_replaced_when_it_is_back(
     clusters: MakeCluster, etcd: Etcd
 ) -> None:

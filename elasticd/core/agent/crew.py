@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, State
-from elasticd.core.facts import (
-    Phase,
-    Report,
-)
-from elasticd.core.messages import (
-    RenewStore,
-    StartWorkers,
-    StopWorkers,
-    Tag,
-)
-from elasticd.core.ports import (
-    Put,
-    Unchanged,
-)
-from elasticd.core.reasons import (
-    Expelled,
-    WorkersStarted,
-    WorkersStopping,
-)
+from elasticd.core.facts import Phase, Report
+from elasticd.core.messages import RenewStore, StartWorkers, StopWorkers, Tag
+from elasticd.core.ports import Put, Unchanged
+from elasticd.core.reasons import Expelled, WorkersStarted, WorkersStopping
 
 
 def follow_the_round(do: Doing) -> None:

@@ -9,10 +9,7 @@ from elasticd.core.agent.crew import stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import evict
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Departure, Doing
-from elasticd.core.facts import (
-    Node,
-    Report,
-)
+from elasticd.core.facts import Node, Report
 from elasticd.core.messages import (
     Answered,
     Event,
@@ -30,26 +27,8 @@ from elasticd.core.messages import (
     Tick,
     WorkerExited,
 )
-from elasticd.core.ports import (
-    Answer,
-    Applied,
-    Delete,
-    Entry,
-    Held,
-    LeaseNews,
-    Lost,
-    Put,
-    Silent,
-    Write,
-)
-from elasticd.core.reasons import (
-    Draining,
-    LeadsNow,
-    LeaseLost,
-    StoreAway,
-    StoreBack,
-    WorkerEnded,
-)
+from elasticd.core.ports import Answer, Applied, Delete, Entry, Held, LeaseNews, Lost, Put, Silent, Write
+from elasticd.core.reasons import Draining, LeadsNow, LeaseLost, StoreAway, StoreBack, WorkerEnded
 
 RETRY_S = 0.5  # after an unknown or refused write: by then the watch has shown why
 

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent.state import Doing, State
-from elasticd.core.facts import (
-    Leadership,
-    Node,
-    Outcome,
-    Spec,
-)
-from elasticd.core.messages import (
-    CheckProcess,
-    Fence,
-    Leave,
-    LookAround,
-    Tag,
-)
-from elasticd.core.ports import (
-    Delete,
-    Entry,
-    Put,
-    Silent,
-    StillThere,
-    Unchanged,
-)
-from elasticd.core.reasons import (
-    NameTaken,
-    PolicyDiffers,
-)
+from elasticd.core.facts import Leadership, Node, Outcome, Spec
+from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
+from elasticd.core.ports import Delete, Entry, Put, Silent, StillThere, Unchanged
+from elasticd.core.reasons import NameTaken, PolicyDiffers
 
 CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for etcd
 
@@ -104,9 +83,7 @@ def join(do: Doing) -> None:
         # A job nobody works on any more: what it was is not binding.
         guard = Unchanged("spec", state.seen["spec"].revision)
         do.transact(
-            Tag.SPEC,
-            (guard,),
-            (Put("spec", wanted), Delete("budget"), Delete("reports/", prefix=True)),
+            Tag.SPEC, (guard,), (Put("spec", wanted), Delete("budget"), Delete("reports/", prefix=True))
         )
     elif state.others > 0:
         do.set(exiting=Leave(2, difference))

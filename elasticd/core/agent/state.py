@@ -5,30 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.facts import (
-    Exit,
-    Leadership,
-    Member,
-    Phase,
-    Report,
-    Round,
-    Spec,
-)
-from elasticd.core.messages import (
-    Action,
-    Leave,
-    Tag,
-    Transact,
-)
-from elasticd.core.ports import (
-    Entry,
-    Guard,
-    Silent,
-    Write,
-)
-from elasticd.core.reasons import (
-    Reason,
-)
+from elasticd.core.facts import Exit, Leadership, Member, Phase, Report, Round, Spec
+from elasticd.core.messages import Action, Leave, Tag, Transact
+from elasticd.core.ports import Entry, Guard, Silent, Write
+from elasticd.core.reasons import Reason
 
 SIGKILL, SIGTERM = 9, 15  # core knows no signal module of any platform; these are POSIX's
 

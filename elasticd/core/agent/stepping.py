@@ -5,20 +5,10 @@ from __future__ import annotations
 from elasticd.core.agent.crew import follow_the_round, note_report, release, report
 from elasticd.core.agent.hearing import absorb
 from elasticd.core.agent.leaving import depart, finish_leaving, heed_the_end, heed_the_operator
-from elasticd.core.agent.membership import (
-    campaign,
-    join,
-    notice_a_false_start,
-    outlast_the_store,
-    register,
-)
+from elasticd.core.agent.membership import campaign, join, notice_a_false_start, outlast_the_store, register
 from elasticd.core.agent.state import Doing, Identity, State, Step
-from elasticd.core.facts import (
-    Spec,
-)
-from elasticd.core.messages import (
-    Event,
-)
+from elasticd.core.facts import Spec
+from elasticd.core.messages import Event
 
 
 def start(
