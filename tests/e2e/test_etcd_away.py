@@ -107,6 +107,18 @@ def test_an_agent_that_stops_while_etcd_is_away_does_not_train_beside_the_next_w
     cluster.finishes(a, b)
 
 
+def test_an_agent_drains_although_etcd_is_away(clusters: MakeCluster, etcd: Etcd) -> None:
+    cluster = clusters(etcd.url)
+    cluster.direct(lambda player: Script(on_sigterm="save"))
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    etcd.kill()
+    cluster.until_said(a, "etcd.away")
+    a.signal(signal.SIGTERM)
+    assert a.end() == 143
+    assert cluster.until(lambda: world.players[0].did("saved"), "its worker saved")
+
+
 def test_a_worker_that_dies_while_etcd_is_away_is_replaced_when_it_is_back(
     clusters: MakeCluster, etcd: Etcd
 ) -> None:

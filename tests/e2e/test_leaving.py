@@ -106,3 +106,11 @@ def test_the_last_node_may_leave_and_come_back(cluster: Cluster) -> None:
     second = cluster.world(1, after=first)
     assert second.restarts == 0
     cluster.finishes(a)
+
+
+def test_a_node_that_still_waits_for_others_leaves_at_once(cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    (a,) = cluster.start("a")
+    cluster.until_said(a, "job.waiting")
+    a.signal(signal.SIGTERM)
+    assert a.end() == 143
