@@ -255,7 +255,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours(
         "--futile-max",
         click.IntRange(min=0),
-        "Failures in a row without progress to end at; 0: no limit.  [3]",
+        "Failures in a row without progress to end at; 0: no limit.  [4]",
     ),
     _ours(
         "--quarantine-after",

@@ -40,6 +40,11 @@ class Channel:
         """Whether ``flush`` has something left to send."""
         return bool(self._unsent)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a part of a message has arrived, and the rest has not."""
+        return bool(self._unread)
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message and send what can be sent. Takes ``fds`` over: they are closed once sent."""
         assert len(fds) <= _FDS_MAX, f"{len(fds)} files are more than one message carries"
@@ -94,6 +99,10 @@ class Channel:
             del self._unread[:end]
             messages.append((message, [self._unclaimed_fds.popleft() for _ in range(message.pop("fds"))]))
         return messages
+
+    def forget(self) -> None:
+        """Let go of the socket without closing it: in a forked process, which closes by number."""
+        self._sock.detach()
 
     def close(self) -> None:
         """Close the socket and every file that was still to be sent or claimed."""

@@ -6,8 +6,11 @@ behind. It also enforces the fence, so that workers stop in time even where the 
 Standard library only, one thread, started as ``python -I -S``: it shares no fate with torch, grpc
 or the agent's threads, and forks in a fraction of a millisecond. The agent's end is ``keeper``.
 
-Messages to it: ``spawn``, ``stop``, ``stop_service``, ``fence``, ``remove_at_end``, ``close``.
-From it: ``spawned``, ``ended``. Its parent's death, or the end of the socket, means ``close`` at once.
+It forks workers itself, or has them forked from a zygote (``zygote``) where there is one that is ready;
+they are its children either way.
+
+Messages to it: ``spawn``, ``start_zygote``, ``preload``, ``stop``, ``stop_service``, ``fence``,
+``remove_at_end``, ``close``. From it: ``spawned``, ``ended``, and what a zygote says. Its parent's death, or the end of the socket, means ``close`` at once.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -37,6 +40,7 @@ from elasticd.procs.linux import (
     steady_now,
     was_started_with,
 )
+from elasticd.procs.zygote import Fork, Zygote
 
 CANNOT_RUN = 127
 _REMEMBERED = 1024  # ended workers whose late orphans are still known for theirs
@@ -62,6 +66,8 @@ class WardenProcess:
         self._agent: Channel | None = Channel(sock)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
+        self._zygote: Zygote | None = None
+        self._ended_early: dict[int, int] = {}  # exit codes of forked ones that were not taken yet
         self._ended_sessions: deque[int] = deque(maxlen=_REMEMBERED)
         self._ended_marks: deque[str] = deque(maxlen=_REMEMBERED)
         self._fence_at: float | None = None
@@ -91,6 +97,8 @@ class WardenProcess:
                 elif key.data == "death":
                     self._selector.unregister(key.fileobj)
                     self._lose_agent()
+                elif key.data == "zygote":
+                    self._hear_zygote(events)
                 else:
                     self._serve(events)
             self._keep_deadlines()
@@ -121,6 +129,10 @@ class WardenProcess:
         match message["do"]:
             case "spawn":
                 self._spawn(message, fds)
+            case "start_zygote":
+                self._start_zygote(message, fds)
+            case "preload":
+                self._ask_zygote(lambda zygote: zygote.preload(message))
             case "stop":
                 self._stop(message["signal"], message["grace_s"])
             case "stop_service":
@@ -141,10 +153,11 @@ class WardenProcess:
             self._lose_agent()
 
     def _want_writes(self) -> None:
-        if self._agent is not None:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._agent.pending else 0)
-            if self._selector.get_key(self._agent).events != wanted:
-                self._selector.modify(self._agent, wanted, "agent")
+        for channel, name in ((self._agent, "agent"), (self._zygote and self._zygote.channel, "zygote")):
+            if channel is not None:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.pending else 0)
+                if self._selector.get_key(channel).events != wanted:
+                    self._selector.modify(channel, wanted, name)
 
     def _lose_agent(self) -> None:
         if self._agent is not None:
@@ -160,6 +173,9 @@ class WardenProcess:
         try:
             if not service and (self._fence_passed or _is_past(self._fence_at)):
                 self._tell_end(message["id"], 0, -signal.SIGKILL, fenced=True)
+                return
+            if message.get("fork") and self._zygote is not None and self._zygote.ready:
+                self._ask_zygote(lambda zygote: zygote.fork(message, fds))
                 return
             warden = os.getpid()
             errors, tell_error = os.pipe()
@@ -177,9 +193,7 @@ class WardenProcess:
             for fd in fds:
                 os.close(fd)
         child = _Child(message["id"], pid, service, message["mark"], message["whole_group"], errors)
-        self._children[pid] = child
-        if pid in self._ended_sessions:  # pids come round again
-            self._ended_sessions.remove(pid)
+        self._add(child)
         if service:  # its caller waits to hear that it runs; a worker's failure is told by its end
             error_text = _read_error(child, wait=True)
             if error_text is not None:
@@ -190,7 +204,13 @@ class WardenProcess:
                 return
         self._tell({"is": "spawned", "id": child.id, "pid": pid})
 
+    def _add(self, child: _Child) -> None:
+        self._children[child.pid] = child
+        if child.pid in self._ended_sessions:  # pids come round again
+            self._ended_sessions.remove(child.pid)
+
     def _stop(self, signal_number: int, grace_s: float) -> None:
+        self._drop_forks(-signal_number)
         kill_at = steady_now() + grace_s
         for child in self._workers():
             child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
@@ -206,6 +226,7 @@ class WardenProcess:
         """Workers end now, services within the grace; then this process ends."""
         self._closing = True
         self._give_up_at = steady_now() + grace_s + _LAST_REAPING_S
+        self._drop_forks(-signal.SIGKILL)
         for child in self._children.values():
             if child.service and grace_s > 0:
                 child.kill_at = steady_now() + grace_s
@@ -225,22 +246,31 @@ class WardenProcess:
             if ended is None:
                 break
             child = self._children.pop(ended.si_pid, None)
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             if child is None:
                 os.waitpid(ended.si_pid, 0)
+                if self._zygote is not None and self._zygote.until is not None:
+                    self._ended_early[ended.si_pid] = code
                 continue
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             at = time.time()
-            kill_group(child.pid, signal.SIGKILL)
+            if self._zygote is not None and child.pid == self._zygote.pid:
+                self._lose_zygote()  # its group holds workers that have none of their own yet
+            else:
+                kill_group(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
-            self._ended_sessions.append(child.pid)
-            if child.mark:
-                self._ended_marks.append(child.mark)
-            self._sweep()
-            error = _read_error(child)
-            self._tell_end(
-                child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
-            )
+            self._finish(child, code, at)
         self._sweep()
+
+    def _finish(self, child: _Child, code: int, at: float) -> None:
+        """It is reaped: kill what it left, and tell."""
+        self._ended_sessions.append(child.pid)
+        if child.mark:
+            self._ended_marks.append(child.mark)
+        self._sweep()
+        error = _read_error(child)
+        self._tell_end(
+            child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
+        )
 
     def _tell_end(
         self, id: int, pid: int, code: int, at: float | None = None, error: str = "", fenced: bool = False
@@ -265,7 +295,7 @@ class WardenProcess:
         """
         deserted = not self._workers()
         for pid in children(os.getpid()):
-            if pid in self._children:
+            if pid in self._children or (self._zygote is not None and session_of(pid) == self._zygote.pid):
                 continue
             if (
                 deserted
@@ -280,6 +310,83 @@ class WardenProcess:
     def _all_gone(self) -> bool:
         return not children(os.getpid()) or _is_past(self._give_up_at)
 
+    # ------------------------------------------------------------ the zygote
+
+    def _start_zygote(self, message: Message, fds: list[int]) -> None:
+        self._lose_zygote()
+        ours, theirs = socket.socketpair()
+        self._spawn(message, [*fds, theirs.detach()])
+        pid = next((child.pid for child in self._children.values() if child.id == message["id"]), None)
+        if pid is None:
+            ours.close()
+            return
+        self._zygote = Zygote(message["id"], pid, ours)
+        self._selector.register(self._zygote.channel, selectors.EVENT_READ, "zygote")
+
+    def _ask_zygote(self, ask: Callable[[Zygote], None]) -> None:
+        if self._zygote is not None:
+            try:
+                ask(self._zygote)
+            except Closed:
+                self._lose_zygote()
+
+    def _hear_zygote(self, events: int) -> None:
+        zygote = self._zygote
+        if zygote is None:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                zygote.channel.flush()
+            messages = zygote.channel.receive() if events & selectors.EVENT_READ else []
+        except Closed:
+            self._lose_zygote()
+            return
+        for message, _ in messages:
+            match message["is"]:
+                case "forked":
+                    for id, pid in message["pids"].items():
+                        fork = zygote.made(int(id))
+                        if fork is not None:
+                            self._take(fork, pid)
+                    self._ended_early.clear()
+                case "ready":
+                    zygote.imported(message["asked"])
+                    self._tell({"is": "zygote", "id": zygote.id, "ready": zygote.ready})
+                case "left_out":
+                    self._tell({"is": "zygote", "id": zygote.id, "left_out": message["names"]})
+
+    def _take(self, fork: Fork, pid: int) -> None:
+        """The worker is this process's child by now, and waits for its go."""
+        if not pid:
+            self._spawn({**fork.request, "fork": False}, fork.start_afresh())
+            return
+        fork.take()
+        request = fork.request
+        child = _Child(request["id"], pid, False, request["mark"], request["whole_group"], fork.link)
+        self._add(child)
+        self._tell({"is": "spawned", "id": child.id, "pid": pid})
+        code = self._ended_early.pop(pid, None)
+        if code is not None:
+            del self._children[pid]
+            self._finish(child, code, time.time())
+
+    def _lose_zygote(self) -> None:
+        """It is gone, or goes; whom it has not forked yet is started without it."""
+        zygote, self._zygote = self._zygote, None
+        if zygote is None:
+            return
+        self._selector.unregister(zygote.channel)
+        zygote.channel.close()
+        kill(zygote.pid, signal.SIGKILL)
+        for fork in zygote.give_up():
+            self._spawn({**fork.request, "fork": False}, fork.start_afresh())
+
+    def _drop_forks(self, code: int, *, fenced: bool = False) -> None:
+        """Those who are still to be forked need not start any more."""
+        for fork in self._zygote.give_up() if self._zygote is not None else ():
+            fork.drop()
+            self._tell_end(fork.request["id"], 0, code, fenced=fenced)
+
     # ------------------------------------------------------------ deadlines
 
     def _until_next_deadline(self) -> float | None:
@@ -288,15 +395,20 @@ class WardenProcess:
             deadlines.append(self._fence_at)
         if self._give_up_at is not None:
             deadlines.append(self._give_up_at)
+        if self._zygote is not None and self._zygote.until is not None:
+            deadlines.append(self._zygote.until)
         return max(0.0, min(deadlines) - steady_now()) if deadlines else None
 
     def _keep_deadlines(self) -> None:
         if not self._fence_passed and _is_past(self._fence_at):
             self._fence_passed = True
+            self._drop_forks(-signal.SIGKILL, fenced=True)
             for child in self._workers():
                 child.fenced = True
                 child.kill_at = 0.0
-        for child in self._children.values():
+        if self._zygote is not None and _is_past(self._zygote.until):
+            self._lose_zygote()
+        for child in list(self._children.values()):
             if _is_past(child.kill_at):
                 child.kill_at = None
                 kill_group(child.pid, signal.SIGKILL)
@@ -322,7 +434,10 @@ def _become(message: Message, fds: Sequence[int], tell_error: int, warden: int) 
         failing = f"in {message['cwd']}"
         os.chdir(message["cwd"])
         for target, fd in enumerate(fds):
+            if target == tell_error:
+                tell_error = os.dup(tell_error)
             os.dup2(fd, target)
+            os.set_inheritable(target, True)
         # Nothing else to close: every other descriptor of the warden is close-on-exec.
         failing = message["argv"][0]
         os.execvpe(message["argv"][0], message["argv"], message["env"])

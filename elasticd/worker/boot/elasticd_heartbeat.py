@@ -1,4 +1,5 @@
-"""Tells the agent how far an unmodified script is: every optimizer step, in a page of shared memory.
+"""Tells the agent how far an unmodified script is: every optimizer step, in a page of shared memory,
+and, once, what it imported until its first step, for the zygote that later workers are forked from.
 
 Standard library only, and self-contained: the worker's Python need not have elasticd installed.
 The layout is that of elasticd/procs/page.py.
@@ -29,7 +30,11 @@ def start() -> None:
     if path:
         fields = _claim(path)
         if fields is not None:
-            sys.meta_path.insert(0, _Finder(fields))
+            optimizers = sys.modules.get(_HOOKED)
+            if optimizers is None:
+                sys.meta_path.insert(0, _Finder(fields, path))
+            else:  # forked from a zygote
+                _hook(optimizers, fields, path)
 
 
 def _claim(path: str) -> memoryview[int] | None:
@@ -63,8 +68,9 @@ def _lives(pid: int) -> bool:
 class _Finder:
     """Sees the import of torch's optimizers, once; finds nothing itself."""
 
-    def __init__(self, fields: memoryview[int]) -> None:
+    def __init__(self, fields: memoryview[int], path: str) -> None:
         self._fields = fields
+        self._path = path
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -85,11 +91,7 @@ class _Finder:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            try:
-                module.register_optimizer_step_post_hook(_make_hook(self._fields))
-                self._fields[_PHASE] = _IMPORTED
-            except Exception:  # noqa: BLE001, S110  # a torch we do not know: no heartbeat, but it runs
-                pass
+            _hook(module, self._fields, self._path)
 
         try:
             loader.exec_module = exec_module
@@ -97,7 +99,15 @@ class _Finder:
             pass
 
 
-def _make_hook(fields: memoryview[int]) -> Callable[[Any, Any, Any], None]:
+def _hook(optimizers: Any, fields: memoryview[int], path: str) -> None:
+    try:
+        optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
+        fields[_PHASE] = _IMPORTED
+    except Exception:  # noqa: BLE001, S110  # a torch we do not know: no heartbeat, but it runs
+        pass
+
+
+def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], None]:
     """What runs after each step of each optimizer.
 
     Iterations are counted, not steps: with several optimizers (a GAN's two, one for each layer)
@@ -121,6 +131,8 @@ def _make_hook(fields: memoryview[int]) -> Callable[[Any, Any, Any], None]:
             fields[_LAST_NS] = now_ns()
             fields[_STEPS] = steps
             fields[_PHASE] = _STEPPING
+            if steps == 1:
+                _tell_imports(os.path.join(os.path.dirname(path), "imports"))
         else:
             fields[_LAST_NS] = now_ns()
         stepped.add(key)
@@ -130,3 +142,49 @@ def _make_hook(fields: memoryview[int]) -> Callable[[Any, Any, Any], None]:
     hook._torchdynamo_disable = True
     hook._torchdynamo_disable_msg = None
     return hook
+
+
+def _tell_imports(address: str) -> None:
+    """Send the names of the modules imported so far, in their order, if somebody wants to know."""
+    try:
+        if os.path.exists(address):
+            import _socket
+            import zlib
+
+            names = zlib.compress("\n".join(_imported()).encode())
+            with_fd = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM | _socket.SOCK_NONBLOCK)
+            try:
+                with_fd.sendto(names, address)
+            finally:
+                with_fd.close()
+    except Exception:  # noqa: BLE001, S110  # then workers start as they did without it
+        pass
+
+
+def _imported() -> list[str]:
+    """Modules of the standard library and of installed packages, but not what is the job's own."""
+    homes = [os.path.dirname(os.__file__)]
+    homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    main = sys.modules.get("__main__")
+    own = []
+    if getattr(main, "__file__", None):
+        own.append(os.path.dirname(os.path.abspath(main.__file__)))  # type: ignore[union-attr, arg-type]
+    own.append(os.getcwd())
+    own = [os.path.join(folder, "") for folder in own]
+    # A virtual environment may well lie within the folder of the script.
+    own = [folder for folder in own if not any(os.path.join(home, "").startswith(folder) for home in homes)]
+    spec = getattr(main, "__spec__", None)
+    own_package = spec.name.partition(".")[0] if spec else None  # python -m
+    found = []
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        if (
+            isinstance(origin, str)
+            and spec.name == name
+            and any(origin.startswith(os.path.join(home, "")) for home in homes)
+            and not origin.startswith(tuple(own))
+            and name.partition(".")[0] not in (own_package, "__main__", "sitecustomize", "usercustomize")
+        ):
+            found.append(name)
+    return found

@@ -3,6 +3,8 @@
 It takes this folder off PYTHONPATH and sys.path again, so that the script and its children see the
 environment they were given, starts the heartbeat, and hands over to the sitecustomize that would
 have run without it. Whatever goes wrong with the heartbeat, the script runs.
+
+In a zygote it stays here until it is a worker, forked, for which all this then happens.
 """
 
 import os
@@ -19,6 +21,11 @@ def _withdraw(here: str) -> None:
     sys.path_importer_cache.pop(here, None)
 
 
+if "ELASTICD_ZYGOTE" in os.environ:
+    import elasticd_zygote
+
+    elasticd_zygote.serve(os.path.dirname(os.path.abspath(__file__)))
+
 try:
     import elasticd_heartbeat
 
@@ -27,7 +34,7 @@ except Exception:  # noqa: BLE001, S110  # the script comes first
     pass
 finally:
     _withdraw(os.path.dirname(os.path.abspath(__file__)))
-    for name in ("elasticd_heartbeat", "sitecustomize"):
+    for name in ("elasticd_heartbeat", "elasticd_zygote", "sitecustomize"):
         sys.modules.pop(name, None)
 
 import sitecustomize  # noqa: E402, F401  # the next one on the path; its absence is no error to site
