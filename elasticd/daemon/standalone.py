@@ -54,8 +54,10 @@ class Standalone:
     def wait_until_ready(self) -> EtcdAccess:
         """Raises CannotStart if it does not come up."""
         self._ready.wait()
-        if self._error is not None:
+        if isinstance(self._error, StoreError | KeeperError | OSError):
             raise CannotStart(str(self._error)) from self._error
+        if self._error is not None:
+            raise self._error
         return self._server.access
 
     def _serve(self) -> None:
@@ -67,7 +69,7 @@ class Standalone:
                 registry.register(
                     self._job, self._server.endpoint, self._server.pid, self._started, self._server.folder
                 )
-            except (StoreError, KeeperError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # whatever it is, somebody waits to be told
                 if not self._ready.is_set():
                     self._error = error
                     self._ready.set()

@@ -56,7 +56,7 @@ from elasticd.core.reasons import (
 from tests.core.build import NOW, exit, life, node, report, round, spec
 from tests.core.by_hand import OTHER_LEADER, PORT, Agent, put
 
-SIGINT, SIGKILL, SIGTERM = 2, 9, 15
+SIGINT, SIGKILL, SIGUSR1, SIGTERM = 2, 9, 10, 15
 POLICY = Policy()
 ROUND = round(1, {"a": 2, "b": 2})
 SECOND = round(1, {"b": 2, "a": 2})  # somebody else hosts the store
@@ -641,11 +641,18 @@ def test_a_signal_announces_the_departure_and_leaves_the_end_of_the_round_to_the
     assert not one.all_of(StopWorkers) and one.wake_at == NOW + DRAIN_PATIENCE_S
     one.answered(Tag.NODE)
     one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
-    assert one.one(StopWorkers) == StopWorkers(SIGINT, POLICY.shutdown_s), "the signal that was sent"
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.shutdown_s), "which scripts save on"
     one.exits(1, exit(0, 2, code=0))
     assert not one.all_of(Leave)
     one.exits(1, exit(1, 3, code=0))
     assert one.one(Leave) == Leave(130, "drained")
+
+
+def test_another_signal_is_passed_on_to_the_workers() -> None:
+    one = Agent.working(SECOND)
+    one.told(Signalled(SIGUSR1))
+    one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
+    assert one.one(StopWorkers).signal == SIGUSR1
 
 
 def test_a_leaving_node_does_not_wait_for_a_leader_for_ever() -> None:

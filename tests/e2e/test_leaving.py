@@ -27,7 +27,7 @@ def test_a_signalled_agent_drains_its_workers_save_and_the_others_go_on(
     second = cluster.world(1, after=first)
     assert second.nodes == ("a",) and second.restarts == 0
     assert cluster.round.cause is Cause.NODE_DRAINED
-    assert worker.heard[0]["signal"] == number, "as torchrun passes it on"
+    assert worker.heard[0]["signal"] == signal.SIGTERM, "which scripts save on, also for Ctrl-C"
     assert first.on("a")[0].did("saved"), "all of a planned end may save"
     cluster.finishes(a)
 

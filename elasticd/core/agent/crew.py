@@ -23,8 +23,8 @@ def follow_the_round(do: Doing) -> None:
                 do.reasons.append(Expelled(crew.round.number, round.number))
             stop(do, SIGKILL, 0.0)
         elif round.number == crew.round.number and round.phase is not Phase.LIVE:
-            signal = state.departure.signal if state.departure else 0
-            stop(do, signal or SIGTERM, policy.shutdown_s if round.planned else policy.broken_s)
+            signal = state.departure.workers_signal if state.departure else SIGTERM
+            stop(do, signal, policy.shutdown_s if round.planned else policy.broken_s)
         return
     member = round.member(state.me.node, state.me.incarnation)
     if member is None or state.released >= round.number:

@@ -52,7 +52,7 @@ def depart(do: Doing) -> None:
     if state.crew is not None:
         unanswered = not (state.crew.stopping or state.crew.killed)
         if unanswered and (do.now >= departure.patient_until or not state.registered or state.silent):
-            stop(do, departure.signal or SIGTERM, state.policy_source.policy.shutdown_s)
+            stop(do, departure.workers_signal, state.policy_source.policy.shutdown_s)
         elif unanswered:
             do.wakes.append(departure.patient_until)
         if do.state.crew is not None and (do.state.crew.alive or not do.now >= departure.patient_until):

@@ -10,7 +10,7 @@ from elasticd.core.messages import Action, Leave, Tag, Transact
 from elasticd.core.ports import Entry, Guard, Silent, Write
 from elasticd.core.reasons import Reason
 
-SIGKILL, SIGTERM = 9, 15  # core knows no signal module of any platform; these are POSIX's
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # core knows no signal module of any platform; these are POSIX's
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,12 @@ class Departure:
 
     signal: int
     patient_until: float
+
+    @property
+    def workers_signal(self) -> int:
+        """What workers are told to leave by: SIGTERM, which scripts save on, also for Ctrl-C; any
+        other signal is passed on, as by torchrun."""
+        return SIGTERM if self.signal in (0, SIGINT) else self.signal
 
 
 @dataclass(frozen=True, slots=True)
