@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -57,6 +58,7 @@ class _Running:
     service: bool
     pid: int = 0
     started: Callable[[int], None] | None = None
+    heard: Callable[[Message], None] | None = None
 
 
 class Warden:
@@ -74,6 +76,8 @@ class Warden:
         self._next_id = 1
         self._soon: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[int, Callable[[], None]] = {}
         self._closing = False
         self._lost = False
         self._keeper_lost: Callable[[], None] | None = None
@@ -103,6 +107,11 @@ class Warden:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def closing(self) -> bool:
+        """Whether ``close`` was called: what runs is being ended."""
+        return self._closing
+
     def on_lost(self, keeper_lost: Callable[[], None]) -> None:
         """Have this called if the warden dies by itself; its workers and services are dead then,
         and each was reported as ended before."""
@@ -123,16 +132,19 @@ class Warden:
         fds: Sequence[int],
         mark: str = "",
         whole_group: bool = False,
+        fork: bool = False,
         started: Callable[[int], None] | None = None,
         ended: Callable[[Ended], None],
     ) -> None:
         """Start a worker in a session of its own, with just these three files, which are taken over.
 
         ``mark``: one ``NAME=value`` of its environment that no other has, by which its orphans are
-        known. ``whole_group``: ``stop`` signals its process group, not only itself. ``ended`` is
-        called once, whatever happens; ``started`` with its pid, before.
+        known. ``whole_group``: ``stop`` signals its process group, not only itself. ``fork``: from
+        the zygote, if that is ready. ``ended`` is called once, whatever happens; ``started`` with
+        its pid, before.
         """
-        self._spawn(argv, env, cwd, fds, _Running(ended, mark, False, 0, started), whole_group)
+        running = _Running(ended, mark, False, 0, started)
+        self._spawn(argv, env, cwd, fds, running, whole_group=whole_group, fork=fork)
 
     def stop_workers(self, signal_number: int, grace_s: float) -> None:
         """Signal every worker, and SIGKILL what is left after the grace."""
@@ -142,6 +154,27 @@ class Warden:
         """Kill all workers in so many seconds unless told otherwise before; None: never."""
         deadline = None if in_s is None else steady_now() + in_s
         self._tell({"do": "fence", "until": deadline})
+
+    # ------------------------------------------------------------ the zygote
+
+    def start_zygote(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str,
+        fds: Sequence[int],
+        heard: Callable[[Message], None],
+        ended: Callable[[Ended], None],
+    ) -> None:
+        """Start the process that workers may be forked from, in place of one there was. Its socket
+        is its fourth file. ``heard`` is called with what it says."""
+        running = _Running(ended, "", True, heard=heard)
+        self._spawn(argv, env, cwd, fds, running, do="start_zygote")
+
+    def preload(self, request: Message) -> None:
+        """Have the zygote import the ``modules`` named there. It forks no workers until it has."""
+        self._tell({**request, "do": "preload"})
 
     # ------------------------------------------------------------ services
 
@@ -178,7 +211,7 @@ class Warden:
             raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
         fds = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), log, os.dup(log)]
         running = _Running(service_ended, "", True, 0, answer)
-        self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running, False)
+        self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):
             raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
@@ -229,6 +262,29 @@ class Warden:
         self._soon.append(call)
         self._nudge()
 
+    def watch(self, file: socket.socket, readable: Callable[[], None]) -> None:
+        """Call this, from the same thread, whenever there is something to read."""
+
+        def register() -> None:
+            self._watched[file.fileno()] = readable
+            self._selector.register(file, selectors.EVENT_READ)
+
+        self.call_soon(register)
+
+    def unwatch(self, file: socket.socket) -> None:
+        """Stop that, and close the file."""
+
+        def unregister() -> None:
+            if self._watched.pop(file.fileno(), None) is not None:
+                with contextlib.suppress(KeyError, RuntimeError):  # the selector may be closed by now
+                    self._selector.unregister(file)
+            file.close()
+
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self.call_soon(unregister)
+        else:
+            unregister()
+
     def _nudge(self) -> None:
         os.eventfd_write(self._wake, 1)
 
@@ -239,7 +295,10 @@ class Warden:
         cwd: str,
         fds: Sequence[int],
         running: _Running,
-        whole_group: bool,
+        *,
+        do: str = "spawn",
+        whole_group: bool = False,
+        fork: bool = False,
     ) -> None:
         with self._lock:
             id = self._next_id
@@ -257,7 +316,7 @@ class Warden:
                 self.call_soon(lambda: running.ended(end))
             return
         message = {
-            "do": "spawn",
+            "do": do,
             "id": id,
             "argv": [_portable(argument) for argument in argv],
             "env": {_portable(name): _portable(value) for name, value in env.items()},
@@ -265,6 +324,7 @@ class Warden:
             "mark": _portable(running.mark),
             "service": running.service,
             "whole_group": whole_group,
+            "fork": fork,
         }
         self._tell(message, fds)
 
@@ -283,7 +343,7 @@ class Warden:
             self._nudge()
 
     def _listen(self) -> None:
-        selector = selectors.DefaultSelector()
+        selector = self._selector
         selector.register(self._channel, selectors.EVENT_READ)
         selector.register(self._wake, selectors.EVENT_READ)
         try:
@@ -294,6 +354,8 @@ class Warden:
                 for key, events in selector.select():
                     if key.fileobj == self._wake:
                         os.eventfd_read(self._wake)
+                    elif key.fd in self._watched:
+                        _call(self._watched[key.fd])
                     else:
                         self._exchange(events)
                 self._call_those_waiting()
@@ -319,9 +381,12 @@ class Warden:
                 return
             if message["is"] == "spawned":
                 running.pid = message["pid"]
-            else:
+            elif message["is"] == "ended":
                 del self._running[message["id"]]
-        if message["is"] == "spawned":
+        if message["is"] == "zygote":
+            if running.heard is not None:
+                _call(partial(running.heard, message))
+        elif message["is"] == "spawned":
             if running.started is not None:
                 _call(partial(running.started, message["pid"]))
         else:

@@ -10,7 +10,8 @@ It forks workers itself, or has them forked from a zygote (``zygote``) where the
 they are its children either way.
 
 Messages to it: ``spawn``, ``start_zygote``, ``preload``, ``stop``, ``stop_service``, ``fence``,
-``remove_at_end``, ``close``. From it: ``spawned``, ``ended``, and what a zygote says. Its parent's death, or the end of the socket, means ``close`` at once.
+``remove_at_end``, ``close``. From it: ``spawned``, ``ended``, and ``zygote``: what that says.
+Its parent's death, or the end of the socket, means ``close`` at once.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class WardenProcess:
             self._lose_agent()
 
     def _want_writes(self) -> None:
-        for channel, name in ((self._agent, "agent"), (self._zygote and self._zygote.channel, "zygote")):
+        zygote = self._zygote.channel if self._zygote is not None else None
+        for channel, name in ((self._agent, "agent"), (zygote, "zygote")):
             if channel is not None:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.pending else 0)
                 if self._selector.get_key(channel).events != wanted:

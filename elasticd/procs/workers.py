@@ -19,6 +19,7 @@ from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
+from elasticd.procs.preload import Preload
 
 LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _LAST_OUTPUT_S = 0.1  # what a dead worker printed last arrives in microseconds, unless the console is stuck
@@ -47,8 +48,11 @@ class LocalProcs:
     ``heartbeat``: whether Python workers report their steps. ``whole_group``: whether ``stop``
     signals the worker's process group (for programs that start Python themselves, such as shell
     scripts) or only the worker, whose children then keep working for it while it saves.
-    ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
-    ``fence`` is told the time by, which must not jump as the machine's may.
+    ``zygote``: whether Python workers may be forked from a process that has imported what they
+    import, once it is known what that is; ``command`` is then one of Python, and alike for all but
+    for the arguments of the script. ``duplicate_*``: filters of torchrun's
+    ``--duplicate-stdout-filters``. ``clock``: the one that ``fence`` is told the time by, which
+    must not jump as the machine's may.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class LocalProcs:
         line_prefix: str | None = None,
         heartbeat: bool = True,
         whole_group: bool = False,
+        zygote: bool = False,
         duplicate_stdout: Sequence[str] = (),
         duplicate_stderr: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
@@ -85,6 +90,7 @@ class LocalProcs:
         self._pages: dict[int, tuple[Assignment, Page]] = {}
         self.page_dir = shared_memory_dir()
         self._warden.remove_at_end(self.page_dir)
+        self._preload = Preload(warden, self.page_dir) if zygote and heartbeat else None
 
     # ------------------------------------------------------------ the port
 
@@ -142,6 +148,8 @@ class LocalProcs:
         """Forget the heartbeats and pass on the last output. The workers have ended by now."""
         with self._lock:
             self._drop_pages()
+        if self._preload is not None:
+            self._preload.close()
         self._output.close()
         shutil.rmtree(self.page_dir, ignore_errors=True)
 
@@ -177,6 +185,7 @@ class LocalProcs:
             fds=fds,
             mark=mark,
             whole_group=self._whole_group,
+            fork=self._preload is not None and self._preload.suits(argv, env, self._cwd),
             started=partial(setattr, worker, "pid"),
             ended=partial(self._ended, worker),
         )

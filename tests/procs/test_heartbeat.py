@@ -186,7 +186,7 @@ def test_both_sides_agree_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None
     page = Page(folder / "page")
     try:
         fields = worker_side._claim(str(page.path))
-        hook = worker_side._make_hook(fields)
+        hook = worker_side._make_hook(fields, str(page.path))
         for _ in range(3):
             hook(page, (), {})
         beat = page.read()

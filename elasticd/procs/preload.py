@@ -1,0 +1,151 @@
+"""The agent's part in forking workers: learns what they import, and keeps a zygote that has imported it.
+
+Workers tell after their first optimizer step (elasticd/worker/boot/elasticd_heartbeat.py). Before,
+and wherever else the zygote would not be like them, they are started afresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elasticd.procs.keeper import Ended, Warden
+from elasticd.procs.page import VARIABLE
+
+_log = logging.getLogger(__name__)
+
+# What may differ between a worker and its zygote, as no module may read it when it is imported there.
+PERSONAL = frozenset(
+    f"{whose}{what}" for whose in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
+) | {"MASTER_ADDR", "MASTER_PORT"}
+PERSONAL_PREFIXES = ("TORCHELASTIC_", "ELASTICD_")
+_PADDING_BYTES = 4096  # room for a worker's own variables, where /proc/pid/environ shows them
+_DEATHS_MAX = 3
+_NAMES_BYTES_MAX = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """How a worker was started. ``env``: without what is its own."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+
+
+class Preload:
+    """One for the workers of a node. ``folder``: where they find the socket, beside their pages."""
+
+    def __init__(self, warden: Warden, folder: Path) -> None:
+        self._warden = warden
+        self._modules: dict[str, None] = {}
+        self._left_out: dict[str, str] = {}
+        self._latest: _Model | None = None
+        self._serving: _Model | None = None
+        self._generation = 0
+        self._deaths = 0
+        self.ready = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(str(folder / "imports"))
+        warden.watch(self._socket, self._told)
+
+    def suits(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> bool:
+        """Whether this worker may be forked, as far as can be said without asking the zygote."""
+        model = _Model(tuple(argv), _shared(env), cwd)
+        self._latest = model
+        serving = self._serving
+        return (
+            serving is not None
+            and model.env == serving.env
+            and model.cwd == serving.cwd
+            and len(model.argv) == len(serving.argv)
+            and model.argv[:3] == serving.argv[:3]
+        )
+
+    def close(self) -> None:
+        """Learn nothing more. The zygote ends with the warden."""
+        self._generation += 1
+        self._warden.unwatch(self._socket)
+
+    # ------------------------------------------------------------ in the keeper's thread
+
+    def _told(self) -> None:
+        """A worker says what it has imported."""
+        known = len(self._modules)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = self._socket.recv(1 << 20)
+                try:
+                    names = zlib.decompressobj().decompress(data, _NAMES_BYTES_MAX).decode().split("\n")
+                except (zlib.error, UnicodeDecodeError):
+                    continue  # not from a worker of ours
+                self._modules.update(dict.fromkeys(filter(None, names)))
+        if len(self._modules) == known and self._serving is not None:
+            return
+        if self._serving is None or (self._latest is not None and self._latest.env != self._serving.env):
+            self._start()
+        else:
+            self._ask(list(self._modules)[known:])
+
+    def _start(self) -> None:
+        model = self._latest
+        if model is None or self._deaths >= _DEATHS_MAX:
+            return
+        self._serving, self.ready = model, False
+        self._generation += 1
+        generation = self._generation
+        out = [os.memfd_create("elasticd-said", os.MFD_CLOEXEC) for _ in (1, 2)]
+        self._warden.start_zygote(
+            model.argv,
+            # Last, so that the rest is not cut off where what is put into its place is shorter.
+            env={**model.env, "ELASTICD_ZYGOTE": "-" * _PADDING_BYTES},
+            cwd=model.cwd,
+            fds=[os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), *out],
+            heard=lambda said: self._heard(generation, said),
+            ended=lambda end: self._ended(generation, end),
+        )
+        self._ask(list(self._modules))
+
+    def _ask(self, modules: list[str]) -> None:
+        self.ready = False
+        personal = {"names": sorted(PERSONAL), "prefixes": PERSONAL_PREFIXES}
+        self._warden.preload({"modules": modules, "personal": personal, "left_out": self._left_out})
+
+    def _heard(self, generation: int, said: Mapping[str, Any]) -> None:
+        if generation != self._generation:
+            return
+        for name, why in said.get("left_out", {}).items():
+            if self._left_out.setdefault(name, why) is why:
+                _log.info("%s is not preloaded for workers: %s", name, why)
+        if said.get("ready"):
+            self.ready = True
+            self._deaths = 0
+            _log.info("from now on workers are forked from a process that has imported what they import")
+
+    def _ended(self, generation: int, end: Ended) -> None:
+        if generation != self._generation or self._warden.closing:
+            return
+        self._serving, self.ready = None, False
+        self._deaths += 1
+        if self._deaths < _DEATHS_MAX:
+            _log.info("the process that workers are forked from ended (%d); starting another", end.code)
+            self._start()
+        else:
+            _log.warning(
+                "the process that workers are forked from does not stay (%d); workers start afresh", end.code
+            )
+
+
+def _shared(env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in PERSONAL and not name.startswith(PERSONAL_PREFIXES) and name != VARIABLE
+    }

@@ -1,0 +1,97 @@
+"""The warden's end of a zygote, the process that workers are forked from once it has imported
+what they import. Standard library only. Its own side is elasticd/worker/boot/elasticd_zygote.py.
+
+A fork is asked for, made, and only then taken: the forked process waits on its link until the warden
+knows of it, and ends if the warden does not want it any more. Whatever goes wrong before that, the
+warden still has all it needs to start the worker afresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elasticd.procs.channel import Channel, Message
+from elasticd.procs.linux import steady_now
+
+_PATIENCE_S = 3.0  # about what a fresh start takes
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A worker asked for. ``link``: it waits there to be taken, and says why it failed."""
+
+    request: Message
+    fds: tuple[int, ...]
+    link: int
+    until: float
+
+    def take(self) -> None:
+        """Let it go on to its script. The link is the caller's from now on."""
+        _close(self.fds)
+        with contextlib.suppress(OSError):  # it is dead, which is told by its exit
+            os.write(self.link, b"g")
+
+    def start_afresh(self) -> list[int]:
+        """Have it end; its three files are the caller's."""
+        os.close(self.link)
+        return list(self.fds)
+
+    def drop(self) -> None:
+        """Have it end."""
+        _close((*self.fds, self.link))
+
+
+class Zygote:
+    """Raises ``channel.Closed`` where the process is gone."""
+
+    def __init__(self, id: int, pid: int, sock: socket.socket) -> None:
+        self.id = id
+        self.pid = pid
+        self.channel = Channel(sock)
+        self._asked = 0
+        self._done = 0
+        self._forks: dict[int, Fork] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported all it was asked to."""
+        return 0 < self._asked == self._done
+
+    @property
+    def until(self) -> float | None:
+        """When to stop waiting for it (``steady_now``); None while nothing is asked of it."""
+        return min((fork.until for fork in self._forks.values()), default=None)
+
+    def preload(self, message: Message) -> None:
+        self._asked += 1
+        self.channel.send(message)
+
+    def imported(self, asked: int) -> None:
+        self._done = asked
+
+    def fork(self, request: Message, fds: Sequence[int]) -> None:
+        """Ask for a worker. ``fds`` stay the caller's."""
+        ours, theirs = socket.socketpair()
+        fork = Fork(request, tuple(map(os.dup, fds)), ours.detach(), steady_now() + _PATIENCE_S)
+        self._forks[request["id"]] = fork
+        message = {"do": "fork", **{key: request[key] for key in ("id", "argv", "env", "cwd")}}
+        self.channel.send(message, [*map(os.dup, fds), theirs.detach()])
+
+    def made(self, id: int) -> Fork | None:
+        """The one that was asked for under this id, unless it was given up."""
+        return self._forks.pop(id, None)
+
+    def give_up(self) -> list[Fork]:
+        """All that were asked for and not made yet."""
+        forks = list(self._forks.values())
+        self._forks.clear()
+        return forks
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
