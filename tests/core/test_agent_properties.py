@@ -115,7 +115,9 @@ def lives(draw: st.DrawFn) -> list[Told]:
 
 
 def tell(one: Watched, kind: str, a: int, b: int) -> None:
-    """One event; the numbers choose which. Rounds only go forward, as etcd and the leader see to."""
+    """One event, or none that makes sense now; the numbers choose which. Rounds only go forward, as
+    etcd and the leader see to."""
+    one.did = ()
     match kind:
         case "spec":
             stop_or_drain = replace(spec(1, 4), drain=(Drained("a", life("a")),) if a == 0 else ())
