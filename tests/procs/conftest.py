@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench(Warden.start())
     yield bench
     bench.close()
+
+
+def wait_until_ready(procs: LocalProcs) -> None:
+    """Wait until workers are forked from now on."""
+    assert procs._preload is not None
+    deadline = time.monotonic() + PATIENCE_S
+    while not procs._preload.ready:  # told to nobody but the log
+        assert time.monotonic() < deadline, "the zygote did not come up"
+        time.sleep(0.02)

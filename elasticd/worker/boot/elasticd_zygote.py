@@ -189,8 +189,7 @@ class Zygote:
         if given is not None:
             os.environ["PYTHONPATH"] = given
         self._said = tuple(os.pread(fd, os.fstat(fd).st_size, 0) for fd in (1, 2))  # type: ignore[assignment]
-        gc.collect()
-        gc.freeze()
+        _freeze()
         self._state["tries"] = 0
         self._tell({"is": "ready", "asked": self._state["asked"]})
 
@@ -463,6 +462,18 @@ def _is_within(name: str, package: str) -> bool:
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def _freeze() -> None:
+    """Keep the collector from touching what is shared with the workers. But not ``__main__``: what
+    is frozen is never collected, and the script's objects are, at the end."""
+    gc.collect()
+    main = sys.modules["__main__"]
+    for item in (main, main.__dict__):
+        ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(item))
+    gc.freeze()
+    for item in (main, main.__dict__):
+        ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(item))
 
 
 def _fork_for_nothing() -> None:

@@ -1,0 +1,164 @@
+"""A forked worker next to one started afresh, point by point: a script cannot tell which it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.core.facts import Exit
+from elasticd.procs.output import Output
+from elasticd.procs.workers import LocalProcs
+from tests.procs.agents import PROGRAMS
+from tests.procs.conftest import Bench, Recorded, wait_until_ready
+
+DESCRIBE = PROGRAMS / "dumped" / "describe.py"
+
+
+@dataclass(frozen=True)
+class Ran:
+    exits: list[Exit]
+    out: bytes
+    err: bytes
+
+
+def both(
+    bench: Bench, argv: list[str], workers: int = 1, *, more: Mapping[str, str] = {}, **how: Any
+) -> tuple[Ran, Ran]:
+    """Run it afresh, which tells what it imports, and then forked."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    procs = bench.procs(
+        [sys.executable, "-u", *argv], zygote=True, base_env={**env, "WORD": "given", **more}, **how
+    )
+    first = run(bench, procs, workers)
+    wait_until_ready(procs)
+    return first, run(bench, procs, workers)
+
+
+def run(bench: Bench, procs: LocalProcs, workers: int = 1) -> Ran:
+    bench.console = console = Recorded()
+    procs._output = Output(console)
+    bench.start(procs, workers)
+    exits = bench.wait(workers)
+    return Ran(exits, console.written[1], console.written[2])
+
+
+@pytest.mark.parametrize("how", ["script", "relative", "link", "module"])
+def test_a_script_sees_the_same(bench: Bench, tmp_path: Path, how: str) -> None:
+    link = tmp_path / "link.py"
+    link.symlink_to(DESCRIBE)
+    argv, cwd = {
+        "script": ([str(DESCRIBE)], tmp_path),
+        "relative": (["dumped/describe.py"], PROGRAMS),
+        "link": (["./link.py"], tmp_path),
+        "module": (["-m", "dumped.describe"], PROGRAMS),
+    }[how]
+    first, second = both(bench, [*argv, "an argument", "--and", "ü"], cwd=cwd)
+    assert not first.exits[0].code, first.err
+    assert not second.exits[0].code, second.err
+    fresh, expected = _seen(first)
+    forked, seen = _seen(second)
+    assert (fresh, forked) == (False, True)
+    assert seen == expected
+
+
+def _seen(ran: Ran) -> Any:
+    """Without what no two processes have in common."""
+    return json.loads(re.sub(rb"0x[0-9a-f]+|(?<=round)\d+", b"", ran.out))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "end", "exit 7", "exit text", "exit in a function at exit", "raise", "interrupt", "a real interrupt",
+        "_exit", "kill", "terminate", "abort", "excepthook", "a thread raises", "closed stdout",
+    ],
+)  # fmt: skip
+def test_a_script_ends_the_same(bench: Bench, how: str) -> None:
+    first, second = both(bench, [str(PROGRAMS / "dumped" / "ending.py"), how])
+    codes = [ran.exits[0].code for ran in (first, second)]
+    assert codes[0] == codes[1], (first, second)
+    assert (_without_addresses(second.out), _without_addresses(second.err)) == (
+        _without_addresses(first.out),
+        _without_addresses(first.err),
+    )
+    assert second.exits[0].message == first.exits[0].message
+
+
+def _without_addresses(text: bytes) -> bytes:
+    return re.sub(rb"Thread-\d+|0x[0-9a-f]+", b"", text)
+
+
+def test_children_of_every_kind_find_the_classes_of_the_script(bench: Bench) -> None:
+    first, second = both(bench, [str(PROGRAMS / "dumped" / "several.py")], 2)
+    assert [exit.code for exit in second.exits] == [0, 0], second.err
+    assert sorted(second.out.splitlines()) == sorted(first.out.splitlines())
+    drawn = second.err.splitlines() + first.err.splitlines()
+    assert len(drawn) == len(set(drawn)) == 12, "no two draw the same random numbers, or have the same key"
+
+
+def test_torchs_random_numbers_differ_between_ranks_and_runs(bench: Bench, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("""
+import gc, numpy, random, torch
+parameter = torch.nn.Parameter(torch.zeros(1))
+torch.optim.SGD([parameter], lr=0.1).step()
+print(gc.get_freeze_count() > 0)
+print(torch.initial_seed(), torch.rand(3).tolist(), numpy.random.rand(3), random.random())
+torch.manual_seed(3); numpy.random.seed(3); random.seed(3)
+print("seeded", torch.rand(3).tolist(), numpy.random.rand(3), random.random())
+""")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    procs = bench.procs([sys.executable, "-u", str(script)], zygote=True, base_env=env)
+    ran = [run(bench, procs, 2)]
+    wait_until_ready(procs)
+    ran += [run(bench, procs, 2), run(bench, procs, 2)]
+    assert [b"True\n" in r.out for r in ran] == [False, True, True], ran[-1].err
+    lines = [line for r in ran for line in r.out.splitlines() if line.startswith((b"seeded", b"1", b"2"))]
+    drawn = [line for r in ran for line in r.out.splitlines() if b"[" in line and b"seeded" not in line]
+    assert len(drawn) == len(set(drawn)) == 6, lines
+    assert len({line for r in ran for line in r.out.splitlines() if b"seeded" in line}) == 1
+
+
+def test_what_modules_print_and_set_when_imported_reaches_every_worker(bench: Bench, tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "talker.py").write_text(
+        "import os, sys, warnings\n"
+        "print('a word'); warnings.warn('be warned'); os.environ['SET'] = 'by talker'\n"
+        "os.environ.setdefault('WORD', 'not taken'); print(sys.stderr.isatty())\n"
+    )
+    script = tmp_path / "job.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(PROGRAMS / 'dumped')!r}); import talker, steps, os\n"
+        "steps.step_once(); print(os.environ['SET'], os.environ['WORD'])"
+    )
+    first, second = both(bench, [str(script)], more={"PYTHONPATH": str(site)})
+    assert first.exits[0].code == 0, first.err
+    assert (second.out, second.err) == (first.out, first.err)
+    assert b"be warned" in first.err
+    assert first.out.endswith(b"by talker given\n")
+
+
+def test_the_script_and_its_own_modules_are_read_at_every_start(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("word = 'old'")
+    (tmp_path / "job.py").write_text(
+        f"import sys; sys.path.insert(1, {str(PROGRAMS / 'dumped')!r}); import steps\n"
+        "import helper; steps.step_once(); print(helper.word, 'old')"
+    )
+    procs = bench.procs([sys.executable, "-u", str(tmp_path / "job.py")], zygote=True)
+    assert run(bench, procs).out == b"old old\n"
+    wait_until_ready(procs)
+    (tmp_path / "helper.py").write_text("word = 'newer'")
+    job = (tmp_path / "job.py").read_text()
+    (tmp_path / "job.py").write_text(
+        job.replace("'old'", "'newer, too'") + "; import gc; print(gc.get_freeze_count() > 0)"
+    )
+    assert run(bench, procs).out == b"newer newer, too\nTrue\n"
