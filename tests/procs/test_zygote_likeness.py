@@ -6,48 +6,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticd.core.facts import Exit
-from elasticd.procs.output import Output
-from elasticd.procs.workers import LocalProcs
 from tests.procs.agents import PROGRAMS
-from tests.procs.conftest import Bench, Recorded, wait_until_ready
+from tests.procs.conftest import Bench, wait_until_ready
+from tests.procs.forked import Ran, both, run
 
 DESCRIBE = PROGRAMS / "dumped" / "describe.py"
-
-
-@dataclass(frozen=True)
-class Ran:
-    exits: list[Exit]
-    out: bytes
-    err: bytes
-
-
-def both(
-    bench: Bench, argv: list[str], workers: int = 1, *, more: Mapping[str, str] = {}, **how: Any
-) -> tuple[Ran, Ran]:
-    """Run it afresh, which tells what it imports, and then forked."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    procs = bench.procs(
-        [sys.executable, "-u", *argv], zygote=True, base_env={**env, "WORD": "given", **more}, **how
-    )
-    first = run(bench, procs, workers)
-    wait_until_ready(procs)
-    return first, run(bench, procs, workers)
-
-
-def run(bench: Bench, procs: LocalProcs, workers: int = 1) -> Ran:
-    bench.console = console = Recorded()
-    procs._output = Output(console)
-    bench.start(procs, workers)
-    exits = bench.wait(workers)
-    return Ran(exits, console.written[1], console.written[2])
 
 
 @pytest.mark.parametrize("how", ["script", "relative", "link", "module"])

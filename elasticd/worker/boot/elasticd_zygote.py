@@ -206,15 +206,9 @@ class Zygote:
     def _import_all(self, guard: _Guard) -> None:
         """Packages before what is in them: ``sys.modules`` has them in the order they were done, but
         people import from the outside in, which matters where modules import each other."""
-        package = ""
         for name in sorted(self._state["modules"], key=lambda name: name.count(".")):
-            if name in sys.modules or any(_is_within(name, out) for out in self._state["left_out"]):
-                continue
-            if name.partition(".")[0] != package:
-                self._check_thoroughly(package)
-                package = name.partition(".")[0]
-            self._import(name, guard)
-        self._check_thoroughly(package)
+            if name not in sys.modules and not any(_is_within(name, o) for o in self._state["left_out"]):
+                self._import(name, guard)
 
     def _import(self, name: str, guard: _Guard) -> None:
         _readers.clear()
@@ -235,24 +229,22 @@ class Zygote:
                 self._start_again({name: "it starts threads"})
         if set(os.listdir("/proc/self/fd")) != self._fds:
             self._start_again({name: "it keeps files open"})
-
-    def _check_thoroughly(self, package: str) -> None:
-        """What takes too long to look at for each module."""
-        if not package:
-            return
         if " rw-s " in _read("/proc/self/maps"):
-            self._start_again({package: "it shares memory with its children"})
-        if _read(f"/proc/self/task/{os.getpid()}/children"):
-            self._start_again({package: "it starts processes"})
+            self._start_again({name: "it has memory that it would share with other workers"})
+        if _children():
+            self._start_again({name: "it starts processes"})
         cuda = sys.modules.get("torch.cuda")
         if cuda is not None and getattr(cuda, "is_initialized", bool)():
-            self._start_again({package: "it initialises CUDA"})
+            self._start_again({name: "it initialises CUDA"})
 
     def _start_again(self, left_out: dict[str, str]) -> NoReturn:
         """What was imported cannot be taken back, so this process becomes a new one, without it."""
         self._state["left_out"].update(left_out)
         self._state["tries"] += 1
         self._tell({"is": "left_out", "names": left_out})
+        for pid in _children():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         if self._state["tries"] > _TRIES_MAX:
             os._exit(0)
         fd = os.memfd_create("elasticd-zygote", 0)
@@ -458,6 +450,13 @@ def _failed(name: str) -> str:
 
 def _is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in _read(f"/proc/self/task/{os.getpid()}/children").split()]
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        return []
 
 
 def _threads() -> int:

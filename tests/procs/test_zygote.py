@@ -1,0 +1,320 @@
+"""When workers are forked, when they are not, and what becomes of them if the zygote fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticd.procs.linux import children
+from elasticd.procs.workers import LocalProcs
+from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
+from tests.procs.conftest import Bench, wait_until_ready
+from tests.procs.forked import run
+
+PREAMBLE = (
+    f"import gc, os, sys, time\nsys.path.insert(0, {str(PROGRAMS / 'dumped')!r})\n"
+    "from steps import step_once\nforked = gc.get_freeze_count() > 0\n"
+)
+SHOW = PREAMBLE + "step_once()\nprint(forked)\n"
+STAY = PREAMBLE + "step_once()\nprint(forked, os.getpid(), os.getppid(), flush=True)\ntime.sleep(1000)\n"
+
+
+def _procs(bench: Bench, folder: Path, script: str, *args: str, **how: object) -> LocalProcs:
+    (folder / "job.py").write_text(script)
+    return bench.procs([sys.executable, "-u", str(folder / "job.py"), *args], zygote=True, **how)
+
+
+def _zygote(bench: Bench) -> int:
+    """Its pid."""
+    (pid,) = (
+        pid
+        for pid in children(bench.warden.pid)
+        if Path(f"/proc/{pid}/comm").read_text() == "elasticd-zygote\n"
+    )
+    return pid
+
+
+def _lines(bench: Bench, count: int) -> list[bytes]:
+    with bench.console._changed:
+        assert bench.console._changed.wait_for(lambda: len(bench.console.lines()) >= count, PATIENCE_S)
+    return bench.console.lines()
+
+
+@pytest.fixture
+def staying(bench: Bench, tmp_path: Path) -> tuple[LocalProcs, int]:
+    """Workers that stay until they are stopped, and the zygote of those to come."""
+    procs = _procs(bench, tmp_path, STAY)
+    bench.start(procs, 2)
+    wait_until_ready(procs)
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait(2)
+    bench.console.written[1] = b""
+    return procs, _zygote(bench)
+
+
+# ---------------------------------------------------------------- when
+
+
+def test_the_first_start_is_fresh_and_the_next_are_forked(bench: Bench, tmp_path: Path) -> None:
+    procs = _procs(bench, tmp_path, SHOW)
+    assert run(bench, procs, 2).out == b"False\n" * 2
+    wait_until_ready(procs)
+    for _ in range(3):
+        assert run(bench, procs, 3).out.split() == [b"True"] * 3
+
+
+def test_a_forked_worker_counts_its_steps(bench: Bench, tmp_path: Path) -> None:
+    procs = _procs(bench, tmp_path, SHOW)
+    for _ in range(2):
+        run(bench, procs)
+        wait_until_ready(procs)
+        assert procs.steps() == {10: 1}
+
+
+def test_a_script_that_never_steps_gets_no_zygote(bench: Bench, tmp_path: Path) -> None:
+    procs = _procs(bench, tmp_path, "print('done')")
+    run(bench, procs)
+    assert run(bench, procs).out == b"done\n"
+    assert not children(bench.warden.pid)
+
+
+def test_arguments_may_differ_between_workers(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SHOW + "print(sys.argv[1:], sys.orig_argv[3:])")
+    procs = bench.procs(
+        lambda a: [sys.executable, "-u", str(tmp_path / "job.py"), "rank", str(a.rank)], zygote=True
+    )
+    run(bench, procs, 2)
+    wait_until_ready(procs)
+    said = run(bench, procs, 2).out.splitlines()
+    assert sorted(said)[:2] == [b"True"] * 2
+    assert sorted(said)[2:] == [f"['rank', '{rank}'] ['rank', '{rank}']".encode() for rank in (0, 1)]
+
+
+def test_a_worker_of_another_environment_is_started_afresh(bench: Bench, tmp_path: Path) -> None:
+    procs = _procs(bench, tmp_path, SHOW + "print(os.environ.get('OMP_NUM_THREADS'))")
+    run(bench, procs)
+    wait_until_ready(procs)
+    bench.console.written[1] = b""
+    bench.start(procs, OMP_NUM_THREADS="3")
+    bench.wait()
+    assert bench.console.lines() == [b"False", b"3"]
+    assert run(bench, procs).out == b"True\nNone\n"
+
+
+def test_a_worker_that_other_variables_are_asked_of_has_its_own(bench: Bench, tmp_path: Path) -> None:
+    procs = _procs(bench, tmp_path, SHOW + "print(os.environ['RANK'])")
+    run(bench, procs, 2)
+    wait_until_ready(procs)
+    assert sorted(run(bench, procs, 2).out.split()) == [b"0", b"1", b"True", b"True"]
+
+
+# ---------------------------------------------------------------- what is left out
+
+OFFENDERS = {
+    "reads_rank": "import os; RANK = os.environ.get('RANK')",
+    "starts_a_thread": "import _thread, time; _thread.start_new_thread(time.sleep, (1e6,))",
+    "keeps_a_file": "import os; FD = os.open('/dev/null', os.O_RDONLY)",
+    "shares_memory": "import mmap; SHARED = mmap.mmap(-1, 4096)",
+    "starts_a_process": "import subprocess; CHILD = subprocess.Popen(['/bin/sleep', '1000'])",
+    "fails_the_second_time": "import os; os.mkdir(os.environ['ONCE'])",
+    "exits": "import os, sys\nif 'RANK' not in os.environ.copy(): sys.exit(3)",
+    "dies": "import os, signal\nif 'RANK' not in os.environ.copy(): os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("name", OFFENDERS)
+def test_a_module_that_a_fork_does_not_suit_is_left_out_alone(
+    bench: Bench, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    site = tmp_path / "site-packages"
+    package = site / "package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "fine.py").write_text("import colorsys")
+    (package / "offender.py").write_text(OFFENDERS[name])
+    (package / "user.py").write_text("from package import offender")
+    script = PREAMBLE.replace(
+        "from steps",
+        "there = set(sys.modules); os.environ['ONCE'] = os.environ['PLACE'] + str(os.getpid())\nfrom steps",
+    )
+    script += "from package import fine, user\nstep_once()\n"
+    script += "print(forked, *('package.' + m in there for m in ('fine', 'offender', 'user')))\nos._exit(0)"
+    env = {**os.environ, "PYTHONPATH": str(site), "PLACE": str(tmp_path / "once"), "ONCE": str(tmp_path)}
+    procs = _procs(bench, tmp_path, script, base_env=env)
+    assert run(bench, procs).out == b"False False False False\n"
+    if name == "dies":
+        deadline = time.monotonic() + PATIENCE_S
+        while "does not stay" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert run(bench, procs, 2).out.split() == [b"False"] * 8
+        return
+    wait_until_ready(procs)
+    assert run(bench, procs, 2).out == b"True True False False\n" * 2
+    assert caplog.text.count("package.offender is not preloaded") <= 1
+    assert "is not preloaded" in caplog.text
+
+
+# ---------------------------------------------------------------- the warden's children
+
+
+def test_forked_workers_are_the_wardens_children_and_die_with_it(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, zygote = staying
+    bench.start(procs, 2)
+    said = [line.split() for line in _lines(bench, 2)]
+    assert {(forked, int(parent)) for forked, _, parent in said} == {(b"True", bench.warden.pid)}
+    os.kill(bench.warden.pid, signal.SIGKILL)
+    bench.wait(2)
+    wait_until_gone([zygote, *(int(pid) for _, pid, _ in said)])
+
+
+@pytest.mark.parametrize("kind", ["child", "setsid", "daemon"])
+def test_what_a_forked_worker_leaves_behind_is_killed_while_others_and_theirs_live_on(
+    bench: Bench, tmp_path: Path, kind: str
+) -> None:
+    family = (PROGRAMS / "family.py").read_text().replace("signal.pause()", "step_once(); signal.pause()")
+    procs = _procs(bench, tmp_path, PREAMBLE.replace("\n", ";", 2) + family, kind)
+    bench.start(procs, 2)
+    _lines(bench, 2)
+    wait_until_ready(procs)
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait(2)
+    bench.console.written[1] = b""
+    bench.start(procs, 2)
+    dead, living = (json.loads(line.removeprefix(b"family ")) for line in _lines(bench, 2))
+    os.kill(dead["worker"], signal.SIGKILL)
+    wait_until_gone(dead.values())
+    assert all(map(is_running, living.values()))
+    (exit,) = bench.wait()
+    assert exit.code == -signal.SIGKILL
+
+
+def test_a_daemon_forked_without_exec_is_killed_with_its_worker(bench: Bench, tmp_path: Path) -> None:
+    script = (
+        PREAMBLE
+        + """
+step_once()
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(writer, str(os.getpid()).encode())
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+print(forked, os.getpid(), os.read(reader, 20).decode(), flush=True)
+time.sleep(1000)
+"""
+    )
+    procs = _procs(bench, tmp_path, script)
+    bench.start(procs, 2)
+    wait_until_ready(procs)
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait(2)
+    bench.console.written[1] = b""
+    bench.start(procs, 2)
+    dead, living = ([int(pid) for pid in line.split()[1:]] for line in _lines(bench, 2))
+    os.kill(dead[0], signal.SIGKILL)
+    wait_until_gone(dead)
+    assert all(map(is_running, living))
+
+
+# ---------------------------------------------------------------- when it fails
+
+
+def test_the_death_of_the_zygote_leaves_its_workers_alone_and_another_one_comes(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, zygote = staying
+    bench.start(procs, 2)
+    pids = [int(line.split()[1]) for line in _lines(bench, 2)]
+    os.kill(zygote, signal.SIGKILL)
+    wait_until_gone([zygote])
+    deadline = time.monotonic() + PATIENCE_S
+    while not [p for p in children(bench.warden.pid) if p not in (zygote, *pids)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    wait_until_ready(procs)
+    assert all(map(is_running, pids))
+    assert not bench.exits
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait(2)
+    bench.console.written[1] = b""
+    bench.start(procs)
+    assert _lines(bench, 1)[0].startswith(b"True")
+
+
+def test_workers_asked_of_a_zygote_that_hangs_are_started_afresh(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, zygote = staying
+    os.kill(zygote, signal.SIGSTOP)
+    bench.start(procs, 2)
+    assert [line.split()[0] for line in _lines(bench, 2)] == [b"False"] * 2
+    wait_until_gone([zygote])
+
+
+def test_workers_asked_of_a_zygote_that_dies_are_started_afresh(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, zygote = staying
+    os.kill(zygote, signal.SIGSTOP)
+    bench.start(procs, 2)
+    os.kill(zygote, signal.SIGKILL)
+    assert [line.split()[0] for line in _lines(bench, 2)] == [b"False"] * 2
+
+
+def test_workers_that_are_stopped_before_they_are_forked_never_run(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, zygote = staying
+    os.kill(zygote, signal.SIGSTOP)
+    bench.start(procs, 2)
+    procs.stop(signal.SIGTERM, 60.0)
+    assert [(exit.code, exit.fenced) for exit in bench.wait(2)] == [(-signal.SIGTERM, False)] * 2
+    os.kill(zygote, signal.SIGCONT)
+    bench.start(procs)
+    (line,) = _lines(bench, 1)
+    assert line.split()[0] == b"True"
+    assert len(children(bench.warden.pid)) == 2, "the zygote and the one worker"
+
+
+def test_the_fence_holds_for_workers_that_are_still_to_be_forked(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, zygote = staying
+    os.kill(zygote, signal.SIGSTOP)
+    procs.fence(time.time() + 0.2)
+    bench.start(procs, 2)
+    assert [(exit.code, exit.fenced) for exit in bench.wait(2)] == [(-signal.SIGKILL, True)] * 2
+    os.kill(zygote, signal.SIGCONT)
+    procs.fence(None)
+    bench.start(procs)
+    assert _lines(bench, 1)[0].split()[0] == b"True"
+
+
+def test_a_folder_that_is_gone_is_an_exit_of_127_with_the_reason(bench: Bench, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    procs = _procs(bench, tmp_path, SHOW, cwd=place)
+    run(bench, procs)
+    wait_until_ready(procs)
+    place.rmdir()
+    (exit,) = run(bench, procs).exits
+    assert (exit.code, exit.message) == (127, f"cannot run in {place}: No such file or directory")
+
+
+def test_closing_ends_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) -> None:
+    procs, zygote = staying
+    bench.warden.close()
+    wait_until_gone([zygote])
+    assert not procs.page_dir.exists()
