@@ -76,10 +76,11 @@ def _edit(access: EtcdAccess, job: str, change: Callable[[Spec], Spec]) -> Spec:
     with answering(), Client(access) as client:
         while True:
             found, round_ = client.get(job, "spec"), client.get(job, "round")
-            if found is None or not isinstance(found.fact, Spec):
-                raise Complaint(f"{job} has no spec in etcd yet; try again once its first node is up.")
+            # Asked first: a job that ends loses its spec.
             if round_ is not None and isinstance(round_.fact, Round) and round_.fact.phase is Phase.ENDED:
                 raise Complaint(f"{job} has ended already.")
+            if found is None or not isinstance(found.fact, Spec):
+                raise Complaint(f"{job} has no spec in etcd yet; try again once its first node is up.")
             wanted = change(found.fact)
             if wanted == found.fact:
                 return wanted

@@ -18,6 +18,8 @@ def check_name(name: str, what: str) -> None:
     """Raise ValueError, one sentence, unless ``name`` can be part of a key."""
     if not name:
         raise ValueError(f"the name of a {what} cannot be empty")
+    if name in (".", ".."):
+        raise ValueError(f"the {what} name {name!r} would be a place of its own in file paths; use another")
     if "/" in name:
         raise ValueError(f"the {what} name {name!r} has a slash in it; use another character")
     if len(name) > NAME_MAX:

@@ -380,6 +380,7 @@ def test_timeouts_of_rdzv_conf_are_ours_and_the_rest_is_told(job: str) -> None:
         (("--rdzv-conf", "join_timeout=soon"), "not a number"),
         (("--job", "a/b"), "slash"),
         (("--job", ""), "empty"),
+        (("--job", ".."), "file paths"),
         (("--job", "x" * 500), "500"),
         (("--job", "--min"), "begins as an option"),
         (("--node", "a/b"), "slash"),
@@ -439,6 +440,13 @@ def test_the_shutdown_time_is_also_read_from_torchs_variable(job: str) -> None:
     environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12", "OMP_NUM_THREADS": "1"}
     assert planned(job, environ=environ).config.policy.shutdown_s == 12
     assert planned("--shutdown-timeout", "3", job, environ=environ).config.policy.shutdown_s == 3
+
+
+def test_workers_are_forked_unless_told_otherwise(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not planned(job).config.fresh_start
+    assert planned("--fresh-start", job).config.fresh_start
+    monkeypatch.setenv("ELASTICD_FRESH_START", "1")
+    assert planned(job).config.fresh_start
 
 
 def test_log_options_are_passed_on(job: str, tmp_path: Path) -> None:

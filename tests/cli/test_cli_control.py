@@ -115,6 +115,14 @@ def test_a_job_that_has_ended_cannot_be_steered(etcd: Client, capfd: pytest.Capt
         assert code == 2 and "has ended already" in err
 
 
+def test_a_job_whose_end_took_its_spec_along_is_called_ended(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(etcd, "j", round=replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
+    code, _, err = elasticd(capfd, "stop", "j")
+    assert code == 2 and "has ended already" in err
+
+
 def test_drain_finds_the_node_and_names_its_incarnation(
     etcd: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
