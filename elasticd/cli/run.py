@@ -7,7 +7,7 @@ import re
 import secrets
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -82,6 +82,7 @@ def run(ctx: click.Context, /, **_: object) -> int:
             )
         except ValueError as error:
             raise Complaint(f"LOGLEVEL: {error}.") from error
+        _spell_log_level(os.environ)
         log.bind(job=planned.config.job, node=planned.config.node)
         for note in planned.notes:
             log.get().info("options.noted", text=note)
@@ -89,6 +90,12 @@ def run(ctx: click.Context, /, **_: object) -> int:
         from elasticd.daemon.main import run as run_agent
 
         return run_agent(planned.config, view)
+
+
+def _spell_log_level(environ: MutableMapping[str, str]) -> None:
+    """Torch, here and in the workers, takes a LOGLEVEL only in capitals, and dies of an empty one."""
+    if level := environ.pop("LOGLEVEL", ""):
+        environ["LOGLEVEL"] = level.upper()
 
 
 def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> Planned:

@@ -8,6 +8,7 @@ import signal
 import socket
 import uuid
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from elasticd.core import agent as agents
@@ -23,7 +24,9 @@ from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.standalone import Standalone
+from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
+from elasticd.etcd.diagnose import diagnose
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
 from elasticd.procs.keeper import Warden
@@ -129,6 +132,8 @@ def _run(config: RunConfig, view: View) -> int:
         Agent(spec, driver, inbox, clock, publisher.routine).run()
         left = driver.left
         assert left is not None
+        if left.code == 2 and driver.state.silent is not None:
+            left = replace(left, why=why_silent(left.why, access))
         last = _ended_round(driver, left)
         if last is not None:
             _pass_on_error_file(config, last, destinations.latest)
@@ -219,10 +224,16 @@ def _ended_round(driver: Driver, left: Leave) -> Round | None:
     return round if over and left.code != 2 else None
 
 
+def why_silent(why: str, access: EtcdAccess) -> str:
+    """Why etcd has not answered, as far as it can be seen from here: a certificate, a scheme, a port."""
+    found = diagnose(access)
+    return why if found is None else f"{why}: {found}"
+
+
 def _last_words(config: RunConfig, last: Round | None, left: Leave, lasted_s: float) -> str:
     if last is not None:
         return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s)
-    if left.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+    if left.code > 128:
         return f"{config.job}: {config.node} {left.why}."
     return f"elasticd: {left.why}."
 
@@ -230,6 +241,8 @@ def _last_words(config: RunConfig, last: Round | None, left: Leave, lasted_s: fl
 def _pass_on_error_file(config: RunConfig, last: Round, dest: LogDest | None) -> None:
     """Torch's contract of nested launchers: what the first failing worker wrote of its error becomes
     the error file of the launcher, if whoever launched that asked for one."""
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
     asked = os.environ.get("TORCHELASTIC_ERROR_FILE")
     failure = last.failure
     if not asked or failure is None or failure.node != config.node or dest is None:
@@ -238,5 +251,9 @@ def _pass_on_error_file(config: RunConfig, last: Round, dest: LogDest | None) ->
     if member is None or failure.exit.slot not in member.slots:
         return
     written = dest.error_files.get(member.slots.index(failure.exit.slot))
-    if written and os.path.isfile(written):
+    if not written or not os.path.isfile(written):
+        return
+    try:
+        ErrorHandler().dump_error_file(written, failure.exit.code)  # with the code, as torch's launcher does
+    except ValueError:  # not whole: better than nothing
         shutil.copyfile(written, asked)

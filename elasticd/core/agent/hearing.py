@@ -62,7 +62,7 @@ def absorb(do: Doing, event: Event) -> None:
         case KeeperLost():
             if state.crew:
                 do.crew(alive=frozenset(), fenced=True)
-            why = "the process that keeps the workers was killed, so this node leaves"
+            why = "leaves, as the process that keeps its workers was killed"
             do.set(exiting=state.exiting or Leave(128 + SIGTERM, why))
         case Tick():
             pass

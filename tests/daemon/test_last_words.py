@@ -1,0 +1,87 @@
+"""What a run leaves its caller with: a sentence, an exit code, an error file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.facts import Limits
+from elasticd.core.messages import Leave
+from elasticd.daemon.config import Command, CommandKind, RunConfig
+from elasticd.daemon.main import _last_words, why_silent
+from elasticd.etcd.access import parse_endpoints
+
+
+def elasticd_run(
+    folder: Path, script: str, *options: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "-m", "elasticd.cli.main", "run", "--plain", *options, str(folder / "job.py")],
+        env={**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder), **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def deaf_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_an_etcd_that_was_never_reached_is_told_with_its_cause(tmp_path: Path, deaf_port: int) -> None:
+    ended = elasticd_run(tmp_path, "", "--etcd", f"http://127.0.0.1:{deaf_port}", "--job", "j")
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("elasticd: etcd at") and f"nothing listens at 127.0.0.1:{deaf_port}" in last
+
+
+def test_a_port_that_does_not_answer_is_told_apart_from_one_that_is_closed(deaf_port: int) -> None:
+    with socket.create_server(("127.0.0.1", deaf_port)):
+        access = parse_endpoints(f"http://127.0.0.1:{deaf_port}", timeout_s=0.2)
+        assert why_silent("it is silent", access).startswith("it is silent: what listens at")
+
+
+@pytest.mark.parametrize("code", [129, 130, 131, 143])
+def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
+    config = RunConfig(
+        "j", "n", "127.0.0.1", Limits(1, 1), 1, Command(CommandKind.SCRIPT, "job.py"), fingerprint="f"
+    )
+    assert _last_words(config, None, Leave(code, "drained"), 1.0) == "j: n drained."
+
+
+@pytest.mark.parametrize(("said", "heard"), [("debug", "DEBUG"), ("", "None")])
+def test_a_log_level_torch_would_die_of_is_spelled_as_torch_wants_it(
+    tmp_path: Path, said: str, heard: str
+) -> None:
+    script = "import os; print(os.environ.get('LOGLEVEL'))"
+    ended = elasticd_run(tmp_path, script, "--min", "1", "--max", "1", LOGLEVEL=said)
+    assert (ended.returncode, ended.stdout.strip()) == (0, heard), ended.stderr
+
+
+def test_the_error_file_of_a_nested_launcher_holds_the_exit_code(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main(): raise ValueError('spoiled')\n"
+        "main()\n"
+    )
+    file = tmp_path / "error.json"
+    ended = elasticd_run(
+        tmp_path, script, "--min", "1", "--max", "1", "--max-restarts", "0", TORCHELASTIC_ERROR_FILE=str(file)
+    )
+    assert ended.returncode == 1, ended.stderr
+    message = json.loads(file.read_text())["message"]
+    assert "spoiled" in message["message"] and message["errorCode"] == 1
