@@ -54,6 +54,7 @@ class Preload:
         self.ready = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(str(folder / "imports"))
+        os.chmod(folder / "imports", 0o600)
         warden.watch(self._socket, self._told)
 
     def suits(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> bool:
@@ -124,6 +125,9 @@ class Preload:
         for name, why in said.get("left_out", {}).items():
             if self._left_out.setdefault(name, why) is why:
                 _log.info("%s is not preloaded for workers: %s", name, why)
+        if said.get("unfit"):
+            self._deaths = _DEATHS_MAX  # it would be of the next one, too
+            _log.info("workers are always started afresh: %s", said["unfit"])
         if said.get("ready"):
             self.ready = True
             self._deaths = 0
@@ -133,6 +137,8 @@ class Preload:
         if generation != self._generation or self._warden.closing:
             return
         self._serving, self.ready = None, False
+        if self._deaths >= _DEATHS_MAX:
+            return
         self._deaths += 1
         if self._deaths < _DEATHS_MAX:
             _log.info("the process that workers are forked from ended (%d); starting another", end.code)

@@ -356,6 +356,8 @@ class WardenProcess:
                     self._tell({"is": "zygote", "id": zygote.id, "ready": zygote.ready})
                 case "left_out":
                     self._tell({"is": "zygote", "id": zygote.id, "left_out": message["names"]})
+                case "unfit":
+                    self._tell({"is": "zygote", "id": zygote.id, "unfit": message["why"]})
 
     def _take(self, fork: Fork, pid: int) -> None:
         """The worker is this process's child by now, and waits for its go."""

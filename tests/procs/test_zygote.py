@@ -46,6 +46,13 @@ def _lines(bench: Bench, count: int) -> list[bytes]:
     return bench.console.lines()
 
 
+def _wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while text not in caplog.text:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def staying(bench: Bench, tmp_path: Path) -> tuple[LocalProcs, int]:
     """Workers that stay until they are stopped, and the zygote of those to come."""
@@ -114,6 +121,24 @@ def test_a_worker_that_other_variables_are_asked_of_has_its_own(bench: Bench, tm
     assert sorted(run(bench, procs, 2).out.split()) == [b"0", b"1", b"True", b"True"]
 
 
+def test_where_something_else_starts_with_python_workers_are_started_afresh(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As coverage does, from a .pth file; usercustomize and other sitecustomize run in each worker."""
+    caplog.set_level("INFO")
+    site = tmp_path / "user" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "watcher.pth").write_text("import sys; sys.setprofile(lambda *_: None)\n")
+    env = {**os.environ, "PYTHONUSERBASE": str(tmp_path / "user")}
+    python = [sys._base_executable, "-u"]  # type: ignore[attr-defined]  # in a venv there is no user site
+    (tmp_path / "job.py").write_text(SHOW)
+    procs = bench.procs([*python, str(tmp_path / "job.py")], zygote=True, base_env=env)
+    assert run(bench, procs).out == b"False\n"
+    _wait_for_log(caplog, "always started afresh")
+    assert run(bench, procs).out == b"False\n"
+    assert caplog.text.count("always started afresh") == 1
+
+
 # ---------------------------------------------------------------- what is left out
 
 OFFENDERS = {
@@ -150,10 +175,7 @@ def test_a_module_that_a_fork_does_not_suit_is_left_out_alone(
     procs = _procs(bench, tmp_path, script, base_env=env)
     assert run(bench, procs).out == b"False False False False\n"
     if name == "dies":
-        deadline = time.monotonic() + PATIENCE_S
-        while "does not stay" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        _wait_for_log(caplog, "does not stay")
         assert run(bench, procs, 2).out.split() == [b"False"] * 8
         return
     wait_until_ready(procs)

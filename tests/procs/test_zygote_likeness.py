@@ -130,3 +130,40 @@ def test_the_script_and_its_own_modules_are_read_at_every_start(bench: Bench, tm
         job.replace("'old'", "'newer, too'") + "; import gc; print(gc.get_freeze_count() > 0)"
     )
     assert run(bench, procs).out == b"newer newer, too\nTrue\n"
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_torch_computes_the_same_on_the_same_threads(bench: Bench, tmp_path: Path, threads: str) -> None:
+    """More than one thread: importing numpy then starts OpenBLAS's, which know of forks."""
+    script = tmp_path / "job.py"
+    script.write_text("""
+import gc, json, os, sys, numpy, torch
+from torch.profiler import profile
+torch.manual_seed(5)
+model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+with profile() as traced:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(400, 300)).square().mean().backward()
+        optimizer.step()
+traced.export_chrome_trace(f"trace{os.getpid()}.json")
+with open(f"trace{os.getpid()}.json") as file:
+    pids = {event["pid"] for event in json.load(file)["traceEvents"] if event.get("cat") == "cpu_op"}
+print(gc.get_freeze_count() > 0, file=sys.stderr)
+print(pids == {os.getpid()}, torch.__config__.parallel_info(), torch.get_default_dtype())
+print(torch.are_deterministic_algorithms_enabled())
+print(numpy.arange(1e6).reshape(1000, 1000).dot(numpy.eye(1000)).sum())
+print([parameter.sum().item() for parameter in model.parameters()], torch.cuda.is_initialized())
+try:
+    print(torch.compile(lambda x: x.sin() + 1, backend="aot_eager")(torch.ones(3)))
+except RuntimeError as error:
+    print(error)
+""")
+    first, second = both(bench, [str(script)], more={"OMP_NUM_THREADS": threads}, cwd=tmp_path)
+    assert first.exits[0].code == 0, first.err
+    assert (b"False" in first.err.splitlines(), b"True" in second.err.splitlines()) == (True, True), (
+        second.err
+    )
+    assert second.out.splitlines() == first.out.splitlines()
+    assert second.out.startswith(b"True")

@@ -11,6 +11,7 @@ The other end of the socket is elasticd/procs/zygote.py, in the warden.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -115,6 +116,10 @@ class Zygote:
 
     def run(self) -> None:
         """Serve. Returns when the other end is gone, or in a worker."""
+        watched = sys.gettrace() or sys.getprofile() or atexit._ncallbacks() or _threads() > 1
+        if watched:  # coverage and the like, from a .pth file: one for each process
+            self._tell({"is": "unfit", "why": "something else starts with this Python (a .pth file)"})
+            return
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
         for fd in (1, 2):
             os.ftruncate(fd, 0)
