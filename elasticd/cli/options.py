@@ -57,6 +57,7 @@ class RunOptions:
     quarantine_after: int | None = None
     quarantine: float | None = None
     quarantine_max: float | None = None
+    fresh_start: bool = False
     plain: bool = False
     log_format: str = "auto"
     # torchrun's
@@ -268,6 +269,10 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "Seconds a slot is left out first; doubled each time.  [30]",
     ),
     _ours("--quarantine-max", _Seconds(), "Seconds a slot is left out at most.  [600]"),
+    # how workers start
+    _our_switch(
+        "--fresh-start", "Fork no worker from a process that has imported what it imports; slower restarts."
+    ),
     # what is shown
     _our_switch("--plain", "No live view, even on a terminal."),
     _ours(

@@ -137,6 +137,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         signals=_signals(options.signals_to_handle or "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
         virtual_local_rank=options.virtual_local_rank,
         numa_binding=options.numa_binding,
+        fresh_start=options.fresh_start,
         env=env,
     )
     return Planned(config, tuple(notes))

@@ -47,7 +47,8 @@ class RunConfig:
 
     ``slots`` is how many workers this node offers to run. ``etcd_grace_s``: how long etcd may be
     away before the agent gives up with exit code 4. ``env``: added to every worker's environment.
-    ``fingerprint``: tells this script from another one of the same name.
+    ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
+    is forked from a process that has imported what it imports.
     """
 
     job: str
@@ -65,4 +66,5 @@ class RunConfig:
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     virtual_local_rank: bool = False
     numa_binding: str | None = None
+    fresh_start: bool = False
     env: Mapping[str, str] = field(default_factory=dict)

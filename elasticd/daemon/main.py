@@ -95,6 +95,12 @@ def _run(config: RunConfig, view: View) -> int:
             role=config.role,
             line_prefix=config.logs.line_prefix,
             whole_group=config.command.kind is CommandKind.PROGRAM,
+            zygote=(
+                not config.fresh_start
+                and config.command.kind is not CommandKind.PROGRAM
+                and config.numa_binding is None
+            ),
+            say=logger.info,
             duplicate_stdout=config.logs.duplicate_stdout,
             duplicate_stderr=config.logs.duplicate_stderr,
             clock=clock,

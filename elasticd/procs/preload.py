@@ -7,11 +7,10 @@ and wherever else the zygote would not be like them, they are started afresh.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.page import VARIABLE
 
-_log = logging.getLogger(__name__)
+Say = Callable[..., object]
 
 # What may differ between a worker and its zygote, as no module may read it when it is imported there.
 PERSONAL = frozenset(
@@ -27,7 +26,7 @@ PERSONAL = frozenset(
 ) | {"MASTER_ADDR", "MASTER_PORT"}
 PERSONAL_PREFIXES = ("TORCHELASTIC_", "ELASTICD_")
 _PADDING_BYTES = 4096  # room for a worker's own variables, where /proc/pid/environ shows them
-_DEATHS_MAX = 3
+_DEATHS_MAX = 3  # in all: where memory is short, it is not to be started for ever
 _NAMES_BYTES_MAX = 1 << 22
 
 
@@ -41,10 +40,13 @@ class _Model:
 
 
 class Preload:
-    """One for the workers of a node. ``folder``: where they find the socket, beside their pages."""
+    """One for the workers of a node. ``folder``: where they find the socket, beside their pages.
+    ``say``: takes the name of an event, ``zygote.ready`` or ``left_out``, ``ended``, ``given_up``, and
+    its fields."""
 
-    def __init__(self, warden: Warden, folder: Path) -> None:
+    def __init__(self, warden: Warden, folder: Path, say: Say) -> None:
         self._warden = warden
+        self._say = say
         self._modules: dict[str, None] = {}
         self._left_out: dict[str, str] = {}
         self._latest: _Model | None = None
@@ -124,14 +126,13 @@ class Preload:
             return
         for name, why in said.get("left_out", {}).items():
             if self._left_out.setdefault(name, why) is why:
-                _log.info("%s is not preloaded for workers: %s", name, why)
+                self._say("zygote.left_out", module=name, why=why)
         if said.get("unfit"):
             self._deaths = _DEATHS_MAX  # it would be of the next one, too
-            _log.info("workers are always started afresh: %s", said["unfit"])
+            self._say("zygote.given_up", why=said["unfit"])
         if said.get("ready"):
             self.ready = True
-            self._deaths = 0
-            _log.info("from now on workers are forked from a process that has imported what they import")
+            self._say("zygote.ready")
 
     def _ended(self, generation: int, end: Ended) -> None:
         if generation != self._generation or self._warden.closing:
@@ -140,13 +141,11 @@ class Preload:
         if self._deaths >= _DEATHS_MAX:
             return
         self._deaths += 1
+        self._say("zygote.ended", code=end.code)
         if self._deaths < _DEATHS_MAX:
-            _log.info("the process that workers are forked from ended (%d); starting another", end.code)
             self._start()
         else:
-            _log.warning(
-                "the process that workers are forked from does not stay (%d); workers start afresh", end.code
-            )
+            self._say("zygote.given_up", why="it does not stay")
 
 
 def _shared(env: Mapping[str, str]) -> dict[str, str]:

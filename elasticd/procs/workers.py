@@ -19,7 +19,7 @@ from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
-from elasticd.procs.preload import Preload
+from elasticd.procs.preload import Preload, Say
 
 LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _LAST_OUTPUT_S = 0.1  # what a dead worker printed last arrives in microseconds, unless the console is stuck
@@ -50,9 +50,9 @@ class LocalProcs:
     scripts) or only the worker, whose children then keep working for it while it saves.
     ``zygote``: whether Python workers may be forked from a process that has imported what they
     import, once it is known what that is; ``command`` is then one of Python, and alike for all but
-    for the arguments of the script. ``duplicate_*``: filters of torchrun's
-    ``--duplicate-stdout-filters``. ``clock``: the one that ``fence`` is told the time by, which
-    must not jump as the machine's may.
+    for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it.
+    ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
+    ``fence`` is told the time by, which must not jump as the machine's may.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class LocalProcs:
         heartbeat: bool = True,
         whole_group: bool = False,
         zygote: bool = False,
+        say: Say = lambda event, **fields: None,
         duplicate_stdout: Sequence[str] = (),
         duplicate_stderr: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
@@ -90,7 +91,7 @@ class LocalProcs:
         self._pages: dict[int, tuple[Assignment, Page]] = {}
         self.page_dir = shared_memory_dir()
         self._warden.remove_at_end(self.page_dir)
-        self._preload = Preload(warden, self.page_dir) if zygote and heartbeat else None
+        self._preload = Preload(warden, self.page_dir, say) if zygote and heartbeat else None
 
     # ------------------------------------------------------------ the port
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -46,11 +47,24 @@ def _lines(bench: Bench, count: int) -> list[bytes]:
     return bench.console.lines()
 
 
-def _wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while text not in caplog.text:
-        assert time.monotonic() < deadline, caplog.text
-        time.sleep(0.02)
+class News:
+    """What is said of the zygote."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self._told = threading.Condition()
+
+    def say(self, event: str, **fields: object) -> None:
+        with self._told:
+            self.events.append((event, fields))
+            self._told.notify_all()
+
+    def of(self, event: str) -> list[dict[str, object]]:
+        return [fields for name, fields in self.events if name == event]
+
+    def wait_for(self, event: str) -> None:
+        with self._told:
+            assert self._told.wait_for(lambda: self.of(event), PATIENCE_S), self.events
 
 
 @pytest.fixture
@@ -122,21 +136,21 @@ def test_a_worker_that_other_variables_are_asked_of_has_its_own(bench: Bench, tm
 
 
 def test_where_something_else_starts_with_python_workers_are_started_afresh(
-    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bench: Bench, tmp_path: Path
 ) -> None:
     """As coverage does, from a .pth file; usercustomize and other sitecustomize run in each worker."""
-    caplog.set_level("INFO")
+    news = News()
     site = tmp_path / "user" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     site.mkdir(parents=True)
     (site / "watcher.pth").write_text("import sys; sys.setprofile(lambda *_: None)\n")
     env = {**os.environ, "PYTHONUSERBASE": str(tmp_path / "user")}
     python = [sys._base_executable, "-u"]  # type: ignore[attr-defined]  # in a venv there is no user site
     (tmp_path / "job.py").write_text(SHOW)
-    procs = bench.procs([*python, str(tmp_path / "job.py")], zygote=True, base_env=env)
+    procs = bench.procs([*python, str(tmp_path / "job.py")], zygote=True, base_env=env, say=news.say)
     assert run(bench, procs).out == b"False\n"
-    _wait_for_log(caplog, "always started afresh")
+    news.wait_for("zygote.given_up")
     assert run(bench, procs).out == b"False\n"
-    assert caplog.text.count("always started afresh") == 1
+    assert len(news.of("zygote.given_up")) == 1
 
 
 # ---------------------------------------------------------------- what is left out
@@ -155,9 +169,9 @@ OFFENDERS = {
 
 @pytest.mark.parametrize("name", OFFENDERS)
 def test_a_module_that_a_fork_does_not_suit_is_left_out_alone(
-    bench: Bench, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    bench: Bench, tmp_path: Path, name: str
 ) -> None:
-    caplog.set_level("INFO")
+    news = News()
     site = tmp_path / "site-packages"
     package = site / "package"
     package.mkdir(parents=True)
@@ -172,16 +186,17 @@ def test_a_module_that_a_fork_does_not_suit_is_left_out_alone(
     script += "from package import fine, user\nstep_once()\n"
     script += "print(forked, *('package.' + m in there for m in ('fine', 'offender', 'user')))\nos._exit(0)"
     env = {**os.environ, "PYTHONPATH": str(site), "PLACE": str(tmp_path / "once"), "ONCE": str(tmp_path)}
-    procs = _procs(bench, tmp_path, script, base_env=env)
+    procs = _procs(bench, tmp_path, script, base_env=env, say=news.say)
     assert run(bench, procs).out == b"False False False False\n"
     if name == "dies":
-        _wait_for_log(caplog, "does not stay")
+        news.wait_for("zygote.given_up")
         assert run(bench, procs, 2).out.split() == [b"False"] * 8
         return
     wait_until_ready(procs)
     assert run(bench, procs, 2).out == b"True True False False\n" * 2
-    assert caplog.text.count("package.offender is not preloaded") <= 1
-    assert "is not preloaded" in caplog.text
+    left_out = [fields["module"] for fields in news.of("zygote.left_out")]
+    assert len(left_out) == len(set(left_out)), "each is said once"
+    assert set(left_out) == {"package.offender", "package.user"}
 
 
 # ---------------------------------------------------------------- the warden's children
