@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,39 @@ except RuntimeError as error:
     )
     assert second.out.splitlines() == first.out.splitlines()
     assert second.out.startswith(b"True")
+
+
+@pytest.mark.parametrize("kind", ["directory", "zip"])
+def test_a_script_may_be_a_directory_or_a_zip_file(bench: Bench, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "job"
+    target.mkdir()
+    (target / "__main__.py").write_text(
+        f"import gc, json, sys; sys.path.insert(1, {str(PROGRAMS / 'dumped')!r}); import steps\n"
+        "steps.step_once()\n"
+        "print(json.dumps([gc.get_freeze_count() > 0, sys.argv, sys.path]\n"
+        " + [__file__, __package__, repr(__spec__)]))"
+    )
+    if kind == "zip":
+        target = Path(shutil.make_archive(str(tmp_path / "zipped"), "zip", target))
+    first, second = both(bench, [str(target), "word"])
+    fresh, *expected = _seen(first)
+    forked, *seen = _seen(second)
+    assert (fresh, forked) == (False, True), second.err
+    assert seen == expected
+
+
+def test_another_sitecustomize_and_a_usercustomize_run_in_each_worker(bench: Bench, tmp_path: Path) -> None:
+    customs = tmp_path / "customs"
+    customs.mkdir()
+    for name in ("sitecustomize", "usercustomize"):
+        (customs / f"{name}.py").write_text(
+            "import os, sys; print(__name__, os.environ['RANK'], os.environ.get('PYTHONPATH'))"
+        )
+    script = tmp_path / "job.py"
+    script.write_text(
+        f"import sys; sys.path.insert(1, {str(PROGRAMS / 'dumped')!r}); import steps; steps.step_once()\n"
+        "print(*(m for m in sys.modules if 'custom' in m))"
+    )
+    first, second = both(bench, [str(script)], more={"PYTHONPATH": str(customs)})
+    assert second.out == first.out
+    assert first.out.startswith(f"sitecustomize 0 {customs}\n".encode())

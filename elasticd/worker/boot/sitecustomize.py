@@ -22,8 +22,10 @@ def _withdraw(here: str) -> None:
 
 
 if "ELASTICD_ZYGOTE" in os.environ:
-    import elasticd_zygote
-
+    try:
+        import elasticd_zygote
+    except BaseException:  # noqa: BLE001  # the script must not run here
+        os._exit(1)
     elasticd_zygote.serve(os.path.dirname(os.path.abspath(__file__)))
 
 try:
