@@ -50,7 +50,20 @@ def version() -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: one sentence on stderr for what people can put right."""
+    _open_missing_streams()
     sys.exit(_exit_code(argv))
+
+
+def _open_missing_streams() -> None:
+    """Where a standard stream is closed (``>&-``), the next file or socket would take its number, and
+    get what is printed. Python gives none either."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            stream = os.fdopen(number, "r" if number == 0 else "w", closefd=False)
+            setattr(sys, name, stream)
 
 
 def _exit_code(argv: Sequence[str] | None) -> int:

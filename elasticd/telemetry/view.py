@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import sys
 import threading
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from typing import IO, Protocol, Self
 
 from rich.text import Text
@@ -81,13 +83,13 @@ class PlainView:
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
         if stream in self._terminals and data:
             self._mid_line = not data.endswith(b"\n")
-        _write_all(stream, data)
+        _tell(stream, data)
 
     def line(self, text: str) -> None:
         # Not into the middle of a progress bar.
         start = "\n" if self._mid_line and 2 in self._terminals else ""
         self._mid_line = False
-        _write_all(2, f"{start}{text}\n".encode(errors="replace"))
+        _tell(2, f"{start}{text}\n".encode(errors="replace"))
 
     def close(self) -> None:
         pass
@@ -147,7 +149,7 @@ class LiveView:
 
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
         if stream in self._piped or self._painter is None or self._closed:
-            _write_all(stream, data)
+            _tell(stream, data)
             return
         with self._wake:
             while self._pending_chars > PENDING_MAX_CHARS and not (self._closed or self._broken):
@@ -159,7 +161,7 @@ class LiveView:
             if self._painter is not None and not self._closed:
                 self._print(text.split("\n"))
                 return
-        _write_all(2, (text + "\n").encode(errors="replace"))
+        _tell(2, (text + "\n").encode(errors="replace"))
 
     def close(self) -> None:
         with self._wake:
@@ -280,7 +282,16 @@ def _cells(text: str) -> int:
     return Text.from_ansi(text).cell_len if text else 0
 
 
+def _tell(stream: int, data: bytes) -> None:
+    """Write it, if anybody is left to read (``elasticd run ... | head``): the training goes on."""
+    with suppress(OSError):
+        _write_all(stream, data)
+
+
 def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # somebody made it non-blocking
+            select.select([], [fd], [])

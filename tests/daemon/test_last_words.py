@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from elasticd.core.messages import Leave
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.main import _last_words, why_silent
 from elasticd.etcd.access import parse_endpoints
+from elasticd.telemetry.view import _write_all
 
 
 def elasticd_run(
@@ -85,3 +87,56 @@ def test_the_error_file_of_a_nested_launcher_holds_the_exit_code(tmp_path: Path)
     assert ended.returncode == 1, ended.stderr
     message = json.loads(file.read_text())["message"]
     assert "spoiled" in message["message"] and message["errorCode"] == 1
+
+
+def test_a_console_that_somebody_made_non_blocking_loses_nothing() -> None:
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    data = os.urandom(1 << 18)
+    received = bytearray()
+    with open(ours, "rb") as reader:
+        writer = threading.Thread(target=lambda: (_write_all(theirs, data), os.close(theirs)))
+        writer.start()
+        received += reader.read()
+        writer.join()
+    assert received == data
+
+
+SPAM = "import sys\nfor number in range(40_000): print(number)\nprint('and so it ended', file=sys.stderr)"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_run_whose_reader_has_left_goes_on_to_its_end(tmp_path: Path, stream: str) -> None:
+    (tmp_path / "job.py").write_text(SPAM)
+    ours, theirs = os.pipe()
+    os.close(ours)  # nobody will ever read
+    other = tmp_path / "other"
+    try:
+        with other.open("w") as file:
+            ended = subprocess.run(
+                [sys.executable, "-m", "elasticd.cli.main", "run", "--plain", str(tmp_path / "job.py")],
+                env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+                stdin=subprocess.DEVNULL,
+                stdout=theirs if stream == "stdout" else file,
+                stderr=theirs if stream == "stderr" else file,
+                timeout=120,
+            )
+    finally:
+        os.close(theirs)
+    assert ended.returncode == 0, other.read_text()
+    assert ("39999" if stream == "stderr" else "and so it ended") in other.read_text()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_without_standard_streams_is_no_other(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "job.py").write_text(f"open({str(tmp_path / 'done')!r}, 'w'); print('hello')")
+    command = '"$0" -m elasticd.cli.main run --plain --min 1 --max 1 "$1" ' + closed
+    ended = subprocess.run(
+        ["sh", "-c", command, sys.executable, str(tmp_path / "job.py")],
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0 and (tmp_path / "done").exists(), ended.stderr
