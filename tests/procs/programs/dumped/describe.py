@@ -1,6 +1,7 @@
 """Says, as JSON, all that a script can see of the process it runs in, whatever differs by nature aside."""
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import inspect
@@ -57,6 +58,12 @@ def _stream(stream):
     }
 
 
+def _signal_when_the_parent_dies():
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+    return number.value
+
+
 def describe():
     main = sys.modules["__main__"]
     with open("/proc/self/environ", "rb") as file:
@@ -104,6 +111,7 @@ def describe():
         "logging": [str(h) for h in logging.root.handlers] + [logging.root.level],
         "faulthandler": faulthandler.is_enabled(),
         "gc": [gc.isenabled(), gc.get_threshold()],
+        "dies with parent": _signal_when_the_parent_dies(),
         "recursion": sys.getrecursionlimit(),
         "source": inspect.getsource(Local),
         "pickled": pickle.loads(pickle.dumps(Local())).__class__ is Local,
