@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import (
 from elasticd.daemon.config import LogOptions
 from elasticd.daemon.errors import CannotStart
 from elasticd.procs.output import LogDest
+
+RUNS_KEPT = 50
 
 
 def state_dir() -> Path:
@@ -44,6 +47,8 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
     folder = options.dir or state_dir() / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if options.dir is None:  # a folder that people name is theirs to tidy
+            forget_old_runs(folder)
     except OSError as error:
         raise CannotStart(f"the log directory {folder} cannot be made: {error.strerror}") from error
     return made(
@@ -52,6 +57,13 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
         tee=Std.from_str(options.tee),
         local_ranks_filter=set(options.local_ranks) if options.local_ranks else None,
     )
+
+
+def forget_old_runs(folder: Path, keep: int = RUNS_KEPT) -> None:
+    """Remove the logs of all runs but the newest ``keep``; runs still being written are among them."""
+    runs = sorted((f for f in folder.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
+    for old in runs[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class Destinations:

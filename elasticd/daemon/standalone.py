@@ -75,8 +75,8 @@ class Standalone:
                     self._ready.set()
                     return
                 log.get("elasticd.etcd").error("etcd.restart_failed", why=str(error))
-                if self._ending.wait(1.0):
-                    return
+                if isinstance(error, KeeperError) or self._ending.wait(1.0):
+                    return  # without a keeper of processes the whole agent leaves
                 continue
             if self._ready.is_set():
                 log.get("elasticd.etcd").warning("etcd.restarted", endpoint=self._server.endpoint)

@@ -91,6 +91,23 @@ def session_of(pid: int) -> int:
     return int(fields[3]) if len(fields) > 3 else 0
 
 
+def started_at(pid: int) -> int:
+    """When it started, in clock ticks since boot, which tells it from others of its number; 0 if it
+    is gone, or a zombie."""
+    fields = _stat(pid)
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else 0
+
+
+def variable_of(pid: int, name: str) -> str:
+    """A variable of its environment, as it was when its program began; empty if it has none."""
+    start = os.fsencode(f"{name}=")
+    try:
+        environ = _read(f"/proc/{pid}/environ").split(b"\0")
+    except OSError:
+        return ""
+    return next((os.fsdecode(v[len(start) :]) for v in environ if v.startswith(start)), "")
+
+
 def was_started_with(pid: int, variables: Iterable[str]) -> bool:
     """Whether one of these ``NAME=value`` was in its environment when its program began."""
     try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import tempfile
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+
+from elasticd.procs.leftovers import make_owned_dir
 
 PAGE_BYTES = 4096
 MAGIC = b"ELASTICD"
@@ -39,9 +40,9 @@ class Heartbeat:
 
 def shared_memory_dir() -> Path:
     """Make a folder only its owner may enter, in memory where there is such a place."""
-    for place in ("/dev/shm", None):  # noqa: S108  # mkdtemp makes a new one, of mode 0700
+    for place in ("/dev/shm", None):  # noqa: S108  # what is made there is new, and of mode 0700
         with contextlib.suppress(OSError):
-            return Path(tempfile.mkdtemp(prefix="elasticd-", dir=place))
+            return make_owned_dir(place, VARIABLE)
     raise OSError("neither /dev/shm nor the temporary folder can be written")
 
 
