@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.core.facts import Fact
 from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
+from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
 from elasticd.telemetry import words
 
 
@@ -22,6 +23,14 @@ class Place:
     access: EtcdAccess
     jobs: tuple[str, ...]
     shared: bool
+
+    def ended(self, job: str) -> bool:
+        """Whether it was a standalone run's, which is over: such an etcd does not come back."""
+        if self.shared:
+            return False
+        from elasticd.etcd.registry import standalone_runs
+
+        return not any(run.job == job and run.access == self.access for run in standalone_runs())
 
 
 def places(options: Mapping[str, Any]) -> list[Place]:
@@ -41,12 +50,12 @@ def places(options: Mapping[str, Any]) -> list[Place]:
         raise Complaint(f"{error}.") from error
 
 
-def find(options: Mapping[str, Any], job: str) -> EtcdAccess:
-    """The etcd in which the job is. Raises Complaint, naming the jobs that there are."""
+def find(options: Mapping[str, Any], job: str) -> Place:
+    """Where the job is. Raises Complaint, naming the jobs that there are."""
     there = places(options)
     for place in there:
         if job in place.jobs:
-            return place.access
+            return place
     raise Complaint(_no_such("job", job, sorted({j for p in there for j in p.jobs}), there))
 
 
@@ -67,11 +76,15 @@ def facts_of(listing: Listing) -> dict[str, Fact]:
     return {e.key: e.fact for e in listing.entries if e.fact is not None}
 
 
+def unusable(job: str, bad: Sequence[BadRecord]) -> Complaint | None:
+    """What to say where nothing true can be told of the job, as its spec or round cannot be read."""
+    worst = next((error for error in bad if error.key in ("spec", "round")), None)
+    return None if worst is None else Complaint(f"{job}: {worst}.")
+
+
 @contextmanager
 def answering() -> Iterator[None]:
     """Turns what etcd may answer into complaints: unreachable is 4, all else the input's fault."""
-    from elasticd.etcd.errors import StoreError, StoreUnavailable
-
     try:
         yield
     except StoreUnavailable as error:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import queue
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.control import Place, answering, facts_of, find, places
+from elasticd.cli.control import Place, answering, facts_of, find, places, unusable
 from elasticd.cli.options import etcd_options
-from elasticd.cli.report import JobReport, Pace, as_text, report
-from elasticd.core.facts import Fact
-from elasticd.core.ports import Listing, Seen
+from elasticd.cli.report import JobReport, as_text, report
 from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.errors import BadRecord
 from elasticd.telemetry import words
-
-QUIET_S = 5.0  # silence after which a watch asks whether etcd is still there
 
 
 @click.command()
@@ -35,19 +30,21 @@ def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
     """
     if job is None:
         there = places(etcd)
-        jobs = [(p.access, name) for p in there for name in p.jobs]
+        jobs = [(p, name) for p in there for name in p.jobs]
         if len(jobs) != 1:
             if watch:
                 raise Complaint(f"--watch needs a job: {_which([name for _, name in jobs])}.")
             _show_list(there, as_json)
             return
-        access, job = jobs[0]
+        place, job = jobs[0]
     else:
-        access = find(etcd, job)
+        place = find(etcd, job)
     if watch:
-        _watch(access, job, as_json)
+        from elasticd.cli.watch import watch as watch_job
+
+        watch_job(place, job, lambda r: _show_anew(r, as_json))
     else:
-        _show(_look(access, job), as_json)
+        _show(_look(place.access, job), as_json)
 
 
 @click.command()
@@ -67,17 +64,22 @@ def _look(access: EtcdAccess, job: str) -> JobReport:
 
     with answering(), Client(access) as client:
         listing, bad = client.list(job)
+    if complaint := unusable(job, bad):
+        raise complaint from bad[0]
     for error in bad:
-        click.echo(f"elasticd: {error}.", err=True)
+        click.echo(f"elasticd: {job}: {error}.", err=True)
     return report(job, facts_of(listing), time.time())
 
 
 def _look_if_there(place: Place, job: str) -> JobReport | None:
-    """None where a standalone run has ended since it was found."""
+    """None where a standalone run has ended since it was found, or the job's records are unusable
+    (said so): the others can be listed."""
     try:
         return _look(place.access, job)
     except Complaint as complaint:
-        if place.shared or complaint.code != ETCD_UNREACHABLE:
+        if isinstance(complaint.__cause__, BadRecord):
+            click.echo(f"elasticd: {complaint.sentence}", err=True)
+        elif place.shared or complaint.code != ETCD_UNREACHABLE:
             raise
         return None
 
@@ -122,63 +124,6 @@ def _row(r: JobReport) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- watching
-
-
-def _watch(access: EtcdAccess, job: str, as_json: bool) -> None:
-    """Show the job at each change, until it has ended or somebody has seen enough."""
-    from elasticd.etcd.errors import BadRecord, StoreError
-    from elasticd.etcd.store import EtcdStore
-
-    news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
-    store = EtcdStore(access, job, problems=news.put)
-    try:
-        store.watch("", news.put, prefix=True)
-        facts: dict[str, Fact] = {}
-        pace = Pace()
-        while True:
-            try:
-                seen = news.get(timeout=QUIET_S)
-            except queue.Empty:
-                # A watch outlives its etcd, hoping; a person wants to know. Agents write their
-                # progress every second or two, so it is rarely quiet.
-                _check_reachable(access)
-                continue
-            if isinstance(seen, BadRecord):
-                click.echo(f"elasticd: {seen}.", err=True)
-                continue
-            if isinstance(seen, StoreError):
-                with answering():
-                    raise seen
-            facts = _after(facts, seen)
-            if not news.empty():
-                continue  # what changed together is shown together
-            if not facts:
-                raise Complaint(f"{job} is no longer in etcd.")
-            now = report(job, facts, time.time(), pace)
-            _show_anew(now, as_json)
-            if now.ended:
-                return
-    finally:
-        store.close()
-
-
-def _check_reachable(access: EtcdAccess) -> None:
-    from elasticd.etcd.client import Client
-
-    with answering(), Client(access) as client:
-        client.status()
-
-
-def _after(facts: Mapping[str, Fact], seen: Seen) -> dict[str, Fact]:
-    if isinstance(seen, Listing):
-        return facts_of(seen)
-    changed = dict(facts)
-    for entry in seen.entries:
-        if entry.fact is None:
-            changed.pop(entry.key, None)
-        else:
-            changed[entry.key] = entry.fact
-    return changed
 
 
 def _show_anew(r: JobReport, as_json: bool) -> None:

@@ -36,7 +36,7 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
             raise Complaint(f"--min {low}{low_said} is above --max {high}{high_said}.")
         return replace(spec, limits=Limits(low, high))
 
-    spec = _edit(find(etcd, job), job, change)
+    spec = _edit(find(etcd, job).access, job, change)
     low, high = spec.limits.min, spec.limits.max
     click.echo(f"{job} may have {f'{low} to ' if low < high else ''}{words.count(high, 'worker')}.")
 
@@ -62,7 +62,7 @@ def drain(node: str, job: str | None, **etcd: Any) -> None:
 @etcd_options
 def stop(job: str, **etcd: Any) -> None:
     """End JOB on all its nodes: its workers may save."""
-    _edit(find(etcd, job), job, lambda spec: replace(spec, stop=True))
+    _edit(find(etcd, job).access, job, lambda spec: replace(spec, stop=True))
     click.echo(f"{job} is asked to stop.")
 
 
@@ -106,7 +106,7 @@ def _locate(node: str, job: str | None, etcd: Any) -> tuple[EtcdAccess, str, str
     from elasticd.etcd.client import Client
 
     candidates = (
-        [(find(etcd, job), job)]
+        [(find(etcd, job).access, job)]
         if job is not None
         else [(p.access, name) for p in places(etcd) for name in p.jobs]
     )

@@ -170,8 +170,28 @@ def test_a_record_of_a_newer_elasticd_is_named(etcd: Client, capfd: pytest.Captu
     etcd.swap_raw(b"/elasticd/j/spec", b'{"v":99}', 0)
     code, _, err = elasticd(capfd, "stop", "j")
     assert code == 2 and "newer elasticd" in err
+    for argv in (("status", "j"), ("status",), ("status", "j", "--json"), ("status", "j", "--watch")):
+        code, out, err = elasticd(capfd, *argv)
+        assert (code, out, len(err.splitlines())) == (2, "", 1) and "j: " in err and "newer elasticd" in err
+
+
+def test_a_record_of_a_newer_elasticd_hides_no_other_job(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    etcd.swap_raw(b"/elasticd/j/round", b'{"v":99}', 0)
+    put(etcd, "k", spec=SPEC, round=LIVE)
+    code, out, err = elasticd(capfd, "ls")
+    assert code == 0 and "j: " in err and "newer elasticd" in err
+    assert [line.split()[0] for line in out.splitlines()] == ["JOB", "k"]
+
+
+def test_a_heartbeat_of_a_newer_elasticd_hides_nothing_else(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE, nodes__a=a_node("a"))
+    etcd.swap_raw(b"/elasticd/j/progress/b", b'{"v":99}', 0)
     code, out, err = elasticd(capfd, "status", "j")
-    assert code == 0 and "newer elasticd" in err and "j: " in out
+    assert code == 0 and "newer elasticd" in err and "j: round 1 live" in out and "a at 127.0.0.1" in out
 
 
 def test_an_etcd_that_cannot_be_reached_is_exit_code_4(capfd: pytest.CaptureFixture[str]) -> None:
@@ -248,6 +268,72 @@ def test_watching_ends_with_the_job(etcd: Client, server: Embedded) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_watch_waits_for_an_etcd_that_is_away_and_goes_on() -> None:
+    etcd = Embedded()
+    process = None
+    try:
+        etcd.start()
+        with Client(etcd.access) as client:
+            put(client, "j", spec=SPEC, round=LIVE)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch", "--json"],
+                env={**os.environ, "ELASTICD_ETCD": f"http://{etcd.endpoint}"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stdout is not None and process.stderr is not None
+            assert json.loads(process.stdout.readline())["round"] == 1
+            etcd.stop(remove=False)
+            assert process.stderr.readline() == "elasticd: etcd is away; waiting.\n"
+            etcd.start()
+            assert json.loads(process.stdout.readline())["round"] == 1  # though nothing has changed
+            put(client, "j", round=replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
+            out, err = process.communicate(timeout=60)
+        assert json.loads(out.splitlines()[-1])["outcome"] == "succeeded"
+        assert (process.returncode, err) == (0, "")
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        etcd.stop()
+
+
+def test_watching_a_standalone_run_ends_with_it(tmp_path: Path) -> None:
+    etcd = Embedded()
+    process = None
+    environ = {k: v for k, v in os.environ.items() if k != "ELASTICD_ETCD"} | {
+        "XDG_RUNTIME_DIR": str(tmp_path)
+    }
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+            etcd.start()
+            registry.register("alone", etcd.endpoint, etcd.pid, 1.0, etcd.folder)
+            with Client(etcd.access) as client:
+                put(client, "alone", spec=SPEC, round=LIVE)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elasticd.cli.main", "status", "alone", "--watch"],
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stdout is not None and process.stdout.readline()
+            registry.unregister("alone", etcd.folder)
+        etcd.stop()
+        _, err = process.communicate(timeout=60)
+        assert (
+            process.returncode == 2
+            and err == "elasticd: the standalone run alone has ended, and its etcd with it.\n"
+        )
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        etcd.stop()
 
 
 def test_an_interrupted_watch_leaves_quietly(etcd: Client, server: Embedded) -> None:

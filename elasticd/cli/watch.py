@@ -1,0 +1,122 @@
+"""``elasticd status --watch``: the job at each change, for as long as somebody looks."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+
+import click
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.control import Place, facts_of, unusable
+from elasticd.cli.report import JobReport, Pace, report
+from elasticd.core.facts import Fact, Round
+from elasticd.core.ports import Listing, Seen
+from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
+
+QUIET_S = 5.0  # silence after which etcd is asked whether it is still there
+AWAY_S = 1.0  # and after which it is asked again while it is not
+EVERY_S = 1.0  # heartbeats come from each node; this often they are shown, all together
+
+
+def watch(place: Place, job: str, show: Callable[[JobReport], None]) -> None:
+    """Show the job at once, at each new phase and round, and else once in EVERY_S if anything
+    changed, until it has ended. An etcd that goes away is waited for. Raises Complaint."""
+    _Watch(place, job, show).run()
+
+
+class _Watch:
+    def __init__(self, place: Place, job: str, show: Callable[[JobReport], None]) -> None:
+        self._place, self._job, self._show = place, job, show
+        self._news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
+        self._facts: dict[str, Fact] = {}
+        self._pace = Pace()
+        self._changed = False  # since it was shown
+        self._shown: object = None  # the round and the phase that were shown
+        self._shown_at = -EVERY_S  # on the monotonic clock
+        self._away = False
+
+    def run(self) -> None:
+        from elasticd.etcd.store import EtcdStore
+
+        store = EtcdStore(self._place.access, self._job, problems=self._news.put)
+        try:
+            end = store.watch("", self._news.put, prefix=True)
+            while True:
+                try:
+                    self._take(self._news.get(timeout=self._patience_s()))
+                except queue.Empty:
+                    if not self._changed and self._is_back():
+                        # Nothing may have changed meanwhile, but the job is to be seen again.
+                        end()
+                        end = store.watch("", self._news.put, prefix=True)
+                if self._is_due() and self._look():
+                    return
+        finally:
+            store.close()
+
+    def _patience_s(self) -> float:
+        if self._changed:
+            return max(0.0, self._shown_at + EVERY_S - time.monotonic())
+        return AWAY_S if self._away else QUIET_S
+
+    def _take(self, seen: Seen | StoreError) -> None:
+        if isinstance(seen, BadRecord):
+            if complaint := unusable(self._job, [seen]):
+                raise complaint from seen
+            click.echo(f"elasticd: {self._job}: {seen}.", err=True)
+            return
+        if isinstance(seen, StoreError):
+            raise Complaint(f"{seen}.") from seen
+        if isinstance(seen, Listing):
+            self._facts = facts_of(seen)
+        else:
+            for entry in seen.entries:
+                if entry.fact is None:
+                    self._facts.pop(entry.key, None)
+                else:
+                    self._facts[entry.key] = entry.fact
+        self._changed = True
+        if self._away:
+            self._away, self._shown = False, None
+
+    def _is_due(self) -> bool:
+        if not self._changed:
+            return False
+        if time.monotonic() >= self._shown_at + EVERY_S:
+            return True
+        # What changed together is shown together.
+        return self._news.empty() and (not self._facts or self._shown != self._mark())
+
+    def _mark(self) -> object:
+        round_ = self._facts.get("round")
+        return (round_.number, round_.phase) if isinstance(round_, Round) else (0, "")
+
+    def _look(self) -> bool:
+        """Show the job; whether it has ended."""
+        if not self._facts:
+            raise Complaint(f"{self._job} is no longer in etcd.")
+        now = report(self._job, self._facts, time.time(), self._pace)
+        self._show(now)
+        self._changed, self._shown, self._shown_at = False, self._mark(), time.monotonic()
+        return now.ended
+
+    def _is_back(self) -> bool:
+        """A watch outlives its etcd, hoping; a person wants to know. Agents write their progress
+        every second or two, so it is rarely quiet. True once etcd is there again."""
+        from elasticd.etcd.client import Client
+
+        try:
+            with Client(self._place.access) as client:
+                client.status()
+        except StoreUnavailable as error:
+            if self._place.ended(self._job):
+                raise Complaint(f"the standalone run {self._job} has ended, and its etcd with it.") from error
+            if not self._away:
+                click.echo("elasticd: etcd is away; waiting.", err=True)
+            self._away = True
+            return False
+        except StoreError as error:
+            raise Complaint(f"{error}.") from error
+        return self._away

@@ -1,0 +1,83 @@
+"""When a watch shows the job: at each new phase and round, and heartbeats together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.cli import watch as watching
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.control import Place
+from elasticd.cli.report import JobReport
+from elasticd.core.facts import Cause, Fact, Phase, Progress, Round, SlotProgress
+from elasticd.core.ports import Changes, Entry, Listing
+from elasticd.etcd.access import EtcdAccess
+
+LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
+
+
+class Watched(watching._Watch):
+    """Fed by hand; its clock is the real one, as one show and the next are far less than a second apart."""
+
+    def __init__(self) -> None:
+        self.told: list[JobReport] = []
+        super().__init__(Place(EtcdAccess(("127.0.0.1:1",)), ("j",), shared=True), "j", self.told.append)
+
+    def hears(self, **facts: Fact | None) -> None:
+        self._take(Changes(tuple(Entry(k.replace("__", "/"), f, 1, 1) for k, f in facts.items())))
+        if self._is_due():
+            self._look()
+
+
+def beat(node: str, step: int) -> Progress:
+    return Progress(node, 1, (SlotProgress(0, 0, 7, step, 1.0),))
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    monkeypatch.setattr(watching, "EVERY_S", 3600.0)
+    watched = Watched()
+    watched._shown_at = -7200.0
+    watched.hears(round=LIVE)
+    assert len(watched.told) == 1  # the first is shown at once
+    return watched
+
+
+def test_heartbeats_are_shown_together_when_it_is_time(watched: Watched) -> None:
+    for step in range(100):
+        watched.hears(progress__a=beat("a", step), progress__b=beat("b", step))
+    assert len(watched.told) == 1
+    assert 0 < watched._patience_s() <= 3600
+    watched._shown_at -= 3600.0
+    assert watched._patience_s() == 0 and watched._is_due()
+    assert not watched._look() and len(watched.told) == 2
+    assert not watched._is_due()  # nothing is shown twice
+
+
+def test_a_new_phase_or_round_is_shown_at_once(watched: Watched) -> None:
+    watched.hears(progress__a=beat("a", 1))
+    watched.hears(round=replace(LIVE, phase=Phase.CLOSING))
+    watched.hears(round=replace(LIVE, number=2))
+    watched.hears(round=replace(LIVE, number=2, restarts=1))  # neither
+    assert [(r.round, r.phase) for r in watched.told] == [(1, "live"), (1, "closing"), (2, "live")]
+
+
+def test_what_changed_together_is_shown_together(watched: Watched) -> None:
+    watched._news.put(Changes(()))
+    watched.hears(round=replace(LIVE, number=2))
+    assert len(watched.told) == 1
+    watched._take(watched._news.get())
+    assert watched._is_due()
+
+
+def test_a_job_that_vanishes_is_told_at_once(watched: Watched) -> None:
+    with pytest.raises(Complaint, match="no longer in etcd"):
+        watched.hears(round=None)
+
+
+def test_the_first_news_after_an_outage_are_shown_at_once(watched: Watched) -> None:
+    watched._away = True
+    assert watched._patience_s() == watching.AWAY_S
+    watched._take(Listing((Entry("round", LIVE, 1, 1),), 1))
+    assert watched._is_due() and not watched._away
