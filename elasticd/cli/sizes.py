@@ -9,6 +9,8 @@ from elasticd.cli.machine import Machine
 from elasticd.cli.options import RunOptions, Said
 from elasticd.core.facts import Limits
 
+SLOTS_MAX = 1024  # of one node: far more than any has devices or cores for, far fewer than a typing error
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -79,7 +81,7 @@ def _by_workers(
     if offered is None:
         slots = min(slots, high)
         if standalone:
-            slots = max(slots, low)
+            slots = _at_most(max(slots, low), "--min", "; for more nodes give --etcd")
     elif standalone and slots < low:
         raise Complaint(
             f"this one node offers {slots} slots, so it can never run --min {low} workers; "
@@ -109,6 +111,7 @@ def _slots(text: str, machine: Machine) -> int | None:
         raise Complaint(f"--slots {text!r} is neither a number nor auto.") from None
     if slots < 1:
         raise Complaint(f"--slots is {slots}, but a node offers at least 1.")
+    _at_most(slots, "--slots")
     gpus = machine.gpus()
     if gpus and slots > gpus:
         raise Complaint(
@@ -135,7 +138,7 @@ def _nproc(text: str, machine: Machine) -> int:
             else:
                 if number < 1:
                     raise Complaint(f"--nproc-per-node is {number}, but a node runs at least 1 worker.")
-                return number
+                return _at_most(number, "--nproc-per-node")
     if found is None:
         raise Complaint(f"--nproc-per-node {text!r} is none of a number, auto, cpu, gpu and xpu.")
     if found == 0:
@@ -143,5 +146,13 @@ def _nproc(text: str, machine: Machine) -> int:
     return found
 
 
+def _at_most(slots: int, option: str, hint: str = "") -> int:
+    if slots > SLOTS_MAX:
+        raise Complaint(
+            f"{option} {slots} is more than the {SLOTS_MAX} workers that one node runs at most{hint}."
+        )
+    return slots
+
+
 def _auto(machine: Machine) -> int:
-    return machine.gpus() or machine.cores()
+    return min(machine.gpus() or machine.cores(), SLOTS_MAX)

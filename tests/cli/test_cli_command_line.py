@@ -313,6 +313,10 @@ def test_sizes(argv: tuple[str, ...], machine: Pretend, limits: Limits, slots: i
         (("--nproc-per-node", "some"), "none of a number"),
         (("--slots", "x"), "neither a number nor auto"),
         (("--slots", "-1"), "at least 1"),
+        (("--min", "99999"), "more than the 1024 workers that one node runs"),
+        (("--min", "1025", "--max", "9999"), "--min 1025 is more than the 1024"),
+        (("--slots", "1025"), "--slots 1025 is more than the 1024"),
+        (("--nproc-per-node", "1025"), "--nproc-per-node 1025 is more than the 1024"),
         (("--slots", "1", "--min", "2"), "can never run --min 2"),
         (("--min=1", "--etcd=http://127.0.0.1:1"), "--max"),
         (("--nnodes", "2"), "--etcd"),
@@ -323,6 +327,13 @@ def test_sizes(argv: tuple[str, ...], machine: Pretend, limits: Limits, slots: i
 )
 def test_sizes_that_cannot_be_are_refused(argv: tuple[str, ...], says: str, job: str) -> None:
     assert says in complaint(*argv, job)
+
+
+def test_a_world_may_be_larger_than_one_node(job: str) -> None:
+    large = ("--min=5000", "--max=9999", "--job=j", "--etcd=http://127.0.0.1:1")
+    config = planned(*large, job, machine=Pretend(core_count=4096)).config
+    assert (config.limits, config.slots) == (Limits(5000, 9999), 1024)
+    assert planned("--min", "1024", job).config.slots == 1024
 
 
 def test_slots_beyond_the_gpus_are_refused_and_the_way_out_is_named(job: str) -> None:
