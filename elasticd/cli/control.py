@@ -97,7 +97,7 @@ def _named(options: Mapping[str, Any]) -> EtcdAccess | None:
     etcd = options.get("etcd")
     tls = {name: options.get(f"etcd_{name}") for name in ("cacert", "cert", "key")}
     user = options.get("etcd_user")
-    if not etcd:
+    if etcd is None:
         if any(tls.values()):
             raise Complaint("certificates for etcd are given, but no --etcd to use them with.")
         return None

@@ -112,6 +112,37 @@ def flag(name: str) -> str:
 # ---------------------------------------------------------------- types
 
 
+class Unfit(click.BadParameter):
+    """A value that its option cannot have, in a sentence that names both."""
+
+    def __init__(
+        self, value: Any, why: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> None:
+        option = max(param.opts, key=len) if param is not None else "the value"
+        super().__init__(f"{option} {str(value) or repr(value)} {why}.", ctx, param)
+
+    def format_message(self) -> str:
+        return self.message
+
+
+class Whole(click.ParamType[int]):
+    """A whole number, no less than ``least``."""
+
+    name = "integer"
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            raise Unfit(value, "is not a whole number", param, ctx) from None
+        if number < self._least:
+            raise Unfit(value, f"is less than {self._least}", param, ctx)
+        return number
+
+
 class _Seconds(click.ParamType[float]):
     """A length of time in seconds: finite, and no less than ``least``."""
 
@@ -124,11 +155,11 @@ class _Seconds(click.ParamType[float]):
         try:
             seconds = float(value)
         except ValueError:
-            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+            raise Unfit(value, "is not a number of seconds", param, ctx) from None
         if not math.isfinite(seconds):
-            self.fail(f"{value!r} is not a finite number of seconds.", param, ctx)
+            raise Unfit(value, "is not a finite number of seconds", param, ctx)
         if seconds < self._least:
-            self.fail(f"{value} is less than {self._least:g}{self._why}.", param, ctx)
+            raise Unfit(value, f"is less than {self._least:g}{self._why}", param, ctx)
         return seconds
 
 
@@ -141,7 +172,7 @@ class _Switch(click.types.BoolParamType):
         return bool(super().convert(value, param, ctx))
 
 
-_COUNT = click.IntRange(min=1)
+_COUNT = Whole(1)
 _FILE = click.Path(path_type=Path)
 
 
@@ -255,12 +286,12 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _ours(
         "--futile-max",
-        click.IntRange(min=0),
+        Whole(0),
         "Failures in a row without progress to end at; 0: no limit.  [4]",
     ),
     _ours(
         "--quarantine-after",
-        click.IntRange(min=0),
+        Whole(0),
         "Failures in a row after which a slot is left out.  [3]",
     ),
     _ours(
@@ -297,7 +328,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns_switch("--standalone", help="One node, without a shared etcd."),
     _torchruns(
         "--max-restarts",
-        type=click.IntRange(min=0),
+        type=Whole(0),
         help="Failures to survive in --restart-window.  [10]",
     ),
     _torchruns("--monitor-interval", type=float, help="Means nothing here."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, MutableMapping
@@ -105,6 +106,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     """
     notes: list[str] = []
     _check_together(options)
+    _check_programs(options, environ)
     low, high = nodes(options)
     met = meeting(options, nodes_min=low, nodes_max=high)
     size = sizes(options, machine, standalone=met.etcd is None)
@@ -146,6 +148,18 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
 def _check_together(options: RunOptions) -> None:
     if options.module and options.no_python and not options.run_path:
         raise Complaint("-m and --no-python exclude each other: a module needs Python.")
+
+
+def _check_programs(options: RunOptions, environ: Mapping[str, str]) -> None:
+    """Those that workers are started with, beside the script."""
+    python, path = environ.get("PYTHON_EXEC"), environ.get("PATH")
+    if python is not None and _kind(options) is not CommandKind.PROGRAM:
+        if not python:
+            raise Complaint("PYTHON_EXEC is empty; unset it, or have it name a Python interpreter.")
+        if shutil.which(python, path=path) is None:
+            raise Complaint(f"PYTHON_EXEC names {python}, which is no program that can be run here.")
+    if options.numa_binding is not None and shutil.which("numactl", path=path) is None:
+        raise Complaint("--numa-binding needs the program numactl, which is not on the PATH here.")
 
 
 def _kind(options: RunOptions) -> CommandKind:

@@ -9,7 +9,7 @@ from elasticd.cli.machine import Machine
 from elasticd.cli.options import RunOptions, Said
 from elasticd.core.facts import Limits
 
-SLOTS_MAX = 1024  # of one node: far more than any has devices or cores for, far fewer than a typing error
+SLOTS_MAX = 1024  # of one node; who asks for more has mistyped, and would fill the machine with processes
 
 
 @dataclass(frozen=True, slots=True)

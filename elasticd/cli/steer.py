@@ -10,7 +10,7 @@ import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import answering, find, places
-from elasticd.cli.options import etcd_options
+from elasticd.cli.options import Whole, etcd_options
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Put, Refused, Unchanged
 from elasticd.etcd.access import EtcdAccess
@@ -19,8 +19,8 @@ from elasticd.telemetry import words
 
 @click.command()
 @click.argument("job")
-@click.option("--min", "least", type=click.IntRange(min=1), help="Fewest workers.")
-@click.option("--max", "most", type=click.IntRange(min=1), help="Most workers.")
+@click.option("--min", "least", type=Whole(1), help="Fewest workers.")
+@click.option("--max", "most", type=Whole(1), help="Most workers.")
 @etcd_options
 def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
     """Change how many workers JOB may have, while it runs."""
