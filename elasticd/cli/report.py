@@ -26,16 +26,17 @@ from elasticd.core.facts import (
     Spec,
 )
 from elasticd.telemetry import words
+from elasticd.telemetry.snapshot import SlotState
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """``state``: "working", "spare" (no worker in this round) or "quarantined"."""
+    """``state`` is in the words of the live view. ``rank`` is None without a place in this round."""
 
     slot: int
-    state: str
+    state: SlotState
     rank: int | None = None
     pid: int | None = None
     step: int | None = None
@@ -168,12 +169,12 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
         kept_out = {q.slot: q.until for q in budget.quarantines if q.node == name and q.until > now}
         slots: list[SlotReport] = []
         for slot in sorted({*(node.slots if node else ()), *(member.slots if member else ())}):
-            if member is not None and slot in member.slots:
+            if round_ is not None and member is not None and slot in member.slots:
                 beat = beats.get(slot)
                 slots.append(
                     SlotReport(
                         slot,
-                        "working",
+                        _of_worker(round_.phase, beat),
                         member.rank_of(slot),
                         beat.pid if beat else None,
                         beat.step if beat else None,
@@ -181,9 +182,9 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
                     )
                 )
             elif slot in kept_out:
-                slots.append(SlotReport(slot, "quarantined", quarantined_until=kept_out[slot]))
+                slots.append(SlotReport(slot, SlotState.QUARANTINED, quarantined_until=kept_out[slot]))
             else:
-                slots.append(SlotReport(slot, "spare"))
+                slots.append(SlotReport(slot, SlotState.IDLE))
         if node is None:
             state = "lost"
         elif node.draining:
@@ -200,7 +201,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
             )
         )
 
-    working = [s for n in reports for s in n.slots if s.state == "working"]
+    working = [s for n in reports for s in n.slots if s.rank is not None]
     rates = [s.steps_per_s for s in working if s.steps_per_s is not None]
     need = _need(spec, round_, nodes, budget, now)
     return JobReport(
@@ -225,6 +226,14 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
         last_failure=_last_failure(round_, budget),
         nodes=tuple(reports),
     )
+
+
+def _of_worker(phase: Phase, beat: SlotProgress | None) -> SlotState:
+    if phase is Phase.WAITING:
+        return SlotState.IDLE  # the last round's members are known yet, their workers are gone
+    if phase is Phase.CLOSING:
+        return SlotState.STOPPING
+    return SlotState.RUNNING if beat is not None and beat.step else SlotState.STARTING
 
 
 def _need(

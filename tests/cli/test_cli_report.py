@@ -26,6 +26,7 @@ from elasticd.core.facts import (
     SlotProgress,
     Spec,
 )
+from elasticd.telemetry.snapshot import SlotState
 
 NOW = 1000.0
 
@@ -64,15 +65,30 @@ def test_a_live_job_is_told_whole() -> None:
     assert (r.restarts, r.budget_left) == (1, 4)
     assert [(n.node, n.state) for n in r.nodes] == [("b", "member"), ("a", "member"), ("c", "waiting")]
     assert [(s.state, s.rank) for n in r.nodes for s in n.slots] == [
-        ("working", 0),
-        ("working", 1),
+        ("running", 0),
+        ("running", 1),
         ("quarantined", None),
-        ("working", 2),
-        ("spare", None),
-        ("spare", None),
+        ("starting", 2),
+        ("idle", None),
+        ("idle", None),
     ]
     assert r.last_failure is not None and (r.last_failure.node, r.last_failure.slot) == ("a", 0)
     assert r.waiting_for is None and not r.ended
+
+
+def test_a_slot_is_said_to_be_in_the_state_that_the_live_view_says() -> None:
+    def first_slot(facts: dict[str, Fact]) -> str:
+        lines = as_text(report("j", facts, NOW), NOW)
+        return next(line.strip() for line in lines if line.strip().startswith("slot 0"))
+
+    assert first_slot(FACTS) == "slot 0  rank 0  running  step 50  0.50/s"
+    closing = replace(LIVE, phase=Phase.CLOSING, closing=Cause.GREW)
+    assert first_slot({**FACTS, "round": closing}) == "slot 0  rank 0  stopping  step 50"
+    waiting = replace(LIVE, phase=Phase.WAITING)  # below its minimum: its members' workers are gone
+    assert first_slot({**FACTS, "round": waiting}) == "slot 0  rank 0  idle  step 50"
+    ended = replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED)
+    states = {s.state for n in report("j", {**FACTS, "round": ended}, NOW).nodes for s in n.slots}
+    assert states == {SlotState.IDLE, SlotState.QUARANTINED}
 
 
 def test_a_member_whose_lease_ran_out_is_lost() -> None:
