@@ -32,6 +32,7 @@ class _Watch:
         self._news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
         self._facts: dict[str, Fact] = {}
         self._pace = Pace()
+        self._begun = place.shared  # a standalone run is known before it has written anything
         self._changed = False  # since it was shown
         self._shown: object = None  # the round and the phase that were shown
         self._shown_at = -EVERY_S  # on the monotonic clock
@@ -77,6 +78,7 @@ class _Watch:
                     self._facts.pop(entry.key, None)
                 else:
                     self._facts[entry.key] = entry.fact
+        self._begun = self._begun or bool(self._facts)
         self._changed = True
         if self._away:
             self._away, self._shown = False, None
@@ -87,7 +89,10 @@ class _Watch:
         if time.monotonic() >= self._shown_at + EVERY_S:
             return True
         # What changed together is shown together.
-        return self._news.empty() and (not self._facts or self._shown != self._mark())
+        return self._news.empty() and (self._is_gone() or self._shown != self._mark())
+
+    def _is_gone(self) -> bool:
+        return self._begun and not self._facts
 
     def _mark(self) -> object:
         round_ = self._facts.get("round")
@@ -95,7 +100,7 @@ class _Watch:
 
     def _look(self) -> bool:
         """Show the job; whether it has ended."""
-        if not self._facts:
+        if self._is_gone():
             raise Complaint(f"{self._job} is no longer in etcd.")
         now = report(self._job, self._facts, time.time(), self._pace)
         self._show(now)

@@ -20,9 +20,9 @@ LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
 class Watched(watching._Watch):
     """Fed by hand; its clock is the real one, as one show and the next are far less than a second apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = True) -> None:
         self.told: list[JobReport] = []
-        super().__init__(Place(EtcdAccess(("127.0.0.1:1",)), ("j",), shared=True), "j", self.told.append)
+        super().__init__(Place(EtcdAccess(("127.0.0.1:1",)), ("j",), shared), "j", self.told.append)
 
     def hears(self, **facts: Fact | None) -> None:
         self._take(Changes(tuple(Entry(k.replace("__", "/"), f, 1, 1) for k, f in facts.items())))
@@ -38,7 +38,6 @@ def beat(node: str, step: int) -> Progress:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(watching, "EVERY_S", 3600.0)
     watched = Watched()
-    watched._shown_at = -7200.0
     watched.hears(round=LIVE)
     assert len(watched.told) == 1  # the first is shown at once
     return watched
@@ -72,6 +71,16 @@ def test_what_changed_together_is_shown_together(watched: Watched) -> None:
 
 
 def test_a_job_that_vanishes_is_told_at_once(watched: Watched) -> None:
+    with pytest.raises(Complaint, match="no longer in etcd"):
+        watched.hears(round=None)
+
+
+def test_a_standalone_run_may_have_written_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "EVERY_S", 3600.0)
+    watched = Watched(shared=False)
+    watched.hears()
+    watched.hears(round=LIVE)
+    assert [r.phase for r in watched.told] == ["starting", "live"]
     with pytest.raises(Complaint, match="no longer in etcd"):
         watched.hears(round=None)
 
