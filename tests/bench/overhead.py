@@ -12,16 +12,18 @@ from tests.bench import launch
 from tests.bench.launch import Launched
 from tests.bench.steps import Steps
 
+WARM_UP_STEPS = 200
+
 
 def step_times(launcher: Callable[[int, Path, Path], Launched], workers: int, count: int) -> list[float]:
-    """Seconds per step of rank 0, after the first twenty."""
+    """Seconds per step of rank 0, once imports, the first steps and the zygote are behind it."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(workers, steps.path, Path(folder, "log"))
         try:
-            if steps.first(lambda s: s.rank == 0 and s.step >= count + 20, 300.0) is None:
+            if steps.first(lambda s: s.rank == 0 and s.step >= count + WARM_UP_STEPS, 300.0) is None:
                 raise RuntimeError(f"too few steps: {Path(folder, 'log').read_text()[-2000:]}")
-            times = [s.at for s in steps.made if s.rank == 0 and s.step >= 20][: count + 1]
+            times = [s.at for s in steps.made if s.rank == 0 and s.step >= WARM_UP_STEPS][: count + 1]
             return [b - a for a, b in itertools.pairwise(times)]
         finally:
             launched.stop()
