@@ -326,4 +326,6 @@ def _slot(s: SlotReport, now: float) -> str:
         text += f"  step {s.step}"
     if s.steps_per_s is not None:
         text += f"  {s.steps_per_s:.2f}/s"
+    if s.pid and s.state in (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING):
+        text += f"  pid {s.pid}"
     return text

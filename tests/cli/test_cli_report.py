@@ -81,9 +81,9 @@ def test_a_slot_is_said_to_be_in_the_state_that_the_live_view_says() -> None:
         lines = as_text(report("j", facts, NOW), NOW)
         return next(line.strip() for line in lines if line.strip().startswith("slot 0"))
 
-    assert first_slot(FACTS) == "slot 0  rank 0  running  step 50  0.50/s"
+    assert first_slot(FACTS) == "slot 0  rank 0  running  step 50  0.50/s  pid 71"
     closing = replace(LIVE, phase=Phase.CLOSING, closing=Cause.GREW)
-    assert first_slot({**FACTS, "round": closing}) == "slot 0  rank 0  stopping  step 50"
+    assert first_slot({**FACTS, "round": closing}) == "slot 0  rank 0  stopping  step 50  pid 71"
     waiting = replace(LIVE, phase=Phase.WAITING)  # below its minimum: its members' workers are gone
     assert first_slot({**FACTS, "round": waiting}) == "slot 0  rank 0  idle  step 50"
     ended = replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED)
