@@ -181,7 +181,7 @@ def _imported() -> list[str]:
         origin = getattr(spec, "origin", None)
         if (
             isinstance(origin, str)
-            and spec.name == name
+            and getattr(spec, "name", None) == name
             and any(origin.startswith(os.path.join(home, "")) for home in homes)
             and not origin.startswith(tuple(own))
             and name.partition(".")[0] not in (own_package, "__main__", "sitecustomize", "usercustomize")
