@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from typing import Literal, assert_never
 
 from elasticd.core import reasons as r
@@ -272,6 +273,8 @@ def event(reason: r.Reason) -> LogEvent:
             }
         elif isinstance(value, tuple):
             flat[f.name] = list(value)
+        elif f.name == "until" and isinstance(value, float):
+            flat["until"] = datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
         else:
             flat["round" if f.name == "number" else f.name] = value
     return LogEvent(name, level, {k: v for k, v in flat.items() if v not in (None, "", [])})

@@ -63,6 +63,10 @@ def test_every_reason_has_a_sentence_and_an_event(reason: r.Reason) -> None:
     json.dumps(event.fields)
 
 
+def test_an_event_says_until_when_as_people_write_it() -> None:
+    assert words.event(r.Settling(3, 8, 0.5)).fields["until"] == "1970-01-01T00:00:00.500+00:00"
+
+
 def test_the_sentences_say_what_matters() -> None:
     assert words.sentence(EXAMPLES[r.BelowMinimum], NOW) == (
         "waiting for 1 more worker: 3 of at least 4, for another 1 min 30 s"
