@@ -30,6 +30,7 @@ from elasticd.etcd.diagnose import diagnose
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
 from elasticd.procs.keeper import Warden
+from elasticd.procs.linux import started_at
 from elasticd.procs.output import LogDest, Output
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import final, log
@@ -198,13 +199,8 @@ def host_identity() -> str:
 
 
 def process_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # somebody else's, so it lives
-    return True
+    """A zombie is dead: nobody may be there to reap it for long."""
+    return started_at(pid) != 0
 
 
 class _Console:
