@@ -191,11 +191,6 @@ def decide(view: View, now: float) -> Plan:
             return _settle(view, view.spec, round, now)
 
 
-def waiting_for(view: View, now: float) -> tuple[Reason, ...]:
-    """Why nothing happens, for people to read."""
-    return decide(view, now).reasons
-
-
 def _open(view: View, now: float) -> Plan:
     """A job that has never run here, or one that runs again after it ended."""
     number = 0 if view.round is None else view.round.number
