@@ -62,10 +62,6 @@ class _LeftOut(BaseException):
     """Somebody imports what must not be imported here. Not an Exception: it is not to be handled."""
 
 
-class _Unfit(Exception):
-    """A module that a fork does not suit; the message says why."""
-
-
 class _Guard:
     """Refuses to find the modules that are left out, first of all finders."""
 
