@@ -1,0 +1,233 @@
+"""Every metric there is: its name, kind, unit, labels and help. What is released here stays.
+
+Labels are bounded: ``run`` (the job's name; a label ``job`` would collide with Prometheus's own),
+``node``, ``slot``, and ``cause`` or ``kind`` with the values listed. Every sample carries ``run`` and
+``node``, the agent that tells it.
+
+* What belongs to a slot is told by the agent of its node.
+* What is true of the whole job is a gauge that every agent tells as it knows it: take the ``max by
+  (run)``. Those marked "told by the leader" are told by the leader alone.
+* What happens to the whole job is counted by one agent and is 0 at the others: take the ``sum by
+  (run)`` of the increases, so that a new leader is no reset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from elasticd.core.facts import Cause, Phase
+from elasticd.telemetry.snapshot import SlotState
+
+
+class Type(StrEnum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+    AGE = "age"  # a gauge that is set to a time and shown as the seconds since then
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """``labels``: beside ``run`` and ``node``. ``values``: those of the label ``cause`` or ``kind``, where
+    they are known beforehand. ``buckets``: upper bounds, in the metric's unit, without infinity."""
+
+    name: str
+    type: Type
+    help: str
+    unit: str = ""
+    labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+TIME_KINDS: Final = (
+    "productive",
+    "replayed",
+    "checkpoint",
+    "rendezvous",
+    "restarting",
+    "waiting",
+    "hung",
+    "idle",
+)
+
+_CAUSES: Final = tuple(Cause)
+_SLOT: Final = ("slot",)
+_STEP_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_FAULT_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_REQUEST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_SAVE_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+def _gauge(name: str, help: str, unit: str = "", labels: tuple[str, ...] = (), *values: str) -> Metric:
+    return Metric(f"elasticd_{name}", Type.GAUGE, help, unit, labels, values)
+
+
+def _counter(name: str, help: str, unit: str = "", labels: tuple[str, ...] = (), *values: str) -> Metric:
+    return Metric(f"elasticd_{name}_total", Type.COUNTER, help, unit, labels, values)
+
+
+def _age(name: str, help: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(f"elasticd_{name}_seconds", Type.AGE, help, "seconds", labels)
+
+
+def _seconds(
+    name: str, help: str, buckets: tuple[float, ...], labels: tuple[str, ...] = (), *values: str
+) -> Metric:
+    return Metric(f"elasticd_{name}_seconds", Type.HISTOGRAM, help, "seconds", labels, values, buckets)
+
+
+METRICS: Final[tuple[Metric, ...]] = (
+    # -------------------------------------------------------- a slot and its worker
+    _gauge("worker_up", "1 while a worker runs in the slot, else 0.", "", _SLOT),
+    _gauge(
+        "slot_state", "1 for the state the slot is in, 0 for the others.", "", ("slot", "kind"), *SlotState
+    ),
+    _gauge("worker_rank", "Rank of the slot's worker; absent without one.", "", _SLOT),
+    _counter("worker_steps", "Optimizer steps made in the slot, by all its workers together.", "", _SLOT),
+    _seconds(
+        "step",
+        "Time of one optimizer step: the mean over each reading of the heartbeat, once or twice a second.",
+        _STEP_S,
+        _SLOT,
+    ),
+    _age(
+        "worker_last_step_age",
+        "Time since the worker's last step, before its first since it started; absent without a worker.",
+        _SLOT,
+    ),
+    _counter(
+        "worker_restarts",
+        "Workers started in the slot in place of an earlier one, by why the round began.",
+        "",
+        ("slot", "cause"),
+        *_CAUSES,
+    ),
+    _counter(
+        "worker_exits",
+        "Workers that ended of themselves, not because their round was over.",
+        "",
+        ("slot", "kind"),
+        "success",
+        "error",
+        "signal",
+    ),
+    _gauge("worker_resident_memory_bytes", "Resident memory of the worker and its children.", "bytes", _SLOT),
+    _counter("worker_cpu_seconds", "CPU time used in the slot, children included.", "seconds", _SLOT),
+    # -------------------------------------------------------- told by scripts that use elasticd.worker
+    _counter("samples", "Samples that the slot's workers have trained on.", "", _SLOT),
+    _gauge("committed_step", "The step that every rank has applied.", "", _SLOT),
+    _gauge("loss", "The loss that the script told last.", "", _SLOT),
+    _gauge("user_value", "What the script tells by a name of its own.", "", ("slot", "kind")),
+    # -------------------------------------------------------- health
+    _gauge("worker_hung", "1 while the slot's worker is judged hung, else 0.", "", _SLOT),
+    _counter("hangs", "Workers that were judged hung.", "", _SLOT),
+    _gauge("worker_straggling", "1 while the worker is judged slower than its peers, else 0.", "", _SLOT),
+    _gauge(
+        "worker_slowdown_ratio",
+        "The worker's own time for a step, communication taken out, over the median of its peers'.",
+        "ratio",
+        _SLOT,
+    ),
+    _counter("nonfinite_steps", "Steps with a loss or gradient that was NaN or infinite.", "", _SLOT),
+    # -------------------------------------------------------- the GPU of a slot, where NVML knows one
+    _gauge("gpu_utilization_ratio", "Share of time in which a kernel ran.", "ratio", _SLOT),
+    _gauge("gpu_memory_used_bytes", "GPU memory in use, by anybody.", "bytes", _SLOT),
+    _gauge("gpu_memory_size_bytes", "GPU memory there is.", "bytes", _SLOT),
+    _gauge("gpu_temperature_celsius", "Temperature of the GPU.", "celsius", _SLOT),
+    _gauge("gpu_power_watts", "Power the GPU draws.", "watts", _SLOT),
+    _gauge(
+        "gpu_throttled",
+        "1 while the GPU's clock is held down, by what.",
+        "",
+        ("slot", "kind"),
+        "power",
+        "thermal",
+        "hardware",
+        "sync",
+    ),
+    _counter(
+        "gpu_ecc_errors",
+        "Memory errors since the driver was loaded.",
+        "",
+        ("slot", "kind"),
+        "corrected",
+        "uncorrected",
+    ),
+    _counter("gpu_xid_errors", "XID errors that the driver told, by their number.", "", ("slot", "kind")),
+    # -------------------------------------------------------- time
+    _counter(
+        "time_seconds",
+        "Time of the slot, every second in exactly one kind. A step that is under way is in none yet.",
+        "seconds",
+        ("slot", "kind"),
+        *TIME_KINDS,
+    ),
+    # -------------------------------------------------------- the job
+    _gauge("round", "Number of the present round; it only grows.", "", ()),
+    _gauge("world_size", "Workers in the present round; 0 while none is live.", "", ()),
+    _gauge("world_min", "Fewest workers the job runs with.", "", ()),
+    _gauge("world_max", "Most workers the job runs with.", "", ()),
+    _gauge(
+        "job_phase", "1 for the phase the job is in, 0 for the others.", "", ("kind",), "starting", *Phase
+    ),
+    _gauge("leader", "1 where this agent leads the job, else 0.", "", ()),
+    _gauge(
+        "members",
+        "Nodes by state; told by the leader.",
+        "",
+        ("kind",),
+        "member",
+        "waiting",
+        "draining",
+        "lost",
+    ),
+    _gauge("slots_quarantined", "Slots that are kept out as they failed alone; told by the leader.", "", ()),
+    _counter("rounds", "Rounds formed, by cause; counted by the leader.", "", ("cause",), *_CAUSES),
+    _counter("failures_charged", "Failures charged to the restart budget; counted by the leader.", "", ()),
+    _gauge("restart_budget_left", "Failures the job still survives.", "", ()),
+    _gauge("restart_budget_size", "Failures the job survives within its window.", "", ()),
+    _seconds(
+        "detect",
+        "From a fault to the decision to end the round, by cause; counted on the node of rank 0. The "
+        "fault is the exit of a worker, else the last step before it.",
+        _FAULT_S,
+        ("cause",),
+        *_CAUSES,
+    ),
+    _seconds(
+        "recover",
+        "From a fault, or the decision to resize, to the first step after it; counted on the node of rank 0.",
+        _FAULT_S,
+        ("cause",),
+        *_CAUSES,
+    ),
+    # -------------------------------------------------------- checkpoints
+    _age("checkpoint_age", "Time since the newest committed checkpoint was made."),
+    _gauge("checkpoint_step", "Step of the newest committed checkpoint.", "", ()),
+    _gauge("checkpoint_size_bytes", "Size of the newest committed checkpoint.", "bytes", ()),
+    _seconds("checkpoint_duration", "From the copy of the state to the commit of its checkpoint.", _SAVE_S),
+    _seconds("checkpoint_blocked", "Time for which a checkpoint held up the training loop.", _SAVE_S),
+    _counter(
+        "checkpoints", "Checkpoints by what became of them.", "", ("kind",), "committed", "skipped", "failed"
+    ),
+    # -------------------------------------------------------- etcd and the agent
+    _gauge("etcd_up", "1 while etcd answers this agent, else 0.", "", ()),
+    _seconds("etcd_request", "Time of this agent's requests that etcd answered.", _REQUEST_S),
+    _counter(
+        "etcd_lease_renewals",
+        "Attempts to renew the lease of this agent.",
+        "",
+        ("kind",),
+        "renewed",
+        "unanswered",
+        "lost",
+    ),
+    _age("agent_uptime", "Time since the agent started."),
+    _counter("agent_cpu_seconds", "CPU time used by the agent itself.", "seconds", ()),
+    _gauge("agent_resident_memory_bytes", "Resident memory of the agent itself.", "bytes", ()),
+)
+
+BY_NAME: Final = {metric.name: metric for metric in METRICS}
