@@ -1,0 +1,149 @@
+"""What a worker that recovers in place and its agent say to each other: one JSON object a line.
+
+They meet at an abstract Unix stream socket whose name, without the leading NUL, is the worker's
+``ELASTICD_LINK``. The agent listens; the worker connects when it first enters its run function.
+
+    worker                         agent
+    Hello, Waiting(round 0)   ->
+                              <-   Enter(round n)
+    Entered(round n)          ->
+                              <-   Leave(round n)
+    Waiting(round n)          ->
+                              <-   Enter(round m > n)
+    ...
+    Done(round m)             ->
+
+A worker may also say Waiting without having been told to leave: its group broke and it knows why
+no better than that its round is over. The end of the stream is the end of whoever was there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+VERSION = 1
+ADDRESS = "ELASTICD_LINK"
+LINE_BYTES_MAX = 1 << 20
+
+
+class LinkError(ValueError):
+    """What the other end sent is not of this protocol; says what it was."""
+
+
+class Holds(StrEnum):
+    """What a waiting worker has of the training's state."""
+
+    NONE = "none"  # nothing but what its script starts from
+    WHOLE = "whole"  # the step that it last committed
+    TORN = "torn"  # an optimizer's step that it cannot finish or undo
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A process has come to its run function. ``v``: the version of the protocol that it speaks."""
+
+    pid: int
+    v: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """It acts in no round (``round``: the last one, 0 if there was none) and waits for the next.
+    ``step``: the last that it committed."""
+
+    round: int
+    step: int
+    state: Holds
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """It has joined the group and has the state, and calls the user's function. What that took."""
+
+    round: int
+    step: int
+    group_s: float
+    state_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The run function returned in every worker of the round; what follows is the script's end."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Take part in the round. ``env`` replaces those variables of the worker's environment."""
+
+    round: int
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The round closes. ``planned``: leave it at a commit that all its workers agree on; otherwise
+    at once, in the middle of whatever it is doing. A planned leave may be followed by the other."""
+
+    round: int
+    planned: bool
+
+
+FromWorker = Hello | Waiting | Entered | Done
+FromAgent = Enter | Leave
+Message = FromWorker | FromAgent
+
+
+def encode(message: Message) -> bytes:
+    """One line, newline included."""
+    return json.dumps({"is": type(message).__name__.lower(), **asdict(message)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Raises LinkError. Fields that this version does not know are passed over."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        said = None
+    match said:
+        case {"is": "hello", "pid": int(pid), "v": int(v)}:
+            return Hello(pid, v)
+        case {"is": "waiting", "round": int(n), "step": int(step), "state": str(state)} if state in set(
+            Holds
+        ):
+            return Waiting(n, step, Holds(state))
+        case {
+            "is": "entered",
+            "round": int(n),
+            "step": int(step),
+            "group_s": float(group_s) | int(group_s),
+            "state_s": float(state_s) | int(state_s),
+        }:
+            return Entered(n, step, float(group_s), float(state_s))
+        case {"is": "done", "round": int(n)}:
+            return Done(n)
+        case {"is": "enter", "round": int(n), "env": dict(env)} if all(
+            isinstance(v, str) for v in env.values()
+        ):
+            return Enter(n, env)
+        case {"is": "leave", "round": int(n), "planned": bool(planned)}:
+            return Leave(n, planned)
+    raise LinkError(f"not a message of the link between worker and agent: {bytes(line[:200])!r}")
+
+
+class Lines:
+    """Makes messages of the bytes of a stream, however they were cut."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that ``data`` completes. Raises LinkError."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_BYTES_MAX:
+            raise LinkError(f"a line of the link is longer than {LINE_BYTES_MAX} bytes")
+        return map(decode, lines)
