@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elasticd.core.facts import Member, Round
+from elasticd.core.facts import Cause, Member, Phase, Round
 from elasticd.core.ports import Assignment
 
 
@@ -60,6 +60,14 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
             env["LOCAL_RANK"] = "0"
         made.append(Assignment(slot, rank, local_rank, env))
     return tuple(made)
+
+
+def standbys(slots: tuple[int, ...], node_slots: tuple[int, ...], setting: Setting) -> tuple[Assignment, ...]:
+    """For workers started ahead of any round. The local rank is that of a node with all its slots, as
+    devices go by it; all other ranks are given anew with the round."""
+    member = Member("", "", node_slots, 0)
+    alone = Round(0, Phase.WAITING, (member,), "localhost:0", Cause.START, 0.0)
+    return tuple(a for a in assignments(alone, member, setting) if a.slot in slots)
 
 
 def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str]:

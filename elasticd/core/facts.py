@@ -33,6 +33,8 @@ class Policy:
     ``join_timeout_s``: how long a job may wait below ``min`` before it ends with exit code 3.
     ``shutdown_s``: how long workers get between SIGTERM and SIGKILL when a round ends as planned.
     ``broken_s``: the same when the round is broken, so that there is nothing left to save.
+    ``part_s``: how long workers that keep their process get to leave a round that closes, before
+    they are killed after all: a step may take long, and they hold the job's state.
     ``node_ttl_s``: the lease of a node; a lost node is noticed after at most this long.
     ``restarts_max`` in ``restart_window_s``: the restart budget.
     ``futile_max``: failures in a row without a single step of progress before the job gives up.
@@ -46,6 +48,7 @@ class Policy:
     join_timeout_s: float = 600.0
     shutdown_s: float = 30.0
     broken_s: float = 2.0
+    part_s: float = 60.0
     node_ttl_s: float = 5.0
     restarts_max: int = 10
     restart_window_s: float = 3600.0
@@ -69,7 +72,8 @@ class Spec:
 
     ``asked`` are the limits on the command lines of its agents, which must agree; ``limits`` are
     those in force, which ``elasticd scale`` changes. ``script`` is what runs, for people;
-    ``fingerprint`` tells another script from the same one.
+    ``fingerprint`` tells another script from the same one. ``inplace``: its workers keep their
+    process from round to round, as the first of them said (``elasticd.worker``).
     """
 
     asked: Limits
@@ -79,6 +83,7 @@ class Spec:
     policy: Policy = Policy()
     stop: bool = False
     drain: tuple[Drained, ...] = ()
+    inplace: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,8 @@ class Node:
     member of round n can be given work in a later round only once it has released n. ``fenced`` is
     the newest round whose workers were killed here because the lease was running out.
     ``store_port`` is a port already listening for the store of the next round this node hosts.
+    ``ready``: slots with a process that waits to take part in a round; in a job that recovers in
+    place, those are what the node has to offer.
     """
 
     name: str
@@ -102,6 +109,7 @@ class Node:
     host: str
     draining: bool = False
     fenced: int = 0
+    ready: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,8 @@ def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
         )
     )
     if could_have > round.world_size:
-        ripe = round.since + spec.policy.grow_cooldown_s
+        # In place, growing costs the time of a step, and whoever joins is ready.
+        ripe = round.since + (0.0 if spec.inplace else spec.policy.grow_cooldown_s)
         if now >= ripe:
             plan = _close(view, round, Cause.GREW, True, now)
             # Keys are watched apart: a slot just quarantined is no room to grow into.
@@ -428,7 +429,7 @@ def _candidates(view: View, spec: Spec, round: Round, *, live: bool = False) -> 
     assert view.nodes is not None
     known = sorted(view.nodes.values(), key=lambda r: (r.created, r.node.name))
     return [
-        r.node
+        _offering(r.node, spec, round, live)
         for r in known
         if Drained(r.node.name, r.node.incarnation) not in spec.drain
         and (
@@ -436,6 +437,16 @@ def _candidates(view: View, spec: Spec, round: Round, *, live: bool = False) -> 
             or (live and not r.node.draining and round.member(r.node.name, r.node.incarnation))
         )
     ]
+
+
+def _offering(node: Node, spec: Spec, round: Round, live: bool) -> Node:
+    """The node with the slots it has to offer: where workers keep their process, those in the live
+    round and those with a worker that waits."""
+    if not spec.inplace:
+        return node
+    member = round.member(node.name, node.incarnation) if live else None
+    there = set(node.ready) | set(member.slots if member else ())
+    return replace(node, slots=tuple(slot for slot in node.slots if slot in there))
 
 
 # ---------------------------------------------------------------- writing

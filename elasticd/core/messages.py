@@ -34,6 +34,7 @@ class Tag(StrEnum):
     EVICT = "evict"
     LEAD = "lead"
     REPORT = "report"
+    INPLACE = "inplace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,22 @@ class WorkerExited:
 
     round: int
     exit: Exit
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLinked:
+    """A worker uses ``elasticd.worker``: it can leave a round, and take part in a later one."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWaiting:
+    """A worker has left ``round`` (0: it never was in one) and waits for its next."""
+
+    slot: int
+    round: int
     steps: int = 0
 
 
@@ -101,6 +118,8 @@ Event = (
     | Answered
     | LeaseChanged
     | WorkerExited
+    | WorkerLinked
+    | WorkerWaiting
     | PortReserved
     | StoreComplained
     | Signalled
@@ -130,9 +149,31 @@ class StartWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class StopWorkers:
+class CloseRound:
+    """Workers that can leave the round are told to: at a commit point that all agree on if it is
+    ``planned``, else at once; they are killed after ``part_s``. The others get the signal, and are
+    killed after ``grace_s``."""
+
+    planned: bool
     signal: int
     grace_s: float
+    part_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """``slots``: only these; None: every process there is."""
+
+    signal: int
+    grace_s: float
+    slots: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartStandbys:
+    """Start processes that belong to no round yet."""
+
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,4 +206,15 @@ class Leave:
     why: str
 
 
-Action = Transact | StartWorkers | StopWorkers | RenewStore | Fence | LookAround | CheckProcess | Leave
+Action = (
+    Transact
+    | StartWorkers
+    | CloseRound
+    | StopWorkers
+    | StartStandbys
+    | RenewStore
+    | Fence
+    | LookAround
+    | CheckProcess
+    | Leave
+)

@@ -173,7 +173,16 @@ class Assignment:
 
 
 class Procs(Protocol):
-    """The workers of one node. At most one round's at a time."""
+    """The workers of one node. Those that act in a round all act in the same one.
+
+    A worker that uses ``elasticd.worker`` is linked: it can leave a round, wait, and take part in a
+    later one in the same process.
+    """
+
+    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+        """Called once, before any start. ``linked(slot)``: this worker can leave rounds.
+        ``waiting(slot, round_number, steps)``: it has left that round (0: it was in none yet) after
+        so many steps in it, acts in none, and may be given one by ``start``."""
 
     def start(
         self,
@@ -181,18 +190,31 @@ class Procs(Protocol):
         assignments: tuple[Assignment, ...],
         exited: Callable[[int, Exit], None],
     ) -> None:
-        """Start one worker per assignment. ``exited(round_number, exit)`` is called once for each,
-        also where it could not be started (code 127 and a message); ``exit.fenced`` says whether the
-        fence killed it."""
+        """Have one worker per assignment take part in the round. A slot's process that waits is let
+        in; one that was started by ``standby`` and does not wait yet is let in once it does; where
+        there is none, one is started. ``exited(round_number, exit)`` is called once for each process,
+        with the round it was given last, also where it could not be started (code 127 and a message);
+        ``exit.fenced`` says whether the fence killed it."""
 
-    def stop(self, signal: int, grace_s: float) -> None:
-        """Send the signal to every worker, and SIGKILL to what is left after ``grace_s``; returns
-        at once. Descendants that a worker leaves behind are killed when it ends. Calling it again
-        with a shorter grace shortens it."""
+    def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
+        """Start processes that belong to no round (0), to wait for one. Their environment's ranks are
+        only likely ones."""
+
+    def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
+        """Have every worker that acts leave its round. Linked ones are told to (``planned``: at a
+        commit point that all ranks agree on, else at once), and get SIGKILL if they have neither left
+        nor ended after ``part_s``; the others are stopped by the signal, with ``grace_s``. May be
+        called again, with ``planned`` no longer true."""
+
+    def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
+        """Send the signal to the workers of these slots, or to all there are, and SIGKILL to what is
+        left after ``grace_s``; returns at once. Descendants that a worker leaves behind are killed
+        when it ends. Calling it again with a shorter grace shortens it."""
 
     def fence(self, until: float | None) -> None:
         """Workers may run until then (seconds since the epoch; None: without limit) and are killed
-        when it passes without another call, even if the agent itself is stopped."""
+        when it passes without another call, even if the agent itself is stopped. Those that wait
+        are killed, too."""
 
     def steps(self) -> Mapping[int, int]:  # read from shared memory: cheap
         """Optimizer steps made in this round, by slot."""

@@ -101,6 +101,32 @@ class WorkersStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersLeaving:
+    """They leave the round and keep their process; ``planned``: at a commit point they agree on."""
+
+    round: int
+    cause: Cause
+    planned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StandbysStarted:
+    """Processes that are to wait for a round."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyFailed:
+    """One of them ended before it could wait; the slot is tried again at ``until``."""
+
+    slot: int
+    code: int
+    message: str
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersStopping:
     round: int
     cause: Cause
@@ -178,6 +204,9 @@ Reason = (
     | JobEnded
     | WorkersStarted
     | WorkersStopping
+    | WorkersLeaving
+    | StandbysStarted
+    | StandbyFailed
     | WorkerEnded
     | Expelled
     | LeaseLost

@@ -17,6 +17,7 @@ from elasticd.core.messages import (
     Action,
     Answered,
     CheckProcess,
+    CloseRound,
     Event,
     Fence,
     LeaseChanged,
@@ -27,10 +28,13 @@ from elasticd.core.messages import (
     RenewStore,
     Saw,
     SawOthers,
+    StartStandbys,
     StartWorkers,
     StopWorkers,
     Transact,
     WorkerExited,
+    WorkerLinked,
+    WorkerWaiting,
 )
 from elasticd.core.ports import (
     Answer,
@@ -97,6 +101,7 @@ class Driver:
         procs: Procs,
         stores: RoundStores,
         assign: Callable[[Round, Member], tuple[Assignment, ...]],
+        assign_standbys: Callable[[tuple[int, ...]], tuple[Assignment, ...]],
         process_alive: Callable[[int], bool],
         post: Callable[[Happening], None],
         say: Callable[[Reason], None],
@@ -108,12 +113,17 @@ class Driver:
         self._procs = procs
         self._stores = stores
         self._assign = assign
+        self._assign_standbys = assign_standbys
         self._process_alive = process_alive
         self._post = post
         self._say = say
         self._term: _Term | None = None
         self._terms = 0
         self._trust_absence_from = 0.0
+        procs.listen(
+            lambda slot: self._post(WorkerLinked(slot)),
+            lambda slot, round_number, steps: self._post(WorkerWaiting(slot, round_number, steps)),
+        )
 
     # ------------------------------------------------------------ what others may look at
 
@@ -195,8 +205,12 @@ class Driver:
                 if hosts_store:
                     self._stores.open(round.world_size)
                 self._procs.start(round.number, self._assign(round, member), self._exited)
-            case StopWorkers(signal, grace_s):
-                self._procs.stop(signal, grace_s)
+            case CloseRound(planned, signal, grace_s, part_s):
+                self._procs.part(planned, signal, grace_s, part_s)
+            case StopWorkers(signal, grace_s, slots):
+                self._procs.stop(signal, grace_s, slots)
+            case StartStandbys(slots):
+                self._procs.standby(self._assign_standbys(slots), self._exited)
             case RenewStore():
                 self._post(PortReserved(self._stores.renew()))
             case Fence(until):

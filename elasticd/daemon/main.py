@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elasticd.core import agent as agents
 from elasticd.core.agent import Identity
-from elasticd.core.environment import Setting, assignments
+from elasticd.core.environment import Setting, assignments, standbys
 from elasticd.core.facts import Phase, Round, Spec
 from elasticd.core.messages import KeeperLost, Leave, StoreComplained
 from elasticd.core.reasons import Reason
@@ -121,6 +121,7 @@ def _run(config: RunConfig, view: View) -> int:
             procs=procs,
             stores=stores,
             assign=lambda round, member: assignments(round, member, setting),
+            assign_standbys=lambda slots: standbys(slots, tuple(range(config.slots)), setting),
             process_alive=process_alive,
             post=inbox.post,
             say=say,

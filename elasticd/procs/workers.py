@@ -123,7 +123,16 @@ class LocalProcs:
                 end = Ended(0, 127, time.time(), f"cannot start a worker: {error}")
                 self._warden.call_soon(partial(self._ended, worker, end))
 
-    def stop(self, signal: int, grace_s: float) -> None:
+    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+        """No worker is linked yet."""
+
+    def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
+        raise AssertionError("no worker is linked, so none is to wait")
+
+    def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
+        self.stop(signal, grace_s)
+
+    def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
         self._warden.stop_workers(signal, grace_s)
 
     def fence(self, until: float | None) -> None:

@@ -163,6 +163,15 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"started {_ranks(ranks)} of {world_size} for round {number}"
         case r.WorkersStopping(number, why, grace_s):
             return f"stopping the workers of round {number} within {span(grace_s)}: {cause(why)}"
+        case r.WorkersLeaving(number, why, planned):
+            when = "at their next commit" if planned else "at once"
+            return f"the workers leave round {number} {when}: {cause(why)}"
+        case r.StandbysStarted(slots):
+            return f"started {count(len(slots), 'worker')} to wait for a round"
+        case r.StandbyFailed(slot, code, message, until):
+            said = f": {first_line(message)}" if message.strip() else ""
+            again = f"tried again{_in(until, now)}"
+            return f"the worker that was to wait in slot {slot} {ending(code)}{said}; {again}"
         case r.WorkerEnded(_, slot, rank, code, message):
             said = f": {first_line(message)}" if message.strip() else ""
             return f"rank {rank} (slot {slot}) {ending(code)}{said}"
@@ -238,6 +247,9 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.JobEnded: ("job.ended", "info"),
     r.WorkersStarted: ("workers.started", "info"),
     r.WorkersStopping: ("workers.stopping", "info"),
+    r.WorkersLeaving: ("workers.leaving", "info"),
+    r.StandbysStarted: ("standbys.started", "info"),
+    r.StandbyFailed: ("standby.failed", "warning"),
     r.WorkerEnded: ("worker.ended", "info"),
     r.Expelled: ("node.expelled", "warning"),
     r.LeaseLost: ("lease.lost", "warning"),

@@ -93,6 +93,7 @@ class _Fleet:
                     procs=_NoWorkers(formed),
                     stores=_NoStore(),
                     assign=lambda round, member: (),
+                    assign_standbys=lambda slots: (),
                     process_alive=lambda pid: True,
                     post=lambda event, n=n: self.inbox.put((n, event)),  # type: ignore[misc]
                     say=lambda reason: None,

@@ -269,7 +269,16 @@ class SimProcs:
             worker.begin()
         self._put_up_fence()  # it may have passed while nobody was there to kill
 
-    def stop(self, signal: int, grace_s: float) -> None:
+    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+        """No worker is linked yet."""
+
+    def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
+        raise AssertionError("no worker is linked, so none is to wait")
+
+    def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
+        self.stop(signal, grace_s)
+
+    def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
         for worker in list(self.workers.values()):
             worker.signal(signal)
         if not self.workers:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, State
-from elasticd.core.facts import Phase, Report
-from elasticd.core.messages import RenewStore, StartWorkers, StopWorkers, Tag
+from elasticd.core.facts import Cause, Phase, Report
+from elasticd.core.messages import CloseRound, RenewStore, StartWorkers, StopWorkers, Tag
 from elasticd.core.ports import Put, Unchanged
-from elasticd.core.reasons import Expelled, WorkersStarted, WorkersStopping
+from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
 
 
 def follow_the_round(do: Doing) -> None:
@@ -24,7 +24,11 @@ def follow_the_round(do: Doing) -> None:
             stop(do, SIGKILL, 0.0)
         elif round.number == crew.round.number and round.phase is not Phase.LIVE:
             signal = state.departure.workers_signal if state.departure else SIGTERM
-            stop(do, signal, policy.shutdown_s if round.planned else policy.broken_s)
+            grace_s = policy.shutdown_s if round.planned else policy.broken_s
+            if state.inplace:
+                part(do, round.planned, signal, grace_s)
+            else:
+                stop(do, signal, grace_s)
         return
     member = round.member(state.me.node, state.me.incarnation)
     if member is None or state.released >= round.number:
@@ -37,7 +41,13 @@ def follow_the_round(do: Doing) -> None:
             # It was formed on a record written before we closed an older store; ask for another.
             do.set(released=round.number)
             return
-        do.set(crew=Crew(round, member, hosts, frozenset(member.slots)))
+        mine = frozenset(member.slots)
+        do.set(
+            crew=Crew(round, member, hosts, mine),
+            waiting=state.waiting - mine,
+            starting=state.starting - mine,
+            dismissed=state.dismissed - mine,
+        )
         do.actions.append(StartWorkers(round, member, hosts))
         ranks = tuple(member.rank_of(s) for s in member.slots)
         do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
@@ -49,10 +59,28 @@ def stop(do: Doing, signal: int, grace_s: float) -> None:
     if crew is None or not crew.alive or crew.killed or (crew.stopping and grace_s >= crew.grace_s):
         return
     do.crew(stopping=True, grace_s=grace_s, killed=signal == SIGKILL)
-    do.actions.append(StopWorkers(signal, grace_s))
+    others = do.state.reserve
+    do.actions.append(StopWorkers(signal, grace_s, tuple(sorted(crew.alive)) if others else None))
+    do.reasons.append(WorkersStopping(crew.round.number, _cause(do, crew), grace_s))
+
+
+def part(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
+    """Have the workers leave the round, but keep their process where they can; once, and once more
+    if it must be sooner."""
+    crew = do.state.crew
+    if crew is None or not crew.alive or crew.killed:
+        return
+    if crew.stopping and not (crew.parting and crew.planned and not planned):
+        return
+    part_s = do.state.policy_source.policy.part_s
+    do.crew(stopping=True, grace_s=grace_s, parting=True, planned=planned)
+    do.actions.append(CloseRound(planned, signal, grace_s, part_s))
+    do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
+
+
+def _cause(do: Doing, crew: Crew) -> Cause:
     round = do.state.round
-    cause = (round.closing if round else None) or crew.round.cause
-    do.reasons.append(WorkersStopping(crew.round.number, cause, grace_s))
+    return (round.closing if round else None) or crew.round.cause
 
 
 def release(do: Doing) -> None:

@@ -8,6 +8,7 @@ from typing import assert_never
 from elasticd.core.agent.crew import stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import evict
+from elasticd.core.agent.reserve import lost_from_reserve
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Departure, Doing
 from elasticd.core.facts import Node, Report
 from elasticd.core.messages import (
@@ -26,6 +27,8 @@ from elasticd.core.messages import (
     Tag,
     Tick,
     WorkerExited,
+    WorkerLinked,
+    WorkerWaiting,
 )
 from elasticd.core.ports import Answer, Applied, Delete, Entry, Held, LeaseNews, Lost, Put, Silent, Write
 from elasticd.core.reasons import Draining, LeadsNow, LeaseLost, StoreAway, StoreBack, WorkerEnded
@@ -46,6 +49,10 @@ def absorb(do: Doing, event: Event) -> None:
             _lease(do, news)
         case WorkerExited():
             _exited(do, event)
+        case WorkerLinked():
+            do.set(inplace=True)
+        case WorkerWaiting():
+            _waits(do, event)
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):
@@ -62,6 +69,7 @@ def absorb(do: Doing, event: Event) -> None:
         case KeeperLost():
             if state.crew:
                 do.crew(alive=frozenset(), fenced=True)
+            do.set(waiting=frozenset(), starting=frozenset(), dismissed=frozenset())
             why = "leaves, as the process that keeps its workers was killed"
             do.set(exiting=state.exiting or Leave(128 + SIGTERM, why))
         case Tick():
@@ -135,9 +143,28 @@ def _lease(do: Doing, news: LeaseNews) -> None:
             assert_never(news)
 
 
+def _waits(do: Doing, event: WorkerWaiting) -> None:
+    state, slot = do.state, event.slot
+    crew = state.crew
+    if crew is not None and slot in crew.alive:
+        if event.round != crew.round.number:
+            return  # said before it heard of this round
+        do.crew(alive=crew.alive - {slot}, steps=max(crew.steps, event.steps))
+    do.set(
+        inplace=True,
+        waiting=state.waiting | {slot},
+        starting=state.starting - {slot},
+        dismissed=state.dismissed - {slot} if crew and slot in crew.alive else state.dismissed,
+        setbacks={s: b for s, b in state.setbacks.items() if s != slot},
+    )
+
+
 def _exited(do: Doing, event: WorkerExited) -> None:
     crew = do.state.crew
     exit = event.exit
+    if exit.slot in do.state.reserve:
+        lost_from_reserve(do, exit)
+        return
     if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
         return
     own_doing = crew.stopping or exit.fenced

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from elasticd.core.agent.crew import stop
+from elasticd.core.agent.reserve import dismiss
 from elasticd.core.agent.state import SIGTERM, Departure, Doing
 from elasticd.core.facts import Drained, Outcome, Round
 from elasticd.core.messages import Leave
@@ -64,8 +65,10 @@ def finish_leaving(do: Doing) -> None:
     leave = do.state.exiting
     if leave is None:
         return
-    if do.state.crew is not None and do.state.crew.alive:
-        stop(do, SIGTERM, do.state.policy_source.policy.broken_s)
+    if not do.state.empty:
+        grace_s = do.state.policy_source.policy.broken_s
+        stop(do, SIGTERM, grace_s)
+        dismiss(do, grace_s)
         return
     do.set(gone=True, crew=None)
     do.actions.append(leave)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent.state import Doing, State
 from elasticd.core.facts import Leadership, Node, Outcome, Spec
@@ -143,7 +145,29 @@ def _record(state: State) -> Node:
         host=me.host,
         draining=state.departure is not None,
         fenced=state.fenced,
+        ready=_ready(state),
     )
+
+
+def _ready(state: State) -> tuple[int, ...]:
+    """While workers leave a round one by one, they are all told of at once, with its release."""
+    told = state.own.fact if state.own else None
+    if state.crew is not None and state.crew.stopping and isinstance(told, Node):
+        return tuple(slot for slot in told.ready if slot in state.waiting)
+    return tuple(sorted(state.waiting - state.dismissed))
+
+
+def tell_inplace(do: Doing) -> None:
+    """Have everybody know that workers of this job keep their process: the first to learn it says so,
+    and a node that comes later has its workers ready before it is given work."""
+    state, spec = do.state, do.state.spec
+    if not state.joined or spec is None:
+        return
+    if spec.inplace:
+        do.set(inplace=True)
+    elif state.inplace and state.registered:
+        guard = Unchanged("spec", state.seen["spec"].revision)
+        do.transact(Tag.INPLACE, (guard,), (Put("spec", replace(spec, inplace=True)),))
 
 
 def _wait_for_name(do: Doing, key: Entry, holder: Node) -> None:

@@ -31,7 +31,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The workers here, of one round. ``alive``: slots whose worker has not ended yet."""
+    """The workers here, of one round. ``alive``: slots whose worker still acts in it: it has neither
+    ended nor left the round to wait for the next. ``parting``: they were told to leave it, planned
+    or not."""
 
     round: Round
     member: Member
@@ -43,6 +45,8 @@ class Crew:
     killed: bool = False
     fenced: bool = False
     steps: int = 0
+    parting: bool = False
+    planned: bool = False
 
     @property
     def finished(self) -> bool:
@@ -64,9 +68,20 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
+class Setback:
+    times: int
+    retry_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """All an agent knows. ``wanted`` is the spec its command line asks for.
 
+    ``spares``: how many workers more than the world needs this node keeps waiting, if it can.
+    ``inplace``: a worker of this job keeps its process from round to round. ``waiting``: slots whose
+    process waits for a round; ``starting``: those whose process, started outside any round, is on its
+    way there; ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
+    until when, a slot's process did not get there.
     ``history``: the revision of a round that had ended before this agent came, which is no news.
     ``retry_at``: writes that are not to be tried again before a time.
     """
@@ -76,6 +91,12 @@ class State:
     etcd_grace_s: float
     store_port: int
     store_name: str = "etcd"
+    spares: int = 0
+    inplace: bool = False
+    waiting: frozenset[int] = frozenset()
+    starting: frozenset[int] = frozenset()
+    dismissed: frozenset[int] = frozenset()
+    setbacks: Mapping[int, Setback] = field(default_factory=dict)
     seen: Mapping[str, Entry] = field(default_factory=dict)
     others: int | None = None
     joined: bool = False
@@ -129,6 +150,16 @@ class State:
         entry = self.seen.get("leader")
         mine = Leadership(self.me.node, self.me.incarnation)
         return entry if entry and entry.fact == mine and self.registered else None
+
+    @property
+    def reserve(self) -> frozenset[int]:
+        """Slots with a process that belongs to no round."""
+        return self.waiting | self.starting
+
+    @property
+    def empty(self) -> bool:
+        """Whether no process of ours is left here."""
+        return not self.reserve and (self.crew is None or not self.crew.alive)
 
     @property
     def policy_source(self) -> Spec:

@@ -5,17 +5,30 @@ from __future__ import annotations
 from elasticd.core.agent.crew import follow_the_round, note_report, release, report
 from elasticd.core.agent.hearing import absorb
 from elasticd.core.agent.leaving import depart, finish_leaving, heed_the_end, heed_the_operator
-from elasticd.core.agent.membership import campaign, join, notice_a_false_start, outlast_the_store, register
+from elasticd.core.agent.membership import (
+    campaign,
+    join,
+    notice_a_false_start,
+    outlast_the_store,
+    register,
+    tell_inplace,
+)
+from elasticd.core.agent.reserve import keep_reserve
 from elasticd.core.agent.state import Doing, Identity, State, Step
 from elasticd.core.facts import Spec
 from elasticd.core.messages import Event
 
 
 def start(
-    me: Identity, wanted: Spec, store_port: int, etcd_grace_s: float, store_name: str = "etcd"
+    me: Identity,
+    wanted: Spec,
+    store_port: int,
+    etcd_grace_s: float,
+    store_name: str = "etcd",
+    spares: int = 0,
 ) -> State:
     """An agent that knows nothing yet. The driver then watches the keys of ``watched``."""
-    return State(me, wanted, etcd_grace_s, store_port, store_name)
+    return State(me, wanted, etcd_grace_s, store_port, store_name, spares)
 
 
 def watched(me: Identity) -> tuple[str, ...]:
@@ -39,10 +52,12 @@ def decide(do: Doing) -> None:
     if not do.state.joined and do.state.exiting is None and do.state.departure is None:
         join(do)
     heed_the_end(do)
+    tell_inplace(do)
     follow_the_round(do)
     note_report(do)
     release(do)
     depart(do)
+    keep_reserve(do)
     if do.state.exiting is None:
         register(do)
         report(do)

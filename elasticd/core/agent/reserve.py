@@ -1,0 +1,107 @@
+"""Workers that wait for a round: processes that have left one, or were started ahead of need.
+
+Only in jobs that recover in place. A round is made of workers that are ready, so nobody waits for a
+process to start: survivors go on at once, and replacements join at a commit point once they are here.
+"""
+
+from __future__ import annotations
+
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Doing, Setback, State
+from elasticd.core.facts import Exit, Phase
+from elasticd.core.messages import StartStandbys, StopWorkers
+from elasticd.core.reasons import StandbyFailed, StandbysStarted
+
+RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never gets there breaks no world, but is no use
+
+
+def keep_reserve(do: Doing) -> None:
+    """As many processes as the world lacks, and the spares asked for, as far as there are slots."""
+    state = do.state
+    if not _wanted_at_all(state):
+        if state.departure is not None and state.crew is None:
+            dismiss(do, state.policy_source.policy.broken_s)
+        return
+    wanted, full = _wanted(state)
+    have = len(state.reserve)
+    if have > wanted and full:
+        surplus = [s for s in sorted(state.reserve, reverse=True) if s not in state.dismissed]
+        surplus = surplus[: have - len(state.dismissed) - wanted]
+        _dismiss(do, surplus, SIGTERM, state.policy_source.policy.broken_s)
+    busy = state.reserve | (state.crew.alive if state.crew else frozenset())
+    chosen: list[int] = []
+    for slot in state.me.slots:
+        if slot in busy or len(chosen) >= wanted - have:
+            continue
+        setback = state.setbacks.get(slot)
+        if setback is not None and do.now < setback.retry_at:
+            do.wakes.append(setback.retry_at)
+        else:
+            chosen.append(slot)
+    if chosen:
+        do.set(starting=state.starting | set(chosen))
+        do.actions.append(StartStandbys(tuple(chosen)))
+        do.reasons.append(StandbysStarted(tuple(chosen)))
+
+
+def _wanted_at_all(state: State) -> bool:
+    return (
+        state.inplace
+        and state.joined
+        and state.registered
+        and state.silent is None
+        and state.round is not None
+        and not state.over
+        and state.departure is None
+        and state.exiting is None
+        and not (state.crew is not None and state.crew.finished)
+    )
+
+
+def _wanted(state: State) -> tuple[int, bool]:
+    """How many processes without a round to have here, and whether the world is as large as it may be.
+
+    A worker that has ended here is missed at once, before the round is closed because of it."""
+    spec, round = state.spec, state.round
+    assert round is not None
+    limits = (spec or state.wanted).limits
+    acting = 0
+    if round.phase in (Phase.LIVE, Phase.CLOSING):
+        acting = round.world_size
+        member = round.member(state.me.node, state.me.incarnation)
+        if member is not None:
+            here = state.crew is not None and state.crew.round.number == round.number
+            gone = state.released >= round.number
+            if here or gone:
+                assert state.crew is not None or gone
+                acting -= len(member.slots) - (len(state.crew.alive) if here and state.crew else 0)
+    full = round.phase is Phase.LIVE and acting >= limits.max
+    return max(0, limits.max - acting) + state.spares, full
+
+
+def lost_from_reserve(do: Doing, exit: Exit) -> None:
+    """One that waited, or was on its way, has ended. No world was disturbed, so nothing is charged; it
+    is tried again, ever later if it never gets there."""
+    state, slot = do.state, exit.slot
+    setbacks = dict(state.setbacks)
+    if slot in state.starting and slot not in state.dismissed and not exit.fenced:
+        times = setbacks[slot].times + 1 if slot in setbacks else 1
+        wait_s = min(RETRY_FIRST_S * 2.0 ** min(times - 1, 20), RETRY_MOST_S)
+        setbacks[slot] = Setback(times, do.now + wait_s)
+        do.reasons.append(StandbyFailed(slot, exit.code, exit.message, do.now + wait_s))
+    do.set(
+        waiting=state.waiting - {slot},
+        starting=state.starting - {slot},
+        dismissed=state.dismissed - {slot},
+        setbacks=setbacks,
+    )
+
+
+def dismiss(do: Doing, grace_s: float) -> None:
+    """End everybody who waits."""
+    _dismiss(do, sorted(do.state.reserve - do.state.dismissed), SIGTERM if grace_s else SIGKILL, grace_s)
+
+
+def _dismiss(do: Doing, slots: list[int], signal: int, grace_s: float) -> None:
+    if slots:
+        do.set(dismissed=do.state.dismissed | set(slots))
+        do.actions.append(StopWorkers(signal, grace_s, tuple(slots)))
