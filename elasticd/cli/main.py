@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -13,6 +14,8 @@ from click.core import ParameterSource
 
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
+from elasticd.procs.init import part_from_init
+from elasticd.telemetry.termination import TerminationLog
 
 _COMMANDS = {
     "run": "elasticd.cli.run:run",
@@ -51,6 +54,7 @@ def version() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: one sentence on stderr for what people can put right."""
     _open_missing_streams()
+    part_from_init()
     sys.exit(_exit_code(argv))
 
 
@@ -77,7 +81,9 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        _say(_sentence(error))
+        sentence = _sentence(error)
+        _say(sentence)
+        _leave_word(error, sentence)
         return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
@@ -91,6 +97,13 @@ def _exit_code(argv: Sequence[str] | None) -> int:
 def _say(sentence: str) -> None:
     one_line = " ".join(sentence.split())
     click.echo(f"elasticd: {one_line}", err=True)
+
+
+def _leave_word(error: click.ClickException, sentence: str) -> None:
+    """Where ``elasticd run`` was not understood: its options are not known, but the environment is."""
+    path = os.environ.get("ELASTICD_TERMINATION_LOG")
+    if path and isinstance(error, click.UsageError) and error.ctx and error.ctx.info_name == "run":
+        TerminationLog(Path(path)).write(sentence)
 
 
 def _sentence(error: click.ClickException) -> str:

@@ -60,6 +60,7 @@ class RunOptions:
     fresh_start: bool = False
     plain: bool = False
     log_format: str = "auto"
+    termination_log: Path | None = None
     # torchrun's
     nnodes: str | None = None
     nproc_per_node: str | None = None
@@ -312,6 +313,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "auto: json unless on a terminal.",
         default="auto",
     ),
+    _ours("--termination-log", _FILE, "File that says at the end why, for Kubernetes."),
     # torchrun's
     _torchruns(
         "--nnodes",

@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,7 @@ from elasticd.cli.sizes import nodes, sizes
 from elasticd.core.facts import Limits, Policy
 from elasticd.daemon.config import CommandKind, LogOptions, RunConfig
 from elasticd.etcd.access import EtcdAccess, host_and_port
+from elasticd.telemetry.termination import TerminationLog
 
 T = TypeVar("T")
 
@@ -68,7 +69,18 @@ def run(ctx: click.Context, /, **_: object) -> int:
     Takes torchrun's options as well as its own. They end at SCRIPT; what follows is the script's.
     """
     options = collect(ctx, os.environ.get("ELASTICD_ETCD_PASSWORD"))
+    last_words = TerminationLog(options.termination_log)
+    try:
+        return _run(options, last_words)
+    except Complaint as complaint:
+        last_words.write(complaint.sentence)
+        raise
+
+
+def _run(options: RunOptions, last_words: TerminationLog) -> int:
     planned = plan(options, os.environ, ThisMachine())
+    if last_words.problem:
+        planned = replace(planned, notes=(*planned.notes, last_words.problem))
 
     from elasticd.telemetry import log
     from elasticd.telemetry.view import open_view
@@ -90,7 +102,7 @@ def run(ctx: click.Context, /, **_: object) -> int:
 
         from elasticd.daemon.main import run as run_agent
 
-        return run_agent(planned.config, view)
+        return run_agent(planned.config, view, last_words)
 
 
 def _spell_log_level(environ: MutableMapping[str, str]) -> None:

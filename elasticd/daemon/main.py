@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from elasticd.daemon.driver import Driver
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.publish import Publisher
+from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
@@ -34,20 +36,28 @@ from elasticd.procs.linux import started_at
 from elasticd.procs.output import LogDest, Output
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import final, log
+from elasticd.telemetry.termination import TerminationLog
 from elasticd.telemetry.view import PlainView, View
 
 
-def run(config: RunConfig, view: View | None = None) -> int:
+def run(config: RunConfig, view: View | None = None, last_words: TerminationLog | None = None) -> int:
     """Take part in a job until it ends or this node leaves it; returns the exit code (DESIGN 7)."""
     view = view or PlainView()
+    manager = Manager.of(os.environ, os.getpid())  # first: nobody else is to find it there
     try:
-        return _run(config, view)
+        code, said = _run(config, view, manager)
     except CannotStart as error:
-        view.finish(f"elasticd: {error}.")
-        return 2
+        code, said = 2, f"elasticd: {error}."
+    finally:
+        manager.close()
+    if last_words is not None:
+        last_words.write(said)
+    view.finish(said)
+    return code
 
 
-def _run(config: RunConfig, view: View) -> int:
+def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
+    """The exit code, and what to say at the end."""
     clock = SteadyClock()
     began_at = clock()
     logger = log.get("elasticd.agent")
@@ -137,16 +147,22 @@ def _run(config: RunConfig, view: View) -> int:
             max_restarts=config.policy.restarts_max,
         )
         logger.info("agent.started", etcd=access.url, slots=config.slots, address=config.address)
-        Agent(spec, driver, inbox, clock, publisher.routine).run()
+        service = Service(manager, lambda: driver.state)
+        Agent(spec, driver, inbox, clock, both(publisher.routine, service.routine)).run()
         left = driver.left
         assert left is not None
+        service.ends(left.why)
         if left.code == 2 and driver.state.silent is not None:
             left = replace(left, why=why_silent(left.why, access))
         last = _ended_round(driver, left)
         if last is not None:
             _pass_on_error_file(config, last, destinations.latest)
-    view.finish(_last_words(config, last, left, clock() - began_at))
-    return left.code
+    return left.code, _last_words(config, last, left, clock() - began_at)
+
+
+def both(one: Callable[[float], float], other: Callable[[float], float]) -> Callable[[float], float]:
+    """Two routines as one, called whenever either is due."""
+    return lambda now: min(one(now), other(now))
 
 
 # ---------------------------------------------------------------- who this agent is

@@ -1,0 +1,115 @@
+"""What systemd, or any service manager of its kind, is told of the agent (sd_notify).
+
+The agent's own loop sends the watchdog's signs of life, so that an agent that is stuck is restarted.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, MutableMapping
+
+from elasticd.core.agent.state import State
+from elasticd.core.facts import Phase
+
+IDLE_S = 3600.0
+
+
+class Manager:
+    """Who started this process and waits for word of it; nobody where ``address`` is empty."""
+
+    def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
+        self.watchdog_s = watchdog_s
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address else None
+        if self._socket is not None:
+            self._socket.setblocking(False)  # a manager that does not read must not stop the loop
+
+    @classmethod
+    def of(cls, environ: MutableMapping[str, str], pid: int) -> Manager:
+        """From the environment, which loses what is meant for this process alone: workers that spoke
+        to the manager would speak for the agent."""
+        address = environ.pop("NOTIFY_SOCKET", "")
+        micros = environ.pop("WATCHDOG_USEC", "")
+        meant_for = environ.pop("WATCHDOG_PID", "")
+        watched = micros.isdecimal() and int(micros) > 0 and meant_for in ("", str(pid))
+        return cls(address, int(micros) / 1e6 if watched else None)
+
+    @property
+    def listens(self) -> bool:
+        return self._socket is not None
+
+    def tell(self, *assignments: str) -> bool:
+        """Whether it was taken. The manager's absence is no reason to end."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.sendto("\n".join(assignments).encode(), self._address)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """The process has nothing more to say."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class Service:
+    """``routine(now)`` tells the manager what is new and returns when to be called again at the latest.
+
+    ``state`` gives the agent's state. Ready means: registered in etcd, at work or waiting for it.
+    """
+
+    def __init__(self, manager: Manager, state: Callable[[], State]) -> None:
+        self._manager = manager
+        self._state = state
+        self._ready = self._stopping = False
+        self._status = ""
+        self._alive_at = 0.0
+
+    def routine(self, now: float) -> float:
+        if not self._manager.listens:
+            return now + IDLE_S
+        news: list[str] = []
+        state = self._state()
+        if state.registered and not self._ready:
+            self._ready = True
+            news.append("READY=1")
+        if (state.departure is not None or state.exiting is not None) and not self._stopping:
+            self._stopping = True
+            news.append("STOPPING=1")
+        status = describe(state)
+        if status != self._status:
+            self._status = status
+            news.append(f"STATUS={status}")
+        every_s = (self._manager.watchdog_s or 2.0) / 2
+        if self._manager.watchdog_s is not None and now - self._alive_at >= every_s / 2:
+            self._alive_at = now
+            news.append("WATCHDOG=1")
+        if news:
+            self._manager.tell(*news)
+        return now + min(1.0, every_s / 2)
+
+    def ends(self, why: str) -> None:
+        """The loop is over; what is left is to clean up."""
+        self._manager.tell("STOPPING=1", f"STATUS=ends: {why}")
+
+
+def describe(state: State) -> str:
+    """The agent in one line, as ``systemctl status`` shows it."""
+    if state.exiting is not None:
+        return f"ends: {state.exiting.why}"
+    if state.departure is not None:
+        return "drains: its workers may save, then it leaves"
+    if state.silent is not None:
+        return f"waits for {state.store_name}, which does not answer; its workers go on"
+    if not state.registered:
+        return f"joins the job in {state.store_name}"
+    round = state.round
+    if round is None:
+        return "registered; no round yet"
+    if state.crew is None or round.phase is not Phase.LIVE:
+        return f"registered, without workers; round {round.number} is {round.phase}"
+    ranks = len(state.crew.member.slots)
+    return f"round {round.number} is live: {ranks} of {round.world_size} workers are here"
