@@ -51,6 +51,7 @@ class RunOptions:
     grow_cooldown: float | None = None
     node_ttl: float | None = None
     etcd_grace: float | None = None
+    etcd_wait: float | None = None
     restart_window: float | None = None
     futile_max: int | None = None
     broken_timeout: float | None = None
@@ -273,6 +274,11 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--etcd-grace",
         _Seconds(),
         "Seconds etcd may be away before giving up (exit code 4).  [600]",
+    ),
+    _ours(
+        "--etcd-wait",
+        _Seconds(),
+        "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]",
     ),
     _ours(
         "--broken-timeout",

@@ -146,6 +146,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         policy=_policy(options, environ, met.join_timeout_s, met.settle_s, met.node_ttl_s),
         etcd=met.etcd,
         etcd_grace_s=_first(options.etcd_grace, 600.0),
+        etcd_wait_s=options.etcd_wait,
         role=options.role or "default",
         logs=_logs(options, environ),
         signals=_signals(options.signals_to_handle or "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),

@@ -46,7 +46,8 @@ class RunConfig:
     """One agent of one job. ``etcd`` is None for a standalone run on an embedded etcd.
 
     ``slots`` is how many workers this node offers to run. ``etcd_grace_s``: how long etcd may be
-    away before the agent gives up with exit code 4. ``env``: added to every worker's environment.
+    away before the agent gives up with exit code 4; ``etcd_wait_s``: the same before it has joined,
+    where None is a few seconds and exit code 2. ``env``: added to every worker's environment.
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
     is forked from a process that has imported what it imports.
     """
@@ -61,6 +62,7 @@ class RunConfig:
     policy: Policy = Policy()
     etcd: EtcdAccess | None = None
     etcd_grace_s: float = 600.0
+    etcd_wait_s: float | None = None
     role: str = "default"
     logs: LogOptions = LogOptions()
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

@@ -125,7 +125,12 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         setting = _setting(config)
         driver = Driver(
             agents.start(
-                _identity(config), _wanted(config), stores.port, config.etcd_grace_s, f"etcd at {access.url}"
+                _identity(config),
+                _wanted(config),
+                stores.port,
+                config.etcd_grace_s,
+                f"etcd at {access.url}",
+                etcd_wait_s=config.etcd_wait_s,
             ),
             store=store,
             procs=procs,
@@ -152,7 +157,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         left = driver.left
         assert left is not None
         service.ends(left.why)
-        if left.code == 2 and driver.state.silent is not None:
+        if not driver.state.joined and driver.state.silent is not None:
             left = replace(left, why=why_silent(left.why, access))
         last = _ended_round(driver, left)
         if last is not None:

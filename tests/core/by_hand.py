@@ -32,9 +32,16 @@ OTHER_LEADER = Leadership("z", life("z"))
 class Agent:
     """``did`` and ``said`` are the actions and reasons of the last event; ``now`` moves by hand."""
 
-    def __init__(self, wanted: Spec | None = None, *, slots: int = 2, etcd_grace_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        wanted: Spec | None = None,
+        *,
+        slots: int = 2,
+        etcd_grace_s: float = 600.0,
+        etcd_wait_s: float | None = None,
+    ) -> None:
         self.me = agent.Identity("a", life("a"), "a.example", tuple(range(slots)), "machine of a", 99)
-        self.state = agent.start(self.me, wanted or spec(), PORT, etcd_grace_s)
+        self.state = agent.start(self.me, wanted or spec(), PORT, etcd_grace_s, etcd_wait_s=etcd_wait_s)
         self.now = NOW
         self.revision = 100
         self.did: tuple[Action, ...] = ()

@@ -602,6 +602,20 @@ def test_etcd_away_for_longer_than_the_grace_ends_with_its_own_code() -> None:
     assert one.one(Leave) == Leave(4, "etcd has not answered for 60 s")
 
 
+@pytest.mark.parametrize(
+    ("etcd_wait_s", "patience_s", "code"), [(None, 5.0, 2), (90.0, 90.0, 4), (0.0, 0.0, 4)]
+)
+def test_an_etcd_that_never_answers_counts_as_mistyped_unless_it_was_to_be_waited_for(
+    etcd_wait_s: float | None, patience_s: float, code: int
+) -> None:
+    one = Agent(etcd_grace_s=60.0, etcd_wait_s=etcd_wait_s)
+    one.told(LeaseChanged(Silent(NOW, cut_off=True)))
+    if patience_s:
+        assert one.wake_at == NOW + patience_s and not one.all_of(Leave)
+        one.at(NOW + patience_s)
+    assert one.one(Leave) == Leave(code, f"etcd has not answered for {patience_s:g} s")
+
+
 @pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
 @pytest.mark.parametrize("tag", [Tag.NODE, Tag.LEAD])
 def test_a_write_that_failed_is_tried_again_without_spinning(tag: Tag, answer: Answer) -> None:

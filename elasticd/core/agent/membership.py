@@ -18,12 +18,13 @@ def outlast_the_store(do: Doing) -> None:
     silent = do.state.silent
     if silent is None or do.state.exiting is not None:
         return
-    grace_s, joined = do.state.etcd_grace_s, do.state.joined
-    if not joined:
-        grace_s = min(grace_s, CONNECT_PATIENCE_S)
+    grace_s, wait_s, code = do.state.etcd_grace_s, do.state.etcd_wait_s, 4
+    if not do.state.joined and wait_s is not None:
+        grace_s = wait_s
+    elif not do.state.joined:
+        grace_s, code = min(grace_s, CONNECT_PATIENCE_S), 2  # it never answered: probably mistyped
     until = silent.since + grace_s
     if do.now >= until:
-        code = 4 if joined else 2  # an etcd that never answered was probably mistyped
         do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
     else:
         do.wakes.append(until)

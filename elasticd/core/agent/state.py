@@ -117,6 +117,7 @@ class State:
     retry_at: Mapping[Tag, float] = field(default_factory=dict)
     exiting: Leave | None = None
     gone: bool = False
+    etcd_wait_s: float | None = None
 
     @property
     def registered(self) -> bool:

@@ -26,9 +26,14 @@ def start(
     etcd_grace_s: float,
     store_name: str = "etcd",
     spares: int = 0,
+    etcd_wait_s: float | None = None,
 ) -> State:
-    """An agent that knows nothing yet. The driver then watches the keys of ``watched``."""
-    return State(me, wanted, etcd_grace_s, store_port, store_name, spares)
+    """An agent that knows nothing yet. The driver then watches the keys of ``watched``.
+
+    ``etcd_grace_s`` and ``etcd_wait_s``: for how long it outlasts a silent etcd once it has joined, and
+    before that; where the latter is None, an etcd that does not answer soon counts as mistyped.
+    """
+    return State(me, wanted, etcd_grace_s, store_port, store_name, spares, etcd_wait_s=etcd_wait_s)
 
 
 def watched(me: Identity) -> tuple[str, ...]:

@@ -1,0 +1,92 @@
+"""Every object is what the API servers of three Kubernetes versions, and the makers of its kind, take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+
+from tests.k8s.kinds import KINDS
+from tests.k8s.manifests import OVERLAYS, Object, overlay, pods
+
+VERSIONS = (
+    "1.31",
+    "1.34",
+    "1.37",
+)  # the oldest whose elastic Indexed Jobs are stable; one between; the newest
+TRAINER = "trainer.kubeflow.org/v1alpha1"
+
+
+def is_custom(o: Object) -> bool:
+    group = o["apiVersion"].partition("/")[0]
+    return "x-k8s.io" in group or ("." in group and not group.endswith(".k8s.io"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["base", *OVERLAYS])
+def test_kubernetes_takes_every_object_to_the_letter(name: str, version: str) -> None:
+    builtin = [o for o in overlay(name) if not is_custom(o)]
+    assert builtin
+    for o in builtin:
+        kubernetes_validate.validate(o, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["base", *OVERLAYS])
+def test_the_pods_inside_other_kinds_are_pods(name: str, version: str) -> None:
+    for made in pods(overlay(name)):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": made.spec}
+        kubernetes_validate.validate(pod, version, strict=True)
+
+
+def test_a_wrong_word_would_be_seen() -> None:
+    (job, *_) = [dict(o) for o in overlay("base") if o["kind"] == "Job"]
+    wrong = {**job, "spec": {**job["spec"], "paralelism": 3}}
+    for version in VERSIONS:
+        with pytest.raises(kubernetes_validate.ValidationError, match="paralelism"):
+            kubernetes_validate.validate(wrong, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ["base", *OVERLAYS])
+def test_custom_kinds_are_as_their_makers_publish_them(name: str) -> None:
+    for o in overlay(name):
+        if is_custom(o) and o["apiVersion"] != TRAINER:
+            jsonschema.validate(o, KINDS[o["apiVersion"], o["kind"]])
+
+
+def test_kubeflows_own_types_read_all_of_it() -> None:
+    from kubeflow_trainer_api import models
+
+    known = {
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    }
+    seen = set()
+    for o in overlay("kubeflow"):
+        if o["apiVersion"] == TRAINER:
+            seen.add(o["kind"])
+            read = known[o["kind"]].from_dict(dict(o)).to_dict()
+            assert not (lost := missing(o, read)), f"{o['kind']} does not know {lost}"
+    assert seen == set(known)
+
+
+def missing(wanted: Any, have: Any, path: str = "") -> list[str]:
+    """What is in ``wanted`` and not in ``have``: a reader drops the words it does not know."""
+    lost: list[str] = []
+    match wanted:
+        case dict():
+            for key, value in wanted.items():
+                if key in have:
+                    lost += missing(value, have[key], f"{path}.{key}")
+                elif value not in ({}, None):
+                    lost.append(f"{path}.{key}")
+        case list():
+            assert len(wanted) == len(have), path
+            for i, (one, other) in enumerate(zip(wanted, have, strict=True)):
+                lost += missing(one, other, f"{path}[{i}]")
+        case _:
+            if str(wanted) != str(have):
+                lost.append(f"{path}: {wanted!r} is read as {have!r}")
+    return lost
