@@ -135,8 +135,9 @@ class Warden:
         fork: bool = False,
         started: Callable[[int], None] | None = None,
         ended: Callable[[Ended], None],
-    ) -> None:
+    ) -> int:
         """Start a worker in a session of its own, with just these three files, which are taken over.
+        Returns the number that ``stop_workers`` knows it by.
 
         ``mark``: one ``NAME=value`` of its environment that no other has, by which its orphans are
         known. ``whole_group``: ``stop`` signals its process group, not only itself. ``fork``: from
@@ -144,11 +145,15 @@ class Warden:
         its pid, before.
         """
         running = _Running(ended, mark, False, 0, started)
-        self._spawn(argv, env, cwd, fds, running, whole_group=whole_group, fork=fork)
+        return self._spawn(argv, env, cwd, fds, running, whole_group=whole_group, fork=fork)
 
-    def stop_workers(self, signal_number: int, grace_s: float) -> None:
-        """Signal every worker, and SIGKILL what is left after the grace."""
-        self._tell({"do": "stop", "signal": int(signal_number), "grace_s": grace_s})
+    def stop_workers(self, signal_number: int, grace_s: float, ids: Sequence[int] | None = None) -> None:
+        """Signal every worker, or these, and SIGKILL what is left after the grace. Signal 0: that only."""
+        self._tell({"do": "stop", "signal": int(signal_number), "grace_s": grace_s, "ids": ids})
+
+    def spare_worker(self, id: int) -> None:
+        """The grace that this worker was given does not end any more."""
+        self._tell({"do": "spare", "id": id})
 
     def fence(self, in_s: float | None) -> None:
         """Kill all workers in so many seconds unless told otherwise before; None: never."""
@@ -266,8 +271,9 @@ class Warden:
         """Call this, from the same thread, whenever there is something to read."""
 
         def register() -> None:
-            self._watched[file.fileno()] = readable
-            self._selector.register(file, selectors.EVENT_READ)
+            if file.fileno() >= 0:  # else it was unwatched since
+                self._watched[file.fileno()] = readable
+                self._selector.register(file, selectors.EVENT_READ)
 
         self.call_soon(register)
 
@@ -299,7 +305,7 @@ class Warden:
         do: str = "spawn",
         whole_group: bool = False,
         fork: bool = False,
-    ) -> None:
+    ) -> int:
         with self._lock:
             id = self._next_id
             self._next_id += 1
@@ -314,7 +320,7 @@ class Warden:
                 running.ended(end)
             else:
                 self.call_soon(lambda: running.ended(end))
-            return
+            return id
         message = {
             "do": do,
             "id": id,
@@ -327,6 +333,7 @@ class Warden:
             "fork": fork,
         }
         self._tell(message, fds)
+        return id
 
     def _tell(self, message: Message, fds: Sequence[int] = ()) -> None:
         with self._lock:

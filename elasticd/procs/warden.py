@@ -9,7 +9,7 @@ or the agent's threads, and forks in a fraction of a millisecond. The agent's en
 It forks workers itself, or has them forked from a zygote (``zygote``) where there is one that is ready;
 they are its children either way.
 
-Messages to it: ``spawn``, ``start_zygote``, ``preload``, ``stop``, ``stop_service``, ``fence``,
+Messages to it: ``spawn``, ``start_zygote``, ``preload``, ``stop``, ``spare``, ``stop_service``, ``fence``,
 ``remove_at_end``, ``close``. From it: ``spawned``, ``ended``, and ``zygote``: what that says.
 Its parent's death, or the end of the socket, means ``close`` at once.
 """
@@ -24,7 +24,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -135,7 +135,10 @@ class WardenProcess:
             case "preload":
                 self._ask_zygote(lambda zygote: zygote.preload(message))
             case "stop":
-                self._stop(message["signal"], message["grace_s"])
+                self._stop(message["signal"], message["grace_s"], message["ids"])
+            case "spare":
+                for child in self._workers([message["id"]]):
+                    child.kill_at = None
             case "stop_service":
                 self._stop_service(message["id"], message["grace_s"])
             case "fence":
@@ -211,10 +214,10 @@ class WardenProcess:
         if child.pid in self._ended_sessions:  # pids come round again
             self._ended_sessions.remove(child.pid)
 
-    def _stop(self, signal_number: int, grace_s: float) -> None:
-        self._drop_forks(-signal_number)
+    def _stop(self, signal_number: int, grace_s: float, ids: Collection[int] | None) -> None:
+        self._drop_forks(-signal_number, ids)
         kill_at = steady_now() + grace_s
-        for child in self._workers():
+        for child in self._workers(ids):
             child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
             (kill_group if child.whole_group else kill)(child.pid, signal_number)
 
@@ -306,8 +309,8 @@ class WardenProcess:
             ):
                 kill_tree(pid)
 
-    def _workers(self) -> list[_Child]:
-        return [child for child in self._children.values() if not child.service]
+    def _workers(self, ids: Collection[int] | None = None) -> list[_Child]:
+        return [c for c in self._children.values() if not c.service and (ids is None or c.id in ids)]
 
     def _all_gone(self) -> bool:
         return not children(os.getpid()) or _is_past(self._give_up_at)
@@ -385,9 +388,9 @@ class WardenProcess:
         for fork in zygote.give_up():
             self._spawn({**fork.request, "fork": False}, fork.start_afresh())
 
-    def _drop_forks(self, code: int, *, fenced: bool = False) -> None:
+    def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
         """Those who are still to be forked need not start any more."""
-        for fork in self._zygote.give_up() if self._zygote is not None else ():
+        for fork in self._zygote.give_up(ids) if self._zygote is not None else ():
             fork.drop()
             self._tell_end(fork.request["id"], 0, code, fenced=fenced)
 

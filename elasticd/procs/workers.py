@@ -5,37 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal as signals
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from string import Template
 
+from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.ports import Assignment
-from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
+from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
+from elasticd.procs.link import Switchboard
 from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
 from elasticd.procs.preload import Preload, Say
+from elasticd.procs.worker import Worker
 
 LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _LAST_OUTPUT_S = 0.1  # what a dead worker printed last arrives in microseconds, unless the console is stuck
 
 Reify = Callable[[int, dict[int, dict[str, str]]], LogDest]
-
-
-@dataclass(slots=True)
-class _Worker:
-    assignment: Assignment
-    round: int
-    exited: Callable[[int, Exit], None]
-    dest: LogDest
-    error_file: str
-    feeds: tuple[Feed, ...] = ()
-    pid: int = 0
 
 
 class LocalProcs:
@@ -45,12 +37,14 @@ class LocalProcs:
     environment, before what each assignment adds. ``reify``: says where a round's workers print,
     given the round's number and their environments by local rank, which it may add to (torch's
     ``LogsSpecs.reify`` does). ``line_prefix``: for tee'd lines, with torchrun's macros.
-    ``heartbeat``: whether Python workers report their steps. ``whole_group``: whether ``stop``
+    ``heartbeat``: whether Python workers report their steps, and those that can may keep their process
+    from round to round. ``whole_group``: whether ``stop``
     signals the worker's process group (for programs that start Python themselves, such as shell
     scripts) or only the worker, whose children then keep working for it while it saves.
     ``zygote``: whether Python workers may be forked from a process that has imported what they
     import, once it is known what that is; ``command`` is then one of Python, and alike for all but
-    for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it.
+    for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it, and of workers
+    that enter rounds (``worker.entered``), are done (``worker.done``), or are cut off (``worker.unlinked``).
     ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
     ``fence`` is told the time by, which must not jump as the machine's may.
     """
@@ -86,78 +80,80 @@ class LocalProcs:
         self._heartbeat = heartbeat
         self._whole_group = whole_group
         self._duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
+        self._say = say
+        self._linked: Callable[[int], None] = lambda slot: None
+        self._waiting: Callable[[int, int, int], None] = lambda slot, round_number, steps: None
         self._lock = threading.Lock()
-        self._workers: dict[int, _Worker] = {}
-        self._pages: dict[int, tuple[Assignment, Page]] = {}
+        self._round = 0
+        self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
+        self._started = 0
         self.page_dir = shared_memory_dir()
         self._warden.remove_at_end(self.page_dir)
+        self._switchboard = Switchboard(warden) if heartbeat else None
         self._preload = Preload(warden, self.page_dir, say) if zygote and heartbeat else None
 
     # ------------------------------------------------------------ the port
+
+    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+        self._linked, self._waiting = linked, waiting
 
     def start(
         self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
     ) -> None:
         with self._lock:
-            assert not self._workers, f"round {round_number} starts while workers of another run"
-            self._drop_pages()
-            envs = {a.local_rank: {**self._base_env, **a.env} for a in assignments}
-            try:
-                dest = self._reify(round_number, envs)
-                filtered = self._open_filtered(dest)
-                trouble = ""
-            except OSError as error:
-                dest, filtered, trouble = (LogDest(), {}, f"cannot make the log folder: {error}")
-            for a in assignments:
-                error_file = dest.error_files.get(a.local_rank, "")
-                if error_file and error_file != os.devnull:
-                    envs[a.local_rank].setdefault("TORCHELASTIC_ERROR_FILE", error_file)
-                self._workers[a.slot] = _Worker(a, round_number, exited, dest, error_file)
-            workers = list(self._workers.values())
-        for worker in workers:
-            try:
-                if trouble:
-                    raise OSError(trouble)
-                self._launch(worker, envs[worker.assignment.local_rank], filtered)
-            except OSError as error:
-                end = Ended(0, 127, time.time(), f"cannot start a worker: {error}")
-                self._warden.call_soon(partial(self._ended, worker, end))
-
-    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
-        """No worker is linked yet."""
+            acting = [w for w in self._workers.values() if w.acts]
+            assert not acting, f"round {round_number} starts while workers of round {acting[0].round} act"
+            self._round = round_number
+            for slot in [slot for slot, w in self._workers.items() if not w.alive]:
+                _discard_page(self._workers.pop(slot))
+            kept = [a for a in assignments if a.slot in self._workers]
+            for a in kept:
+                worker = self._workers[a.slot]
+                worker.exited = exited
+                self._take_along(worker, round_number, a)
+        self._start_afresh(round_number, [a for a in assignments if a not in kept], exited)
 
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
-        raise AssertionError("no worker is linked, so none is to wait")
+        self._start_afresh(0, assignments, exited)
 
     def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
-        self.stop(signal, grace_s)
+        with self._lock:
+            told: list[Worker] = []
+            others: list[Worker] = []
+            for worker in self._workers.values():
+                if worker.acts:
+                    leave = wire.Leave(worker.round, planned)
+                    worker.parted = worker.talk.linked and not worker.stopping and worker.tell(leave)
+                    (told if worker.parted else others).append(worker)
+            self._warden.stop_workers(0, part_s, [worker.id for worker in told])
+            self._stop(others, signal, grace_s)
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
-        self._warden.stop_workers(signal, grace_s)
+        with self._lock:
+            chosen = [w for slot, w in self._workers.items() if slots is None or slot in slots]
+            self._stop(chosen, signal, grace_s)
 
     def fence(self, until: float | None) -> None:
         self._warden.fence(None if until is None else until - self._clock())
 
     def steps(self) -> Mapping[int, int]:
         with self._lock:
-            return {slot: page.read().steps for slot, (_, page) in self._pages.items()}
+            return {slot: worker.steps for slot, worker in self._of_this_round()}
 
     # ------------------------------------------------------------ beyond the port
 
     def progress(self) -> tuple[SlotProgress, ...]:
         """The heartbeats of this round's workers, in the order of their slots."""
         with self._lock:
-            beats = {slot: (a.rank, page.read()) for slot, (a, page) in sorted(self._pages.items())}
-            pids = {slot: worker.pid for slot, worker in self._workers.items()}
-        return tuple(
-            SlotProgress(slot, rank, pids.get(slot, beat.pid), beat.steps, beat.at)
-            for slot, (rank, beat) in beats.items()
-        )
+            return tuple(worker.progress() for _, worker in sorted(self._of_this_round()))
 
     def close(self) -> None:
         """Forget the heartbeats and pass on the last output. The workers have ended by now."""
         with self._lock:
-            self._drop_pages()
+            for worker in self._workers.values():
+                _discard_page(worker)
+        if self._switchboard is not None:
+            self._switchboard.close()
         if self._preload is not None:
             self._preload.close()
         self._output.close()
@@ -165,13 +161,52 @@ class LocalProcs:
 
     # ------------------------------------------------------------ a worker's beginning
 
-    def _launch(self, worker: _Worker, env: dict[str, str], filtered: Mapping[int, Filtered]) -> None:
+    def _start_afresh(
+        self, round_number: int, assignments: Sequence[Assignment], exited: Callable[[int, Exit], None]
+    ) -> None:
+        if not assignments:
+            return
+        envs = {a.local_rank: {**self._base_env, **a.env} for a in assignments}
+        try:
+            dest = self._reify(round_number, envs)
+            filtered = self._open_filtered(dest)
+            trouble = ""
+        except OSError as error:
+            dest, filtered, trouble = (LogDest(), {}, f"cannot make the log folder: {error}")
+        workers = []
+        for a in assignments:
+            error_file = dest.error_files.get(a.local_rank, "")
+            if error_file and error_file != os.devnull:
+                envs[a.local_rank].setdefault("TORCHELASTIC_ERROR_FILE", error_file)
+            worker = Worker(a, round_number, exited, dest, a.local_rank, error_file)
+            worker.acts = round_number > 0
+            workers.append(worker)
+        with self._lock:
+            for worker in workers:
+                before = self._workers.get(worker.assignment.slot)
+                if before is not None:
+                    assert not before.alive, f"slot {worker.assignment.slot} has a worker already"
+                    _discard_page(before)
+                self._workers[worker.assignment.slot] = worker
+        for worker in workers:
+            try:
+                if trouble:
+                    raise OSError(trouble)
+                self._launch(worker, envs[worker.log_rank], filtered)
+            except OSError as error:
+                end = Ended(0, 127, time.time(), f"cannot start a worker: {error}")
+                self._warden.call_soon(partial(self._ended, worker, end))
+
+    def _launch(self, worker: Worker, env: dict[str, str], filtered: Mapping[int, Filtered]) -> None:
         a = worker.assignment
         mark = self._add_heartbeat(worker, env) if self._heartbeat else ""
+        if self._switchboard is not None:
+            worker.line = self._switchboard.line(
+                partial(self._heard, worker), partial(self._unlinked, worker)
+            )
+            env[wire.ADDRESS] = self._switchboard.address
         argv = self._command(a) if callable(self._command) else self._command
-        prefix = self._line_prefix.safe_substitute(
-            role_name=self._role, local_rank=a.local_rank, rank=a.rank
-        ).encode()
+        prefix = self._prefix(a)
         with contextlib.ExitStack() as undo:
             fds = [_duplicate_stdin()]
             undo.callback(_close_all, fds)
@@ -188,7 +223,7 @@ class LocalProcs:
         worker.feeds = tuple(feeds)
         if feeds:
             self._output.carry(feeds)
-        self._warden.spawn_worker(
+        worker.id = self._warden.spawn_worker(
             argv,
             env=env,
             cwd=self._cwd,
@@ -196,24 +231,24 @@ class LocalProcs:
             mark=mark,
             whole_group=self._whole_group,
             fork=self._preload is not None and self._preload.suits(argv, env, self._cwd),
-            started=partial(setattr, worker, "pid"),
+            started=worker.started,
             ended=partial(self._ended, worker),
         )
 
-    def _add_heartbeat(self, worker: _Worker, env: dict[str, str]) -> str:
+    def _add_heartbeat(self, worker: Worker, env: dict[str, str]) -> str:
         """Give it a page; returns the mark by which its descendants are known."""
-        a = worker.assignment
-        page = Page(self.page_dir / f"round{worker.round}-slot{a.slot}")
+        self._started += 1
+        page = Page(self.page_dir / f"process{self._started}-slot{worker.assignment.slot}")
         with self._lock:
-            self._pages[a.slot] = (a, page)
+            worker.page = page
         env[VARIABLE] = str(page.path)
         # An empty PYTHONPATH means none; an empty entry would mean the working directory.
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (BOOT_DIR, env.get("PYTHONPATH"))))
         return f"{VARIABLE}={page.path}"
 
-    def _plug(self, worker: _Worker, stream: int, prefix: bytes) -> tuple[int, Feed | None]:
+    def _plug(self, worker: Worker, stream: int, prefix: bytes) -> tuple[int, Feed | None]:
         """What the worker gets for its stdout or stderr, and how it is passed on, if it is."""
-        dest, local_rank = worker.dest, worker.assignment.local_rank
+        dest, local_rank = worker.dest, worker.log_rank
         path, tee = dest.file_of(stream, local_rank), dest.tee_of(stream, local_rank)
         if path and not tee:
             return _open_for_writing(path, os.O_TRUNC), None
@@ -234,49 +269,95 @@ class LocalProcs:
             if needles and paths[stream] and tees[stream]
         }
 
-    # ------------------------------------------------------------ and its end
+    def _prefix(self, a: Assignment) -> bytes:
+        macros = {"role_name": self._role, "local_rank": a.local_rank, "rank": a.rank}
+        return self._line_prefix.safe_substitute(macros).encode()
 
-    def _ended(self, worker: _Worker, end: Ended) -> None:
+    # ------------------------------------------------------------ its rounds
+
+    def _of_this_round(self) -> Iterable[tuple[int, Worker]]:
+        return [(slot, w) for slot, w in self._workers.items() if w.round == self._round and w.round]
+
+    def _take_along(self, worker: Worker, round_number: int, assignment: Assignment) -> None:
+        """Have a process go on in this round: now if it waits, else when it has come to that."""
+        worker.assignment, worker.round = assignment, round_number
+        worker.acts, worker.parted = True, False
+        worker.steps_before = worker.heartbeat().steps
+        for feed in worker.feeds:
+            if feed.author.prefix:
+                feed.author.prefix = self._prefix(assignment)
+        if worker.talk.stage is Stage.WAITING:
+            self._let_enter(worker)
+
+    def _let_enter(self, worker: Worker) -> None:
+        worker.talk.told_to_enter(worker.round)
+        if not worker.tell(wire.Enter(worker.round, worker.assignment.env)):
+            self._stop([worker], signals.SIGKILL, 0.0)  # nobody can make use of it any more
+
+    def _stop(self, workers: Iterable[Worker], signal: int, grace_s: float) -> None:
+        alive = [worker for worker in workers if worker.alive]
+        for worker in alive:
+            worker.stopping = True
+        if alive:
+            self._warden.stop_workers(signal, grace_s, [worker.id for worker in alive])
+
+    # ------------------------------------------------------------ from the keeper's thread
+
+    def _heard(self, worker: Worker, message: wire.Message) -> None:
+        with self._lock:
+            if not worker.alive:
+                return
+            worker.talk.hear(message)
+            slot, came_out = worker.assignment.slot, False
+            if isinstance(message, wire.Waiting):
+                came_out = self._comes_to_wait(worker, message)
+            number, steps = worker.round, worker.steps
+        match message:
+            case wire.Hello():
+                self._linked(slot)
+            case wire.Waiting() if came_out:
+                self._waiting(slot, number, steps)
+            case wire.Entered(round=number, step=step, group_s=group_s, state_s=state_s):
+                times = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
+                self._say("worker.entered", slot=slot, round=number, step=step, **times)
+            case wire.Done(round=number):
+                self._say("worker.done", slot=slot, round=number)
+
+    def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
+        """Whether it acts in no round any more."""
+        if worker.stopping:
+            return False  # it will have ended soon
+        if worker.acts and message.round == 0 and not worker.parted:
+            self._let_enter(worker)  # it was started for this round
+            return False
+        worker.acts = False
+        if worker.parted:
+            self._warden.spare_worker(worker.id)
+        return True
+
+    def _unlinked(self, worker: Worker, why: str) -> None:
+        """Its link is gone; ``why`` is empty if it hung up itself."""
+        if why:
+            self._say("worker.unlinked", slot=worker.assignment.slot, why=why)
+        with self._lock:
+            if worker.alive and worker.talk.linked and not worker.acts:
+                self._stop([worker], signals.SIGKILL, 0.0)  # it waits for what it cannot be told
+
+    def _ended(self, worker: Worker, end: Ended) -> None:
         for feed in worker.feeds:
             feed.ended.wait(_LAST_OUTPUT_S)
-        exit = self._judge(worker, end)
+        if worker.line is not None:
+            worker.line.hang_up()
         with self._lock:
-            self._workers.pop(worker.assignment.slot, None)
-        worker.exited(worker.round, exit)
-
-    def _judge(self, worker: _Worker, end: Ended) -> Exit:
-        a = worker.assignment
-        message, traceback = end.error, ""
-        if end.fenced:
-            message = "killed by its keeper: the agent had not said in time that it may run on"
-        elif not message and end.code != 0:
-            message, traceback = read_error_file(worker.error_file) or read_tail(self._stderr_tail(worker))
-        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, _log_place(worker), end.fenced)
-
-    def _stderr_tail(self, worker: _Worker) -> bytes:
-        for feed in worker.feeds:
-            if feed.stream == STDERR:
-                return feed.tail
-        return tail_of(worker.dest.file_of(STDERR, worker.assignment.local_rank))
-
-    def _drop_pages(self) -> None:
-        for _, page in self._pages.values():
-            page.close()
-        self._pages.clear()
+            worker.alive = worker.acts = False
+            number, exited, exit = worker.round, worker.exited, worker.judge(end)
+        exited(number, exit)
 
 
-def _log_place(worker: _Worker) -> str:
-    """The file with its stderr, or the folder if its stdout is kept there too."""
-    dest, local_rank = worker.dest, worker.assignment.local_rank
-    paths = [
-        Path(path)
-        for stream in (STDERR, STDOUT)
-        if (path := dest.file_of(stream, local_rank) or dest.capture_of(stream, local_rank))
-        and path != os.devnull
-    ]
-    if len(paths) == 2 and paths[0].parent == paths[1].parent:
-        return str(paths[0].parent)
-    return str(paths[0]) if paths else ""
+def _discard_page(worker: Worker) -> None:
+    if worker.page is not None:
+        worker.page.close()
+        worker.page = None
 
 
 def _open_for_writing(path: str, flags: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from elasticd.procs.channel import Channel, Message
@@ -85,11 +85,9 @@ class Zygote:
         """The one that was asked for under this id, unless it was given up."""
         return self._forks.pop(id, None)
 
-    def give_up(self) -> list[Fork]:
-        """All that were asked for and not made yet."""
-        forks = list(self._forks.values())
-        self._forks.clear()
-        return forks
+    def give_up(self, ids: Collection[int] | None = None) -> list[Fork]:
+        """All that were asked for and not made yet, or those of them."""
+        return [self._forks.pop(id) for id in list(self._forks) if ids is None or id in ids]
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -84,7 +84,8 @@ def test_a_worker_that_has_not_stepped_is_seen_at_its_stages(bench: Bench) -> No
     )
     bench.start(procs)
     bench.console.wait_for(b"up")
-    (_, page) = procs._pages[10]
+    page = procs._workers[10].page
+    assert page is not None
     assert page.read().phase is WorkerPhase.IMPORTED
     assert procs.progress()[0].at == 0.0
     assert procs.progress()[0].pid == page.read().pid != 0

@@ -40,7 +40,7 @@ def test_a_script_sees_the_same(bench: Bench, tmp_path: Path, how: str) -> None:
 
 def _seen(ran: Ran) -> Any:
     """Without what no two processes have in common."""
-    return json.loads(re.sub(rb"0x[0-9a-f]+|(?<=round)\d+", b"", ran.out))
+    return json.loads(re.sub(rb"0x[0-9a-f]+|(?<=process)\d+", b"", ran.out))
 
 
 @pytest.mark.parametrize(

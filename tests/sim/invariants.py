@@ -130,7 +130,7 @@ class Invariants:
     # ---- 5: the budget
 
     def _failed(self, worker: SimWorker, exit: Exit) -> None:
-        self.broken_by_user.add(worker.world.round)
+        self.broken_by_user.add(worker.round)
 
     def _charges(self, old: Round, new: Round) -> None:
         if new.restarts > old.restarts:

@@ -30,7 +30,9 @@ class Job:
     """The user's code. ``saved`` is the step that a new world resumes from.
 
     ``bug_at``: the step at which rank 0 fails each time; ``fails_at_end``: how many workers fail
-    after the last step, where the others finish. Times in seconds.
+    after the last step, where the others finish. ``inplace``: it uses elasticd.worker, and keeps its
+    processes and their state; ``tears``: how likely a survivor's state is torn when its world breaks.
+    Times in seconds.
     """
 
     total_steps: int = 100
@@ -40,6 +42,8 @@ class Job:
     on_sigterm: OnSigterm = OnSigterm.DIE
     bug_at: int | None = None
     fails_at_end: int = 0
+    inplace: bool = False
+    tears: float = 0.0
     saved: int = 0
 
 
@@ -47,7 +51,8 @@ class World:
     """The workers of one round that found each other.
 
     Steps are made by all of them or none. When one goes, the others soon fail, as gloo would have
-    it; but one that still waits for the others to come does not notice that they are gone.
+    it; but one that still waits for the others to come does not notice that they are gone. Those who
+    work in place do not fail: they are stuck until they are told to leave.
     """
 
     def __init__(self, training: Training, round_number: int, store: str, size: int) -> None:
@@ -60,6 +65,7 @@ class World:
         self.made = 0  # in this world
         self.running = False
         self.broken = False
+        self.leaving = False  # with the next step, all of them
         self._next: Timer | None = None
 
     def join(self, worker: SimWorker) -> None:
@@ -68,11 +74,21 @@ class World:
         self.workers[worker.rank] = worker
         if len(self.workers) == self.size and not self.broken:
             self.running = True
-            self.step = self.training.job.saved
+            self.step = self._first_step()
             self.training.clock.note("world", f"round {self.round}: {self.size} train from step {self.step}")
             for formed in self.training.formed:
                 formed(self)
+            if self.training.job.inplace:
+                for other in list(self.workers.values()):
+                    other.has_entered()
             self._go_on()
+
+    def _first_step(self) -> int:
+        """The most advanced survivor's, or what was saved."""
+        return max(
+            (w.committed for w in self.workers.values() if w.whole and w.committed is not None),
+            default=self.training.job.saved,
+        )
 
     def leave(self, worker: SimWorker) -> None:
         self.workers.pop(worker.rank, None)
@@ -82,8 +98,12 @@ class World:
         self.running = False
         if self._next:
             self._next.cancel()
+        job = self.training.job
         for other in list(self.workers.values()):
-            other.fail_soon(1, f"connection closed by peer {worker.rank}", primary=False)
+            if not job.inplace:
+                other.fail_soon(1, f"connection closed by peer {worker.rank}", primary=False)
+            elif self.training.random.random() < job.tears:
+                other.whole = False
 
     def _go_on(self) -> None:
         job, clock = self.training.job, self.training.clock
@@ -106,9 +126,16 @@ class World:
         self.made += 1
         if self.step % job.save_every == 0 or self.step == job.total_steps:
             job.saved = max(job.saved, self.step)
+        for worker in self.workers.values():
+            worker.committed = self.step
         for stepped in self.training.stepped:
             stepped(self)
-        self._go_on()
+        if self.leaving and self.step < job.total_steps:
+            self.running = False
+            for worker in list(self.workers.values()):
+                worker.come_out()
+        else:
+            self._go_on()
 
 
 class Training:
@@ -138,27 +165,35 @@ class Training:
 
 
 class SimWorker:
-    """One process."""
+    """One process. ``round``: the one it acts in, or did last; 0 for a standby.
 
-    __slots__ = ("_next", "alive", "doomed", "exited", "procs", "rank", "slot", "stopping", "world")
+    ``committed`` and ``whole``: the state it holds. ``made``: steps, in the round. ``parted``: it was
+    told to leave, and is killed if it does not in time."""
 
-    def __init__(
-        self,
-        procs: SimProcs,
-        world: World,
-        slot: int,
-        rank: int,
-        exited: Callable[[int, Exit], None],
-    ) -> None:
+    __slots__ = (
+        "_kill", "_kill_at", "_next", "_there", "acts", "alive", "committed", "doomed", "exited", "made",
+        "parted", "procs", "rank", "round", "slot", "stopping", "whole", "world",
+    )  # fmt: skip
+
+    def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
         self.procs = procs
-        self.world = world
         self.slot = slot
         self.rank = rank
         self.exited = exited
+        self.world: World | None = None
+        self.round = 0
+        self.made = 0
+        self.acts = False
         self.alive = True
         self.doomed = False
         self.stopping = False
+        self.parted = False
+        self.committed: int | None = None
+        self.whole = False
+        self._there = False  # it has come to its run function
         self._next: Timer | None = None
+        self._kill: Timer | None = None
+        self._kill_at = 0.0
 
     def begin(self) -> None:
         training = self.procs.training
@@ -168,17 +203,96 @@ class SimWorker:
             self._next = clock.after(
                 random.uniform(0.05, 1.5), lambda: self.die(-signals.SIGBUS, "the GPU is gone", primary=True)
             )
-            clock.after(random.uniform(*training.job.start_s), self._join)
+            clock.after(random.uniform(*training.job.start_s), self._arrive)
         else:
-            self._next = clock.after(random.uniform(*training.job.start_s), self._join)
+            self._next = clock.after(random.uniform(*training.job.start_s), self._arrive)
 
-    def _join(self) -> None:
+    def act(self, world: World, rank: int) -> None:
+        """Take part in this world: now, if it waits for that."""
+        self.world, self.round, self.rank = world, world.round, rank
+        self.made, self.acts, self.parted = 0, True, False
+        if self._there:
+            self._join()
+
+    def _arrive(self) -> None:
         if not self.alive or self.stopping:
             return
-        if self.procs.training.serves(self.world.store):
-            self.world.join(self)
+        if self.procs.training.job.inplace:
+            self._there = True
+            linked, slot = self.procs.linked, self.slot
+            self.procs.host.call(lambda: linked(slot))
+            if not self.acts or self.parted:
+                self.come_out()
+        self._join()
+
+    def _join(self) -> None:
+        world = self.world
+        if not self.alive or self.stopping or not self.acts or world is None:
+            return
+        if world.workers.get(self.rank) is self:
+            return
+        if self.procs.training.serves(world.store):
+            world.join(self)
         else:  # the port listens already, or nobody is there any more: try until killed
             self.procs.training.clock.after(0.2, self._join)
+
+    # ---- in place
+
+    def part(self, planned: bool) -> bool:
+        """Whether it can leave the round. ``come_out`` follows: at a step if it is planned."""
+        if not self._there or self.stopping:
+            return False
+        self.parted = True
+        world = self.world
+        if planned and world is not None and world.running and world.workers.get(self.rank) is self:
+            world.leaving = True
+        else:
+            random = self.procs.training.random
+            self.procs.training.clock.after(random.uniform(0.005, 0.05), self._abort)
+        return True
+
+    def _abort(self) -> None:
+        if self.alive and self.acts and self.parted:
+            self.come_out()
+
+    def has_entered(self) -> None:
+        """Its world has formed."""
+        assert self.world is not None
+        self.committed, self.whole = self.world.step, True
+
+    def come_out(self) -> None:
+        """Leave the world, if it is in one, and wait for the next."""
+        if self.stopping:
+            return
+        self._leave_world()
+        self.acts = False
+        if self.parted:
+            self.spare()
+        waiting, news = self.procs.waiting, (self.slot, self.round, self.made)
+        self.procs.host.call(lambda: waiting(*news))
+
+    def _leave_world(self) -> None:
+        world, self.world = self.world, None
+        if world is not None:
+            self.made = world.made
+            if world.workers.get(self.rank) is self:
+                world.leave(self)
+
+    # ---- its end
+
+    def kill_after(self, grace_s: float) -> None:
+        """SIGKILL, unless an earlier one is on its way."""
+        clock = self.procs.host.clock
+        kill_at = clock.now() + grace_s
+        if self._kill is None or kill_at < self._kill_at:
+            self.spare()
+            self._kill_at = kill_at
+            self._kill = clock.at(kill_at, lambda: self.signal(signals.SIGKILL))
+
+    def spare(self) -> None:
+        if self._kill:
+            self._kill.cancel()
+            self._kill = None
 
     def fail_soon(self, code: int, message: str, *, primary: bool) -> None:
         if not self.doomed:
@@ -213,17 +327,19 @@ class SimWorker:
         self.alive = False
         if self._next:
             self._next.cancel()
+        self.spare()
         procs = self.procs
         exit = Exit(self.slot, self.rank, code, procs.host.now(), message, fenced=fenced)
-        procs.workers.pop(self.slot, None)
-        procs._made[self.slot] = self.world.made
+        del procs.workers[self.slot]
         if primary:
             procs.host.clock.note(procs.host.name, f"slot {self.slot} fails by itself: {message}")
             for failed in procs.training.failed:
                 failed(self, exit)
-        self.world.leave(self)
-        number = self.world.round
-        procs.host.call(lambda: self.exited(number, exit))
+        self._leave_world()
+        self.acts = False
+        procs._made[self.slot] = (self.round, self.made)
+        number, exited = self.round, self.exited
+        procs.host.call(lambda: exited(number, exit))
 
 
 @dataclass(slots=True)
@@ -237,15 +353,17 @@ class SimProcs:
     training: Training
     bad_slots: dict[int, float] = field(default_factory=dict)
     workers: dict[int, SimWorker] = field(default_factory=dict)
-    _made: dict[int, int] = field(default_factory=dict)  # by those that ended, as of then
+    linked: Callable[[int], None] = lambda slot: None
+    waiting: Callable[[int, int, int], None] = lambda slot, round_number, steps: None
+    _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
     _round: int = 0
-    _world: World | None = None
-    _kill_at: float = 0.0
-    _kill: Timer | None = None
     _fence: Timer | None = None
     _fence_at: float | None = None
 
     # ---- the port
+
+    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+        self.linked, self.waiting = linked, waiting
 
     def start(
         self,
@@ -253,49 +371,56 @@ class SimProcs:
         assignments: tuple[Assignment, ...],
         exited: Callable[[int, Exit], None],
     ) -> None:
-        assert not self.workers, f"round {round_number} starts while workers of round {self._round} run"
+        acting = [w for w in self.workers.values() if w.acts]
+        assert not acting, f"round {round_number} starts while workers of round {acting[0].round} act"
         assert round_number > self._round, f"round {round_number} after round {self._round}"
         assert self.host.alive
         self._round = round_number
-        self._disarm()
         self._made.clear()
         for a in assignments:
             size = int(a.env.get("WORLD_SIZE", len(assignments)))
             store = f"{a.env.get('MASTER_ADDR', '')}:{a.env.get('MASTER_PORT', '')}"
-            self._world = self.training.world(round_number, store, size)
-            worker = SimWorker(self, self._world, a.slot, a.rank, exited)
-            self.workers[a.slot] = worker
-            self._made[a.slot] = 0
-            worker.begin()
+            world = self.training.world(round_number, store, size)
+            if (worker := self.workers.get(a.slot)) is None:
+                worker = self._add(a, exited)
+            worker.exited = exited
+            worker.act(world, a.rank)
         self._put_up_fence()  # it may have passed while nobody was there to kill
 
-    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
-        """No worker is linked yet."""
-
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
-        raise AssertionError("no worker is linked, so none is to wait")
+        assert self.host.alive
+        for a in assignments:
+            assert a.slot not in self.workers, f"slot {a.slot} has a worker already"
+            self._add(a, exited)
+        self._put_up_fence()
+
+    def _add(self, a: Assignment, exited: Callable[[int, Exit], None]) -> SimWorker:
+        worker = self.workers[a.slot] = SimWorker(self, a.slot, a.rank, exited)
+        worker.begin()
+        return worker
 
     def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
-        self.stop(signal, grace_s)
+        for worker in [w for w in self.workers.values() if w.acts]:
+            if worker.part(planned):
+                worker.kill_after(part_s)
+            else:
+                self.stop(signal, grace_s, (worker.slot,))
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
-        for worker in list(self.workers.values()):
+        for worker in [w for slot, w in self.workers.items() if slots is None or slot in slots]:
+            worker.kill_after(grace_s)
             worker.signal(signal)
-        if not self.workers:
-            return
-        kill_at = self.host.clock.now() + grace_s
-        if self._kill is None or kill_at < self._kill_at:
-            self._disarm()
-            self._kill_at = kill_at
-            self._kill = self.host.clock.at(kill_at, self.kill)
 
     def fence(self, until: float | None) -> None:
         self._fence_at = None if until is None else until - self.host.skew_s
         self._put_up_fence()
 
     def steps(self) -> Mapping[int, int]:
-        made = self._world.made if self._world else 0
-        return {slot: made if slot in self.workers else left for slot, left in self._made.items()}
+        made = {slot: steps for slot, (number, steps) in self._made.items() if number == self._round}
+        for slot, worker in self.workers.items():
+            if worker.round == self._round > 0:
+                made[slot] = worker.world.made if worker.world else worker.made
+        return made
 
     # ---- faults
 
@@ -321,8 +446,3 @@ class SimProcs:
             self.host.clock.note(self.host.name, "the fence kills the workers")
             for worker in list(self.workers.values()):
                 worker.signal(signals.SIGKILL, fenced=True)
-
-    def _disarm(self) -> None:
-        if self._kill:
-            self._kill.cancel()
-            self._kill = None

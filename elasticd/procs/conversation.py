@@ -1,0 +1,60 @@
+"""What a worker on the link may say when. Holds it to that, so that one that lies, repeats itself or
+babbles has no effect but to lose its link."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum, auto
+
+from elasticd.core.link import VERSION, Done, Entered, Hello, Holds, LinkError, Message, Waiting
+
+
+class Stage(Enum):
+    SILENT = auto()  # it may never say anything: most scripts do not
+    ARRIVED = auto()
+    WAITING = auto()
+    ENTERING = auto()
+    INSIDE = auto()
+    DONE = auto()
+
+
+class Conversation:
+    """With one worker. ``round``: the one it was last told to enter; 0 before."""
+
+    def __init__(self) -> None:
+        self.stage = Stage.SILENT
+        self.round = 0
+
+    @property
+    def linked(self) -> bool:
+        """Whether it can be told anything."""
+        return self.stage is not Stage.SILENT
+
+    def told_to_enter(self, round_number: int) -> None:
+        assert self.stage is Stage.WAITING, f"told to enter {round_number} when it is {self.stage.name}"
+        self.stage, self.round = Stage.ENTERING, round_number
+
+    def hear(self, message: Message) -> None:
+        """Take it in. Raises LinkError if it cannot be true, or comes out of turn."""
+        match self.stage, message:
+            case Stage.SILENT, Hello(v=version):
+                if version != VERSION:
+                    raise LinkError(f"it speaks version {version} of the link, and this agent {VERSION}")
+                self.stage = Stage.ARRIVED
+            case Stage.ARRIVED | Stage.ENTERING | Stage.INSIDE | Stage.DONE, Waiting(number, step, holds):
+                self._check(message, number, 0 if holds is Holds.NONE else step)
+                self.stage = Stage.WAITING
+            case Stage.ENTERING, Entered(number, step, group_s, state_s):
+                self._check(message, number, step, group_s, state_s)
+                self.stage = Stage.INSIDE
+            case Stage.INSIDE, Done(number):
+                self._check(message, number)
+                self.stage = Stage.DONE
+            case _:
+                raise LinkError(f"it said {message} when it was {self.stage.name.lower()}")
+
+    def _check(self, message: Message, number: int, *amounts: float) -> None:
+        if number != self.round:
+            raise LinkError(f"it said {message}, and was told to enter round {self.round}")
+        if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
+            raise LinkError(f"it said {message}")

@@ -1,0 +1,183 @@
+"""The agent's end of the links to its workers: who is let in, and bytes in both directions.
+
+Workers connect to an abstract Unix socket, which anyone of this machine could find in /proc/net/unix.
+So nobody is let in but a process that the warden has started as a worker, which the kernel vouches for;
+not its children either. What they may say is ``conversation``'s business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from elasticd.core.link import FromAgent, Lines, LinkError, Message, encode
+from elasticd.procs.keeper import Warden
+from elasticd.procs.linux import started_at
+
+_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+_CHUNK_BYTES = 1 << 16
+_EARLY_MAX = 64
+
+
+class Line:
+    """One worker's link, from before the worker is started until after it has ended.
+
+    ``heard`` is called with what it says, ``lost`` with the reason when the link ends other than by
+    ``hang_up``; both from the keeper's thread.
+    """
+
+    def __init__(
+        self, switchboard: Switchboard, heard: Callable[[Message], None], lost: Callable[[str], None]
+    ) -> None:
+        self._switchboard = switchboard
+        self._heard = heard
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._lines = Lines()
+        self.pid = 0
+        self._started_at = 0
+
+    def started(self, pid: int) -> None:
+        """The worker's process is this one. From the keeper's thread."""
+        self.pid, self._started_at = pid, started_at(pid)
+        self._switchboard._is_known(self)
+
+    def tell(self, message: FromAgent) -> bool:
+        """Whether it was sent. Never blocks: to one that does not read, the link is cut."""
+        data = encode(message)
+        with self._lock:
+            if self._socket is None:
+                return False
+            try:
+                sent = self._socket.send(data)
+            except OSError:
+                sent = 0
+        if sent < len(data):
+            self.hang_up()
+        return sent == len(data)
+
+    def hang_up(self) -> None:
+        """End the link, and let nobody in for it any more."""
+        self._switchboard._forget(self)
+        self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            sock, self._socket = self._socket, None
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # seen by the worker even if a fork still holds it
+        if sock is not None:
+            self._switchboard._warden.unwatch(sock)
+
+    def _is(self, pid: int) -> bool:
+        """Whether that is still the process we started, and not one that got its number."""
+        return self._socket is None and 0 < self._started_at == started_at(pid)
+
+    def _open(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._socket = sock
+            self._lines = Lines()
+        self._switchboard._warden.watch(sock, partial(self._readable, sock))
+
+    def _readable(self, sock: socket.socket) -> None:
+        if sock is not self._socket:
+            return
+        try:
+            data = sock.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._break(error.strerror or "it broke")
+            return
+        if not data:
+            self._break("")
+            return
+        try:
+            for message in self._lines.feed(data):
+                self._heard(message)
+                if sock is not self._socket:
+                    return
+        except (LinkError, RecursionError) as error:
+            self._break(str(error))
+
+    def _break(self, why: str) -> None:
+        self._close()
+        self._lost(why)
+
+
+class Switchboard:
+    """Takes the calls. ``address``: what workers find in their environment as ``ELASTICD_LINK``."""
+
+    def __init__(self, warden: Warden) -> None:
+        self._warden = warden
+        self.address = f"elasticd-link-{secrets.token_hex(16)}"
+        self._unborn: set[Line] = set()  # whose process is not known yet
+        self._lines: dict[int, Line] = {}
+        self._early: dict[int, socket.socket] = {}  # who called before we heard whether we know it
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(f"\0{self.address}")
+        self._socket.listen(128)
+        warden.watch(self._socket, self._answer)
+
+    def line(self, heard: Callable[[Message], None], lost: Callable[[str], None]) -> Line:
+        """One for a worker that is about to be started."""
+        line = Line(self, heard, lost)
+        self._unborn.add(line)
+        return line
+
+    def close(self) -> None:
+        """Take no more calls. Lines are their owners' to hang up."""
+        self._warden.unwatch(self._socket)
+        self._refuse_early()
+
+    # ------------------------------------------------------------ in the keeper's thread
+
+    def _answer(self) -> None:
+        try:
+            caller, _ = self._socket.accept()
+        except OSError:  # it has gone already; or we have no descriptor left for it
+            return
+        caller.setblocking(False)
+        pid, uid, _ = _CREDENTIALS.unpack(
+            caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        line = self._lines.get(pid)
+        if uid != os.geteuid():
+            caller.close()
+        elif line is not None and line._is(pid):
+            line._open(caller)
+        elif line is None and self._unborn and len(self._early) < _EARLY_MAX and pid not in self._early:
+            self._early[pid] = caller  # it may be faster than the warden's word of it
+        else:
+            caller.close()
+
+    def _is_known(self, line: Line) -> None:
+        self._unborn.discard(line)
+        self._lines[line.pid] = line
+        caller = self._early.pop(line.pid, None)
+        if caller is not None and line._is(line.pid):
+            line._open(caller)
+        elif caller is not None:
+            caller.close()
+        if not self._unborn:
+            self._refuse_early()
+
+    def _forget(self, line: Line) -> None:
+        self._unborn.discard(line)
+        if self._lines.get(line.pid) is line:
+            del self._lines[line.pid]
+        if not self._unborn:
+            self._warden.call_soon(self._refuse_early)
+
+    def _refuse_early(self) -> None:
+        if not self._unborn:
+            while self._early:
+                self._early.popitem()[1].close()

@@ -1,0 +1,103 @@
+"""One worker's process, as its agent keeps it in mind: from its start to its exit, over its rounds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elasticd.core.facts import Exit, SlotProgress
+from elasticd.core.link import FromAgent
+from elasticd.core.ports import Assignment
+from elasticd.procs.conversation import Conversation
+from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
+from elasticd.procs.keeper import Ended
+from elasticd.procs.link import Line
+from elasticd.procs.output import STDERR, STDOUT, Feed, LogDest
+from elasticd.procs.page import Heartbeat, Page, WorkerPhase
+
+_NOTHING = Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """``round``: the one it acts in (``acts``), or acted in last, or was to; 0 for a standby.
+
+    What it prints goes where it did when it was started, then as ``log_rank``. ``steps_before``: those
+    it had made when it entered the round. ``parted``: it was told to leave the round, and is killed
+    if it does not; ``stopping``: it is to end.
+    """
+
+    assignment: Assignment
+    round: int
+    exited: Callable[[int, Exit], None]
+    dest: LogDest
+    log_rank: int
+    error_file: str
+    page: Page | None = None
+    steps_before: int = 0
+    feeds: tuple[Feed, ...] = ()
+    id: int = 0
+    pid: int = 0
+    line: Line | None = None
+    talk: Conversation = field(default_factory=Conversation)
+    alive: bool = True
+    acts: bool = False
+    parted: bool = False
+    stopping: bool = False
+
+    def started(self, pid: int) -> None:
+        self.pid = pid
+        if self.line is not None:
+            self.line.started(pid)
+
+    def tell(self, message: FromAgent) -> bool:
+        """Whether it was sent."""
+        return self.line is not None and self.line.tell(message)
+
+    def heartbeat(self) -> Heartbeat:
+        return self.page.read() if self.page is not None else _NOTHING
+
+    @property
+    def steps(self) -> int:
+        """Made in the round."""
+        return max(0, self.heartbeat().steps - self.steps_before)
+
+    def progress(self) -> SlotProgress:
+        beat = self.heartbeat()
+        steps = max(0, beat.steps - self.steps_before)
+        pid = self.pid if self.alive else beat.pid
+        at = beat.at if steps else 0.0
+        return SlotProgress(self.assignment.slot, self.assignment.rank, pid, steps, at)
+
+    def judge(self, end: Ended) -> Exit:
+        """How it ended, and why as far as can be told."""
+        a = self.assignment
+        message, traceback = end.error, ""
+        if end.fenced:
+            message = "killed by its keeper: the agent had not said in time that it may run on"
+        elif not message and end.code != 0:
+            message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
+        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, self._log_place(), end.fenced)
+
+    def _stderr_tail(self) -> bytes:
+        for feed in self.feeds:
+            if feed.stream == STDERR:
+                return feed.tail
+        return tail_of(self.dest.file_of(STDERR, self.log_rank))
+
+    def _log_place(self) -> str:
+        """The file with its stderr, or the folder if its stdout is kept there too."""
+        paths = [
+            Path(path)
+            for stream in (STDERR, STDOUT)
+            if (
+                path := self.dest.file_of(stream, self.log_rank)
+                or self.dest.capture_of(stream, self.log_rank)
+            )
+            and path != os.devnull
+        ]
+        if len(paths) == 2 and paths[0].parent == paths[1].parent:
+            return str(paths[0].parent)
+        return str(paths[0]) if paths else ""
