@@ -35,7 +35,7 @@ class Place:
 
 def places(options: Mapping[str, Any]) -> list[Place]:
     """Where jobs may be. ``options``: click's values of ``etcd_options``. Raises Complaint."""
-    access = _named(options)
+    access = named_etcd(options)
     if access is not None:
         from elasticd.etcd.client import Client
 
@@ -93,7 +93,8 @@ def answering() -> Iterator[None]:
         raise Complaint(f"{error}.") from error
 
 
-def _named(options: Mapping[str, Any]) -> EtcdAccess | None:
+def named_etcd(options: Mapping[str, Any]) -> EtcdAccess | None:
+    """The etcd that ``etcd_options`` name; None if they name none. Raises Complaint."""
     etcd = options.get("etcd")
     tls = {name: options.get(f"etcd_{name}") for name in ("cacert", "cert", "key")}
     user = options.get("etcd_user")

@@ -24,6 +24,7 @@ _COMMANDS = {
     "scale": "elasticd.cli.steer:scale",
     "drain": "elasticd.cli.steer:drain",
     "stop": "elasticd.cli.steer:stop",
+    "doctor": "elasticd.cli.doctor.command:doctor",
 }
 
 

@@ -145,7 +145,7 @@ class Whole(click.ParamType[int]):
         return number
 
 
-class _Seconds(click.ParamType[float]):
+class Seconds(click.ParamType[float]):
     """A length of time in seconds: finite, and no less than ``least``."""
 
     name = "seconds"
@@ -252,27 +252,27 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     # patience
     _ours(
         "--join-timeout",
-        _Seconds(),
+        Seconds(),
         "Seconds to wait below --min before giving up (exit code 3).  [600]",
     ),
     _ours(
         "--settle",
-        _Seconds(),
+        Seconds(),
         "Seconds a starting job waits for more nodes after the last came.  [1]",
     ),
     _ours(
         "--grow-cooldown",
-        _Seconds(),
+        Seconds(),
         "Seconds a round lives before it ends in order to grow.  [30]",
     ),
     _ours(
         "--node-ttl",
-        _Seconds(2.0, ", and etcd keeps no lease shorter than that"),
+        Seconds(2.0, ", and etcd keeps no lease shorter than that"),
         "Seconds after which a silent node counts as lost.  [5]",
     ),
     _ours(
         "--etcd-grace",
-        _Seconds(),
+        Seconds(),
         "Seconds etcd may be away before giving up (exit code 4).  [600]",
     ),
     _ours(
@@ -282,13 +282,13 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _ours(
         "--broken-timeout",
-        _Seconds(),
+        Seconds(),
         "Seconds between SIGTERM and SIGKILL once a round is broken.  [2]",
     ),
     # failures
     _ours(
         "--restart-window",
-        _Seconds(),
+        Seconds(),
         "Seconds over which --max-restarts counts.  [3600]",
     ),
     _ours(
@@ -303,10 +303,10 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _ours(
         "--quarantine",
-        _Seconds(),
+        Seconds(),
         "Seconds a slot is left out first; doubled each time.  [30]",
     ),
-    _ours("--quarantine-max", _Seconds(), "Seconds a slot is left out at most.  [600]"),
+    _ours("--quarantine-max", Seconds(), "Seconds a slot is left out at most.  [600]"),
     # how workers start
     _our_switch(
         "--fresh-start", "Fork no worker from a process that has imported what it imports; slower restarts."
@@ -378,7 +378,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _torchruns(
         "--shutdown-timeout",
-        type=_Seconds(),
+        type=Seconds(),
         help="Seconds between SIGTERM and SIGKILL.  [30]",
     ),
     _torchruns_switch(

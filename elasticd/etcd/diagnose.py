@@ -54,20 +54,31 @@ def _without_tls(access: EtcdAccess, endpoint: str, sock: socket.socket) -> Stor
     return WrongEndpoint(f"what listens at {endpoint} is not an etcd v3")
 
 
-def _with_tls(access: EtcdAccess, endpoint: str, host: str, sock: socket.socket) -> StoreError | None:
+def tls_context(access: EtcdAccess) -> ssl.SSLContext:
+    """How to speak TLS with that etcd, as gRPC does. Raises StoreRefused for files that are no good."""
     try:
         context = ssl.create_default_context(cafile=access.cacert)
     except (ssl.SSLError, OSError) as error:
-        return StoreRefused(f"the etcd CA certificate {access.cacert} cannot be used ({_reason(error)})")
+        raise StoreRefused(
+            f"the etcd CA certificate {access.cacert} cannot be used ({_reason(error)})"
+        ) from error
     context.set_alpn_protocols(["h2"])
     if access.cert is not None:
         try:
             context.load_cert_chain(access.cert, access.key)
         except (ssl.SSLError, OSError) as error:
-            return StoreRefused(
+            raise StoreRefused(
                 f"the etcd client certificate {access.cert} and key {access.key} cannot be used "
                 f"({_reason(error)})"
-            )
+            ) from error
+    return context
+
+
+def _with_tls(access: EtcdAccess, endpoint: str, host: str, sock: socket.socket) -> StoreError | None:
+    try:
+        context = tls_context(access)
+    except StoreRefused as error:
+        return error
     try:
         tls = context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:

@@ -31,11 +31,12 @@ class Authority:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self.cert = self._write(name, self._sign(self._name, self._key, ca=True), self._key)[0]
 
-    def issue(self, name: str, *addresses: str) -> tuple[Path, Path]:
-        """A certificate and its key, valid for these IP addresses as a server, and as a client."""
+    def issue(self, name: str, *addresses: str, expires_h: float = 24.0) -> tuple[Path, Path]:
+        """A certificate and its key, valid for these IP addresses as a server, and as a client, until in so
+        many hours (which may have been)."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        return self._write(name, self._sign(subject, key, addresses=addresses), key)
+        return self._write(name, self._sign(subject, key, addresses=addresses, expires_h=expires_h), key)
 
     def _sign(
         self,
@@ -44,6 +45,7 @@ class Authority:
         *,
         ca: bool = False,
         addresses: tuple[str, ...] = (),
+        expires_h: float = 24.0,
     ) -> x509.Certificate:
         now = dt.datetime.now(dt.UTC)
         builder = (
@@ -52,8 +54,8 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - dt.timedelta(hours=1))
-            .not_valid_after(now + dt.timedelta(days=1))
+            .not_valid_before(now - dt.timedelta(days=9))
+            .not_valid_after(now + dt.timedelta(hours=expires_h))
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
         )
         if addresses:

@@ -1,0 +1,211 @@
+"""What the kernel and NVIDIA's library say of this machine. Leaves nothing behind."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import ipaddress
+import os
+import re
+import resource
+import socket
+import struct
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elasticd.cli.doctor.facts import (
+    AddressFacts,
+    DriverFacts,
+    Gpu,
+    Interface,
+    LimitFacts,
+    MemoryFacts,
+    NetworkFacts,
+    Peer,
+    PortFacts,
+)
+
+_CONNECT_S = 3.0
+_SIOCGIFADDR = 0x8915
+
+
+# ---------------------------------------------------------------- address and ports
+
+
+def look_at_address(
+    address: str, endpoints: Sequence[tuple[str, int]], peers: Sequence[tuple[str, str]]
+) -> AddressFacts:
+    """``endpoints``: etcd's hosts and ports. ``peers``: other nodes of the job, and ``host:port`` where
+    each listens."""
+    tried = []
+    for node, place in peers:
+        host, _, port = place.rpartition(":")
+        tried.append(Peer(node, place, _connect(host.strip("[]"), int(port))))
+    return AddressFacts(
+        address=address,
+        shared=bool(endpoints),
+        etcd_is_local=bool(endpoints) and all(_is_loopback(host) for host, _ in endpoints),
+        loopback=_is_loopback(address),
+        error=_listen_and_connect(address),
+        peers=tuple(tried),
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found)
+
+
+def _listen_and_connect(address: str) -> str:
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as server:
+            server.bind(place)
+            server.listen(1)
+            return _connect(address, server.getsockname()[1])
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _connect(host: str, port: int) -> str:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def look_at_ports(proc: Path = Path("/proc")) -> PortFacts:
+    low, high = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
+    used = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (proc / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        used |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
+    return PortFacts(low, high, sum(low <= port <= high for port in used))
+
+
+# ---------------------------------------------------------------- memory and limits
+
+
+def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> MemoryFacts:  # noqa: S108  # what is asked about
+    try:
+        found = os.statvfs(folder)
+        size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+    except OSError as error:
+        return MemoryFacts(0, 0, error.strerror or str(error))
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+    except OSError as error:
+        return MemoryFacts(size, free, error.strerror or str(error))
+    return MemoryFacts(size, free)
+
+
+def look_at_limits(cgroup: Path = Path("/sys/fs/cgroup")) -> LimitFacts:
+    soft, hard = (_unlimited(n) for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    most: int | None = None
+    now = 0
+    for folder in (cgroup, cgroup / "pids"):  # version 2, and 1
+        try:
+            told = (folder / "pids.max").read_text().strip()
+            now = int((folder / "pids.current").read_text())
+        except (OSError, ValueError):
+            continue
+        most = None if told == "max" else int(told)
+        break
+    return LimitFacts(soft, hard, most, now)
+
+
+def _unlimited(number: int) -> int:
+    return 2**63 - 1 if number == resource.RLIM_INFINITY else number
+
+
+# ---------------------------------------------------------------- network
+
+
+def look_at_network(environ: Mapping[str, str] = os.environ) -> NetworkFacts:
+    host = socket.gethostname()
+    try:
+        named = sorted({str(i[4][0]) for i in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        named = []
+    return NetworkFacts(
+        interfaces=tuple(_interface(name) for _, name in socket.if_nameindex()),
+        host=host,
+        host_addresses=tuple(named),
+        gloo=environ.get("GLOO_SOCKET_IFNAME", ""),
+        nccl=environ.get("NCCL_SOCKET_IFNAME", ""),
+    )
+
+
+def _interface(name: str) -> Interface:
+    try:
+        flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
+    except (OSError, ValueError):
+        flags = 1
+    addresses = [*_ipv4(name), *_ipv6(name)]
+    return Interface(name, up=bool(flags & 1), loopback=bool(flags & 8), addresses=tuple(addresses))
+
+
+def _ipv4(name: str) -> list[str]:
+    request = array.array("b", struct.pack("256s", name.encode()[:15]))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            fcntl.ioctl(probe, _SIOCGIFADDR, request)
+        except OSError:
+            return []
+    return [socket.inet_ntoa(request.tobytes()[20:24])]
+
+
+def _ipv6(name: str) -> list[str]:
+    try:
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        return []
+    return [str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[5] == name]
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def look_at_driver(devices: Path = Path("/dev")) -> DriverFacts:
+    """By NVIDIA's management library, without a CUDA context."""
+    nodes = sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return DriverFacts(nodes, error="its library libnvidia-ml.so.1 is not here")
+    nvml.nvmlErrorString.restype = ctypes.c_char_p
+    if failed := nvml.nvmlInit_v2():
+        return DriverFacts(nodes, error=nvml.nvmlErrorString(failed).decode())
+    try:
+        text = ctypes.create_string_buffer(96)
+        nvml.nvmlSystemGetDriverVersion(text, 96)
+        version = text.value.decode()
+        count = ctypes.c_uint(0)
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return DriverFacts(nodes, version, tuple(_gpu(nvml, index) for index in range(count.value)))
+    finally:
+        nvml.nvmlShutdown()
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu:
+    handle, name, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _Memory()
+    if failed := nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+        return Gpu(f"GPU {index}: {nvml.nvmlErrorString(failed).decode()}", 0)
+    nvml.nvmlDeviceGetName(handle, name, 96)
+    nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    return Gpu(name.value.decode(errors="replace"), memory.total)

@@ -1,0 +1,1 @@
+"""Programs that the workers' own Python runs to say what it can do; each prints one JSON object."""

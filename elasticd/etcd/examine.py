@@ -1,0 +1,166 @@
+"""An etcd looked at closely, endpoint by endpoint: does it answer, how fast, whose certificate, what time.
+
+Leaves nothing in it: what is written are leases that are given back at once, which cost etcd what a
+write costs (an agreement of its members, and a flush to their disks).
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from elasticd.etcd.access import EtcdAccess, host_and_port
+from elasticd.etcd.client import Client
+from elasticd.etcd.diagnose import tls_context
+from elasticd.etcd.errors import StoreError, StoreUnavailable
+from elasticd.etcd.names import ROOT
+
+SAMPLES = 20
+_DATES = 5
+_BETWEEN_DATES_S = 0.17  # so that together they tell the second's beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """``of``: whose it is, in words. Times in seconds since the epoch; ``names``: hosts it is good for."""
+
+    of: str
+    not_before: float
+    not_after: float
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """``error``: what is wrong with it, or empty, and ``unreachable`` whether it may be well later.
+
+    ``reads_s`` and ``writes_s``: how long each took. ``ahead_s``: its clock is ahead of ours by no less
+    and no more than this; None where it does not tell its time.
+    """
+
+    endpoint: str
+    error: str = ""
+    unreachable: bool = False
+    version: str = ""
+    reads_s: tuple[float, ...] = ()
+    writes_s: tuple[float, ...] = ()
+    ahead_s: tuple[float, float] | None = None
+    certificate: Certificate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """``certificates``: those of ours, from files; ``open_key``: our key can be read by others."""
+
+    url: str
+    endpoints: tuple[Endpoint, ...]
+    certificates: tuple[Certificate, ...] = ()
+    open_key: str = ""
+
+
+def examine(access: EtcdAccess, wall: Callable[[], float] = time.time) -> Examined:
+    """Look at each endpoint by itself. Never raises for what is wrong there."""
+    files = [("the CA certificate", access.cacert), ("the client certificate", access.cert)]
+    own = [c for what, path in files if path is not None and (c := _from_file(what, path)) is not None]
+    key_is_open = access.key is not None and access.key.stat().st_mode & 0o007
+    return Examined(
+        url=access.url,
+        endpoints=tuple(_endpoint(replace(access, endpoints=(e,)), e, wall) for e in access.endpoints),
+        certificates=tuple(own),
+        open_key=str(access.key) if key_is_open else "",
+    )
+
+
+def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float]) -> Endpoint:
+    try:
+        with Client(access) as client:
+            version = client.check().version
+            reads, writes = _time(client)
+    except StoreError as error:
+        return Endpoint(endpoint, str(error), isinstance(error, StoreUnavailable))
+    ahead, certificate = _dates(access, endpoint, wall)
+    return Endpoint(
+        endpoint, version=version, reads_s=reads, writes_s=writes, ahead_s=ahead, certificate=certificate
+    )
+
+
+def _time(client: Client) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    reads, writes = [], []
+    for _ in range(SAMPLES):
+        began = time.monotonic()
+        client.get_raw(ROOT)
+        read = time.monotonic()
+        lease, _ttl = client.grant(5)
+        writes.append(time.monotonic() - read)
+        reads.append(read - began)
+        client.revoke(lease)
+    return tuple(reads), tuple(writes)
+
+
+def _dates(
+    access: EtcdAccess, endpoint: str, wall: Callable[[], float]
+) -> tuple[tuple[float, float] | None, Certificate | None]:
+    """From the Date of its HTTP answers, which is cut to the second: several narrow it down."""
+    host, port = host_and_port(endpoint)
+    plain = http.client.HTTPConnection(host, port, timeout=access.timeout_s)
+    context = None
+    if access.tls:
+        context = tls_context(access)
+        context.set_alpn_protocols(["http/1.1"])
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=access.timeout_s, context=context)
+        if context is not None
+        else plain
+    )
+    certificate = None
+    low, high = float("-inf"), float("inf")
+    try:
+        for number in range(_DATES):
+            if number:
+                time.sleep(_BETWEEN_DATES_S)
+            asked = wall()
+            connection.request("GET", "/version")
+            answer = connection.getresponse()
+            told = answer.headers["Date"]
+            answer.read()
+            heard = wall()
+            if isinstance(connection.sock, ssl.SSLSocket):
+                certificate = _certificate(f"the certificate of {endpoint}", connection.sock.getpeercert())
+            if told is None:
+                return None, certificate
+            at = parsedate_to_datetime(told).replace(tzinfo=UTC).timestamp()
+            low, high = max(low, at - heard), min(high, at + 1.0 - asked)
+    except (OSError, http.client.HTTPException, ValueError):  # it serves no HTTP beside gRPC
+        return None, certificate
+    finally:
+        connection.close()
+    return (low, max(low, high)), certificate
+
+
+def _from_file(what: str, path: Path) -> Certificate | None:
+    """None where it cannot be read: connecting says so better."""
+    try:
+        # Private, and all that the standard library has for a certificate that is not a peer's.
+        decoded = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
+    except (ssl.SSLError, OSError, AttributeError):
+        return None
+    return _certificate(f"{what} {path}", decoded)
+
+
+def _certificate(of: str, decoded: Any) -> Certificate | None:
+    if not decoded:
+        return None
+    names = tuple(str(name) for _, name in decoded.get("subjectAltName", ()))
+    return Certificate(
+        of,
+        float(ssl.cert_time_to_seconds(decoded["notBefore"])),
+        float(ssl.cert_time_to_seconds(decoded["notAfter"])),
+        names,
+    )
