@@ -277,7 +277,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _ours(
         "--etcd-wait",
-        _Seconds(),
+        Seconds(),
         "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]",
     ),
     _ours(
