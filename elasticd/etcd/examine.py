@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticd.etcd.access import EtcdAccess, host_and_port
-from elasticd.etcd.client import Client
 from elasticd.etcd.diagnose import tls_context
 from elasticd.etcd.errors import StoreError, StoreUnavailable
 from elasticd.etcd.names import ROOT
+
+if TYPE_CHECKING:
+    from elasticd.etcd.client import Client
 
 SAMPLES = 20
 _DATES = 5
@@ -79,6 +81,8 @@ def examine(access: EtcdAccess, wall: Callable[[], float] = time.time) -> Examin
 
 
 def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float]) -> Endpoint:
+    from elasticd.etcd.client import Client  # grpc, which nobody waits for who only asks for help
+
     try:
         with Client(access) as client:
             version = client.check().version
