@@ -301,4 +301,33 @@ class Leadership:
     incarnation: str
 
 
-Fact = Spec | Node | Round | Report | Budget | Progress | Leadership
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One committed checkpoint. ``name``: its folder, never used again. ``step``: the last step it
+    holds. ``round`` and ``world`` of those who saved it; ``at``: seconds since the epoch;
+    ``size``: bytes in all. ``digest``: xxh3 of its manifest, which has those of all else.
+    """
+
+    name: str
+    step: int
+    round: int
+    world: int
+    at: float
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What may be resumed from. Key ``checkpoint``, no lease. ``saved`` are below ``path``, in the
+    order they were committed; the last is the newest."""
+
+    path: str
+    saved: tuple[Saved, ...] = ()
+
+    @property
+    def newest(self) -> Saved | None:
+        return self.saved[-1] if self.saved else None
+
+
+Fact = Spec | Node | Round | Report | Budget | Progress | Leadership | Checkpoint

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from elasticd.core.facts import Budget, Fact, Leadership, Node, Progress, Report, Round, Spec
+from elasticd.core.facts import Budget, Checkpoint, Fact, Leadership, Node, Progress, Report, Round, Spec
 from elasticd.etcd.errors import BadRecord, NewerRecord
 
 VERSION: Final = 1
@@ -21,6 +21,7 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
     "leader": Leadership,
     "round": Round,
     "budget": Budget,
+    "checkpoint": Checkpoint,
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,

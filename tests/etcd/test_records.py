@@ -47,6 +47,7 @@ KEYS: dict[type, str] = {
     facts.Node: "nodes/a",
     facts.Report: "reports/a",
     facts.Progress: "progress/a",
+    facts.Checkpoint: "checkpoint",
 }
 
 

@@ -7,6 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OURS = sorted([*(ROOT / "elasticd").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
+# DCP's metadata is a pickle: read there by an unpickler that knows DCP's record types and nothing else.
+RESTRICTED = ROOT / "elasticd/checkpoint/metadata.py"
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 
 
@@ -25,7 +27,7 @@ def test_nothing_is_unpickled(module):
                 assert origin not in UNPICKLERS or taken <= {"UnpicklingError"}, f"line {node.lineno}"
 
 
-@pytest.mark.parametrize("module", [m for m in OURS if "elasticd" in m.parts], ids=name)
+@pytest.mark.parametrize("module", [m for m in OURS if "elasticd" in m.parts and m != RESTRICTED], ids=name)
 def test_the_agent_does_not_even_import_pickle(module):
     for node in ast.walk(ast.parse(module.read_text(), module)):
         if isinstance(node, ast.Import):

@@ -1,0 +1,107 @@
+"""The local disk (or whatever is mounted): every write here is durable once it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from elasticd.checkpoint.manifest import BLOCK, File, block_digest
+
+
+def make_folder(path: Path) -> None:
+    """With those above it, and so that they are there after a power cut. It may be there."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, content: memoryview, pace: Pace | None = None) -> File:
+    """A new file; returns what to check it by. Its folder is yet to be synced.
+
+    The checksums are of what is in memory, so that nothing that goes wrong on the way to the disk
+    or on it can be missed.
+    """
+    digests = []
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for at in range(0, len(content), BLOCK):
+            block = content[at : at + BLOCK]
+            digests.append(block_digest(block))
+            while block:
+                block = block[os.write(fd, block) :]
+            if pace is not None:
+                pace.wrote(min(BLOCK, len(content) - at))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return File(path.name, len(content), digests)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """At once, for whoever reads it: the old content or the new."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """As far as that goes; what cannot be removed stays."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One at a time, among the processes of this host (and of others, where the disk is shared and
+    keeps locks). The lock is gone with the process."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+class Pace:
+    """Holds a writer to a bandwidth, in bytes per second."""
+
+    def __init__(self, bytes_s: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self._bytes_s = bytes_s
+        self._clock = clock
+        self._sleep = sleep
+        self._due = 0.0
+
+    def wrote(self, size: int) -> None:
+        now = self._clock()
+        self._due = max(self._due, now) + size / self._bytes_s
+        if self._due > now:
+            self._sleep(self._due - now)

@@ -1,0 +1,158 @@
+"""How workers and the saver talk: short JSON messages and open files, over a Unix socket.
+
+Worker to saver:
+
+* ``open``: ``path token rank world round locals last every``. Who it is, in which world, and which
+  ranks of that world are served here; what to keep.
+* ``plan``: ``plan size``, and a file with what is the same for all its saves (``Paper``).
+* ``buffer``: ``plan buffer``, and the memory in which shards will lie.
+* ``torn``: ``buffer``. It is about to be written into.
+* ``save``: ``plan buffer step name at``. It holds this rank's whole shard.
+* ``miss``: ``name step why``. This rank will not hand over what others do.
+* ``recall``: what is held in memory; the answer is a ``held`` for each shard, and ``that_is_all``.
+
+Saver to worker: ``free`` (``plan buffer``: it is on disk, or never will be), ``committed`` (``name step
+took_s size``), ``failed`` (``name step why``), ``held`` (``rank world step name size``, and the
+memory and its paper).
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import mmap
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+Message = dict[str, Any]
+_MESSAGE_MAX: Final = 1 << 16  # bytes
+_FILES_MAX: Final = 4
+_LENGTHS = struct.Struct("<QQ")
+
+
+class Gone(ConnectionError):
+    """The other end is gone."""
+
+
+class Line:
+    """One end of a conversation. Files that are sent are dup'ed; received ones are the caller's."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    def send(self, message: Message, files: tuple[int, ...] = (), *, wait: bool = True) -> None:
+        """Raises Gone; also, if told not to wait, where the other end has long not listened."""
+        raw = json.dumps(message).encode()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        try:
+            self.socket.sendmsg([raw], rights, socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT))
+        except OSError as error:
+            raise Gone(f"the other end does not listen: {error.strerror or error}") from error
+
+    def receive(self, *, wait: bool = True) -> tuple[Message, list[int]] | None:
+        """None if there is nothing yet (only if told not to wait). Raises Gone."""
+        room = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
+        try:
+            raw, rights, _, _ = self.socket.recvmsg(_MESSAGE_MAX, room, flags)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise Gone(f"the other end is gone: {error.strerror or error}") from error
+        files = array.array("i")
+        for level, kind, data in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                files.frombytes(data[: len(data) - len(data) % files.itemsize])
+        if not raw:
+            raise Gone("the other end has closed")
+        try:
+            return json.loads(raw), list(files)
+        except ValueError as error:
+            raise Gone(f"the other end talks nonsense: {error}") from error
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def listen(name: str = "") -> tuple[socket.socket, str]:
+    """A socket to be connected to by others of this user and host, and its name (abstract: it is no
+    file, and gone with the process)."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    name = name or f"elasticd-saver-{os.getpid()}-{os.urandom(8).hex()}"
+    sock.bind(f"\0{name}")
+    sock.listen(512)
+    return sock, name
+
+
+def connect(name: str) -> Line:
+    """Raises Gone where nobody listens by that name, or somebody else's process does."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(f"\0{name}")
+    except OSError as error:
+        sock.close()
+        raise Gone(f"no saver listens as {name}: {error.strerror}") from error
+    if not is_ours(sock):
+        sock.close()
+        raise Gone(f"the saver {name} is of another user")
+    return Line(sock)
+
+
+def is_ours(sock: socket.socket) -> bool:
+    """Whether the process at the other end is of this user."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", raw)
+    return bool(uid == os.geteuid())
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """What is the same for all saves of a plan. ``metadata``: empty but where it is written."""
+
+    index: bytes
+    metadata: bytes
+
+    def file(self) -> int:
+        """In memory, for ``Line.send``; the caller closes it."""
+        fd = os.memfd_create("elasticd-plan", os.MFD_CLOEXEC)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(_LENGTHS.pack(len(self.index), len(self.metadata)) + self.index + self.metadata)
+        return fd
+
+    @classmethod
+    def of(cls, fd: int) -> Paper:
+        with open(os.dup(fd), "rb") as file:
+            file.seek(0)
+            index, metadata = _LENGTHS.unpack(file.read(_LENGTHS.size))
+            return cls(file.read(index), file.read(metadata))
+
+
+class Memory:
+    """A shard's place in memory, which outlives the process that filled it for as long as another
+    holds it, and is gone when nobody does. Not a file, so that it cannot be left behind."""
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        self.fd = fd
+        self.size = size
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)  # pay for the pages now
+        self.map = mmap.mmap(fd, max(size, 1), flags=flags, prot=protection)
+        self.view = memoryview(self.map)[:size]
+
+    @classmethod
+    def make(cls, size: int) -> Memory:
+        """Raises OSError where there is not so much."""
+        fd = os.memfd_create("elasticd-shard", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, max(size, 1))
+            return cls(fd, size, writable=True)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def __del__(self) -> None:  # whoever still reads or writes it holds its mapping
+        if hasattr(self, "map"):
+            os.close(self.fd)

@@ -1,0 +1,161 @@
+"""What a checkpoint consists of: its files with their checksums, and where each tensor is in them.
+
+``Index`` is the same for all saves of one plan; ``Manifest`` is written last, and what is not
+listed there is not part of the checkpoint. JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+import xxhash
+
+VERSION: Final = 1
+MANIFEST: Final = "elasticd.json"
+METADATA: Final = ".metadata"
+BLOCK: Final = 4 << 20  # bytes; each has a checksum of its own, so that a part can be read and verified
+_NAME = re.compile(r"step-(?P<step>\d{10,})-r(?P<round>\d+)-(?P<token>[0-9a-f]{8})\.(?P<seq>\d+)")
+
+
+class BadCheckpoint(ValueError):
+    """It is not whole, or not what was saved. The message names the file and what is wrong."""
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor: its file (by index), where its bytes begin there, and which part it is.
+
+    ``item`` and ``length``: the ``torch.save`` file around them, which plain DCP reads."""
+
+    file: int
+    at: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item: int
+    length: int
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+class Blob(msgspec.Struct, frozen=True, array_like=True):
+    """An object that is no tensor, as ``torch.save`` writes it."""
+
+    file: int
+    at: int
+    length: int
+
+
+class Index(msgspec.Struct, frozen=True):
+    """``files``: the shards, by rank. ``paths``: where a key came from in the nested state."""
+
+    files: list[str]
+    tensors: dict[str, Tensor]
+    blobs: dict[str, Blob]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+class File(msgspec.Struct, frozen=True):
+    """``digests``: of each ``BLOCK`` bytes, xxh3 of 64 bits."""
+
+    name: str
+    size: int
+    digests: list[str]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """``at``: seconds since the epoch. ``files``: the shards as in the index, and ``METADATA``."""
+
+    v: int
+    name: str
+    step: int
+    round: int
+    world: int
+    at: float
+    block: int
+    files: list[File]
+    index: Index
+
+    @property
+    def size(self) -> int:
+        return sum(f.size for f in self.files)
+
+
+class _Unread(msgspec.Struct, frozen=True):
+    """A manifest as the saver writes it: it need not read the index."""
+
+    v: int
+    name: str
+    step: int
+    round: int
+    world: int
+    at: float
+    block: int
+    files: list[File]
+    index: msgspec.Raw
+
+
+def encode(name: str, step: int, round: int, world: int, at: float, files: list[File], index: bytes) -> bytes:
+    """``index``: an encoded Index."""
+    manifest = _Unread(VERSION, name, step, round, world, at, BLOCK, files, msgspec.Raw(index))
+    return msgspec.json.encode(manifest)
+
+
+def decode(raw: bytes, name: str) -> Manifest:
+    """Raises BadCheckpoint."""
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{name}/{MANIFEST} cannot be read: {error}") from error
+    if manifest.v > VERSION:
+        raise BadCheckpoint(f"{name}/{MANIFEST} was written by a newer elasticd (version {manifest.v})")
+    if any("/" in f.name or f.name in ("", ".", "..") for f in manifest.files):
+        raise BadCheckpoint(f"{name}/{MANIFEST} names files outside of its folder")
+    return manifest
+
+
+def encode_index(index: Index) -> bytes:
+    return msgspec.json.encode(index)
+
+
+def decode_index(raw: bytes) -> Index:
+    return msgspec.json.decode(raw, type=Index)
+
+
+def block_digest(block: bytes | bytearray | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(block)
+
+
+def digest(whole: bytes) -> str:
+    """Of a manifest, for what points to it."""
+    return xxhash.xxh3_128_hexdigest(whole)
+
+
+def shard_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def folder_name(step: int, round: int, token: str, seq: int) -> str:
+    """Never the same twice: the token is drawn by those who save together, who count their saves."""
+    return f"step-{step:010d}-r{round}-{token}.{seq}"
+
+
+class Folder(msgspec.Struct, frozen=True):
+    """What the name of a checkpoint's folder says."""
+
+    step: int
+    round: int
+    token: str
+    seq: int
+
+
+def parse_folder(name: str) -> Folder | None:
+    """None for a folder that is none of ours."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return Folder(int(match["step"]), int(match["round"]), match["token"], int(match["seq"]))

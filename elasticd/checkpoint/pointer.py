@@ -1,0 +1,55 @@
+"""What was committed, as a file beside the checkpoints. Where there is an agent, the truth is in etcd,
+and this a copy of it for those who come without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from elasticd.checkpoint import disk
+from elasticd.checkpoint.manifest import BadCheckpoint
+from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.retention import Commit, Keep, commit
+
+POINTER: Final = "committed.json"
+VERSION: Final = 1
+
+
+class _Record(msgspec.Struct, frozen=True):
+    v: int
+    saved: tuple[Saved, ...]
+
+
+class FilePointer:
+    """The file ``committed.json`` in the folder ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Checkpoint:
+        """Empty where nothing was ever committed. Raises BadCheckpoint, OSError."""
+        file = self._path / POINTER
+        try:
+            raw = file.read_bytes()
+        except FileNotFoundError:
+            return Checkpoint(str(self._path))
+        try:
+            record = msgspec.json.decode(raw, type=_Record)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise BadCheckpoint(f"{file} cannot be read: {error}") from error
+        if record.v > VERSION:
+            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {record.v})")
+        return Checkpoint(str(self._path), record.saved)
+
+    def commit(self, new: Saved, keep: Keep) -> Commit:
+        """Raises ``retention.Refused``, BadCheckpoint, OSError; then nothing has changed."""
+        with disk.locked(self._path / f".{POINTER}.lock"):
+            made = commit(self.read(), new, keep)
+            self.write(made.checkpoint)
+        return made
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        record = msgspec.json.encode(_Record(VERSION, checkpoint.saved))
+        disk.replace_file(self._path / POINTER, record)

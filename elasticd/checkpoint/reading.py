@@ -1,0 +1,200 @@
+"""Reading a checkpoint back: every byte that is used is checked against the manifest first or as it
+is read, in several threads."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticd.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    BadCheckpoint,
+    File,
+    Manifest,
+    block_digest,
+    decode,
+    digest,
+)
+from elasticd.core.facts import Saved
+
+_THREADS_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Bytes of a shard and where they are wanted: ``into`` is filled from ``at`` on."""
+
+    file: int
+    at: int
+    into: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.at + len(self.into)
+
+
+def open_manifest(path: Path, saved: Saved) -> Manifest:
+    """The manifest of a committed checkpoint below ``path``, and every file there in full length.
+
+    Raises BadCheckpoint, which names the file.
+    """
+    folder = path / saved.name
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise BadCheckpoint(f"{saved.name}/{MANIFEST} cannot be read: {error.strerror}") from error
+    if digest(raw) != saved.digest:
+        raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: its checksum is wrong")
+    manifest = decode(raw, saved.name)
+    for file in manifest.files:
+        try:
+            size = (folder / file.name).stat().st_size
+        except OSError as error:
+            raise BadCheckpoint(f"{saved.name}/{file.name} is missing: {error.strerror}") from error
+        if size != file.size:
+            raise BadCheckpoint(f"{saved.name}/{file.name} is {size} bytes long, and was {file.size}")
+    return manifest
+
+
+def metadata_of(path: Path, manifest: Manifest) -> bytes:
+    """DCP's metadata, verified; still nothing to unpickle without care."""
+    [number] = [n for n, f in enumerate(manifest.files) if f.name == METADATA]
+    content = bytearray(manifest.files[number].size)
+    fill(path, manifest, [Wish(number, 0, memoryview(content))])
+    return bytes(content)
+
+
+def fill(path: Path, manifest: Manifest, wishes: Iterable[Wish], threads: int = 0) -> None:
+    """Read what is wished for, and verify it. Blocks that lie wholly within a wish are read to where
+    they are wanted. Raises BadCheckpoint; then what was wished for is in no defined state."""
+    by_file: dict[int, list[Wish]] = {}
+    for wish in wishes:
+        if len(wish.into):
+            by_file.setdefault(wish.file, []).append(wish)
+    tasks = [
+        (manifest.files[number], first, some)
+        for number, these in by_file.items()
+        for first, some in _by_block(these, manifest.block)
+    ]
+    threads = threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0))))
+    folder = path / manifest.name
+    runs = _runs(tasks, threads)
+    if len(runs) <= 1:
+        for run in runs:
+            _read_blocks(folder, manifest, run)
+        return
+    with ThreadPoolExecutor(len(runs), "read") as pool:
+        jobs = [pool.submit(_read_blocks, folder, manifest, run) for run in runs]
+        for job in jobs:
+            job.result()
+
+
+def verify(path: Path, manifest: Manifest) -> Iterator[tuple[File, list[str]]]:
+    """Read all of each file; what is wrong with it, in words, nothing if it is as it was saved."""
+    scratch = memoryview(bytearray(manifest.block))
+    for file in manifest.files:
+        wrong = []
+        try:
+            with open(path / manifest.name / file.name, "rb", buffering=0) as stream:
+                for n, expected in enumerate(file.digests):
+                    block = scratch[: _length(file, n, manifest.block)]
+                    _read_exactly(stream.fileno(), block, n * manifest.block, f"{manifest.name}/{file.name}")
+                    if block_digest(block) != expected:
+                        wrong.append(_wrong(manifest, file, n))
+        except (OSError, BadCheckpoint) as error:
+            wrong.append(str(error))
+        yield file, wrong
+
+
+# ------------------------------------------------------------ blocks
+
+_Task = tuple[File, int, list[Wish]]
+
+
+def _by_block(wishes: list[Wish], block: int) -> Iterator[tuple[int, list[Wish]]]:
+    """Each block that is needed, with those that want some of it."""
+    wishes.sort(key=lambda w: w.at)
+    wanted: dict[int, list[Wish]] = {}
+    for wish in wishes:
+        for n in range(wish.at // block, (wish.end - 1) // block + 1):
+            wanted.setdefault(n, []).append(wish)
+    yield from sorted(wanted.items(), key=lambda item: item[0])
+
+
+def _runs(tasks: Sequence[_Task], count: int) -> list[Sequence[_Task]]:
+    """Cut into about equal runs, each of neighbours."""
+    size = max(1, -(-len(tasks) // count))
+    return [tasks[at : at + size] for at in range(0, len(tasks), size)]
+
+
+def _length(file: File, number: int, block: int) -> int:
+    return min(block, file.size - number * block)
+
+
+def _read_blocks(folder: Path, manifest: Manifest, tasks: Sequence[_Task]) -> None:
+    scratch: memoryview | None = None
+    name, fd = "", -1
+    try:
+        for file, number, wishes in tasks:
+            where = f"{folder.name}/{file.name}"
+            if file.name != name:
+                if fd >= 0:
+                    os.close(fd)
+                name, fd = file.name, -1
+                try:
+                    fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise BadCheckpoint(f"{where} cannot be opened: {error.strerror}") from error
+            start = number * manifest.block
+            length = _length(file, number, manifest.block)
+            direct = len(wishes) == 1 and wishes[0].at <= start and wishes[0].end >= start + length
+            if direct:
+                at = start - wishes[0].at
+                block = wishes[0].into[at : at + length]
+            else:
+                scratch = scratch or memoryview(bytearray(manifest.block))
+                block = scratch[:length]
+            _read_exactly(fd, block, start, where)
+            if block_digest(block) != file.digests[number]:
+                raise BadCheckpoint(_wrong(manifest, file, number))
+            if not direct:
+                for wish in wishes:
+                    first, last = max(wish.at, start), min(wish.end, start + length)
+                    wish.into[first - wish.at : last - wish.at] = block[first - start : last - start]
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _read_exactly(fd: int, into: memoryview, at: int, where: str) -> None:
+    while into:
+        try:
+            read = os.preadv(fd, [into], at)
+        except OSError as error:
+            raise BadCheckpoint(f"{where} cannot be read: {error.strerror}") from error
+        if not read:
+            raise BadCheckpoint(f"{where} ends early, at byte {at}")
+        into, at = into[read:], at + read
+
+
+def _wrong(manifest: Manifest, file: File, number: int) -> str:
+    """Names the tensors too: that is what people will ask."""
+    start = number * manifest.block
+    end = start + manifest.block
+    index = next((n for n, f in enumerate(manifest.files) if f is file), -1)
+    places = sorted(
+        (chunk.item, key, chunk.item + chunk.length)
+        for key, tensor in manifest.index.tensors.items()
+        for chunk in tensor.chunks
+        if chunk.file == index
+    )
+    first = max(0, bisect_right([p[0] for p in places], start) - 1)
+    keys = [key for item, key, last in places[first:] if item < end and last > start]
+    held = f" (of {', '.join(keys[:3])}{' and others' if len(keys) > 3 else ''})" if keys else ""
+    return f"{manifest.name}/{file.name} is damaged between bytes {start} and {min(end, file.size)}{held}"

@@ -1,0 +1,88 @@
+"""Who writes which part of a state that many ranks hold: each part once, and all about as much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final
+
+WHOLE_BELOW: Final = 256 * 1024  # bytes: cutting less than this apart gains nothing
+PART_MAX: Final = 1 << 30  # bytes: a part's frame counts in 32 bits, and big parts are read by many
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor: where it begins in the whole and how long it is, in each dimension."""
+
+    key: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.sizes) * self.itemsize
+
+    def rows(self, first: int, count: int) -> Part:
+        """So many rows of it (its first dimension), the first of them counted from its own."""
+        offsets = (self.offsets[0] + first, *self.offsets[1:])
+        return replace(self, offsets=offsets, sizes=(count, *self.sizes[1:]))
+
+
+def deal(held: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
+    """What each rank writes, given what each holds.
+
+    What all hold (a replica each) is laid end to end and cut into equal pieces, between rows. What
+    some hold goes to the one of them with the least so far.
+    """
+    holders: dict[Part, list[int]] = {}
+    for rank, parts in enumerate(held):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    world = len(held)
+    dealt: list[list[Part]] = [[] for _ in held]
+    load = [0] * world
+    everywhere = []
+    for part, ranks in holders.items():
+        if len(ranks) == world > 1:
+            everywhere.append(part)
+            continue
+        rank = min(ranks, key=lambda r: (load[r], r))
+        load[rank] += part.size
+        dealt[rank] += _bounded(part)
+    for rank, part in _sliced(everywhere, world):
+        dealt[rank] += _bounded(part)
+    return tuple(map(tuple, dealt))
+
+
+def _sliced(parts: Sequence[Part], world: int) -> Iterator[tuple[int, Part]]:
+    total = sum(part.size for part in parts)
+    at = 0  # bytes before this part
+    for part in parts:
+        size = part.size
+        if size < WHOLE_BELOW or not part.sizes or part.sizes[0] == 1:
+            yield min(world - 1, (2 * at + size) * world // (2 * total) if total else 0), part
+        else:
+            rows, row = part.sizes[0], size // part.sizes[0]
+            first = 0
+            for rank in range(world):
+                end = total * (rank + 1) // world
+                until = rows if rank == world - 1 else min(rows, max(first, round((end - at) / row)))
+                if until > first:
+                    yield rank, part.rows(first, until - first)
+                    first = until
+        at += size
+
+
+def _bounded(part: Part) -> Iterator[Part]:
+    if part.size <= PART_MAX or not part.sizes or part.sizes[0] == 1:
+        yield part
+        return
+    rows = part.sizes[0]
+    most = max(1, PART_MAX // (part.size // rows))
+    for first in range(0, rows, most):
+        yield part.rows(first, min(most, rows - first))

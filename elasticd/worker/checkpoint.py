@@ -1,0 +1,444 @@
+"""Checkpoints of a training: ``save`` costs one copy of what this rank writes, and nothing else waits.
+
+::
+
+    checkpoints = worker.Checkpoints("/shared/run1")
+    state = {"model": model, "optimizer": optimizer, "progress": {"step": 0}}
+    step = checkpoints.load(state) or 0
+    ...
+    checkpoints.save(state, step)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from elasticd.checkpoint import handover
+from elasticd.checkpoint.frames import padded_blob, room_for
+from elasticd.checkpoint.handover import Gone, Line, Memory, Paper
+from elasticd.checkpoint.manifest import BadCheckpoint, encode_index, folder_name
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.reading import fill, open_manifest
+from elasticd.core.facts import Checkpoint
+from elasticd.core.retention import Keep
+from elasticd.worker.collect import Flat, flatten, restore
+from elasticd.worker.layout import Held, Shard, lay_out
+from elasticd.worker.target import Target, box, parts_of
+from elasticd.worker.together import Together
+
+_log = logging.getLogger(__name__)
+_BUFFERS: Final = 2
+_ROOT = str(Path(__file__).parents[2])
+_PROGRAM = (
+    "import sys; sys.path.append({root!r}); "
+    "from elasticd.checkpoint.saver import main; main({fd}, {options!r})"
+)
+_savers: list[subprocess.Popen[bytes]] = []  # they outlive us; kept so that nobody complains of it
+
+
+class NoCheckpoint(RuntimeError):
+    """None is whole, and one was required. The message says what is wrong with each."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What stays the same from save to save."""
+
+    number: int
+    shape: tuple[Any, ...]  # of the state it was made for
+    shard: Shard
+    rooms: dict[str, int]
+    buffers: list[_Buffer]
+    turn: int = 0  # which of them is next; the other has the newest
+
+    @property
+    def free(self) -> bool:
+        return self.turn >= len(self.buffers) or not self.buffers[self.turn].busy
+
+
+@dataclass(slots=True)
+class _Buffer:
+    memory: Memory
+    image: torch.Tensor
+    into: list[torch.Tensor]
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """``took_s``: from the handover until it was durable. ``size``: bytes of all ranks."""
+
+    name: str
+    step: int
+    took_s: float
+    size: int
+
+
+class Checkpoints:
+    """The checkpoints below a folder that all ranks can write to, made and read by all ranks together.
+
+    All ranks call ``save`` and ``load`` at the same steps, after each change of world anew. ``last``:
+    keep so many of the newest; ``every``: and the first of each so many steps.
+
+    ``skipped`` counts saves that were left out as the disk had not caught up, ``failed`` those that
+    came to nothing (``last_error`` says why), ``newest`` is what was last seen to be committed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, last: int = 3, every: int = 0) -> None:
+        self._path = Path(os.path.abspath(path))
+        self._keep = Keep(last, every)
+        self._together: Together | None = None
+        self._line: Line | None = None
+        self._token = ""
+        self._round = 0
+        self._seq = 0
+        self._plan: _Plan | None = None
+        self._plans = 0
+        self._blobs: dict[str, tuple[bytes, int, bytes]] = {}
+        self._pending: set[str] = set()
+        self.skipped = 0
+        self.failed = 0
+        self.last_error = ""
+        self.newest: Committed | None = None
+
+    # ------------------------------------------------------------ saving
+
+    def save(self, state: Mapping[str, Any], step: int) -> bool:
+        """Take a copy of this rank's part, to be written while training goes on. False: left out,
+        since the disk has not caught up. ``step``: how many steps ``state`` has behind it.
+
+        Raises ValueError where ranks differ in the step, TypeError for objects that could not be
+        loaded again. Whatever happens to the disk raises nothing: see ``failed``.
+        """
+        together = self._in_this_world()
+        flat = flatten(state)
+        self._listen()
+        plan = self._plan
+        shape = _shape(flat)
+        blobs = self._pickled(flat.objects)
+        same = plan is not None and plan.shape == shape and self._fits(plan, blobs)
+        free = plan is None or not same or plan.free
+        agreed = together.least([self._line is not None, same, free, step, -step])
+        if agreed[3] != -agreed[4]:
+            raise ValueError(
+                f"rank {together.rank} saves step {step}, but others of its world save "
+                f"steps {agreed[3]} to {-agreed[4]}"
+            )
+        if not agreed[0]:
+            self._open()
+        if not (agreed[0] and agreed[1]):
+            self._make_plan(flat, shape, blobs)
+        elif not agreed[2]:
+            self.skipped += 1
+            return False
+        self._seq += 1
+        self._copy(flat, blobs, step)
+        return True
+
+    def wait(self, timeout_s: float = 600.0) -> bool:
+        """Until what this rank handed over is committed or has failed; False after the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while self._pending and self._line is not None:
+            self._line.socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                heard = self._line.receive()
+            except Gone as error:
+                if time.monotonic() >= deadline:
+                    return False
+                self._lose(error)
+                break
+            finally:
+                if self._line is not None:
+                    self._line.socket.settimeout(None)
+            if heard is not None:
+                self._take(heard[0])
+        return not self._pending
+
+    def close(self) -> None:
+        """Leave; what was handed over is still written and committed."""
+        if self._line is not None:
+            self._line.close()
+        self._line, self._plan, self._together = None, None, None
+
+    def _committed(self, together: Together) -> tuple[Checkpoint, str]:
+        """As rank 0 sees it, and what is wrong with it: all ranks go by the same."""
+        found, complaint = Checkpoint(str(self._path)), ""
+        if together.rank == 0:
+            try:
+                found = FilePointer(self._path).read()
+            except BadCheckpoint as error:
+                complaint = str(error)
+            except OSError as error:
+                complaint = f"{error.filename} cannot be read: {error.strerror}"
+        said = together.gather(msgspec.json.encode((found, complaint)))[0]
+        return msgspec.json.decode(said, type=tuple[Checkpoint, str])
+
+    def _in_this_world(self) -> Together:
+        if self._together is None or self._together.over:
+            self.close()
+            self._together = Together()
+            self._pending.clear()
+        return self._together
+
+    def _open(self) -> None:
+        """All ranks: find or start the savers, and introduce ourselves."""
+        together = self._together
+        assert together is not None
+        self._plan = None
+        self._pending.clear()
+        mine: dict[str, Any] = {"host": _host(), "saver": os.environ.get("ELASTICD_SAVER", "")}
+        if together.rank == 0:
+            before = None
+            with contextlib.suppress(BadCheckpoint, OSError):  # then no commit works, which is said
+                before = FilePointer(self._path).read().newest
+            numbered = int(os.environ.get("ELASTICD_ROUND", "0"))
+            mine |= {
+                "token": os.urandom(4).hex(),
+                "round": max(numbered, before.round + 1 if before else 1),
+            }
+        said = [json.loads(raw) for raw in together.gather(json.dumps(mine).encode())]
+        self._token, self._round = said[0]["token"], said[0]["round"]
+        locals_ = [rank for rank, its in enumerate(said) if its["host"] == mine["host"]]
+        saver = mine["saver"]
+        starts = not saver and together.rank == locals_[0]
+        if starts:
+            saver = _start_saver()
+        names = [raw.decode() for raw in together.gather(saver.encode())]
+        self._line = None
+        try:
+            line = handover.connect(names[locals_[0]])
+            line.send(
+                {
+                    "is": "open",
+                    "path": str(self._path),
+                    "token": self._token,
+                    "rank": together.rank,
+                    "world": together.size,
+                    "round": self._round,
+                    "locals": locals_,
+                    "last": self._keep.last,
+                    "every": self._keep.every,
+                }
+            )
+            self._line = line
+        except Gone as error:
+            self._lose(error)
+
+    def _make_plan(self, flat: Flat, shape: tuple[Any, ...], blobs: Mapping[str, bytes]) -> None:
+        """All ranks: decide who writes what, and set memory aside for it."""
+        together = self._together
+        assert together is not None
+        for key, raw in blobs.items():
+            _check_loadable(key, raw)
+        rooms = {key: room_for(raw) for key, raw in blobs.items()}
+        mine = Held(tuple(parts_of(flat)), rooms, flat.paths)
+        said = together.gather(msgspec.json.encode(mine))
+        shards, index = lay_out([msgspec.json.decode(raw, type=Held) for raw in said])
+        self._plans += 1
+        shard = shards[together.rank]
+        self._plan = _Plan(self._plans, shape, shard, rooms, [])
+        metadata = b""
+        if together.rank == 0:
+            from elasticd.checkpoint import metadata as dcp
+
+            metadata = dcp.made_of(index)
+        paper = Paper(encode_index(index), metadata).file()
+        try:
+            self._say({"is": "plan", "plan": self._plans, "size": shard.size}, paper)
+        finally:
+            os.close(paper)
+
+    def _copy(self, flat: Flat, blobs: Mapping[str, bytes], step: int) -> None:
+        plan = self._plan
+        assert plan is not None
+        name = folder_name(step, self._round, self._token, self._seq)
+        number = plan.turn
+        try:
+            if number == len(plan.buffers):
+                plan.buffers.append(_make_buffer(plan.shard))
+                memory = plan.buffers[number].memory
+                self._say({"is": "buffer", "plan": plan.number, "buffer": number}, memory.fd)
+        except OSError as error:
+            why = f"there is no memory for {plan.shard.size} bytes ({error.strerror})"
+            self._say({"is": "miss", "name": name, "step": step, "why": why})
+            self._pending.add(name)
+            return
+        plan.turn = (number + 1) % _BUFFERS
+        buffer = plan.buffers[number]
+        self._say({"is": "torn", "buffer": number})
+        sources = [box(flat.tensors[part.key], part) for part, _ in plan.shard.parts]
+        with torch.no_grad():
+            torch._foreach_copy_(buffer.into, sources)
+        for key, at, room in plan.shard.blobs:
+            buffer.memory.map[at : at + room] = self._padded(key, blobs[key], room)
+        buffer.busy = True
+        self._pending.add(name)
+        note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
+        self._say({"is": "save", **note})
+
+    def _pickled(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
+        made = {}
+        for key, value in objects.items():
+            out = io.BytesIO()
+            torch.save(value, out)
+            made[key] = out.getvalue()
+        return made
+
+    def _padded(self, key: str, raw: bytes, room: int) -> bytes:
+        known = self._blobs.get(key)
+        if known is None or known[:2] != (raw, room):
+            known = self._blobs[key] = (raw, room, padded_blob(raw, room))
+        return known[2]
+
+    def _fits(self, plan: _Plan, blobs: Mapping[str, bytes]) -> bool:
+        return plan.rooms.keys() == blobs.keys() and all(
+            len(raw) + 768 <= plan.rooms[key] for key, raw in blobs.items()
+        )
+
+    # ------------------------------------------------------------ the saver
+
+    def _say(self, message: dict[str, Any], *files: int) -> None:
+        if self._line is not None:
+            try:
+                self._line.send(message, files)
+            except Gone as error:
+                self._lose(error)
+
+    def _listen(self) -> None:
+        while self._line is not None:
+            try:
+                heard = self._line.receive(wait=False)
+            except Gone as error:
+                self._lose(error)
+                return
+            if heard is None:
+                return
+            self._take(heard[0])
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        match message["is"]:
+            case "free" if self._plan is not None and message.get("plan") == self._plan.number:
+                self._plan.buffers[message["buffer"]].busy = False
+            case "committed":
+                self._pending.discard(message["name"])
+                self.newest = Committed(message["name"], message["step"], message["took_s"], message["size"])
+            case "failed":
+                self._pending.discard(message["name"])
+                self._fail(message["step"], message["why"])
+
+    def _fail(self, step: int, why: str) -> None:
+        self.failed += 1
+        self.last_error = f"the checkpoint of step {step} was not saved: {why}"
+        if self._together is not None and self._together.rank == 0:
+            _log.warning("%s", self.last_error)
+
+    def _lose(self, error: Gone) -> None:
+        """The saver is gone; another is started at the next save, when all ranks are here."""
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+        if self._pending:
+            self.failed += len(self._pending)
+            self.last_error = f"the saver is gone, and with it what it had not committed: {error}"
+            self._pending.clear()
+
+    # ------------------------------------------------------------ loading
+
+    def load(self, state: dict[str, Any], *, required: bool = False) -> int | None:
+        """Fill ``state`` from the newest checkpoint that is whole; its step, or None if there is none.
+
+        Tensors are filled in place. A damaged checkpoint is reported by name, and the one before
+        it taken. Raises NoCheckpoint if ``required`` and none is whole, or if there are some and
+        none of them is; ValueError where the checkpoint is whole and not of such a state.
+        """
+        together = self._in_this_world()
+        known, complaint = self._committed(together)
+        complaints = [complaint] if complaint else []
+        for saved in reversed(known.saved):
+            flat, why = Flat(), ""
+            try:
+                manifest = open_manifest(self._path, saved)
+                target = Target.of(state, manifest.index)
+                fill(self._path, manifest, target.wishes)
+                flat = target.finish()
+            except BadCheckpoint as error:
+                why = str(error)
+            whys = [w for raw in together.gather(why.encode()) if (w := raw.decode())]
+            if not whys:
+                restore(state, flat)
+                return saved.step
+            complaints.append(whys[0])
+            if together.rank == 0:
+                _log.warning("the checkpoint of step %d is not used: %s", saved.step, whys[0])
+        if complaints or required:
+            told = "; ".join(complaints) or f"none was ever committed in {self._path}"
+            raise NoCheckpoint(f"no checkpoint is whole: {told}")
+        return None
+
+
+def _shape(flat: Flat) -> tuple[Any, ...]:
+    """Equal for states that can be saved by the same plan."""
+    tensors = tuple(
+        (key, t.shape, t.dtype, getattr(t, "placements", None)) for key, t in flat.tensors.items()
+    )
+    return tensors, tuple(flat.paths.items())
+
+
+def _make_buffer(shard: Shard) -> _Buffer:
+    memory = Memory.make(shard.size)
+    for at, fixed in shard.fixed:
+        memory.map[at : at + len(fixed)] = fixed
+    image = torch.frombuffer(memory.map, dtype=torch.uint8)
+    into = []
+    for part, at in shard.parts:
+        dtype = getattr(torch, part.dtype)
+        into.append(image[at : at + part.size].view(dtype).view(part.sizes))
+    return _Buffer(memory, image, into)
+
+
+def _check_loadable(key: str, raw: bytes) -> None:
+    try:
+        torch.load(io.BytesIO(raw), weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"{key} could not be loaded again: checkpoints hold tensors and plain objects "
+            f"(numbers, strings, lists, dicts), as torch.load(weights_only=True) takes them"
+        ) from error
+
+
+def _host() -> str:
+    """Equal for processes that can talk to each other without a network."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
+
+
+def _start_saver() -> str:
+    """A saver for those of this host, where no agent has one. It ends when all have left and what
+    they left is done."""
+    sock, name = handover.listen()
+    with sock:
+        program = _PROGRAM.format(root=_ROOT, fd=sock.fileno(), options="{}")
+        _savers.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[sock.fileno()],
+                start_new_session=True,
+            )
+        )
+    return name

@@ -1,0 +1,146 @@
+"""A training state as keys and tensors, and back: modules, optimizers, and whatever has ``state_dict``.
+
+Keys are those of ``torch.distributed.checkpoint.state_dict``, so that plain DCP finds its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """``tensors`` are those in use, not copies; ``paths``: where a key came from."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+
+def flatten(state: Mapping[str, Any]) -> Flat:
+    """``state``: by name a module, an optimizer (of a module that is there too), anything that has
+    ``state_dict`` and ``load_state_dict``, a tensor, a nest of those, or a plain object."""
+    nested = {name: _state_of(value, state) for name, value in state.items()}
+    leaves, paths = flatten_state_dict(nested)
+    flat = Flat(paths=paths)
+    for key, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor):
+            flat.tensors[key] = leaf.detach()
+        else:
+            flat.objects[key] = leaf
+    return flat
+
+
+def restore(state: dict[str, Any], flat: Flat) -> None:
+    """Give everything that is no tensor in use already its part of what was loaded. Values that
+    cannot load by themselves are replaced in ``state``."""
+    nested: dict[str, Any] = {}
+    for key, leaf in (*flat.tensors.items(), *flat.objects.items()):
+        set_element(nested, flat.paths[key], leaf)
+    for name, value in state.items():
+        loaded = nested.get(name)
+        if isinstance(value, nn.Module):
+            if any(flat.paths[key][0] == name for key in flat.objects):  # extra state
+                _bare(value).load_state_dict(loaded or {}, strict=False)
+        elif isinstance(value, torch.optim.Optimizer):
+            _restore_optimizer(value, loaded or {}, _names(value, state))
+        elif name in nested:
+            if _loads(value):
+                value.load_state_dict(loaded)
+            else:
+                state[name] = loaded
+
+
+def prepare_optimizers(state: Mapping[str, Any], shapes: Mapping[str, tuple[torch.dtype, Path]]) -> None:
+    """An optimizer that has not stepped has no state yet: make what the checkpoint has of it.
+
+    ``shapes``: of each key there, the type and the shape."""
+    for name, value in state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            names = _names(value, state)
+            for group in value.param_groups:
+                for parameter in group["params"]:
+                    prefix = f"{name}.state.{names[parameter]}."
+                    have = value.state[parameter]
+                    for key, (dtype, shape) in shapes.items():
+                        if key.startswith(prefix) and key.removeprefix(prefix) not in have:
+                            have[key.removeprefix(prefix)] = _empty_like(parameter, dtype, shape, group)
+
+
+def _empty_like(
+    parameter: torch.Tensor, dtype: torch.dtype, shape: Path, group: Mapping[str, Any]
+) -> torch.Tensor:
+    if tuple(parameter.shape) == tuple(shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.zeros(
+        tuple(int(n) for n in shape), dtype=dtype, device=parameter.device if on_device else "cpu"
+    )
+
+
+def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        return {_plain(key): leaf for key, leaf in _bare(value).state_dict().items()}
+    if isinstance(value, torch.optim.Optimizer):
+        return _optimizer_state(value, _names(value, state))
+    return value.state_dict() if _loads(value) else value
+
+
+def _loads(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    while isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def _plain(name: str) -> str:
+    """Without what torch.compile puts in."""
+    return name.replace("_orig_mod.", "")
+
+
+def _names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[torch.Tensor, str]:
+    wanted = [p for group in optimizer.param_groups for p in group["params"]]
+    for value in state.values():
+        if isinstance(value, nn.Module):
+            names: dict[torch.Tensor, str] = {p: _plain(name) for name, p in _bare(value).named_parameters()}
+            if all(p in names for p in wanted):
+                return names
+    raise ValueError(
+        "an optimizer is to be saved, but not the module whose parameters it has: "
+        "add that module to the state"
+    )
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+    state = {names[p]: dict(optimizer.state[p]) for p in _parameters(optimizer) if optimizer.state.get(p)}
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any], names: Mapping[torch.Tensor, str]
+) -> None:
+    for group, saved in zip(optimizer.param_groups, loaded.get("param_groups", ()), strict=False):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+    state = loaded.get("state", {})
+    for parameter in _parameters(optimizer):
+        optimizer.state[parameter].update(state.get(names[parameter], {}))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,163 @@
+"""Where the bytes of a checkpoint go: into the tensors in use, whatever their sharding is now."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elasticd.checkpoint.manifest import BadCheckpoint, Chunk, Index, Tensor
+from elasticd.checkpoint.reading import Wish
+from elasticd.core.sharding import Part
+from elasticd.worker.collect import Flat, flatten, prepare_optimizers
+
+
+def parts_of(flat: Flat) -> Iterator[Part]:
+    """This rank's parts of each tensor: all of it, or its shard."""
+    for key, tensor in flat.tensors.items():
+        local, offsets = local_of(tensor)
+        if local.numel() or not tensor.numel():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield Part(key, dtype, tensor.itemsize, tuple(tensor.shape), offsets, tuple(local.shape))
+
+
+def box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part, which this rank has, as it is in memory here."""
+    local, offsets = local_of(tensor)
+    for dim, (at, size, start) in enumerate(zip(part.offsets, part.sizes, offsets, strict=True)):
+        if size != local.shape[dim]:
+            local = local.narrow(dim, at - start, size)
+    return local
+
+
+def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank has of it, and where that begins in the whole."""
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__create_chunk_list__"):
+        [chunk] = tensor.__create_chunk_list__()
+        return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
+    return tensor, (0,) * tensor.dim()
+
+
+@dataclass(slots=True)
+class Target:
+    """A state to be filled from what ``index`` lists. Use: make ``wishes`` come true, ``finish``."""
+
+    state: dict[str, Any]
+    index: Index
+    wishes: list[Wish] = field(default_factory=list)
+    flat: Flat = field(default_factory=Flat)
+    _copies: list[Callable[[], object]] = field(default_factory=list)
+    _blobs: dict[str, bytearray] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: dict[str, Any], index: Index) -> Target:
+        """Raises ValueError where the checkpoint is not of such a state."""
+        target = cls(state, index)
+        shapes = {key: (_dtype(t), t.shape) for key, t in index.tensors.items()}
+        prepare_optimizers(state, shapes)
+        have = flatten(state)
+        missing = [key for key in have.tensors if key not in index.tensors]
+        if missing:
+            raise ValueError(f"the checkpoint has no {_some(missing)}, which the state to be loaded has")
+        for key, tensor in have.tensors.items():
+            target._want(key, tensor, index.tensors[key])
+        extra = [k for k in index.tensors if k not in have.tensors and index.paths[k][0] in state]
+        odd = [
+            k for k in extra if isinstance(state[str(index.paths[k][0])], nn.Module | torch.optim.Optimizer)
+        ]
+        if odd:
+            raise ValueError(f"the checkpoint has {_some(odd)}, which the state to be loaded has not")
+        for key in extra:
+            saved = index.tensors[key]
+            fresh = torch.empty(saved.shape, dtype=_dtype(saved))
+            target.flat.tensors[key] = fresh
+            target.flat.paths[key] = index.paths[key]
+            target._want(key, fresh, saved)
+        for key, blob in index.blobs.items():
+            if index.paths[key][0] in state:
+                room = target._blobs[key] = bytearray(blob.length)
+                target.wishes.append(Wish(blob.file, blob.at, memoryview(room)))
+                target.flat.paths[key] = index.paths[key]
+        # What is filled in place is named too: a nest is rebuilt from what was in it.
+        for key, tensor in have.tensors.items():
+            target.flat.tensors[key] = tensor
+            target.flat.paths[key] = index.paths[key]
+        return target
+
+    def finish(self) -> Flat:
+        """Once all wishes have come true: what there is to ``restore``."""
+        with torch.no_grad():
+            for copy in self._copies:
+                copy()
+        for key, raw in self._blobs.items():
+            self.flat.objects[key] = torch.load(io.BytesIO(raw), weights_only=True)
+        return self.flat
+
+    def _want(self, key: str, tensor: torch.Tensor, saved: Tensor) -> None:
+        if tuple(tensor.shape) != tuple(saved.shape):
+            raise ValueError(
+                f"{key} has the shape {list(saved.shape)} in the checkpoint, "
+                f"and {list(tensor.shape)} in the state to be loaded"
+            )
+        local, offsets = local_of(tensor)
+        found = 0
+        for chunk in saved.chunks:
+            found += self._want_of(local, offsets, chunk, _dtype(saved))
+        if found != local.numel():
+            raise BadCheckpoint(f"the checkpoint does not hold all of {key}")
+
+    def _want_of(
+        self, local: torch.Tensor, offsets: tuple[int, ...], chunk: Chunk, dtype: torch.dtype
+    ) -> int:
+        """The elements that the chunk has of what is wanted."""
+        first = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+        ends = zip(offsets, local.shape, chunk.offsets, chunk.sizes, strict=True)
+        count = [min(a + n, b + m) - f for (a, n, b, m), f in zip(ends, first, strict=True)]
+        if any(n <= 0 for n in count):
+            return 0
+        total = 1
+        for n in count:
+            total *= n
+        row = dtype.itemsize
+        for n in chunk.sizes[1:]:
+            row *= n
+        skip = first[0] - chunk.offsets[0] if count else 0
+        at = chunk.at + skip * row
+        whole_rows = tuple(count[1:]) == tuple(chunk.sizes[1:]) == tuple(local.shape[1:])
+        place = local
+        for dim, (f, n) in enumerate(zip(first, count, strict=True)):
+            place = place.narrow(dim, f - offsets[dim], n)
+        if whole_rows and place.is_contiguous() and place.device.type == "cpu" and place.dtype == dtype:
+            self.wishes.append(Wish(chunk.file, at, as_bytes(place)))
+            return total
+        rows = torch.empty((*count[:1], *chunk.sizes[1:]), dtype=dtype)
+        self.wishes.append(Wish(chunk.file, at, as_bytes(rows)))
+        piece = rows
+        for dim in range(1, len(count)):
+            piece = piece.narrow(dim, first[dim] - chunk.offsets[dim], count[dim])
+        self._copies.append(lambda: place.copy_(piece))
+        return total
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if not tensor.numel():
+        return memoryview(b"")
+    array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)  # type: ignore[arg-type]
+
+
+def _dtype(saved: Tensor) -> torch.dtype:
+    found = getattr(torch, saved.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise BadCheckpoint(f"{saved.dtype} is no type of tensors that this torch has")
+    return found
+
+
+def _some(keys: Iterable[str]) -> str:
+    names = list(keys)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

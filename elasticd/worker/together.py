@@ -1,0 +1,44 @@
+"""What the ranks of a world tell each other about checkpoints; nothing of it is pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Together:
+    """The ranks of the present world, or this process alone if there is none."""
+
+    def __init__(self) -> None:
+        self.world = dist.group.WORLD if dist.is_initialized() else None
+        self.rank = dist.get_rank() if self.world is not None else 0
+        self.size = dist.get_world_size() if self.world is not None else 1
+        # One of our own, on the CPU: ours must not be taken for the training's messages.
+        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    @property
+    def over(self) -> bool:
+        """Whether the world has changed since."""
+        return self.world is not (dist.group.WORLD if dist.is_initialized() else None)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each over all ranks."""
+        if self._group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
+        return [int(v) for v in tensor]
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What each rank has to say, by rank."""
+        if self._group is None:
+            return [mine]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        most = max(int(s) for s in sizes)
+        padded = torch.frombuffer(bytearray(mine.ljust(max(most, 1), b"\0")), dtype=torch.uint8)
+        said = [torch.empty(max(most, 1), dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(said, padded, group=self._group)
+        return [s.numpy().tobytes()[: int(n)] for s, n in zip(said, sizes, strict=True)]

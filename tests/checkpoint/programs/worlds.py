@@ -1,0 +1,113 @@
+"""Rank N of three processes that train and resume in one world after the other.
+
+Usage: worlds.py RANK FOLDER. Each stage is a world of its own size and kind; all must see the same
+numbers. What is saved in one is loaded in the next, by ours and by plain DCP.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.worker.checkpoint import Checkpoints, _savers
+
+RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+RUN = FOLDER / "run"
+torch.set_num_threads(1)
+
+
+def made(kind: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: torch.nn.Module = torch.nn.Sequential(
+        torch.nn.Linear(301, 407), torch.nn.LayerNorm(407), torch.nn.Linear(407, 5)
+    )
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp":
+        for layer in list(model):  # type: ignore[arg-type]
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(4, 301)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of it in full, by the name that it has in any world."""
+    model, optimizer = state["model"], state["optimizer"]
+    found = {f"model.{k}": v for k, v in get_model_state_dict(model).items()}
+    for name, its in get_optimizer_state_dict(model, optimizer)["state"].items():
+        found |= {f"optimizer.{name}.{k}": v for k, v in its.items()}
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in found.items()}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    for key, tensor in theirs.items():
+        assert torch.equal(ours[key], tensor), key
+
+
+def by_plain_dcp(kind: str) -> dict[str, torch.Tensor]:
+    model, optimizer = made(kind, 5)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    newest = FilePointer(RUN).read().newest
+    assert newest is not None
+    dcp.load(state, checkpoint_id=RUN / newest.name)
+    found = {f"model.{k}": v for k, v in state["model"].items()}
+    for name, its in state["optimizer"]["state"].items():
+        found |= {f"optimizer.{name}.{k}": v for k, v in its.items()}
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v) for k, v in found.items()}
+
+
+def stage(number: int, size: int, kind: str) -> None:
+    if size <= RANK:
+        return
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store{number}", rank=RANK, world_size=size)
+    checkpoints = Checkpoints(RUN)
+    model, optimizer = made(kind, number)
+    state = {"model": model, "optimizer": optimizer, "progress": {"stage": number}}
+    step = checkpoints.load(state, required=number > 0)
+    expected = FOLDER / "expected.pt"
+    if number:
+        assert step == number, step
+        assert state["progress"] == {"stage": number - 1}
+        same(whole(state), torch.load(expected, weights_only=True))
+        same(by_plain_dcp(kind), torch.load(expected, weights_only=True))
+    dist.barrier()
+    train(model, optimizer, 2)
+    state["progress"] = {"stage": number}
+    full = whole(state)
+    if RANK == 0:
+        torch.save(full, expected)
+    assert checkpoints.save(state, number + 1)
+    assert checkpoints.wait(60.0) and not checkpoints.failed, checkpoints.last_error
+    checkpoints.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    print(f"stage {number}: {kind} of {size}", flush=True)
+
+
+for n, (world, how) in enumerate(
+    [(3, "ddp"), (2, "fsdp"), (3, "fsdp"), (1, "plain"), (3, "fsdp"), (2, "ddp"), (3, "ddp")]
+):
+    stage(n, world, how)
+
+for saver in _savers:
+    saver.wait(60.0)

@@ -1,0 +1,190 @@
+"""What plain DCP lets through (nearly every flipped bit and zeroed page), tried on ours."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from elasticd.checkpoint.manifest import MANIFEST
+from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
+from tests.checkpoint.conftest import assert_same, tensors_of, training
+
+TRIES = 300
+PAGE = 4096
+
+
+def folder_of(path: Path, step: int) -> Path:
+    [saved] = [s for s in FilePointer(path).read().saved if s.step == step]
+    return path / saved.name
+
+
+def shard(path: Path, step: int) -> Path:
+    return folder_of(path, step) / "__0_0.distcp"
+
+
+def test_everything_comes_back_as_it_was_saved(saved, tmp_path):
+    checkpoints = saved(1, 2)
+    state = training(7)
+    assert checkpoints.load(state) == 2
+    assert_same(state, tensors_of(training(2)))
+    assert state["progress"] == {"position": 2, "name": "seed 2"}
+    assert state["schedule"].state_dict() == training(2)["schedule"].state_dict()
+    assert state["optimizer"].param_groups[0]["lr"] == training(2)["optimizer"].param_groups[0]["lr"]
+
+
+def test_an_optimizer_that_never_stepped_gets_its_state(saved):
+    checkpoints = saved(1)
+    fresh = training(7)
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters())
+    fresh["schedule"] = torch.optim.lr_scheduler.StepLR(fresh["optimizer"], 2)
+    assert checkpoints.load(fresh) == 1
+    assert_same(fresh, tensors_of(training(1)))
+
+
+def test_plain_dcp_loads_it(saved, tmp_path):
+    saved(3)
+    expected = tensors_of(training(3))
+    state = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    state |= {"progress.position": 0, "progress.name": ""}
+    dcp.load(state, checkpoint_id=folder_of(tmp_path / "run", 3), no_dist=True)
+    for key, tensor in expected.items():
+        assert torch.equal(state[key], tensor), key
+    assert state["progress.position"] == 3
+
+
+class Damaged:
+    """Steps 1 and 2; damage done to 2 must lead to 1, or to 2 exactly as it was saved."""
+
+    def __init__(self, path: Path, checkpoints: Checkpoints) -> None:
+        self.path, self.checkpoints = path, checkpoints
+        self.one, self.two = tensors_of(training(1)), tensors_of(training(2))
+        self.state = training(7)
+
+    def found(self) -> int:
+        step = self.checkpoints.load(self.state)
+        assert step in (1, 2)
+        assert_same(self.state, self.one if step == 1 else self.two)
+        return step
+
+
+@pytest.fixture
+def damaged(saved: Callable[..., Checkpoints], tmp_path: Path) -> Damaged:
+    return Damaged(tmp_path / "run", saved(1, 2))
+
+
+def test_no_flipped_bit_is_loaded(damaged, caplog):
+    file = shard(damaged.path, 2)
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    noticed = 0
+    with file.open("r+b", buffering=0) as stream:
+        for _ in range(TRIES):
+            at, bit = chance.randrange(file.stat().st_size), 1 << chance.randrange(8)
+            stream.seek(at)
+            [byte] = stream.read(1)
+            stream.seek(at)
+            stream.write(bytes([byte ^ bit]))
+            noticed += damaged.found() == 1
+            stream.seek(at)
+            stream.write(bytes([byte]))
+    assert noticed == TRIES  # every block of such a shard is read, frames and gaps included
+    assert damaged.found() == 2
+
+
+def test_no_zeroed_page_is_loaded(damaged):
+    file = shard(damaged.path, 2)
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    with file.open("r+b", buffering=0) as stream:
+        for _ in range(60):
+            at = chance.randrange(file.stat().st_size // PAGE) * PAGE
+            stream.seek(at)
+            page = stream.read(PAGE)
+            stream.seek(at)
+            stream.write(bytes(len(page)))
+            assert damaged.found() == (2 if page == bytes(len(page)) else 1)
+            stream.seek(at)
+            stream.write(page)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST])
+def test_a_short_file_is_named_and_the_one_before_it_is_taken(damaged, caplog, name):
+    file = folder_of(damaged.path, 2) / name
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.truncate(size - 1)
+    assert damaged.found() == 1
+    assert f"/{name} is" in caplog.text and "step 2 is not used" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST])
+def test_a_missing_file_is_named_and_the_one_before_it_is_taken(damaged, caplog, name):
+    (folder_of(damaged.path, 2) / name).unlink()
+    assert damaged.found() == 1
+    assert f"/{name}" in caplog.text
+
+
+def test_a_shard_of_another_save_is_noticed(damaged, caplog):
+    shutil.copy(shard(damaged.path, 1), shard(damaged.path, 2))
+    assert damaged.found() == 1
+    assert "is damaged between bytes" in caplog.text
+
+
+def test_a_whole_folder_of_another_save_is_noticed(damaged):
+    newest, before = folder_of(damaged.path, 2), folder_of(damaged.path, 1)
+    shutil.rmtree(newest)
+    shutil.copytree(before, newest)
+    assert damaged.found() == 1
+
+
+def test_the_damaged_tensor_is_named(damaged, caplog):
+    file = shard(damaged.path, 2)
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size - 3_000_000)  # the last and biggest
+        stream.write(b"\xff" * 8)
+    assert damaged.found() == 1
+    assert "(of table" in caplog.text
+
+
+def test_none_whole_is_an_error_and_not_a_fresh_start(damaged):
+    for step in (1, 2):
+        shard(damaged.path, step).unlink()
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint is whole: step-0000000002.*; step-0000000001"):
+        damaged.checkpoints.load(damaged.state)
+
+
+def test_a_damaged_pointer_is_no_fresh_start_either(damaged):
+    (damaged.path / POINTER).write_bytes(b"{")
+    with pytest.raises(NoCheckpoint, match=POINTER):
+        damaged.checkpoints.load(damaged.state)
+
+
+def test_nothing_committed_is_a_fresh_start_unless_one_is_required(opened):
+    assert opened().load(training(7)) is None
+    with pytest.raises(NoCheckpoint, match="none was ever committed"):
+        opened().load(training(7), required=True)
+
+
+def test_another_shape_is_refused_by_name(saved):
+    checkpoints = saved(1)
+    other = training(7, width=32)
+    with pytest.raises(ValueError, match=r"model\.0\.weight has the shape \[288, 96\] in the checkpoint"):
+        checkpoints.load(other)
+
+
+def test_an_object_that_could_not_be_loaded_is_refused_when_it_is_saved(opened):
+    with pytest.raises(TypeError, match="odd could not be loaded again"):
+        opened().save({"odd": Path("/x")}, 1)
+
+
+def test_only_what_is_to_be_kept_is_kept(saved, tmp_path):
+    saved(*range(1, 6), last=2, every=3)
+    names = {int(p.name[5:15]) for p in (tmp_path / "run").iterdir() if p.is_dir()}
+    assert names == {1, 3, 4, 5}

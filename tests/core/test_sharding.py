@@ -1,0 +1,65 @@
+"""Who writes which part: each byte once, about as much each."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.core import sharding
+from elasticd.core.sharding import PART_MAX, WHOLE_BELOW, Part, deal
+
+
+def whole(key: str, *shape: int) -> Part:
+    return Part(key, "float32", 4, shape, (0,) * len(shape), shape)
+
+
+def rows(part: Part) -> set[tuple[str, int]]:
+    first = part.offsets[0] if part.offsets else 0
+    count = part.sizes[0] if part.sizes else 1
+    return {(part.key, first + n) for n in range(count)}
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 700), max_size=2).map(tuple), max_size=12)
+
+
+@given(SHAPES, st.integers(1, 9))
+def test_every_row_of_what_all_hold_is_written_once(shapes, world):
+    parts = [whole(f"t{n}", *shape) for n, shape in enumerate(shapes)]
+    dealt = [part for its in deal([parts] * world) for part in its]
+    written = [row for part in dealt for row in sorted(rows(part))]
+    assert sorted(written) == sorted(row for part in parts for row in rows(part))
+
+
+@given(SHAPES, st.integers(2, 9))
+def test_no_rank_writes_much_more_than_its_share(shapes, world):
+    parts = [whole(f"t{n}", *shape) for n, shape in enumerate(shapes)]
+    total = sum(p.size for p in parts)
+    grain = max((p.size // p.sizes[0] if p.size >= WHOLE_BELOW else p.size for p in parts), default=0)
+    for its in deal([parts] * world):
+        assert sum(p.size for p in its) <= total / world + 2 * max(grain, WHOLE_BELOW)
+
+
+def test_one_big_table_is_cut_between_rows():
+    table = whole("wte", 50_000, 256)
+    sizes = [sum(p.size for p in its) for its in deal([[table]] * 4)]
+    assert max(sizes) - min(sizes) <= 2 * 256 * 4
+
+
+def test_shards_are_written_by_who_has_them():
+    held = [[Part("w", "float32", 4, (8, 2), (4 * r, 0), (4, 2))] for r in range(2)]
+    assert [its[0].offsets for its in deal(held)] == [(0, 0), (4, 0)]
+
+
+def test_a_shard_that_two_of_four_have_is_written_by_one_of_them():
+    def shard(n: int) -> Part:
+        return Part("w", "float32", 4, (8, 2), (4 * n, 0), (4, 2))
+
+    dealt = deal([[shard(0)], [shard(1)], [shard(0)], [shard(1)]])
+    assert sorted(p.offsets for its in dealt for p in its) == [(0, 0), (4, 0)]
+    assert all(p.offsets[0] == 4 * (rank % 2) for rank, its in enumerate(dealt) for p in its)
+
+
+def test_what_is_too_big_for_a_frame_is_cut(monkeypatch):
+    part = whole("w", 3000, PART_MAX // 4000)
+    [its] = deal([[part]])
+    assert sum(p.size for p in its) == part.size and all(p.size <= sharding.PART_MAX for p in its)
