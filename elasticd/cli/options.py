@@ -59,6 +59,7 @@ class RunOptions:
     quarantine: float | None = None
     quarantine_max: float | None = None
     fresh_start: bool = False
+    http: str | None = None
     plain: bool = False
     log_format: str = "auto"
     termination_log: Path | None = None
@@ -312,6 +313,11 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--fresh-start", "Fork no worker from a process that has imported what it imports; slower restarts."
     ),
     # what is shown
+    _ours(
+        "--http",
+        help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",
+        metavar="HOST:PORT|off",
+    ),
     _our_switch("--plain", "No live view, even on a terminal."),
     _ours(
         "--log-format",

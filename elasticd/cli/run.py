@@ -49,6 +49,7 @@ _MEANS_NOTHING: Mapping[str, str] = {
     "master_addr": "the store of each round is hosted by an agent, and MASTER_ADDR tells the workers where",
     "master_port": "the store of each round listens on a free port, and MASTER_PORT tells the workers which",
 }
+HTTP_DEFAULT = ("127.0.0.1", 9408)
 _STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")  # as torch reads it: ten ranks at most
 
 
@@ -153,6 +154,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         virtual_local_rank=options.virtual_local_rank,
         numa_binding=options.numa_binding,
         fresh_start=options.fresh_start,
+        http=_http(options.http),
         env=env,
     )
     return Planned(config, tuple(notes))
@@ -217,6 +219,21 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
         return "127.0.0.1"
     # Where no name resolves yet, etcd cannot be reached yet either; the host's own name may do later.
     return routed_address([host_and_port(e) for e in etcd.endpoints]) or default_node_name()
+
+
+def _http(asked: str | None) -> tuple[str, int] | None:
+    """Loopback unless somebody says otherwise: what is served tells of paths, hosts and errors."""
+    if asked is None:
+        return HTTP_DEFAULT
+    if asked.strip().lower() in ("off", "none", ""):
+        return None
+    host, _, port = asked.strip().rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise Complaint(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
+    if not is_ours(host):
+        raise Complaint(f"--http {asked}: {host} is not an address of this machine.")
+    return host, int(port)
 
 
 def _policy(

@@ -48,6 +48,7 @@ class RunConfig:
     ``slots`` is how many workers this node offers to run. ``etcd_grace_s``: how long etcd may be
     away before the agent gives up with exit code 4; ``etcd_wait_s``: the same before it has joined,
     where None is a few seconds and exit code 2. ``env``: added to every worker's environment.
+    ``http``: the host and port that metrics are served at; None for nowhere.
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
     is forked from a process that has imported what it imports.
     """
@@ -69,4 +70,5 @@ class RunConfig:
     virtual_local_rank: bool = False
     numa_binding: str | None = None
     fresh_start: bool = False
+    http: tuple[str, int] | None = None
     env: Mapping[str, str] = field(default_factory=dict)

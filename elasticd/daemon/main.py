@@ -23,9 +23,13 @@ from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.inbox import Inbox, Signals
+from elasticd.daemon.meter import Meter
+from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
+from elasticd.daemon.sampler import Sampler
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
+from elasticd.daemon.timedstore import TimedStore
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.diagnose import diagnose
@@ -36,6 +40,7 @@ from elasticd.procs.linux import started_at
 from elasticd.procs.output import LogDest, Output
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import final, log
+from elasticd.telemetry.http import HttpServer
 from elasticd.telemetry.termination import TerminationLog
 from elasticd.telemetry.view import PlainView, View
 
@@ -85,8 +90,9 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
 
         link = Link(access, clock)
         cleanup.callback(link.close)
-        store = EtcdStore(link, config.job, config.policy.node_ttl_s, problems=complained)
-        cleanup.callback(store.close)
+        etcd = EtcdStore(link, config.job, config.policy.node_ttl_s, problems=complained)
+        cleanup.callback(etcd.close)
+        store = TimedStore(etcd)
         stores = TorchRoundStores(config.address)
         cleanup.callback(stores.shut)
 
@@ -141,7 +147,11 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             post=inbox.post,
             say=say,
         )
-        publisher = Publisher(config, driver, store, procs.progress, view)
+        pages = Pages(clock)
+        sampler = cleanup.enter_context(Sampler())
+        meter = Meter(config, driver, store, began_at)
+        publisher = Publisher(config, driver, store, procs.progress, view, meter, pages, sampler)
+        served_at = _serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))
         spec = WorkerSpec(
             role=config.role,
@@ -151,7 +161,9 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             args=config.command.args,
             max_restarts=config.policy.restarts_max,
         )
-        logger.info("agent.started", etcd=access.url, slots=config.slots, address=config.address)
+        logger.info(
+            "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at
+        )
         service = Service(manager, lambda: driver.state)
         Agent(spec, driver, inbox, clock, both(publisher.routine, service.routine)).run()
         left = driver.left
@@ -168,6 +180,19 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
 def both(one: Callable[[float], float], other: Callable[[float], float]) -> Callable[[float], float]:
     """Two routines as one, called whenever either is due."""
     return lambda now: min(one(now), other(now))
+
+
+def _serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
+    """Where the agent can be looked at over HTTP. Nobody's training fails because that cannot be."""
+    if config.http is None:
+        return "off"
+    host, port = config.http
+    try:
+        server = cleanup.enter_context(HttpServer(host, port, pages.by_path()))
+    except OSError as error:
+        log.get("elasticd.agent").warning("http.off", host=host, port=port, why=str(error))
+        return "off"
+    return server.url
 
 
 # ---------------------------------------------------------------- who this agent is

@@ -1,4 +1,5 @@
-"""Tells the world how the agent is doing: progress to etcd, a snapshot to the live view.
+"""Tells the world how the agent is doing: progress to etcd, a snapshot to the live view and to who asks
+over HTTP.
 
 Reads the driver's state, never changes it.
 """
@@ -14,7 +15,10 @@ from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, 
 from elasticd.core.reasons import Reason
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
+from elasticd.daemon.meter import Meter
 from elasticd.daemon.pace import Pace
+from elasticd.daemon.pages import Pages, Published
+from elasticd.daemon.sampler import Sampler, Samples
 from elasticd.telemetry import words
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import View
@@ -38,15 +42,22 @@ class Publisher:
         store: Store,
         read: Callable[[], tuple[SlotProgress, ...]],
         view: View,
+        meter: Meter,
+        pages: Pages,
+        sampler: Sampler,
     ) -> None:
         self._config = config
         self._driver = driver
         self._store = store
         self._read = read
         self._view = view
+        self._meter = meter
+        self._pages = pages
+        self._sampler = sampler
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._paces: dict[tuple[str, int], Pace] = {}
         self._others: Mapping[str, Progress] = {}
+        self._samples: Samples | None = None
         self._written: Progress | None = None
         self._writing = False
         self._write_due = 0.0
@@ -54,18 +65,47 @@ class Publisher:
             store.watch("progress/", self._progress_seen, prefix=True)
 
     def note(self, reason: Reason, now: float) -> None:
-        """An event for the live view."""
+        """Something happened: an event for the live view, and maybe one to count."""
         self._events.append(Event(now, words.sentence(reason, now)))
+        self._meter.note(reason, self._read, now)
 
     def routine(self, now: float) -> float:
         mine = self._read()
+        snapshot = self._snapshot(mine, now)
         if now >= self._write_due:
             self._write_progress(mine)
             self._write_due = now + WRITE_S
+        self._measure(snapshot, mine, now)
         if not self._view.live:
             return self._write_due
-        self._view.show(self._snapshot(mine, now))
+        self._view.show(snapshot)
         return min(self._write_due, now + SHOW_S)
+
+    # ------------------------------------------------------------ to who asks over HTTP
+
+    def _measure(self, snapshot: Snapshot, mine: tuple[SlotProgress, ...], now: float) -> None:
+        self._meter.update(snapshot, mine, now)
+        self._sampler.pids = {
+            line.slot: line.pid for line in snapshot.slots if line.node == snapshot.node and line.pid
+        }
+        samples = self._sampler.latest
+        if samples is not self._samples:
+            self._samples = samples
+            if samples.itself is not None:
+                self._meter.used_itself(samples.itself)
+            for slot, (pid, used) in samples.workers.items():
+                self._meter.used(slot, pid, used)
+        self._pages.publish(Published(snapshot, self._meter.book.copy(), self._unready(), now))
+
+    def _unready(self) -> str:
+        """Why this node neither trains nor could, in a sentence; empty if it does or could."""
+        state = self._driver.state
+        if state.departure is not None or state.exiting is not None:
+            return "this node is leaving the job"
+        if not state.joined:
+            return "this node has not joined the job yet"
+        # An etcd that is away stops nobody from training.
+        return "" if state.registered or state.silent is not None else "this node is not registered in etcd"
 
     # ------------------------------------------------------------ to etcd
 

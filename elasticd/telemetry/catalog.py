@@ -54,6 +54,9 @@ TIME_KINDS: Final = (
 )
 
 _CAUSES: Final = tuple(Cause)
+_RESUMED: Final = tuple(c for c in Cause if c not in (Cause.START, Cause.STOPPED))
+_PLANNED: Final = (Cause.NODE_DRAINED, Cause.GREW, Cause.SCALED)
+_FAULTS: Final = tuple(c for c in _RESUMED if c not in _PLANNED)
 _SLOT: Final = ("slot",)
 _STEP_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _FAULT_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -103,7 +106,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Workers started in the slot in place of an earlier one, by why the round began.",
         "",
         ("slot", "cause"),
-        *_CAUSES,
+        *_RESUMED,
     ),
     _counter(
         "worker_exits",
@@ -195,14 +198,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         "fault is the exit of a worker, else the last step before it.",
         _FAULT_S,
         ("cause",),
-        *_CAUSES,
+        *_FAULTS,
     ),
     _seconds(
         "recover",
         "From a fault, or the decision to resize, to the first step after it; counted on the node of rank 0.",
         _FAULT_S,
         ("cause",),
-        *_CAUSES,
+        *_RESUMED,
     ),
     # -------------------------------------------------------- checkpoints
     _age("checkpoint_age", "Time since the newest committed checkpoint was made."),
@@ -218,7 +221,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _seconds("etcd_request", "Time of this agent's requests that etcd answered.", _REQUEST_S),
     _counter(
         "etcd_lease_renewals",
-        "Attempts to renew the lease of this agent.",
+        "Renewals of this agent's lease, silences of etcd that met one, and leases that ran out.",
         "",
         ("kind",),
         "renewed",

@@ -470,6 +470,34 @@ def test_workers_are_forked_unless_told_otherwise(job: str, monkeypatch: pytest.
     assert planned(job).config.fresh_start
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        (None, ("127.0.0.1", 9408)),
+        ("0.0.0.0:9500", ("0.0.0.0", 9500)),
+        ("localhost:0", ("localhost", 0)),
+        ("[::1]:80", ("::1", 80)),
+        ("off", None),
+    ],
+)
+def test_metrics_are_served_on_loopback_unless_somebody_says_otherwise(
+    job: str, asked: str | None, meant: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planned(*(["--http", asked] if asked else []), job).config.http == meant
+    if asked:
+        monkeypatch.setenv("ELASTICD_HTTP", asked)
+        assert planned(job).config.http == meant
+
+
+@pytest.mark.parametrize("asked", ["9408", ":9408", "127.0.0.1", "127.0.0.1:port", "127.0.0.1:70000"])
+def test_where_nothing_can_be_served_is_refused_with_an_example(job: str, asked: str) -> None:
+    assert "127.0.0.1:9408" in complaint("--http", asked, job)
+
+
+def test_metrics_are_not_promised_at_an_address_of_another_machine(job: str) -> None:
+    assert "203.0.113.9 is not an address of this machine" in complaint("--http", "203.0.113.9:80", job)
+
+
 def test_log_options_are_passed_on(job: str, tmp_path: Path) -> None:
     argv = ["--log-dir", str(tmp_path / "new" / "logs"), "-r", "3", "-t0:1", "--local-ranks-filter", "0,2"]
     environ = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: ", "OMP_NUM_THREADS": "1"}

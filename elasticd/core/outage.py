@@ -1,0 +1,80 @@
+"""How long training stood still: from what ended a round to the first step of a later one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elasticd.core.facts import Cause, Phase, Round
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """``detect_s``: from the fault to the decision to end the round; None where the round was ended as
+    planned. ``recover_s``: from the fault, or from that decision, to the first step."""
+
+    cause: Cause
+    detect_s: float | None
+    recover_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """What is known of the present one, if there is one. Times are seconds since the epoch.
+
+    ``number``: the newest round seen live. ``last_step_at``: of the round before, 0 for none.
+    """
+
+    number: int = 0
+    stepped: bool = False
+    last_step_at: float = 0.0
+    cause: Cause | None = None
+    decided_at: float = 0.0
+    planned: bool = False
+    fault_at: float | None = None
+
+    def see(self, round: Round, last_step_at: float) -> Standstill:
+        """``last_step_at``: of this node's workers in the round that was live last, 0 for none."""
+        if round.number < self.number:
+            return self
+        now = self
+        if (
+            round.number == self.number
+            and round.phase is not Phase.LIVE
+            and now.cause is None
+            and now.stepped
+        ):
+            now = replace(
+                now,
+                cause=round.closing or round.cause,
+                decided_at=round.since,
+                planned=round.planned,
+                last_step_at=last_step_at,
+            )
+        if round.phase is Phase.LIVE and round.number > self.number:
+            if now.cause is None and now.stepped:  # its closing was never seen, or there was none
+                now = replace(now, cause=round.cause, decided_at=round.since, last_step_at=last_step_at)
+            now = replace(now, number=round.number, stepped=False)
+            if now.cause is not None and now.fault_at is None:
+                now = replace(now, fault_at=_fault(now, round))
+        return now
+
+    def first_step(self, at: float) -> tuple[Standstill, Recovery | None]:
+        """The first step of the live round was made at ``at``."""
+        if self.stepped:
+            return self, None
+        after = Standstill(self.number, stepped=True)
+        if self.cause is None or self.fault_at is None:
+            return after, None
+        detect_s = None if self.planned else max(0.0, self.decided_at - self.fault_at)
+        return after, Recovery(self.cause, detect_s, max(0.0, at - self.fault_at))
+
+
+def _fault(still: Standstill, formed: Round) -> float:
+    """When it began: a worker's exit where that was it, else the last step that was made."""
+    if still.planned:
+        return still.decided_at
+    failure = formed.failure
+    since = still.last_step_at or still.decided_at
+    if still.cause is Cause.WORKER_FAILED and failure is not None and failure.exit.at >= since - 1.0:
+        return min(failure.exit.at, still.decided_at)
+    return min(since, still.decided_at)

@@ -1,0 +1,215 @@
+"""Fills the book of metrics from what the agent knows. Reads the driver's state, never changes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elasticd.core.facts import Phase, SlotProgress
+from elasticd.core.outage import Standstill
+from elasticd.core.reasons import (
+    FailureCharged,
+    Reason,
+    RoundFormed,
+    WorkerEnded,
+    WorkersStarted,
+    WorkersStopping,
+)
+from elasticd.daemon.config import RunConfig
+from elasticd.daemon.driver import Driver
+from elasticd.daemon.timedstore import TimedStore
+from elasticd.procs.usage import Usage
+from elasticd.telemetry.book import Book
+from elasticd.telemetry.snapshot import SlotState, Snapshot
+
+_HAS_WORKER = (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING)
+_BY_SLOT = ("worker_rank", "worker_last_step_age_seconds", "worker_resident_memory_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A worker as it was read last. ``since``: when it was first seen."""
+
+    pid: int
+    round: int
+    since: float
+    step: int = 0
+    at: float = 0.0
+    cpu_s: float = 0.0
+
+
+class Meter:
+    """For the agent's one thread. ``update`` and ``note`` tell it what is and what happened; ``book``
+    holds the sums."""
+
+    def __init__(self, config: RunConfig, driver: Driver, store: TimedStore, began_at: float) -> None:
+        self._config = config
+        self._driver = driver
+        self._store = store
+        self._workers: dict[int, _Worker] = {}
+        self._started: set[int] = set()  # slots that have had a worker
+        self._still = Standstill()
+        self._last_step_at = 0.0
+        self._own_cpu_s = 0.0
+        self.book = book = Book()
+        book.set("elasticd_agent_uptime_seconds", began_at)
+        for name in (
+            "elasticd_rounds_total",
+            "elasticd_failures_charged_total",
+            "elasticd_detect_seconds",
+            "elasticd_recover_seconds",
+            "elasticd_etcd_request_seconds",
+            "elasticd_etcd_lease_renewals_total",
+            "elasticd_agent_cpu_seconds_total",
+        ):
+            book.start(name)
+        for slot in driver.state.me.slots[: config.limits.max]:
+            for name in (
+                "elasticd_worker_steps_total",
+                "elasticd_step_seconds",
+                "elasticd_worker_restarts_total",
+                "elasticd_worker_exits_total",
+                "elasticd_worker_cpu_seconds_total",
+            ):
+                book.start(name, slot)
+
+    # ------------------------------------------------------------ what happened
+
+    def note(self, reason: Reason, read: Callable[[], Sequence[SlotProgress]], now: float) -> None:
+        """``read`` is called where the last steps before this are to be counted."""
+        book = self.book
+        if isinstance(reason, WorkerEnded | WorkersStopping):
+            self._look(read(), now)
+        match reason:
+            case RoundFormed(cause=cause):
+                book.add("elasticd_rounds_total", 1, cause)
+            case FailureCharged():
+                book.add("elasticd_failures_charged_total", 1)
+            case WorkersStarted(ranks=ranks):
+                crew = self._driver.state.crew
+                if crew is not None:
+                    slots = [s for s in crew.member.slots if crew.member.rank_of(s) in ranks]
+                    for slot in self._started.intersection(slots):
+                        book.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)
+                    self._started.update(slots)
+            case WorkerEnded(slot=slot, code=code):
+                kind = "signal" if code < 0 else "error" if code else "success"
+                book.add("elasticd_worker_exits_total", 1, slot, kind)
+
+    # ------------------------------------------------------------ what is
+
+    def update(self, snapshot: Snapshot, beats: Sequence[SlotProgress], now: float) -> None:
+        self._look(beats, now)
+        self._update_slots(snapshot)
+        self._update_job(snapshot, now)
+        self._update_etcd()
+
+    def used(self, slot: int, pid: int, used: Usage) -> None:
+        """What the slot's worker uses, if it still is that one."""
+        worker = self._workers.get(slot)
+        if worker is None or worker.pid != pid:
+            return
+        self.book.set("elasticd_worker_resident_memory_bytes", used.resident_bytes, slot)
+        self.book.add("elasticd_worker_cpu_seconds_total", max(0.0, used.cpu_s - worker.cpu_s), slot)
+        self._workers[slot] = _Worker(pid, worker.round, worker.since, worker.step, worker.at, used.cpu_s)
+
+    def used_itself(self, used: Usage) -> None:
+        self.book.set("elasticd_agent_resident_memory_bytes", used.resident_bytes)
+        self.book.add("elasticd_agent_cpu_seconds_total", max(0.0, used.cpu_s - self._own_cpu_s))
+        self._own_cpu_s = used.cpu_s
+
+    def _update_slots(self, snapshot: Snapshot) -> None:
+        for line in snapshot.slots:
+            if line.node != snapshot.node:
+                continue
+            slot, has_worker = line.slot, line.state in _HAS_WORKER
+            self.book.set("elasticd_worker_up", has_worker, slot)
+            self.book.choose("elasticd_slot_state", line.state, slot)
+            worker = self._workers.get(slot)
+            if has_worker and line.rank is not None and worker is not None:
+                self.book.set("elasticd_worker_rank", line.rank, slot)
+                self.book.set("elasticd_worker_last_step_age_seconds", worker.at or worker.since, slot)
+            else:
+                for name in _BY_SLOT:
+                    self.book.forget(f"elasticd_{name}", slot)
+
+    def _look(self, beats: Sequence[SlotProgress], now: float) -> None:
+        """Count the steps made since the last look, and what began or ended with them."""
+        crew, round = self._driver.state.crew, self._driver.state.round
+        if round is not None:
+            self._still = self._still.see(round, self._last_step_at)
+        if crew is not None:
+            for beat in beats:
+                if beat.slot in crew.member.slots:
+                    self._read(beat, crew.round.number, now)
+        if round is not None:  # once more: a round may have made its first step and ended since
+            self._still = self._still.see(round, self._last_step_at)
+
+    def _read(self, beat: SlotProgress, round: int, now: float) -> None:
+        before = self._workers.get(beat.slot)
+        same = before is not None and (before.pid, before.round) == (beat.pid or before.pid, round)
+        if before is None or not same or beat.step < before.step:
+            before = _Worker(beat.pid, round, now)
+        steps = beat.step - before.step
+        if steps > 0:
+            self.book.add("elasticd_worker_steps_total", steps, beat.slot)
+            if before.step > 0:
+                each_s = max(0.0, beat.at - before.at) / steps
+                self.book.observe("elasticd_step_seconds", each_s, beat.slot, times=steps)
+            self._stepped(beat.at)
+        self._workers[beat.slot] = _Worker(
+            beat.pid or before.pid, round, before.since, beat.step, beat.at, before.cpu_s
+        )
+
+    def _stepped(self, at: float) -> None:
+        self._last_step_at = max(self._last_step_at, at)
+        self._still, recovery = self._still.first_step(at)
+        if recovery is None or not self._has_rank_0():
+            return
+        if recovery.detect_s is not None:
+            self.book.observe("elasticd_detect_seconds", recovery.detect_s, recovery.cause)
+        self.book.observe("elasticd_recover_seconds", recovery.recover_s, recovery.cause)
+
+    def _has_rank_0(self) -> bool:
+        crew = self._driver.state.crew
+        return crew is not None and crew.member.base_rank == 0
+
+    def _update_job(self, s: Snapshot, now: float) -> None:
+        book, state, view = self.book, self._driver.state, self._driver.view
+        book.set("elasticd_round", s.round)
+        book.set("elasticd_world_size", s.world_size)
+        book.set("elasticd_world_min", s.limits.min)
+        book.set("elasticd_world_max", s.limits.max)
+        book.choose("elasticd_job_phase", s.phase)
+        book.set("elasticd_leader", state.leads is not None)
+        book.set("elasticd_restart_budget_left", s.budget_left)
+        book.set("elasticd_restart_budget_size", state.policy_source.policy.restarts_max)
+        book.set("elasticd_etcd_up", state.silent is None and state.lease_until is not None)
+        if view is None or view.nodes is None:
+            for kind in ("member", "waiting", "draining", "lost"):
+                book.forget("elasticd_members", kind)
+            book.forget("elasticd_slots_quarantined")
+            return
+        round = state.round
+        live = round is not None and round.phase in (Phase.LIVE, Phase.CLOSING)
+        members = {(m.node, m.incarnation) for m in round.members} if round is not None and live else set()
+        kinds = Counter(
+            "draining"
+            if r.node.draining
+            else "member"
+            if (r.node.name, r.node.incarnation) in members
+            else "waiting"
+            for r in view.nodes.values()
+        )
+        there = {(r.node.name, r.node.incarnation) for r in view.nodes.values()}
+        kinds["lost"] = len(members - there)
+        for kind in ("member", "waiting", "draining", "lost"):
+            book.set("elasticd_members", kinds[kind], kind)
+        book.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))
+
+    def _update_etcd(self) -> None:
+        for _ in range(len(self._store.requests_s)):
+            self.book.observe("elasticd_etcd_request_seconds", self._store.requests_s.popleft())
+        for _ in range(len(self._store.leases)):
+            self.book.add("elasticd_etcd_lease_renewals_total", 1, self._store.leases.popleft())

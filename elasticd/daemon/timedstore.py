@@ -1,0 +1,48 @@
+"""A store that notes how etcd answers, for who asks for it later."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from elasticd.core.ports import Answer, Guard, Held, LeaseNews, Lost, Seen, Store, Unknown, Write
+
+NOTES_MAX = 10_000  # nobody may be reading
+
+
+class TimedStore:
+    """``core.ports.Store`` around another. Notes are written on its threads, and read on any."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.requests_s: deque[float] = deque(maxlen=NOTES_MAX)
+        self.leases: deque[str] = deque(maxlen=NOTES_MAX)
+
+    def transact(
+        self, guards: tuple[Guard, ...], writes: tuple[Write, ...], answer: Callable[[Answer], None]
+    ) -> None:
+        asked_at = time.monotonic()
+
+        def answered(what: Answer) -> None:
+            if not isinstance(what, Unknown):
+                self.requests_s.append(time.monotonic() - asked_at)
+            answer(what)
+
+        self._store.transact(guards, writes, answered)
+
+    def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
+        return self._store.watch(key, seen, prefix=prefix)
+
+    def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
+        def heard(what: LeaseNews) -> None:
+            match what:
+                case Held():
+                    self.leases.append("renewed")
+                case Lost():
+                    self.leases.append("lost")
+                case _:
+                    self.leases.append("unanswered")
+            news(what)
+
+        self._store.hold_lease(heard)

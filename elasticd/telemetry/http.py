@@ -1,0 +1,156 @@
+"""A few pages for who asks over HTTP, from one thread that nothing else waits for.
+
+GET and HEAD of what is in memory, one request a connection, is little enough to be written out: the
+standard library's server takes a thread a connection and can be held up a byte at a time, and a
+framework's would be six more packages in every agent. What is asked for is bounded in size, in time,
+and in how many ask at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+CONNECTIONS_MAX = 32
+REQUEST_MAX_BYTES = 16 * 1024
+PATIENCE_S = 10.0  # for all of a request and of its answer
+
+_log = logging.getLogger(__name__)
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    status: int = 200
+
+
+# Given the headers, by their names in lower case. Must not block: all are answered by one thread.
+Page = Callable[[Mapping[str, str]], Answer]
+
+
+class HttpServer:
+    """Serves ``pages`` by path, until ``close``. ``port`` is the one it listens on.
+
+    ``port``: the one wanted; if somebody has it already, a free one is taken. Raises OSError where the
+    address cannot be listened on at all.
+    """
+
+    def __init__(self, host: str, port: int, pages: Mapping[str, Page]) -> None:
+        self._pages = pages
+        self._open = 0
+        listener = _listen(host, port)
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="elasticd-http", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/"
+
+    def close(self) -> None:
+        """Stop listening and drop who is being answered."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self, listener: socket.socket) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            server = self._loop.run_until_complete(
+                asyncio.start_server(self._serve, sock=listener, limit=REQUEST_MAX_BYTES)
+            )
+            self._loop.run_forever()
+            server.close()
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+        finally:
+            self._loop.close()
+            listener.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                if self._open > CONNECTIONS_MAX:
+                    answer, head_only = Answer(b"too many connections\n", status=503), False
+                else:
+                    answer, head_only = self._answer(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(_encoded(answer, head_only))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # whoever asks so is not owed an answer
+        finally:
+            writer.transport.abort()
+            self._open -= 1
+
+    def _answer(self, request: bytes) -> tuple[Answer, bool]:
+        line, *headers = request.decode("latin-1").split("\r\n")
+        try:
+            method, target, version = line.split(" ")
+        except ValueError:
+            return Answer(b"not a request\n", status=400), False
+        if not version.startswith("HTTP/1."):
+            return Answer(b"HTTP/1.1 is spoken here\n", status=400), False
+        if method not in ("GET", "HEAD"):
+            return Answer(b"there is nothing to change here\n", status=405), False
+        page = self._pages.get(target.partition("?")[0])
+        if page is None:
+            there = "".join(f"{path}\n" for path in self._pages)
+            return Answer(f"there are:\n{there}".encode(), status=404), method == "HEAD"
+        fields = (header.partition(":") for header in headers if header)
+        try:
+            answer = page({name.strip().lower(): value.strip() for name, _, value in fields})
+        except Exception:  # noqa: BLE001  # a page that fails must not take the others with it
+            _log.exception("cannot answer %s", target)
+            answer = Answer(b"cannot be shown; the agent's log says why\n", status=500)
+        return answer, method == "HEAD"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or port == 0:
+            raise
+        return socket.create_server((address[0], 0), family=family)
+
+
+def _encoded(answer: Answer, head_only: bool) -> bytes:
+    head = (
+        f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
+        f"Content-Type: {answer.content_type}\r\n"
+        f"Content-Length: {len(answer.body)}\r\n"
+        "Cache-Control: no-store\r\n"
+        "X-Content-Type-Options: nosniff\r\n"
+        "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if head_only else answer.body)

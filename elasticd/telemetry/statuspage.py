@@ -1,0 +1,78 @@
+"""The small page an agent shows of its job: plain HTML that needs no script, no network and no other
+file. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from html import escape
+
+from elasticd.telemetry.snapshot import SlotLine, Snapshot
+
+REFRESH_S = 2
+
+_STYLE = """
+:root{color-scheme:light dark;--line:#8884;--dim:#777;--ok:#1a7f37;--warn:#9a6700;--bad:#cf222e;--off:#6e7781}
+@media(prefers-color-scheme:dark){:root{--dim:#999;--ok:#3fb950;--warn:#d29922;--bad:#f85149;--off:#8b949e}}
+body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.35rem;margin:0}h2{font-size:1rem;margin:1.6rem 0 .4rem}.dim{color:var(--dim)}
+.tiles{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}
+.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .8rem;min-width:6rem}
+.tile b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
+.tile span{color:var(--dim);font-size:.8rem}
+.note{border-left:.25rem solid var(--warn);padding:.3rem .8rem;margin:.8rem 0}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th,td{text-align:right;padding:.25rem .6rem;border-bottom:1px solid var(--line);white-space:nowrap}
+th{color:var(--dim);font-weight:400}th:first-child,td:first-child,td.s,th.s{text-align:left}
+.running{color:var(--ok)}.starting,.stopping{color:var(--warn)}.failed,.quarantined{color:var(--bad)}
+.idle,.finished{color:var(--off)}
+ul{list-style:none;padding:0;margin:0}li{padding:.15rem 0}li time{color:var(--dim);margin-right:.8rem}
+footer{margin-top:2rem;font-size:.85rem}a{color:inherit}
+"""
+
+
+def render(s: Snapshot, unready: str, at: float, version: str) -> str:
+    """``unready``: why this node takes no part, or empty. ``at``: when this was so, seconds since the
+    epoch."""
+    tiles = [
+        ("phase", s.phase),
+        ("world", f"{s.world_size} <small class=dim>of {s.limits.min} to {s.limits.max}</small>"),
+        ("round", str(s.round)),
+        ("step", f"{s.step:,}"),
+        ("steps/s", "-" if s.steps_per_s is None else f"{s.steps_per_s:.2f}"),
+        ("restarts", f"{s.restarts} <small class=dim>{s.budget_left} left</small>"),
+    ]
+    notes = [f"<p class=note>{escape(text)}</p>" for text in (unready, s.waiting) if text]
+    events = [f"<li><time>{_clock(e.at)}</time>{escape(e.text)}</li>" for e in reversed(s.events)]
+    return "".join(
+        [
+            "<!doctype html><html lang=en><meta charset=utf-8>",
+            '<meta name=viewport content="width=device-width">',
+            f"<meta http-equiv=refresh content={REFRESH_S}>",
+            f"<title>{escape(s.job)}: {escape(s.phase)}</title><style>{_STYLE}</style>",
+            f"<h1>{escape(s.job)}</h1><div class=dim>as {escape(s.node)} knows it, {_clock(at)} UTC</div>",
+            "<div class=tiles>",
+            *(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for name, value in tiles),
+            "</div>",
+            *notes,
+            "<h2>Slots</h2><div class=wide><table><tr><th>node<th>slot<th class=s>state<th>rank<th>step",
+            "<th>steps/s<th>pid</tr>",
+            *map(_row, s.slots),
+            "</table></div>",
+            f"<h2>What happened</h2><ul>{''.join(events) or '<li class=dim>nothing yet'}</ul>",
+            f"<footer class=dim>elasticd {escape(version)} · <a href=/metrics>metrics</a> · ",
+            "<a href=/status>status as JSON</a></footer></html>",
+        ]
+    )
+
+
+def _row(line: SlotLine) -> str:
+    pace = "" if line.steps_per_s is None else f"{line.steps_per_s:.2f}"
+    rank = "" if line.rank is None else str(line.rank)
+    return (
+        f"<tr><td>{escape(line.node)}<td>{line.slot}<td class='s {line.state}'>● {line.state}<td>{rank}"
+        f"<td>{f'{line.step:,}' if line.rank is not None else ''}<td>{pace}<td>{line.pid or ''}</tr>"
+    )
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")

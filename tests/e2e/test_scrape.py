@@ -1,0 +1,151 @@
+"""What Prometheus would scrape of a real run in which a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster
+from tests.telemetry import promtool
+
+T = TypeVar("T")
+
+
+def fetch(url: str, **headers: str) -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+@dataclass(frozen=True)
+class Scraped:
+    """The samples of one scrape."""
+
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+    def __call__(self, name: str, **labels: Any) -> float | None:
+        """The one sample with this name and these labels, whatever others it has."""
+        wanted = {(k, str(v)) for k, v in labels.items()}
+        found = [v for (n, has), v in self.samples.items() if n == f"elasticd_{name}" and wanted <= has]
+        assert len(found) < 2, f"{name} {labels} is ambiguous"
+        return found[0] if found else None
+
+
+def ready(agent: Agent) -> bool:
+    try:
+        return fetch(f"{url_of(agent)}readyz") == "ok\n"
+    except urllib.error.HTTPError:
+        return False
+
+
+def eventually(holds: Callable[[], T]) -> T:
+    """Who scrapes is told nothing, and must look again."""
+    patient_until = time.monotonic() + PATIENCE_S
+    while not (found := holds()):
+        assert time.monotonic() < patient_until, "it never came to be"
+        time.sleep(0.25)
+    return found
+
+
+def scrape(agent: Agent, *, openmetrics: bool = False) -> Scraped:
+    asked = "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain"
+    body = fetch(f"{url_of(agent)}metrics", Accept=asked)
+    families = (parse_openmetrics if openmetrics else parse_text)(body)
+    return Scraped({(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples})
+
+
+def url_of(agent: Agent) -> str:
+    url: str = agent.find("agent.started")[0]["http"]
+    return url
+
+
+def test_a_scrape_tells_of_each_slot_and_of_the_worker_that_was_killed(cluster: Cluster) -> None:
+    cluster.limits = (3, 3)
+    (a,) = cluster.start("a", slots=2)
+    cluster.until_said(a, "leader.elected")
+    (b,) = cluster.start("b")
+    first = cluster.world(3)
+    cluster.goes_on(first)
+    os.kill(first.on("b")[0].pid, signal.SIGKILL)
+    second = cluster.world(3, after=first)
+    cluster.goes_on(second, steps=20)
+
+    def settled() -> tuple[Scraped, Scraped] | None:
+        at_a, at_b = scrape(a), scrape(b, openmetrics=True)
+        counts = [
+            at_a("worker_steps_total", slot=0),
+            at_a("worker_steps_total", slot=1),
+            at_b("worker_steps_total"),
+        ]
+        recovered = at_a("recover_seconds_count", cause="worker_failed") == 1
+        return (at_a, at_b) if recovered and all(n and n > 20 for n in counts) else None
+
+    at_a, at_b = eventually(settled)
+    run = cluster.job
+    for at, slots in ((at_a, (0, 1)), (at_b, (0,))):
+        assert at("round", run=run) == 2
+        assert (at("world_size"), at("world_min"), at("world_max")) == (3, 3, 3)
+        assert at("job_phase", kind="live") == 1 and at("job_phase", kind="waiting") == 0
+        assert at("etcd_up") == 1
+        for slot in slots:
+            assert at("worker_up", slot=slot) == 1
+            assert at("slot_state", slot=slot, kind="running") == 1
+            assert at("worker_restarts_total", slot=slot, cause="worker_failed") == 1
+            age = at("worker_last_step_age_seconds", slot=slot)
+            assert age is not None and age >= 0
+    assert at_b("worker_exits_total", slot=0, kind="signal") == 1
+    assert at_a("worker_exits_total", slot=0, kind="signal") == 0
+    assert (at_a("leader"), at_b("leader")) == (1, 0)
+    assert at_a("members", kind="member") == 2 and at_b("members", kind="member") is None
+    assert at_a("rounds_total", cause="start") == at_a("rounds_total", cause="worker_failed") == 1
+    assert at_b("rounds_total", cause="worker_failed") == 0
+    assert at_a("failures_charged_total") == 1
+    assert at_a("restart_budget_left") == (at_a("restart_budget_size") or 0) - 1
+    detect, recover = (at_a(f"{name}_seconds_sum", cause="worker_failed") for name in ("detect", "recover"))
+    assert detect is not None and recover is not None and 0 < detect < recover
+    assert at_b("recover_seconds_count", cause="worker_failed") == 0, "the node of rank 0 counts for all"
+    requests = at_a("etcd_request_seconds_count")
+    assert requests and requests > 3 and at_a("etcd_lease_renewals_total", kind="renewed")
+    if promtool.PROMTOOL:
+        assert promtool.lint(fetch(f"{url_of(a)}metrics").encode()) == ""
+
+    status = json.loads(fetch(f"{url_of(a)}status"))
+    assert (status["job"], status["round"], status["ready"]) == (run, 2, True)
+    assert [s["pid"] for s in status["slots"] if s["node"] == "a"] == [p.pid for p in second.on("a")]
+    assert fetch(f"{url_of(a)}healthz") == fetch(f"{url_of(a)}readyz") == "ok\n"
+    assert run in fetch(url_of(a))
+    cluster.finishes(a, b)
+    for agent in (a, b):
+        with pytest.raises(urllib.error.URLError):
+            fetch(f"{url_of(agent)}healthz")
+
+
+def test_a_node_that_waits_for_a_place_is_ready(cluster: Cluster) -> None:
+    cluster.limits = (1, 1)
+    (a,) = cluster.start("a")
+    cluster.world(1)
+    (b,) = cluster.start("b", options=["--http", "127.0.0.1:0"])
+    cluster.until_said(b, "agent.started")
+    eventually(lambda: ready(b) and scrape(b)("round") == 1)
+    assert scrape(b)("slot_state", slot=0, kind="idle") == 1
+    assert scrape(b)("worker_up", slot=0) == 0
+    cluster.finishes(a, b)
+
+
+def test_nothing_is_served_where_nobody_wants_it(cluster: Cluster) -> None:
+    cluster.limits = (1, 1)
+    (a,) = cluster.start("a", options=["--http=off"])
+    cluster.world(1)
+    assert url_of(a) == "off"
+    cluster.finishes(a)

@@ -1,0 +1,137 @@
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+from prometheus_client import Metric as Family
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from elasticd.telemetry.book import Book
+from elasticd.telemetry.catalog import METRICS, Type
+from elasticd.telemetry.exposition import OPENMETRICS, TEXT, content_type, expose
+from tests.telemetry import promtool
+
+NOW = 1_000_000.0
+PROMETHEUS_ASKS = (
+    "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+Parse = Callable[[str], Iterable[Family]]
+BOTH = pytest.mark.parametrize(
+    ("openmetrics", "parse"), [(False, parse_text), (True, parse_openmetrics)], ids=["text", "openmetrics"]
+)
+
+
+def everything(slots: int = 2) -> Book:
+    """A value for each metric there is, with all its labels."""
+    book = Book()
+    for metric in METRICS:
+        for slot in range(slots) if "slot" in metric.labels else [None]:
+            before = [] if slot is None else [slot]
+            more = len(metric.labels) > len(before)
+            for last in [[v] for v in metric.values] or ([["13"]] if more else [[]]):
+                labels = (*before, *last)
+                match metric.type:
+                    case Type.GAUGE:
+                        book.set(metric.name, 0.25, *labels)
+                    case Type.AGE:
+                        book.set(metric.name, NOW - 7, *labels)
+                    case Type.COUNTER:
+                        book.add(metric.name, 3, *labels)
+                    case Type.HISTOGRAM:
+                        book.observe(metric.name, metric.buckets[1], *labels, times=2)
+                        book.observe(metric.name, 1e9, *labels)
+    return book
+
+
+@BOTH
+def test_prometheus_reads_every_metric_as_it_was_measured(openmetrics: bool, parse: Parse) -> None:
+    book = everything()
+    body = expose(book.copy(), "a job", "node-1", NOW, openmetrics=openmetrics).decode()
+    families = {family.name: family for family in parse(body)}
+    assert len(families) == len(METRICS)
+    for metric in METRICS:
+        family = families[metric.name.removesuffix("_total")]
+        assert family.type == ("gauge" if metric.type is Type.AGE else metric.type)
+        assert family.documentation == metric.help
+        assert not openmetrics or family.unit == metric.unit
+        for sample in family.samples:
+            assert (sample.labels["run"], sample.labels["node"]) == ("a job", "node-1")
+            assert set(sample.labels) - {"run", "node", "le"} == set(metric.labels)
+        values = [s.value for s in family.samples if s.name == metric.name]
+        expected = {Type.GAUGE: 0.25, Type.AGE: 7.0, Type.COUNTER: 3.0}.get(metric.type)
+        assert set(values) == ({expected} if expected is not None else set())
+
+
+@BOTH
+def test_a_histogram_is_cumulative_and_ends_at_infinity(openmetrics: bool, parse: Parse) -> None:
+    book = Book()
+    for seconds in (0.009, 0.01, 0.011, 400.0):
+        book.observe("elasticd_step_seconds", seconds, 0)
+    (family,) = parse(expose(book.copy(), "r", "n", NOW, openmetrics=openmetrics).decode())
+    buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")}
+    assert (buckets["0.01"], buckets["0.025"], buckets["300.0"], buckets["+Inf"]) == (2, 3, 3, 4)
+    by_name = {s.name: s.value for s in family.samples}
+    assert by_name["elasticd_step_seconds_count"] == 4
+    assert by_name["elasticd_step_seconds_sum"] == pytest.approx(400.03)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ['say "hi"', "back\\slash", "two\nlines", "Grüße", "a,b{c}=d", "\\n"])
+def test_a_job_may_have_any_name(name: str, openmetrics: bool, parse: Parse) -> None:
+    book = Book()
+    book.set("elasticd_round", 3)
+    (family,) = parse(expose(book.copy(), name, "n", NOW, openmetrics=openmetrics).decode())
+    assert family.samples[0].labels["run"] == name
+
+
+@BOTH
+def test_values_that_are_no_numbers_are_told_as_such(openmetrics: bool, parse: Parse) -> None:
+    book = Book()
+    for slot, value in enumerate((math.nan, math.inf, -math.inf)):
+        book.set("elasticd_loss", value, slot)
+    (family,) = parse(expose(book.copy(), "r", "n", NOW, openmetrics=openmetrics).decode())
+    told = [s.value for s in family.samples]
+    assert math.isnan(told[0]) and told[1:] == [math.inf, -math.inf]
+
+
+def test_who_takes_openmetrics_gets_it_and_others_the_text_they_know() -> None:
+    assert content_type(PROMETHEUS_ASKS) == OPENMETRICS
+    assert content_type("*/*") == content_type("") == TEXT
+
+
+def test_a_counter_is_there_before_anything_was_counted() -> None:
+    book = Book()
+    book.start("elasticd_worker_exits_total", 0)
+    book.start("elasticd_recover_seconds")
+    measured = book.copy()
+    assert set(measured.values["elasticd_worker_exits_total"].values()) == {0.0}
+    assert ("worker_failed",) in measured.values["elasticd_recover_seconds"]
+
+
+def test_a_copy_does_not_change_with_the_book() -> None:
+    book = Book()
+    book.add("elasticd_rounds_total", 1, "start")
+    copy = book.copy()
+    book.add("elasticd_rounds_total", 1, "start")
+    book.forget("elasticd_rounds_total", "start")
+    assert copy.values["elasticd_rounds_total"] == {("start",): 1.0}
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda book: book.set("elasticd_unheard_of", 1),
+        lambda book: book.set("elasticd_rounds_total", 1, "start"),
+        lambda book: book.add("elasticd_rounds_total", 1),
+        lambda book: book.add("elasticd_rounds_total", -1, "start"),
+    ],
+)
+def test_only_what_the_catalogue_has_can_be_measured(misuse: Callable[[Book], None]) -> None:
+    with pytest.raises((KeyError, AssertionError)):
+        misuse(Book())
+
+
+@pytest.mark.skipif(promtool.PROMTOOL is None, reason="promtool (Debian: prometheus) is not installed")
+def test_promtool_has_nothing_to_say_of_any_metric() -> None:
+    assert promtool.lint(expose(everything().copy(), "r", "n", NOW)) == ""

@@ -1,0 +1,124 @@
+import http.client
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from elasticd.telemetry import http as served
+from elasticd.telemetry.http import Answer, HttpServer
+
+
+def fail(_: Mapping[str, str]) -> Answer:
+    raise RuntimeError("on purpose")
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    pages = {
+        "/": lambda _: Answer(b"home\n"),
+        "/accept": lambda headers: Answer(headers.get("accept", "nothing").encode()),
+        "/broken": fail,
+    }
+    with HttpServer("127.0.0.1", 0, pages) as server:
+        yield server
+
+
+def get(server: HttpServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def raw(server: HttpServer, data: bytes) -> bytes:
+    """All that comes back."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        sock.sendall(data)
+        return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def test_pages_are_answered_by_their_path(server: HttpServer) -> None:
+    assert get(server, "/") == (200, b"home\n")
+    assert get(server, "/?refresh=1") == (200, b"home\n")
+    assert get(server, "/accept", Accept="text/plain") == (200, b"text/plain")
+    status, body = get(server, "/nothing")
+    assert status == 404 and b"/accept" in body, "what there is instead"
+
+
+def test_only_reading_is_possible(server: HttpServer) -> None:
+    assert get(server, "/", "HEAD") == (200, b"")
+    assert {get(server, "/", method)[0] for method in ("POST", "PUT", "DELETE")} == {405}
+
+
+def test_a_page_that_fails_takes_no_other_with_it(server: HttpServer) -> None:
+    status, body = get(server, "/broken")
+    assert status == 500 and b"on purpose" not in body
+    assert get(server, "/") == (200, b"home\n")
+
+
+@pytest.mark.parametrize("nonsense", [b"\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"GET / SPDY/3\r\n\r\n"])
+def test_what_is_no_request_is_refused(server: HttpServer, nonsense: bytes) -> None:
+    assert raw(server, nonsense).startswith(b"HTTP/1.1 400 ")
+    assert get(server, "/")[0] == 200
+
+
+def test_a_request_without_end_is_cut_off(server: HttpServer) -> None:
+    try:
+        said = raw(server, b"GET / HTTP/1.1\r\nX: " + b"y" * (2 * served.REQUEST_MAX_BYTES))
+    except ConnectionError:
+        said = b""
+    assert said == b""
+    assert get(server, "/")[0] == 200
+
+
+def test_who_dawdles_is_dropped_and_meanwhile_others_are_answered(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "PATIENCE_S", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+        slow.sendall(b"GET / HT")
+        assert get(server, "/")[0] == 200
+        try:
+            assert slow.recv(1) == b""
+        except ConnectionError:
+            pass
+
+
+def test_more_connections_than_are_kept_are_turned_away(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "CONNECTIONS_MAX", 2)
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(2)]
+    for sock in idle:
+        sock.sendall(b"G")
+    try:
+        assert get(server, "/") == (503, b"too many connections\n")
+    finally:
+        for sock in idle:
+            sock.close()
+
+
+def test_a_port_that_is_taken_is_no_reason_to_fail(server: HttpServer) -> None:
+    with HttpServer("127.0.0.1", server.port, {"/": lambda _: Answer(b"other\n")}) as other:
+        assert other.port != server.port
+        assert get(other, "/") == (200, b"other\n")
+        assert other.url == f"http://127.0.0.1:{other.port}/"
+
+
+def test_an_address_of_another_machine_cannot_be_served() -> None:
+    with pytest.raises(OSError, match="assign"):
+        HttpServer("203.0.113.9", 0, {})
+
+
+def test_it_leaves_no_port_and_no_thread(server: HttpServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as idle:
+        server.close()
+        assert idle.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    assert "elasticd-http" not in {thread.name for thread in threading.enumerate()}
+    server.close()

@@ -1,0 +1,69 @@
+from html.parser import HTMLParser
+
+from elasticd.core.facts import Limits
+from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
+from elasticd.telemetry.statuspage import render
+
+AT = 1_767_225_600.0  # midnight
+
+
+class Read(HTMLParser):
+    """What a browser would show, and what it would fetch."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "srcset") or (tag, name) == ("link", "href")
+        ]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def snapshot(**more: object) -> Snapshot:
+    slots = (
+        SlotLine("a", 0, SlotState.RUNNING, 0, 4711, 1234, 9.5),
+        SlotLine("a", 1, SlotState.QUARANTINED),
+    )
+    fields = {"slots": slots, "events": (Event(AT + 61, "round 7 formed"),), "restarts": 2, "budget_left": 8}
+    return Snapshot("job", "a", 7, "live", 1, Limits(1, 2), **(fields | more))  # type: ignore[arg-type]
+
+
+def test_the_page_says_how_the_job_is_and_needs_nothing_else() -> None:
+    page = render(snapshot(), "", AT, "1.2.3")
+    read = Read(page)
+    text = " ".join(read.text)
+    for said in (
+        "job",
+        "live",
+        "1 to 2",
+        "1,234",
+        "9.50",
+        "running",
+        "quarantined",
+        "4711",
+        "00:01:01",
+        "round 7 formed",
+        "1.2.3",
+    ):
+        assert said in text, said
+    assert not read.fetched and "script" not in read.tags and "http" not in page.replace("http-equiv", "")
+
+
+def test_what_is_waited_for_is_said_first() -> None:
+    page = render(snapshot(waiting="waiting for 1 more worker"), "this node is leaving the job", AT, "1")
+    assert page.index("leaving") < page.index("waiting for 1 more worker") < page.index("Slots")
+
+
+def test_names_cannot_bring_markup_of_their_own() -> None:
+    page = render(snapshot(waiting="<script>alert(1)</script>"), "<b>", AT, "1")
+    assert "<script" not in page and "<b>&" not in page and "&lt;script&gt;" in page
