@@ -1,0 +1,27 @@
+"""What a training script imports so that it keeps its process, its model and every committed step
+while workers around it die, are replaced, come and go.
+
+    from elasticd import worker
+
+    @worker.run                                       # entered again after each change of world
+    def train(state):
+        for step in state.steps(10_000):
+            loss = loss_of(state.model, batch_of(step, worker.rank(), worker.world_size()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            state.commit()                            # what nobody falls behind of
+
+    train(worker.State(model=model, optimizer=optimizer))
+
+Under ``elasticd run`` it recovers in place; under torchrun or plain ``python`` the same script runs
+in the world that it finds.
+"""
+
+from elasticd.worker.exchange import StateLost
+from elasticd.worker.place import device, rank, world_size
+from elasticd.worker.run import run
+from elasticd.worker.state import State
+from elasticd.worker.world import WorldChanged
+
+__all__ = ["State", "StateLost", "WorldChanged", "device", "rank", "run", "world_size"]

@@ -1,0 +1,203 @@
+"""At the start of each round: who has the state that training goes on from, and who needs it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elasticd.core.link import Holds
+from elasticd.worker.plain import with_tensors
+from elasticd.worker.state import State
+from elasticd.worker.world import World
+
+PARCEL_BYTES = 8 << 20  # small tensors travel together, large ones in pieces of this
+_ALIGNED = 16
+_HOLDS = tuple(Holds)
+
+
+class StateLost(RuntimeError):
+    """No worker can say what was committed last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a worker brings: its last committed step, and the round in which all agreed on what
+    came before that. ``agreed`` is the higher authority: a worker that was left behind may have
+    committed a step that the others have since made anew."""
+
+    holds: Holds
+    agreed: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """By rank. ``fresh``: nobody has anything committed, so the source begins."""
+
+    source: int
+    takers: tuple[int, ...]
+    fresh: bool
+
+
+def choose(standings: Sequence[Standing]) -> Choice:
+    """Go on from the most advanced state there is; of several workers that have it, the first sends."""
+    ages = [(s.agreed, s.step) if s.holds is Holds.WHOLE else (-1, -1) for s in standings]
+    newest = max(ages)
+    if newest < (0, 0):
+        return Choice(0, tuple(range(1, len(standings))), fresh=True)
+    takers = tuple(rank for rank, age in enumerate(ages) if age != newest)
+    return Choice(ages.index(newest), takers, fresh=False)
+
+
+def agree(state: State, world: World) -> None:
+    """Afterwards all workers of the world have the same state. Raises StateLost, and WorldChanged
+    if the world ends before that; then this worker has what it had."""
+    state.begin()
+    standings = _tell(Standing(state.holds, state.agreed, state.step), world)
+    choice = choose(standings)
+    if choice.fresh:
+        torn = [s.step for s in standings if s.holds is Holds.TORN]
+        if torn and not state.can_restore:
+            raise StateLost(_why_lost(max(torn)))
+        if choice.source == world.rank and not state.restore() and torn:
+            raise StateLost(_why_lost(max(torn)))
+    if choice.takers:
+        if world.rank == choice.source:
+            with world.or_over():
+                _send(state.snapshot(), choice)
+        elif world.rank in choice.takers:
+            with world.or_over():
+                snapshot = _receive(choice, world.rank)
+            state.take(snapshot)
+    state.agree(world.number)
+
+
+def _why_lost(step: int) -> str:
+    never = "; state.commit() was never called" if step == 0 else ""
+    return (
+        f"no worker has a whole state any more: each had begun an optimizer's step after committed step "
+        f"{step} that it could neither commit nor undo{never}. Call state.commit() right after the "
+        "optimizer's step, with nothing in between that talks to other workers, or give State a restore= "
+        "that loads a checkpoint"
+    )
+
+
+def _tell(mine: Standing, world: World) -> list[Standing]:
+    if world.size == 1:
+        return [mine]
+    said = torch.tensor([_HOLDS.index(mine.holds), mine.agreed, mine.step])
+    heard = [torch.zeros_like(said) for _ in range(world.size)]
+    with world.or_over():
+        dist.all_gather(heard, said)
+    return [Standing(_HOLDS[holds], agreed, step) for holds, agreed, step in (h.tolist() for h in heard)]
+
+
+# ---------------------------------------------------------------- the way there
+
+
+class _Chain:
+    """Bytes go from the source to the first taker, who passes them on to the second while it takes
+    the next, and so on: with many takers it takes little longer than with one."""
+
+    def __init__(self, choice: Choice, rank: int) -> None:
+        order = (choice.source, *choice.takers)
+        place = order.index(rank)
+        self._before = order[place - 1] if place else None
+        self._after = order[place + 1] if place + 1 < len(order) else None
+        self._under_way: list[Any] = []
+
+    def carry(self, parcel: torch.Tensor) -> torch.Tensor:
+        """The parcel's bytes, as they are at the source. It must stay as it is until ``finish``."""
+        for piece in torch.split(parcel, PARCEL_BYTES):
+            if self._before is not None:
+                dist.recv(piece, self._before)
+            if self._after is not None:
+                self._under_way.append(dist.isend(piece, self._after))
+        return parcel
+
+    def finish(self) -> None:
+        for sent in self._under_way:
+            sent.wait()
+
+
+def _send(snapshot: Any, choice: Choice) -> None:
+    tensors: list[torch.Tensor] = []
+
+    def leave_out(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    outline = io.BytesIO()
+    torch.save(with_tensors(snapshot, leave_out), outline)
+    chain = _Chain(choice, choice.source)
+    text = torch.frombuffer(outline.getbuffer(), dtype=torch.uint8)
+    chain.carry(torch.tensor([len(text)]).view(torch.uint8))
+    chain.carry(text)
+    for together in _parcels(tensors):
+        chain.carry(_packed([tensors[i] for i in together]))
+    chain.finish()
+
+
+def _receive(choice: Choice, rank: int) -> Any:
+    """All of it is taken before any of it is used: if the source dies on the way, nothing is lost."""
+    chain = _Chain(choice, rank)
+    length = int(chain.carry(torch.zeros(8, dtype=torch.uint8)).view(torch.int64))
+    text = chain.carry(torch.empty(length, dtype=torch.uint8))
+    outline = torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)
+    wanted: list[torch.Tensor] = []
+    with_tensors(outline, lambda tensor: wanted.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    got: list[torch.Tensor] = []
+    for together in _parcels(wanted):
+        kinds = [wanted[i] for i in together]
+        parcel = chain.carry(torch.empty(sum(map(_room, kinds)), dtype=torch.uint8))
+        got.extend(_unpacked(parcel, kinds))
+    chain.finish()
+    arrived = iter(got)
+    return with_tensors(outline, lambda _: next(arrived))
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _parcels(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Which tensors travel together, by index, in order."""
+    together: list[int] = []
+    size = 0
+    for i, tensor in enumerate(tensors):
+        if together and size + tensor.nbytes > PARCEL_BYTES:
+            yield together
+            together, size = [], 0
+        together.append(i)
+        size += _room(tensor)
+    if together:
+        yield together
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1 and tensors[0].nbytes == _room(tensors[0]):
+        return _bytes(tensors[0])
+    parcel = torch.zeros(sum(map(_room, tensors)), dtype=torch.uint8)
+    start = 0
+    for tensor in tensors:
+        parcel[start : start + tensor.nbytes] = _bytes(tensor)
+        start += _room(tensor)
+    return parcel
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _unpacked(parcel: torch.Tensor, kinds: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Each with memory of its own, except a large one that has the parcel for itself."""
+    start = 0
+    for kind in kinds:
+        tensor = parcel[start : start + kind.nbytes].view(kind.dtype).view(kind.shape)
+        start += _room(kind)
+        yield tensor if len(parcel) == kind.nbytes else tensor.clone()

@@ -1,0 +1,111 @@
+"""This worker's line to its agent: says what it does, and hears, in a thread, what it shall do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+
+from elasticd.core.link import Enter, FromWorker, Leave, Lines, LinkError, encode
+from elasticd.worker.world import World
+
+
+class AgentGone(RuntimeError):
+    """Nobody is left to say what the next world is."""
+
+
+class Link:
+    """``address``: the name of the agent's abstract Unix socket. Raises AgentGone, if nobody of this
+    user listens there."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect("\0" + address)
+        except OSError as error:
+            raise AgentGone(f"the agent of this worker does not answer at {address!r}: {error}") from error
+        _, uid, _ = struct.unpack(
+            "3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
+        if uid != os.getuid():
+            raise AgentGone(f"whoever listens at {address!r} is user {uid}, and not this worker's agent")
+        self._news = threading.Condition()
+        self._world: World | None = None
+        self._enter: Enter | None = None
+        self._told = 0  # the newest round that the agent wants left
+        self._closed = 0  # the newest round that is over
+        self._gone = ""
+        threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()
+
+    def say(self, message: FromWorker) -> None:
+        """An agent that is gone is not told, and will not miss it."""
+        try:
+            self._socket.sendall(encode(message))
+        except OSError:
+            pass
+
+    def next_round(self, after: int) -> Enter:
+        """Wait for the round to take part in. ``after``: the last one that this worker was in.
+        Raises AgentGone."""
+        with self._news:
+            self._world = None
+            self._news.wait_for(lambda: self._gone or (self._enter and self._enter.round > after))
+            if self._enter is None or self._enter.round <= after:
+                raise AgentGone(f"the agent of this worker is gone: {self._gone}")
+            return self._enter
+
+    def attend(self, world: World) -> None:
+        """From now on, the world hears what the agent says about it."""
+        with self._news:
+            self._world = world
+            closed = self._closed >= world.number
+        if closed:
+            world.abort()
+
+    def closes(self, round: int, within_s: float) -> bool:
+        """Wait until the agent wants the round left. False: it said nothing of the kind."""
+        with self._news:
+            self._news.wait_for(lambda: self._gone or self._told >= round, within_s)
+            return self._told >= round
+
+    def _listen(self) -> None:
+        lines = Lines()
+        try:
+            while data := self._socket.recv(65536):
+                for message in lines.feed(data):
+                    match message:
+                        case Leave(round, planned=True):
+                            self._ask(round)
+                        case Leave(round):
+                            self._close(round)
+                        case Enter(round):
+                            self._close(round - 1)  # whether or not it was said
+                            with self._news:
+                                self._enter = message
+                                self._news.notify_all()
+            gone = "it closed the connection"
+        except (OSError, LinkError) as error:
+            gone = str(error)
+        with self._news:
+            self._gone = gone
+            self._news.notify_all()
+
+    def _ask(self, round: int) -> None:
+        with self._news:
+            self._told = max(self._told, round)
+            world = self._world
+            self._news.notify_all()
+        if world is not None and world.number == round:
+            world.ask_to_leave()
+        elif world is None or world.number < round:
+            self._close(round)  # not joined yet: there is nothing to leave in good order
+
+    def _close(self, round: int) -> None:
+        with self._news:
+            self._closed = max(self._closed, round)
+            self._told = max(self._told, round)
+            world = self._world
+            self._news.notify_all()
+        if world is not None and world.number <= round:
+            world.abort()

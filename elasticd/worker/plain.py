@@ -1,0 +1,53 @@
+"""Data that can be copied, sent and loaded without running anybody's code."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CONTAINERS = (dict, OrderedDict, Counter, defaultdict, list, set)
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def copied(value: Any, name: str = "value") -> Any:
+    """A copy that shares nothing that can change. Raises TypeError, naming ``name``, for what is
+    neither a number, a string, a tensor nor a dict, list, tuple or set of such."""
+    kind = type(value)
+    if kind in _VALUES:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if kind is tuple:
+        return tuple([copied(v, name) for v in value])
+    if kind is list:
+        return [copied(v, name) for v in value]
+    if kind is set:
+        return {copied(v, name) for v in value}
+    if kind in _CONTAINERS:
+        made = copy.copy(value)
+        for key, item in made.items():
+            made[key] = copied(item, name)
+        return made
+    raise TypeError(
+        f"{name} holds a {kind.__qualname__}, which cannot be sent to another worker: keep numbers, strings, "
+        "tensors, and dicts, lists, tuples and sets of them, or objects with state_dict() and "
+        "load_state_dict()"
+    )
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same data, each tensor in it changed for another, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors(v, change) for v in value)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = with_tensors(item, change)
+        return made
+    return value

@@ -1,0 +1,121 @@
+"""The run function, entered again after each change of world."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elasticd.core.link import ADDRESS, Done, Enter, Entered, Hello, Holds, Waiting
+from elasticd.worker.exchange import agree
+from elasticd.worker.link import Link
+from elasticd.worker.state import State
+from elasticd.worker.world import World, WorldChanged, is_of_the_group
+
+NEWS_S_MAX = 15.0  # after a collective failed, for the agent to say that the round is over
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run(
+    function: Callable[Concatenate[State, P], T] | None = None, *, timeout: timedelta = timedelta(minutes=30)
+) -> Callable[Concatenate[State, P], T]:
+    """Decorate the function that trains. It is called with a State (and whatever else it is given)
+    in a world that is ready, and again from ``state.step`` in each world after that; what it returns
+    in the last one is the result.
+
+    ``timeout``: of the process group's collectives. Exceptions of the function's own end the process
+    as always; what fails because another worker died, left or joined does not get out.
+    """
+    if function is None:
+        return functools.partial(run, timeout=timeout)  # type: ignore[return-value]
+    train = function
+
+    @functools.wraps(train)
+    def entered(state: State, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        call = functools.partial(train, state, *args, **kwargs)
+        address = os.environ.get(ADDRESS)
+        if not address:
+            return _run_alone(state, call, timeout)
+        if dist.is_initialized():
+            raise RuntimeError(
+                "there is a process group already: elasticd.worker makes one for each world, so leave out "
+                "init_process_group()"
+            )
+        return _run_in_rounds(state, call, _link(address), timeout)
+
+    return entered
+
+
+@functools.cache
+def _link(address: str) -> Link:
+    link = Link(address)
+    link.say(Hello(os.getpid()))
+    return link
+
+
+def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:
+    """In the one world that there is: torchrun's, or this process."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    try:
+        agree(state, World(Enter(1, {**place, "MASTER_ADDR": "", "MASTER_PORT": "0"})))
+    except WorldChanged as failed:
+        raise failed.__cause__ or failed from None
+    state.enter(None)
+    return call()
+
+
+def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
+    round = 0
+    link.say(Waiting(round, state.step, Holds.NONE))
+    while True:
+        enter = link.next_round(round)
+        os.environ.update(enter.env)
+        round = enter.round
+        world = World(enter)
+        link.attend(world)
+        failure: BaseException | None = None
+        try:
+            started = time.monotonic()
+            world.form(state.step, timeout)
+            formed = time.monotonic()
+            agree(state, world)
+            state.enter(world)
+            link.say(Entered(round, state.step, formed - started, time.monotonic() - formed))
+            result = call()
+            if world.end():
+                link.say(Done(round))
+                return result
+        except WorldChanged as changed:
+            failure = changed.__cause__
+            traceback.clear_frames(changed.__traceback__)
+        except Exception as error:
+            if not (world.over or world.broken or is_of_the_group(error)):
+                world.close()  # the others need not wait until this process has ended
+                raise
+            failure = error
+            traceback.clear_frames(error.__traceback__)
+        except BaseException:
+            world.close()
+            raise
+        world.close()
+        state.leave()
+        if not link.closes(round, NEWS_S_MAX):
+            raise failure or RuntimeError(f"round {round} ended without the agent's knowing")
+        del failure
+        link.say(Waiting(round, state.step, state.holds))
+        world.forget()

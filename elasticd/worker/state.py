@@ -1,0 +1,329 @@
+"""What training goes on from: committed step by step, taken back where a step was abandoned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from elasticd.core.link import Holds
+from elasticd.worker import chance
+from elasticd.worker.plain import copied
+from elasticd.worker.world import World, WorldChanged
+
+_SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
+
+Wrap = Callable[[nn.Module], Any]
+
+
+def data_parallel(model: nn.Module) -> DistributedDataParallel:
+    """How a model is wrapped unless the script says otherwise. All workers have the same weights
+    already, so nothing is sent."""
+    first = next(model.parameters())
+    return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
+
+
+class State:
+    """A model, its optimizer, and whatever else training goes on from.
+
+    ``model``: the module itself, not wrapped. ``state.model`` is what to call: wrapped for the world
+    at hand by ``wrap`` (None: not wrapped; gradients are the script's to add up). ``restore``: where
+    no worker has the state, as at the start, one worker calls ``restore(state)``, which may load a
+    checkpoint into the objects and returns the step that it is of, or None.
+
+    Others by name: modules and optimizers; objects with ``state_dict`` and ``load_state_dict``, such
+    as a scheduler; and plain data (numbers, strings, tensors, containers of them), which is read and
+    set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``.
+
+    What lies in modules' parameters and optimizers may change between the optimizer's step and the
+    commit only. Everything else, random numbers and buffers included, is copied at each commit, and
+    put back where a step is abandoned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        wrap: Wrap | None = data_parallel,
+        restore: Callable[[State], int | None] | None = None,
+        **others: Any,
+    ) -> None:
+        self._plain: dict[str, Any] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._optimizers: dict[str, Optimizer] = {}
+        self._stateful: dict[str, Any] = {}
+        self._step = 0
+        self._agreed = 0
+        self._torn = False
+        self._kept: dict[str, Any] | None = None
+        self._world: World | None = None
+        self._wrap = wrap
+        self._wrapped: Any = model
+        self._restore = restore
+        self._seeds: dict[str, int] = {}
+        for name, value in {"model": model, "optimizer": optimizer, **others}.items():
+            if value is not None or name in others:
+                self._take_in(name, value)
+        self._buffers = [
+            (module._buffers, name)
+            for whole in self._modules.values()
+            for module in whole.modules()
+            for name in module._buffers
+        ]
+        self._versions: list[tuple[int, int]] = []
+
+    def _take_in(self, name: str, value: Any) -> None:
+        if name.startswith("_") or (hasattr(State, name) and name not in ("model", "optimizer")):
+            raise TypeError(
+                f"State cannot keep something under the name {name!r}: it has a meaning of its own"
+            )
+        if isinstance(value, DistributedDataParallel):
+            raise TypeError(
+                "State wraps the model itself, for each world anew: give it the module, not its DDP"
+            )
+        if isinstance(value, nn.Module):
+            self._modules[name] = value
+        elif isinstance(value, Optimizer):
+            self._optimizers[name] = value
+            value.register_step_pre_hook(self._before_step)
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            self._stateful[name] = value
+        else:
+            copied(value, f"State's {name}")
+            self._plain[name] = value
+
+    # ------------------------------------------------------------ what scripts use
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed."""
+        return self._step
+
+    @property
+    def model(self) -> Any:
+        """The model as it is called in the present world."""
+        return self._wrapped
+
+    def steps(self, until: int) -> Iterator[int]:
+        """The numbers of the steps that are still to be made, up to ``until``."""
+        for step in range(self._step, until):
+            if self._world is not None:
+                self._world.check()
+            yield step
+
+    def commit(self) -> None:
+        """One step more is done: nobody falls behind of it. Call it after the optimizer's step.
+
+        Raises WorldChanged when the world ends here: leave it uncaught."""
+        world = self._world
+        if world is not None and not self._torn:  # no optimizer has stepped
+            world.vouch()
+        self._keep()
+        self._step += 1
+        self._torn = False
+        if world is not None and world.passed(self._step):
+            raise WorldChanged
+
+    def __getattr__(self, name: str) -> Any:
+        for kind in ("_plain", "_stateful", "_optimizers", "_modules"):
+            kept = self.__dict__.get(kind, {})
+            if name in kept:
+                return kept[name]
+        raise AttributeError(f"State was given nothing named {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        elif name in self._plain:
+            self._plain[name] = value
+        else:
+            raise AttributeError(
+                f"State keeps what it was given when it was made: add {name}=... there to set it here"
+            )
+
+    # ------------------------------------------------------------ what the run loop uses
+
+    @property
+    def holds(self) -> Holds:
+        if self._torn:
+            return Holds.TORN
+        return Holds.WHOLE if self._agreed else Holds.NONE
+
+    def enter(self, world: World | None) -> None:
+        """Take part in the world with what this worker has now, which all others have too."""
+        self._world = world
+        model = self._modules.get("model")
+        if model is not None and self._wrap is not None:
+            self._wrapped = self._wrap(model)
+            if world is not None and isinstance(self._wrapped, DistributedDataParallel):
+                _watch(self._wrapped, world)
+
+    def leave(self) -> None:
+        """Out of the world, and back to what is committed, unless an optimizer has begun a step."""
+        self._world = None
+        if isinstance(self._wrapped, DistributedDataParallel):
+            self._wrapped._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # whoever still holds it
+        self._wrapped = self._modules.get("model")
+        for module in self._modules.values():
+            for parameter in module.parameters():
+                parameter.grad = None
+        if not self._torn and self._kept is not None:
+            self._put_back(self._kept)
+
+    def begin(self) -> None:
+        """What the script has made is what there is to go back to, until something is committed."""
+        if self._kept is None:
+            self._seeds = chance.digests(chance.note())
+            self._keep()
+
+    # ------------------------------------------------------------ what the exchange uses
+
+    @property
+    def agreed(self) -> int:
+        return self._agreed
+
+    def agree(self, round: int) -> None:
+        """All have the same, which is whole."""
+        self._agreed = round
+        self._torn = False
+
+    @property
+    def can_restore(self) -> bool:
+        return self._restore is not None
+
+    def restore(self) -> bool:
+        """Begin where the script's ``restore`` says, if it can."""
+        step = self._restore(self) if self._restore is not None else None
+        if step is None:
+            return False
+        self._step = step
+        self._keep()
+        return True
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is committed: plain data and tensors, the large ones being the very parameters."""
+        assert self._kept is not None
+        return {
+            "step": self._step,
+            "seeds": self._seeds,
+            "kept": self._kept,
+            "parameters": {name: dict(m.named_parameters()) for name, m in self._modules.items()},
+            "optimizers": {name: o.state_dict()["state"] for name, o in self._optimizers.items()},
+        }
+
+    def take(self, snapshot: dict[str, Any]) -> None:
+        """Have what another worker had. Random numbers go on as its do where both began alike, and
+        as this worker's otherwise, so that what was drawn independently stays so."""
+        kept = snapshot["kept"]
+        theirs = kept["random"]
+        alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
+        kept = {**kept, "random": chance.note() | {n: theirs[n] for n in alike}}
+        with torch.no_grad():
+            for name, module in self._modules.items():
+                arrived = snapshot["parameters"][name]
+                for key, parameter in module.named_parameters():
+                    parameter.copy_(arrived[key])
+        for name, optimizer in self._optimizers.items():
+            mine = optimizer.state_dict()
+            optimizer.load_state_dict({**mine, "state": snapshot["optimizers"][name]})
+        self._put_back(kept)
+        self._kept = kept
+        self._step = snapshot["step"]
+
+    # ------------------------------------------------------------ copies
+
+    def _before_step(self, *_: Any) -> None:
+        """An optimizer is about to change parameters: the last instant at which nothing has happened,
+        so whatever may be wrong with this step has to be known now."""
+        world = self._world
+        if world is not None and not self._torn:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.current_stream().synchronize()  # the sums are there, or the world is over
+                world.check()
+            world.vouch()
+        self._torn = True
+
+    def _keep(self) -> None:
+        """Copy what is small, and large buffers if they have changed: some are constants."""
+        before = self._kept
+        buffers: list[torch.Tensor | None] = []
+        versions: list[tuple[int, int]] = []
+        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i, (owner, name) in enumerate(self._buffers):
+            buffer = owner.get(name)
+            version = (0, 0) if buffer is None else (id(buffer), buffer._version)
+            versions.append(version)
+            if buffer is None:
+                buffers.append(None)
+            elif before is not None and buffer.numel() > _SMALL and self._versions[i] == version:
+                buffers.append(before["buffers"][i])
+            else:
+                buffers.append(torch.empty_like(buffer))
+                changed.append((buffers[-1], buffer))
+        if changed:
+            torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
+        self._kept = {
+            "plain": copied(self._plain, "State"),
+            "stateful": {
+                name: copied(thing.state_dict(), f"State's {name}.state_dict()")
+                for name, thing in self._stateful.items()
+            },
+            "groups": {
+                name: [{k: copied(v, name) for k, v in g.items() if k != "params"} for g in o.param_groups]
+                for name, o in self._optimizers.items()
+            },
+            "buffers": buffers,
+            "random": chance.note(),
+        }
+        self._versions = versions
+
+    def _put_back(self, kept: dict[str, Any]) -> None:
+        self._plain.update(copied(kept["plain"], "State"))
+        for name, thing in self._stateful.items():
+            thing.load_state_dict(copied(kept["stateful"][name], name))
+        for name, optimizer in self._optimizers.items():
+            for group, values in zip(optimizer.param_groups, kept["groups"][name], strict=True):
+                group.update(copied(values, name))
+        with torch.no_grad():
+            for (owner, name), buffer in zip(self._buffers, kept["buffers"], strict=True):
+                present = owner.get(name)
+                if present is not None and buffer is not None:
+                    present.copy_(buffer)
+        chance.resume(kept["random"])
+        self._versions = [
+            (0, 0) if (b := owner.get(name)) is None else (id(b), b._version) for owner, name in self._buffers
+        ]
+
+
+def _watch(model: DistributedDataParallel, world: World) -> None:
+    """Add gradients up as DistributedDataParallel does, and note if it fails, whoever catches that."""
+
+    def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def added(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            try:
+                return future.value()[0]
+            except RuntimeError as failure:
+                world.broken = failure
+                raise
+
+        try:
+            work = dist.all_reduce(bucket.buffer().div_(world.size), async_op=True)
+        except RuntimeError as failure:
+            world.broken = failure
+            raise
+        world.sums += 1
+        assert work is not None
+        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(added)
+        return summed
+
+    add_up.__annotations__.clear()  # it looks at them, and knows none that are strings
+    try:
+        model.register_comm_hook(None, add_up)
+    except RuntimeError:  # the script's own wrap has one
+        pass

@@ -1,0 +1,263 @@
+"""The process group of one round: joined together, left together at a commit, or aborted at once.
+
+Gloo cannot be aborted: its collectives wait for as long as their connections live. So a world knows
+the connections that its group made, and shuts them down, which each end sees as the other's death.
+
+Whatever else the workers of a round agree on goes through the round's store, which the agent hosts:
+it costs nothing while nothing happens, and it still knows what was agreed when a worker dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elasticd.core.link import Enter
+
+FORMING_S_MAX = 10.0  # all are known to be there, and connect
+STORE_S_MAX = 10.0
+_FOREVER = timedelta(days=30)  # ended by the agent's word, not by a clock
+
+
+class WorldChanged(BaseException):
+    """The world that this worker acts in is over, and it shall leave its run function, which is
+    entered again in the next. Not an Exception, so that ``except Exception`` lets it pass."""
+
+
+class World:
+    """One round, for this worker. ``abort`` and ``ask_to_leave`` are another thread's; the rest is
+    the training thread's. ``broken``: why a sum of this step cannot be relied on."""
+
+    def __init__(self, enter: Enter) -> None:
+        self.number = enter.round
+        self.rank = int(enter.env["RANK"])
+        self.size = int(enter.env["WORLD_SIZE"])
+        self.over = False
+        self.broken: BaseException | None = None
+        self.sums = 0  # reductions since the last commit
+        self._address = enter.env["MASTER_ADDR"], int(enter.env["MASTER_PORT"])
+        self._lock = threading.Lock()
+        self._step = 0
+        self._last_step: int | None = None
+        self._leaving = self._ending = False
+        self._formed = False
+        self._connections: set[tuple[int, str]] = set()
+        self._others: set[tuple[int, str]] | None = None  # sockets that are not ours, while ours are made
+
+    # ------------------------------------------------------------ joining
+
+    def form(self, step: int, timeout: timedelta) -> None:
+        """Join the others. Raises WorldChanged when it is over before it began.
+        ``step``: the last that this worker committed. ``timeout``: of the group's collectives."""
+        self._step = step
+        with self.or_over():
+            with self._connecting():
+                self._store = self._connect()
+                self._ear = self._connect()  # a client serves one call at a time, and the other may wait
+            # Gloo waits in vain for whoever dies while it connects: so only when all are there.
+            if self._store.add("here", 1) == self.size:
+                self._store.set("all", "here")
+            self._await("all")
+            with self._connecting():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    store=dist.PrefixStore("group", self._store),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timedelta(seconds=FORMING_S_MAX),
+                )
+            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                _world_group()._get_backend(torch.device(kind))._set_default_timeout(timeout)
+        self._formed = True
+
+    # ------------------------------------------------------------ training
+
+    def check(self) -> None:
+        """Raises WorldChanged if nothing more can come of this world."""
+        if self.broken is not None:
+            raise WorldChanged from self.broken
+        if self.over:
+            raise WorldChanged
+
+    def vouch(self) -> None:
+        """Raises WorldChanged unless what all ranks have added up for this step has arrived. Where
+        nothing is known of that, since others than our DistributedDataParallel did it, ask them."""
+        if self.broken is not None:
+            raise WorldChanged from self.broken
+        if self.sums == 0 and self.size > 1:
+            with self.or_over():
+                dist.all_reduce(torch.zeros(1))
+        self.sums = 0
+
+    def passed(self, step: int) -> bool:
+        """Whether the world ends with this commit."""
+        with self._lock:
+            self._step = step
+            if self.over or not self._leaving:
+                return self.over
+        if self._last_step is None:
+            try:
+                self._await("last step")
+                self._last_step = int(self._store.get("last step"))
+            except (RuntimeError, ValueError):  # aborted meanwhile, or the store is lost
+                return True
+        return self.over or step >= self._last_step
+
+    def end(self) -> bool:
+        """Whether all run functions have returned. They have for all workers, or for none."""
+        with self._lock:
+            if self.over:
+                return False
+            self._ending = True
+        try:
+            if self._store.add("returned", 1) == self.size:
+                self._store.compare_set("outcome", "", "done")
+            self._await("outcome")
+            return bool(self._store.get("outcome") == b"done")
+        except RuntimeError:
+            return False
+
+    # ------------------------------------------------------------ leaving
+
+    def ask_to_leave(self) -> None:
+        """Leave at the first commit that no worker has passed yet. Each says where it is, and stops
+        at its next commit until all have said so."""
+        if not self._formed:
+            self.abort()
+            return
+        with self._lock:
+            if self._leaving:
+                return
+            self._leaving = True
+            step = self._step
+        try:
+            self._ear.set(f"step of {self.rank}", str(step))
+            if self._ear.add("told", 1) == self.size:
+                steps = self._ear.multi_get([f"step of {rank}" for rank in range(self.size)])
+                self._ear.set("last step", str(max(map(int, steps)) + 1))
+        except RuntimeError:  # the store is lost: the agent will say so
+            pass
+
+    def abort(self) -> None:
+        """End it now: whatever waits for the others raises."""
+        with self._lock:
+            if self.over:
+                return
+            self.over = True
+            ending = self._ending
+        if ending:
+            try:
+                self._ear.compare_set("outcome", "", "left")  # which ends the wait for it
+                return
+            except RuntimeError:
+                pass
+        self._cut()
+
+    def close(self) -> None:
+        """Cut the connections, so that others do not wait for this worker. It stays joined to a
+        dead group until ``forget``."""
+        with self._lock:
+            self.over = True
+        self._cut()
+
+    def forget(self) -> None:
+        """Take the group down, which may wait for its threads."""
+        if dist.is_initialized():
+            try:
+                dist.destroy_process_group()
+            except RuntimeError:  # it was broken already
+                pass
+
+    @contextlib.contextmanager
+    def or_over(self) -> Iterator[None]:
+        """What fails in here, fails because the world is over."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.broken = self.broken or error
+            raise WorldChanged from error
+        if self.over:
+            raise WorldChanged
+
+    # ------------------------------------------------------------
+
+    def _connect(self) -> dist.TCPStore:
+        host, port = self._address
+        return dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
+        )
+
+    def _await(self, key: str) -> None:
+        self._store.wait([key], _FOREVER)
+
+    @contextlib.contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """Whatever is connected meanwhile belongs to this world."""
+        self._others = set(_sockets())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connections |= set(_sockets()) - self._others
+                self._others = None
+
+    def _cut(self) -> None:
+        if torch.cuda.is_available():
+            for group in list(dist.distributed_c10d._world.pg_map):
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
+        with self._lock:
+            now = set(_sockets())
+            mine = self._connections if self._others is None else self._connections | (now - self._others)
+            for descriptor, _ in now & mine:
+                _shut(descriptor)
+
+
+def is_of_the_group(failure: BaseException | None) -> bool:
+    """Whether it, or what led to it, is a collective that could not be completed."""
+    seen = set()
+    while failure is not None and id(failure) not in seen:
+        text = str(failure)
+        if isinstance(failure, dist.DistError) or (
+            isinstance(failure, RuntimeError) and ("gloo/" in text or "NCCL" in text)
+        ):
+            return True
+        seen.add(id(failure))
+        failure = failure.__cause__ or failure.__context__
+    return False
+
+
+def _world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _sockets() -> Iterator[tuple[int, str]]:
+    """The sockets of this process: descriptor, and what tells it from a later one of that number."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            yield int(name), target
+
+
+def _shut(descriptor: int) -> None:
+    """Listening sockets stay: gloo's process would end in std::terminate."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed, or never connected
+        pass

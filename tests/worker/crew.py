@@ -1,0 +1,207 @@
+"""An agent as far as its workers can see: it starts them, speaks the link with them, hosts a store
+for each round, and ends the round when a worker does.
+
+Workers are forked from a process that has imported what they need.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from elasticd.core.link import (
+    Done,
+    Enter,
+    Entered,
+    Hello,
+    Leave,
+    Lines,
+    Message,
+    Waiting,
+    encode,
+)
+
+PATIENCE_S = 60.0
+_addresses = itertools.count()
+
+
+@dataclass
+class Hand:
+    """One worker. ``round``: the one it acts in, 0 while it waits."""
+
+    process: BaseProcess
+    socket: socket.socket | None = None
+    lines: Lines = field(default_factory=Lines)
+    said: list[Message] = field(default_factory=list)
+    round: int = 0
+    waiting: Waiting | None = None
+    done: bool = False
+    shunned: bool = False  # taken for dead: gets no round any more
+
+    @property
+    def status(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def entered(self) -> list[Entered]:
+        return [m for m in self.said if isinstance(m, Entered)]
+
+
+class Crew:
+    """``hands``: every worker there ever was, in the order of their start."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.worker.jobs"])
+        self.address = f"elasticd-test-{os.getpid()}-{next(_addresses)}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.hands: list[Hand] = []
+        self.round = 0
+        self.members: list[Hand] = []
+        self.closing = False
+        self.stores: list[dist.TCPStore] = []
+        self.least = 1
+        self.settled: list[tuple[int, int]] = []  # each round's number and size
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hand in self.hands:
+            if hand.process.is_alive():
+                hand.process.kill()
+            hand.process.join()
+            if hand.socket is not None:
+                hand.socket.close()
+        self._listener.close()
+        self._selector.close()
+
+    # ------------------------------------------------------------ what tests do
+
+    def start(self, job: Callable[..., None], *args: Any, **options: Any) -> Hand:
+        """One more worker, outside any round."""
+        process = self._context.Process(target=job, args=(self.address, *args), kwargs=options)
+        process.start()
+        hand = Hand(process)
+        self.hands.append(hand)
+        self._selector.register(process.sentinel, selectors.EVENT_READ, lambda: self._exited(hand))
+        return hand
+
+    def form(self, *hands: Hand) -> None:
+        """The next round, of these. All must be waiting."""
+        self.round += 1
+        self.closing = False
+        self.members = list(hands)
+        self.stores = [*self.stores[-1:], self._host()]
+        for rank, hand in enumerate(hands):
+            assert hand.waiting is not None
+            hand.waiting, hand.round = None, self.round
+            self._tell(hand, Enter(self.round, self._environment(rank)))
+        self.settled.append((self.round, len(hands)))
+
+    def close(self, planned: bool = False) -> None:
+        """End the round; the next forms of itself, of all who wait then."""
+        self.closing = True
+        for hand in self.members:
+            self._tell(hand, Leave(self.round, planned))
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """See to the workers until it holds."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            left = deadline - time.monotonic()
+            assert left > 0, f"did not come about: {self}"
+            for key, _ in self._selector.select(left):
+                key.data()
+            self._go_on()
+
+    def all_waiting(self, *hands: Hand) -> None:
+        self.until(lambda: all(h.waiting is not None or h.status is not None for h in hands))
+        assert all(h.waiting is not None for h in hands), self
+
+    def all_ended(self) -> None:
+        self.until(lambda: all(h.status is not None for h in self.hands if not h.shunned))
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            f"{h.process.pid}: exit {h.status}, round {h.round}, {h.said[-3:]}" for h in self.hands
+        )
+
+    # ------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """What the leader would decide: survivors go on at once, whoever has come joins them."""
+        alive = [h for h in self.members if h.status is None]
+        if not self.round or not self.members:
+            return
+        if not self.closing and any(h.status is not None or h.round != self.round for h in self.members):
+            if not alive or all(h.done or h.status == 0 for h in self.members):
+                return
+            self.close()
+        if self.closing and all(h.round != self.round or h.shunned for h in alive):
+            ready = [h for h in self.hands if h.waiting is not None and h.status is None and not h.shunned]
+            if len(ready) >= self.least:
+                self.form(*ready)
+
+    def _host(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(self.members)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.stores[-1].port),
+        }
+
+    def _tell(self, hand: Hand, message: Message) -> None:
+        if hand.socket is not None:
+            try:
+                hand.socket.sendall(encode(message))
+            except OSError:
+                pass
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection))
+
+    def _hear(self, connection: socket.socket) -> None:
+        hand = next((h for h in self.hands if h.socket is connection), None)
+        try:
+            data = connection.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(connection)
+            return
+        for message in (hand.lines if hand else Lines()).feed(data):
+            if isinstance(message, Hello):
+                hand = next(h for h in self.hands if h.process.pid == message.pid)
+                hand.socket = connection
+            assert hand is not None
+            hand.said.append(message)
+            match message:
+                case Waiting():
+                    hand.waiting, hand.round = message, 0
+                case Done():
+                    hand.done = True
+
+    def _exited(self, hand: Hand) -> None:
+        self._selector.unregister(hand.process.sentinel)
+        hand.process.join()
+        hand.waiting = None

@@ -1,0 +1,181 @@
+"""What the workers of these tests run: a small model whose every step is the same in a world of any
+size, and the accidents that befall them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elasticd import worker
+from elasticd.core.link import ADDRESS
+from elasticd.worker import exchange
+
+STEPS = 12
+
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports a great deal, and should not in each worker
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Journal:
+    """What this worker did, line by line as it happened; what it ended with."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.path = Path(folder) / f"{name}.jsonl"
+
+    def write(self, **what: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+
+def take_the_same_of_all(model: nn.Module) -> DistributedDataParallel:
+    """Every rank computes the same gradients: their maximum is exact in a world of any size."""
+    wrapped = DistributedDataParallel(model, init_sync=False)
+
+    def largest(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.MAX, async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    largest.__annotations__.clear()
+    wrapped.register_comm_hook(None, largest)
+    return wrapped
+
+
+def make(exact: bool = True, width: int = 64, **more: Any) -> worker.State:
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    model = nn.Sequential(
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    how = {"wrap": take_the_same_of_all} if exact else {}
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return worker.State(
+        model=model, optimizer=optimizer, schedule=schedule, drawn=0.0, seen=[], **how, **more
+    )
+
+
+def outcome(state: worker.State) -> dict[str, Any]:
+    """Everything that training has led to."""
+    tensors = [*state._modules["model"].state_dict().values()]
+    tensors += [t for values in state.optimizer.state_dict()["state"].values() for t in values.values()]
+    return {
+        "weights": [t.double().flatten().tolist() for t in tensors],
+        "drawn": state.drawn,
+        "seen": state.seen,
+        "rate": state.optimizer.param_groups[0]["lr"],
+        "next": [torch.rand(1).item(), random.random(), np.random.rand()],
+    }
+
+
+class Accident:
+    """At ``point`` of the step ``step``, do ``what``, once."""
+
+    def __init__(self, point: str = "", step: int = -1, what: Any = die) -> None:
+        self.point, self.step, self.what = point, step, what
+
+    def __call__(self, point: str, step: int) -> None:
+        if (point, step) == (self.point, self.step):
+            self.point = ""
+            self.what()
+
+
+NOTHING = Accident()
+
+
+def train(state: worker.State, journal: Journal, accident: Accident, steps: int = STEPS) -> None:
+    journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
+    model, optimizer = state.model, state.optimizer
+    for step in state.steps(steps):
+        accident("start", step)
+        state.drawn += random.random() + np.random.rand()
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(batch).pow(2).mean()
+        accident("forward", step)
+        if accident.point == "backward" and accident.step == step:
+            weight = next(iter(state._modules["model"].parameters()))
+            weight.register_hook(lambda _, step=step: accident("backward", step))
+        loss.backward()
+        accident("summed", step)
+        optimizer.step()
+        accident("stepped", step)
+        state.schedule.step()
+        state.seen.append(step)
+        committed = state.step
+        try:
+            state.commit()
+        finally:
+            if state.step > committed:
+                journal.write(committed=state.step)
+        accident("committed", step)
+
+
+def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any) -> None:
+    """A whole script. Without an address: in a world of its own."""
+    begin(address, folder, name)
+    journal = Journal(folder, name)
+    if accident.point in ("sending", "receiving"):
+        trip_on_the_way(accident)
+    if accident.point == "in the optimizer":
+        trip_in_the_optimizer(accident)
+    steps = options.pop("steps", STEPS)
+    state = make(**options)
+    worker.run(train)(state, journal, accident, steps)
+    journal.write(outcome=outcome(state))
+
+
+def begin(address: str, folder: str, name: str) -> None:
+    torch.set_num_threads(1)
+    sys.stderr = (Path(folder) / f"{name}.err").open("w", buffering=1)
+    if address:
+        os.environ[ADDRESS] = address
+
+
+def trip_on_the_way(accident: Accident) -> None:
+    """In the middle of the transfer: the outline has gone over, the tensors have not, all of them."""
+    carry = exchange._Chain.carry
+    carried = 0
+
+    def stumble(chain: Any, parcel: torch.Tensor) -> torch.Tensor:
+        nonlocal carried
+        side = "sending" if chain._before is None else "receiving"
+        carried += 1
+        if carried == 3:
+            accident(side, accident.step)
+        return carry(chain, parcel)
+
+    exchange._Chain.carry = stumble
+
+
+def trip_in_the_optimizer(accident: Accident) -> None:
+    step = 0
+
+    def stumble(*_: Any) -> None:
+        nonlocal step
+        accident("in the optimizer", step)
+        step += 1
+
+    register_optimizer_step_pre_hook(stumble)
+
+
+def reads(folder: Path, name: str, what: str) -> list[Any]:
+    """All that the worker wrote under that key."""
+    path = folder / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [entry[what] for entry in map(json.loads, lines) if what in entry]
