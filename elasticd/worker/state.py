@@ -254,7 +254,8 @@ class State:
         before = self._kept
         buffers: list[torch.Tensor | None] = []
         versions: list[tuple[int, int]] = []
-        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[torch.Tensor] = []
+        changed: list[torch.Tensor] = []
         for i, (owner, name) in enumerate(self._buffers):
             buffer = owner.get(name)
             version = (0, 0) if buffer is None else (id(buffer), buffer._version)
@@ -264,10 +265,12 @@ class State:
             elif before is not None and buffer.numel() > _SMALL and self._versions[i] == version:
                 buffers.append(before["buffers"][i])
             else:
-                buffers.append(torch.empty_like(buffer))
-                changed.append((buffers[-1], buffer))
+                copy = torch.empty_like(buffer)
+                buffers.append(copy)
+                copies.append(copy)
+                changed.append(buffer)
         if changed:
-            torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
+            torch._foreach_copy_(copies, changed)
         self._kept = {
             "plain": copied(self._plain, "State"),
             "stateful": {
