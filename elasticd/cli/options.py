@@ -58,6 +58,9 @@ class RunOptions:
     quarantine_after: int | None = None
     quarantine: float | None = None
     quarantine_max: float | None = None
+    hang_after: str | None = None
+    hang_floor: float | None = None
+    hang_ceiling: float | None = None
     fresh_start: bool = False
     http: str | None = None
     plain: bool = False
@@ -308,6 +311,22 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "Seconds a slot is left out first; doubled each time.  [30]",
     ),
     _ours("--quarantine-max", Seconds(), "Seconds a slot is left out at most.  [600]"),
+    # hangs
+    _ours(
+        "--hang-after",
+        help="Without a step for so long a worker hangs: seconds, auto (learned) or off.  [auto]",
+        metavar="auto|SECONDS|off",
+    ),
+    _ours(
+        "--hang-floor",
+        Seconds(),
+        "The shortest limit that auto may learn, for a worker that is stopped.  [1]",
+    ),
+    _ours(
+        "--hang-ceiling",
+        Seconds(),
+        "The longest, for a worker that is busy while others wait for it.  [3600]",
+    ),
     # how workers start
     _our_switch(
         "--fresh-start", "Fork no worker from a process that has imported what it imports; slower restarts."

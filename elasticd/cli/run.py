@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -29,12 +30,14 @@ from elasticd.cli.meeting import check_name, meeting
 from elasticd.cli.options import (
     CONTEXT_SETTINGS,
     RunOptions,
+    Said,
     collect,
     flag,
     run_options,
 )
 from elasticd.cli.sizes import nodes, sizes
 from elasticd.core.facts import Limits, Policy
+from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions, RunConfig
 from elasticd.etcd.access import EtcdAccess, host_and_port
 from elasticd.telemetry.termination import TerminationLog
@@ -155,6 +158,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         numa_binding=options.numa_binding,
         fresh_start=options.fresh_start,
         http=_http(options.http),
+        patience=_patience(options),
         env=env,
     )
     return Planned(config, tuple(notes))
@@ -262,6 +266,31 @@ def _policy(
         quarantine_s=_first(options.quarantine, default.quarantine_s),
         quarantine_max_s=_first(options.quarantine_max, default.quarantine_max_s),
     )
+
+
+def _patience(options: RunOptions) -> Patience | None:
+    default = Patience()
+    floor_s = _first(options.hang_floor, default.floor_s)
+    ceiling_s = _first(options.hang_ceiling, max(default.ceiling_s, floor_s))
+    if ceiling_s < floor_s:
+        raise Complaint(f"--hang-ceiling {ceiling_s:g} is below --hang-floor, {floor_s:g}.")
+    after = options.hang_after or "auto"
+    if after == "auto":
+        return Patience(floor_s, ceiling_s)
+    for name in ("hang_floor", "hang_ceiling"):
+        if options.said(name) is Said.COMMAND_LINE:
+            raise Complaint(
+                f"{flag(name)} bounds what is learned, but --hang-after {after} leaves nothing to."
+            )
+    if after == "off":
+        return None
+    try:
+        seconds = float(after)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise Complaint(f"--hang-after {after} is neither auto nor off nor a number of seconds above 0.")
+    return Patience(fixed_s=seconds)
 
 
 def _first(*values: T | None) -> T:

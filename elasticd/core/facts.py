@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticd.core.hang import Allowance, Look, Verdict
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -153,6 +155,7 @@ class Exit:
     ``at``: seconds since the epoch. ``message`` and ``traceback`` come from the worker's error
     file where it wrote one (torch's ``@record``), else from the end of its stderr. ``log``: where
     its output is, on its node. ``fenced``: it was killed because its node's lease was running out.
+    ``hung``: it was killed because it hung, and ``message`` says where.
     """
 
     slot: int
@@ -163,6 +166,7 @@ class Exit:
     traceback: str = ""
     log: str = ""
     fenced: bool = False
+    hung: bool = False
 
     @property
     def failed(self) -> bool:
@@ -294,6 +298,27 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Stall:
+    """What the workers of a node do that make no steps. Key ``stalls/<node>``, on the agent's lease,
+    and only while they make none. ``allowed``: what this node learned of the job's steps."""
+
+    node: str
+    incarnation: str
+    round: int
+    looks: tuple[Look, ...]
+    allowed: Allowance
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Who hangs, as the leader judged from all nodes' stalls. Key ``hang``, on the leader's lease.
+    Each agent kills its own of the guilty, if they still are what they were seen to be."""
+
+    round: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
 class Leadership:
     """Who leads. Key ``leader``, on the leader's lease; created only if absent."""
 
@@ -330,4 +355,4 @@ class Checkpoint:
         return self.saved[-1] if self.saved else None
 
 
-Fact = Spec | Node | Round | Report | Budget | Progress | Leadership | Checkpoint
+Fact = Spec | Node | Round | Report | Budget | Progress | Stall | Hang | Leadership | Checkpoint

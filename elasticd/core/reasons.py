@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd.core.facts import Cause, Failure, Outcome
+from elasticd.core.hang import Verdict
 
 # ---------------------------------------------------------------- why the leader waits
 
@@ -143,6 +144,15 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersHung:
+    """``evidence``: the folder of what was found on this node; empty if it could not be written."""
+
+    round: int
+    verdict: Verdict
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Expelled:
     """A newer round exists without this node, whose workers of an older one are killed."""
 
@@ -208,6 +218,7 @@ Reason = (
     | StandbysStarted
     | StandbyFailed
     | WorkerEnded
+    | WorkersHung
     | Expelled
     | LeaseLost
     | StoreAway

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from elasticd.core.facts import Limits, Policy
+from elasticd.core.hang import Patience
 from elasticd.etcd.access import EtcdAccess
 
 
@@ -50,7 +51,8 @@ class RunConfig:
     where None is a few seconds and exit code 2. ``env``: added to every worker's environment.
     ``http``: the host and port that metrics are served at; None for nowhere.
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
-    is forked from a process that has imported what it imports.
+    is forked from a process that has imported what it imports. ``patience``: with workers that make
+    no steps; None to wait for ever.
     """
 
     job: str
@@ -71,4 +73,5 @@ class RunConfig:
     numa_binding: str | None = None
     fresh_start: bool = False
     http: tuple[str, int] | None = None
+    patience: Patience | None = Patience()
     env: Mapping[str, str] = field(default_factory=dict)

@@ -73,6 +73,13 @@ class Destinations:
         self._specs = specs
         self.latest: LogDest | None = None
 
+    def run_folder(self) -> Path | None:
+        """Where this run keeps its logs; None where the user's LogsSpecs puts them elsewhere than in
+        torch's layout, or nothing was started yet."""
+        dirs = self.latest.capture_dirs.values() if self.latest is not None else ()
+        attempts = [Path(folder).parent for folder in dirs]
+        return next((a.parent for a in attempts if a.name.startswith("attempt_")), None)
+
     def reify(self, round_number: int, envs: dict[int, dict[str, str]]) -> LogDest:
         asked = {
             local_rank: {**env, "TORCHELASTIC_RESTART_COUNT": str(round_number - 1)}

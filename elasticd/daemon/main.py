@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.pages import Pages
@@ -165,7 +167,11 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at
         )
         service = Service(manager, lambda: driver.state)
-        Agent(spec, driver, inbox, clock, both(publisher.routine, service.routine)).run()
+        routine = both(publisher.routine, service.routine)
+        if config.patience is not None:
+            hangs = Hangs(config.patience, driver, store, procs, destinations.run_folder, say, time.monotonic)
+            routine = both(routine, hangs.routine)
+        Agent(spec, driver, inbox, clock, routine).run()
         left = driver.left
         assert left is not None
         service.ends(left.why)

@@ -11,7 +11,19 @@ from typing import Any, Final
 
 import msgspec
 
-from elasticd.core.facts import Budget, Checkpoint, Fact, Leadership, Node, Progress, Report, Round, Spec
+from elasticd.core.facts import (
+    Budget,
+    Checkpoint,
+    Fact,
+    Hang,
+    Leadership,
+    Node,
+    Progress,
+    Report,
+    Round,
+    Spec,
+    Stall,
+)
 from elasticd.etcd.errors import BadRecord, NewerRecord
 
 VERSION: Final = 1
@@ -22,11 +34,13 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
     "round": Round,
     "budget": Budget,
     "checkpoint": Checkpoint,
+    "hang": Hang,
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,
     "reports": Report,
     "progress": Progress,
+    "stalls": Stall,
 }
 
 

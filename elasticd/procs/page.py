@@ -12,11 +12,14 @@ from pathlib import Path
 
 from elasticd.procs.leftovers import make_owned_dir
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 4096  # what the file is longer is the stacks of a worker that was asked for them
+STACKS_BYTES_MAX = 1 << 22
 MAGIC = b"ELASTICD"
 VERSION = 1
-# magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, phase: native order, 8 bytes each
-LAYOUT = struct.Struct("=8s5Q")
+# magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, phase, 1 + the descriptor that it
+# writes its stacks to: native order, 8 bytes each; and in the second half the ns of the last 256 steps
+LAYOUT = struct.Struct("=8s6Q")
+TIMES = struct.Struct("=256Q")
 VARIABLE = "ELASTICD_PAGE"
 BOOT_DIR = str(Path(__file__).parents[1] / "worker" / "boot")
 
@@ -30,12 +33,14 @@ class WorkerPhase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a worker wrote. ``at``: of its last step, seconds since the epoch; 0 for never."""
+    """What a worker wrote. ``at``: of its last step, seconds since the epoch; 0 for never.
+    ``stacks_fd``: the descriptor that it writes its stacks to; -1 if it cannot."""
 
     pid: int
     steps: int
     at: float
     phase: WorkerPhase
+    stacks_fd: int = -1
 
 
 def shared_memory_dir() -> Path:
@@ -48,24 +53,49 @@ def shared_memory_dir() -> Path:
 
 class Page:
     """The agent's side of one page. Read with pread, not mapped: a worker that truncates its page
-    must not be able to kill the agent with SIGBUS."""
+    must not be able to kill the agent with SIGBUS.
 
-    def __init__(self, path: Path) -> None:
+    ``again``: a page that is there, for another thread, which must not see its descriptor closed.
+    """
+
+    def __init__(self, path: Path, *, again: bool = False) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o600)
-        os.ftruncate(self._fd, PAGE_BYTES)
-        os.pwrite(self._fd, LAYOUT.pack(MAGIC, VERSION, 0, 0, 0, 0), 0)
+        self._owned = not again
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path, flags if again else flags | os.O_CREAT | os.O_EXCL, 0o600)
+        if self._owned:
+            os.ftruncate(self._fd, PAGE_BYTES)
+            os.pwrite(self._fd, LAYOUT.pack(MAGIC, VERSION, 0, 0, 0, 0, 0), 0)
 
     def read(self) -> Heartbeat:
         data = os.pread(self._fd, LAYOUT.size, 0)
         if len(data) < LAYOUT.size:
             return Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
-        _, _, pid, steps, last_ns, phase = LAYOUT.unpack(data)
+        _, _, pid, steps, last_ns, phase, stacks = LAYOUT.unpack(data)
         at = time.time() - (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
-        return Heartbeat(pid, steps, at, WorkerPhase(min(phase, max(WorkerPhase))))
+        return Heartbeat(pid, steps, at, WorkerPhase(min(phase, max(WorkerPhase))), stacks - 1)
+
+    def step_times(self, after: int) -> tuple[int, tuple[float, ...]]:
+        """How many steps there were by now, and when those after the given one were, oldest first, in
+        seconds of CLOCK_MONOTONIC; of more than 250 steps the first are not told."""
+        steps = self.read().steps
+        data = os.pread(self._fd, TIMES.size, PAGE_BYTES - TIMES.size)
+        if len(data) < TIMES.size:
+            return after, ()
+        times = TIMES.unpack(data)
+        first = max(after, steps - 250, 0) + 1
+        return steps, tuple(times[n & 255] / 1e9 for n in range(first, steps + 1))
+
+    def forget_stacks(self) -> None:
+        os.ftruncate(self._fd, PAGE_BYTES)
+
+    def stacks(self) -> bytes:
+        """What the worker wrote since they were forgotten."""
+        size = os.fstat(self._fd).st_size - PAGE_BYTES
+        return os.pread(self._fd, min(max(0, size), STACKS_BYTES_MAX), PAGE_BYTES)
 
     def close(self) -> None:
         os.close(self._fd)
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        if self._owned:
+            with contextlib.suppress(OSError):
+                self.path.unlink()

@@ -26,7 +26,7 @@ class Worker:
 
     What it prints goes where it did when it was started, then as ``log_rank``. ``steps_before``: those
     it had made when it entered the round. ``parted``: it was told to leave the round, and is killed
-    if it does not; ``stopping``: it is to end.
+    if it does not; ``stopping``: it is to end. ``hung``: why it was killed, if it was because it hung.
     """
 
     assignment: Assignment
@@ -46,6 +46,7 @@ class Worker:
     acts: bool = False
     parted: bool = False
     stopping: bool = False
+    hung: str = ""
 
     def started(self, pid: int) -> None:
         self.pid = pid
@@ -75,11 +76,15 @@ class Worker:
         """How it ended, and why as far as can be told."""
         a = self.assignment
         message, traceback = end.error, ""
-        if end.fenced:
+        hung = bool(self.hung) and end.code != 0
+        if hung:
+            message = self.hung
+        elif end.fenced:
             message = "killed by its keeper: the agent had not said in time that it may run on"
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
-        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, self._log_place(), end.fenced)
+        place = self._log_place()
+        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, place, end.fenced, hung)
 
     def _stderr_tail(self) -> bytes:
         for feed in self.feeds:

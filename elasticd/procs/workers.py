@@ -9,6 +9,7 @@ import signal as signals
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -19,6 +20,7 @@ from elasticd.core.ports import Assignment
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.link import Switchboard
+from elasticd.procs.linux import kill
 from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
 from elasticd.procs.preload import Preload, Say
@@ -28,6 +30,17 @@ LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _LAST_OUTPUT_S = 0.1  # what a dead worker printed last arrives in microseconds, unless the console is stuck
 
 Reify = Callable[[int, dict[int, dict[str, str]]], LogDest]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A worker that acts in the round and has a heartbeat. ``steps_before``: see ``Worker``."""
+
+    slot: int
+    rank: int
+    pid: int
+    page: Page
+    steps_before: int
 
 
 class LocalProcs:
@@ -146,6 +159,25 @@ class LocalProcs:
         """The heartbeats of this round's workers, in the order of their slots."""
         with self._lock:
             return tuple(worker.progress() for _, worker in sorted(self._of_this_round()))
+
+    def watched(self) -> tuple[Watched, ...]:
+        """The workers that act in this round, in the order of their slots. Their pages serve until
+        ``start`` or ``standby`` is called again."""
+        with self._lock:
+            return tuple(
+                Watched(slot, w.assignment.rank, w.pid, w.page, w.steps_before)
+                for slot, w in sorted(self._of_this_round())
+                if w.alive and w.acts and w.pid and w.page is not None
+            )
+
+    def condemn(self, slot: int, pid: int, why: str) -> None:
+        """Kill a worker that hangs; ``why`` is the message of its exit. Nothing happens if it has
+        ended already."""
+        with self._lock:
+            worker = self._workers.get(slot)
+            if worker is not None and worker.alive and worker.pid == pid:
+                worker.hung = why
+                kill(pid, signals.SIGKILL)
 
     def close(self) -> None:
         """Forget the heartbeats and pass on the last output. The workers have ended by now."""

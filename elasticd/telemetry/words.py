@@ -10,6 +10,7 @@ from typing import Literal, assert_never
 
 from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Outcome
+from elasticd.core.hang import Look, Verdict, Why
 
 # ---------------------------------------------------------------- small words
 
@@ -175,6 +176,9 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.WorkerEnded(_, slot, rank, code, message):
             said = f": {first_line(message)}" if message.strip() else ""
             return f"rank {rank} (slot {slot}) {ending(code)}{said}"
+        case r.WorkersHung(number, verdict, evidence):
+            seen = f"; what was seen is in {evidence}" if evidence else ""
+            return f"round {number} hangs: {hang(verdict)}{seen}"
         case r.Expelled(running, newest):
             return f"round {newest} formed without this node; its workers of round {running} are killed"
         case r.LeaseLost():
@@ -220,6 +224,60 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listing([str(n) for n in ranks], most=8)}"
 
 
+# ---------------------------------------------------------------- hangs
+
+
+def hang(verdict: Verdict) -> str:
+    """Who hangs and where, in a clause: "rank 3 on node b is in job.py:88, data loading; the other
+    7 wait for it in all_reduce"."""
+    if verdict.why is Why.DEADLOCK:
+        return _deadlock(verdict)
+    who = "; ".join(_culprit(verdict.why, look) for look in verdict.guilty[:3])
+    if len(verdict.guilty) > 3:
+        who += f"; and {len(verdict.guilty) - 3} more ranks likewise"
+    return f"{who}{_others(verdict)}"
+
+
+def _culprit(why: Why, look: Look) -> str:
+    who = f"rank {look.rank} on node {look.node}"
+    where = f" in {look.place}" if look.place else ""
+    what = f", {look.what}" if look.what else ""
+    match why:
+        case Why.STOPPED:
+            return f"{who} is stopped (SIGSTOP){where}"
+        case Why.ASLEEP:
+            return f"{who} is{where}{what}"
+        case Why.BUSY:
+            return f"{who} has been busy for {span(look.still_s)}{where}{what}"
+        case Why.APART:
+            return f"{who} waits in {look.what or 'a collective'} at {look.place}"
+        case _:
+            return f"{who} makes no step and does not say where it is"
+
+
+def _others(verdict: Verdict) -> str:
+    if not verdict.others:
+        return ""
+    subject = "the other one waits" if verdict.others == 1 else f"the other {verdict.others} wait"
+    for_whom = " for it" if len(verdict.guilty) == 1 else " for them"
+    if verdict.why is Why.APART:
+        return f", but {subject} in {verdict.others_what} at {verdict.others_place}"
+    return f"; {subject}{for_whom}" + (f" in {verdict.others_what}" if verdict.others_what else "")
+
+
+def _deadlock(verdict: Verdict) -> str:
+    places: dict[str, list[str]] = {}
+    for look in verdict.guilty:
+        places.setdefault(f"{look.what or 'a collective'} at {look.place}", []).append(str(look.rank))
+    if len(verdict.guilty) == 1:
+        (place,) = places
+        return f"rank {verdict.guilty[0].rank} on node {verdict.guilty[0].node} waits in {place} for nobody"
+    who = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {listing(ranks)} in {place}" for place, ranks in places.items()
+    )
+    return f"all {len(verdict.guilty)} ranks wait for each other: {who}"
+
+
 # ---------------------------------------------------------------- events
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -251,6 +309,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.StandbysStarted: ("standbys.started", "info"),
     r.StandbyFailed: ("standby.failed", "warning"),
     r.WorkerEnded: ("worker.ended", "info"),
+    r.WorkersHung: ("workers.hung", "warning"),
     r.Expelled: ("node.expelled", "warning"),
     r.LeaseLost: ("lease.lost", "warning"),
     r.StoreAway: ("etcd.away", "warning"),
@@ -282,6 +341,14 @@ def event(reason: r.Reason) -> LogEvent:
                 "rank": value.exit.rank,
                 "code": value.exit.code,
                 "message": first_line(value.exit.message),
+            }
+        elif isinstance(value, Verdict):
+            flat |= {
+                "why": str(value.why),
+                "ranks": [look.rank for look in value.guilty],
+                "nodes": [look.node for look in value.guilty],
+                "slots": [look.slot for look in value.guilty],
+                "conclusion": hang(value),
             }
         elif isinstance(value, tuple):
             flat[f.name] = list(value)

@@ -18,6 +18,7 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, collect
 from elasticd.cli.run import Planned, plan, run
 from elasticd.core.facts import Limits, Policy
+from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
 
 
@@ -496,6 +497,31 @@ def test_where_nothing_can_be_served_is_refused_with_an_example(job: str, asked:
 
 def test_metrics_are_not_promised_at_an_address_of_another_machine(job: str) -> None:
     assert "203.0.113.9 is not an address of this machine" in complaint("--http", "203.0.113.9:80", job)
+
+
+def test_hangs_are_judged_as_asked(job: str) -> None:
+    assert planned(job).config.patience == Patience()
+    assert planned("--hang-after", "off", job).config.patience is None
+    assert planned("--hang-after", "20", job).config.patience == Patience(fixed_s=20)
+    assert planned("--hang-floor", "3", "--hang-ceiling", "60", job).config.patience == Patience(3, 60)
+    assert planned("--hang-floor", "7200", job).config.patience == Patience(7200, 7200)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--hang-after", "soon"),
+        ("--hang-after", "0"),
+        ("--hang-after", "-1"),
+        ("--hang-after", "nan"),
+        ("--hang-after", "inf"),
+        ("--hang-after", "off", "--hang-floor", "2"),
+        ("--hang-after", "20", "--hang-ceiling", "30"),
+        ("--hang-floor", "10", "--hang-ceiling", "5"),
+    ],
+)
+def test_what_makes_no_sense_of_hangs_is_refused_in_a_sentence(argv: tuple[str, ...], job: str) -> None:
+    assert "--hang-" in complaint(*argv, job)
 
 
 def test_log_options_are_passed_on(job: str, tmp_path: Path) -> None:

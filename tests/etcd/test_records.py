@@ -48,6 +48,8 @@ KEYS: dict[type, str] = {
     facts.Report: "reports/a",
     facts.Progress: "progress/a",
     facts.Checkpoint: "checkpoint",
+    facts.Stall: "stalls/a",
+    facts.Hang: "hang",
 }
 
 

@@ -16,11 +16,19 @@ import structlog
 from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Outcome, Round
 from elasticd.core.facts import Phase as RoundPhase
+from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.telemetry import final, log, words
 
 NOW = 1000.0
 FAILED = Failure(
     "node-b", Exit(1, 3, -9, NOW, "boom\nmore", "Traceback\n  line\nValueError: boom", "/logs/3")
+)
+HUNG = Verdict(
+    Why.ASLEEP,
+    (Look("b", 1, 3, 50, 31.0, Doing.ASLEEP, "job.py:88", "data loading"),),
+    7,
+    "all_reduce",
+    "job.py:90",
 )
 EXAMPLES: dict[type, r.Reason] = {
     type(x): x
@@ -41,6 +49,7 @@ EXAMPLES: dict[type, r.Reason] = {
         r.StandbysStarted((2, 3)),
         r.StandbyFailed(2, 1, "ImportError: no module named x", NOW + 1),
         r.WorkerEnded(7, 1, 3, -11, ""),
+        r.WorkersHung(7, HUNG, "/logs/hang-of-round-7"),
         r.Expelled(6, 7),
         r.LeaseLost(),
         r.StoreAway(True, NOW + 3),
@@ -222,3 +231,62 @@ def test_without_a_terminal_the_log_is_json(lines: list[str], monkeypatch: pytes
     log.setup()
     log.get().info("some.event")
     assert json.loads(stderr.getvalue())["event"] == "some.event"
+
+
+# ---------------------------------------------------------------- hangs
+
+
+def _look(rank: int, place: str, what: str = "") -> Look:
+    return Look("b", rank, rank, 50, 7200.0, Doing.WAITING, place, what)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        (
+            HUNG,
+            "rank 3 on node b is in job.py:88, data loading; the other 7 wait for it in all_reduce",
+        ),
+        (
+            Verdict(Why.STOPPED, (_look(1, ""),), 1, "backward", "job.py:9"),
+            "rank 1 on node b is stopped (SIGSTOP); the other one waits for it in backward",
+        ),
+        (
+            Verdict(Why.STOPPED, (_look(1, ""),), 2),
+            "rank 1 on node b is stopped (SIGSTOP); the other 2 wait for it",
+        ),
+        (
+            Verdict(Why.BUSY, (_look(0, "job.py:5"),), 1, "barrier", "job.py:6"),
+            "rank 0 on node b has been busy for 2 h in job.py:5; the other one waits for it in barrier",
+        ),
+        (
+            Verdict(Why.APART, (_look(2, "job.py:9", "barrier"),), 3, "all_reduce", "job.py:7"),
+            "rank 2 on node b waits in barrier at job.py:9, but the other 3 wait in all_reduce at job.py:7",
+        ),
+        (
+            Verdict(Why.DEADLOCK, (_look(0, "job.py:9", "barrier"), _look(1, "job.py:7", "backward"))),
+            "all 2 ranks wait for each other: rank 0 in barrier at job.py:9; rank 1 in backward at job.py:7",
+        ),
+        (Verdict(Why.ASLEEP, (_look(0, "job.py:5"),)), "rank 0 on node b is in job.py:5"),
+        (
+            Verdict(Why.SILENT, (_look(0, ""),), 1, "b", "job.py:6"),
+            "rank 0 on node b makes no step and does not say where it is; the other one waits for it in b",
+        ),
+    ],
+)
+def test_a_hang_is_explained_in_one_line(verdict: Verdict, said: str) -> None:
+    assert words.hang(verdict) == said
+
+
+def test_many_guilty_ranks_are_not_all_told() -> None:
+    said = words.hang(Verdict(Why.ASLEEP, tuple(_look(n, "job.py:5") for n in range(500)), 4, "barrier", ""))
+    assert "and 497 more ranks likewise" in said and len(said) < 300
+
+
+def test_the_event_of_a_hang_has_flat_fields() -> None:
+    event = words.event(r.WorkersHung(7, HUNG, "/logs/hang"))
+    assert (event.name, event.level) == ("workers.hung", "warning")
+    assert event.fields == {
+        "round": 7, "why": "asleep", "ranks": [3], "nodes": ["b"], "slots": [1],
+        "conclusion": words.hang(HUNG), "evidence": "/logs/hang",
+    }  # fmt: skip

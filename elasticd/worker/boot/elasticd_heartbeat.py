@@ -1,5 +1,6 @@
 """Tells the agent how far an unmodified script is: every optimizer step, in a page of shared memory,
 and, once, what it imported until its first step, for the zygote that later workers are forked from.
+Asked by a signal, it appends the stacks of all its threads to the file of that page.
 
 Standard library only, and self-contained: the worker's Python need not have elasticd installed.
 The layout is that of elasticd/procs/page.py.
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 _HOOKED = "torch.optim.optimizer"
-_PID, _STEPS, _LAST_NS, _PHASE = 2, 3, 4, 5  # fields of 8 bytes, each stored by one instruction
+_PID, _STEPS, _LAST_NS, _PHASE, _STACKS = 2, 3, 4, 5, 6  # of 8 bytes, each stored by one instruction
+_TIMES, _TIMES_MASK = 256, 255  # when the last 256 steps were: the second half of the page
+_SIGNAL = 47  # of real time, so that nobody's program means anything by it; see elasticd/procs/stacks.py
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
 
 
@@ -30,6 +33,7 @@ def start() -> None:
     if path:
         fields = _claim(path)
         if fields is not None:
+            _answer_with_stacks(fields, path)
             optimizers = sys.modules.get(_HOOKED)
             if optimizers is None:
                 sys.meta_path.insert(0, _Finder(fields, path))
@@ -53,6 +57,23 @@ def _claim(path: str) -> memoryview[int] | None:
     fields[_PID] = os.getpid()
     fields[_PHASE] = _STARTED
     return fields
+
+
+def _answer_with_stacks(fields: memoryview[int], path: str) -> None:
+    """Have the stacks written when the signal comes: by C code, whatever Python is doing, holding or
+    waiting for. Python's own table of signal handlers, which scripts look at and save, stays as it is.
+    """
+    known = "faulthandler" in sys.modules
+    import faulthandler
+
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        faulthandler.register(_SIGNAL, file=fd, all_threads=True, chain=False)
+        fields[_STACKS] = fd + 1
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        pass  # then a hang is judged without them
+    if not known:
+        del sys.modules["faulthandler"]
 
 
 def _lives(pid: int) -> bool:
@@ -128,7 +149,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
         if key in stepped or not stepped:
             stepped.clear()
             steps += 1
-            fields[_LAST_NS] = now_ns()
+            fields[_LAST_NS] = fields[_TIMES + (steps & _TIMES_MASK)] = now_ns()
             fields[_STEPS] = steps
             fields[_PHASE] = _STEPPING
             if steps == 1:

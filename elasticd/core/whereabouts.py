@@ -1,0 +1,112 @@
+"""What a worker's main thread is at, told from its Python stack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call. ``text``: the line of source, where it could be read."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+
+Stack = Sequence[Frame]  # innermost first
+
+
+class At(StrEnum):
+    """What it is in."""
+
+    COLLECTIVE = "collective"  # it waits for other ranks
+    PROGRAM = "program"  # it waits for a program or a process that it started
+    OWN = "own"  # code of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """``place``: such as "job.py:88", in the script rather than in a library where there is such a
+    frame. ``doing``: the collective, or a word for what it does there, if one is known."""
+
+    at: At
+    place: str
+    doing: str = ""
+
+
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*)[/\\]|^<|^\?")
+_TORCH = re.compile(r"[/\\]torch[/\\](.*)")
+# Code of torch that is at work for itself, though it lies among what talks to other ranks.
+_OWN_WORK = re.compile(r"distributed[/\\](checkpoint|elastic|pipelining|optim)[/\\]")
+_TALKING = re.compile(r"(distributed|nn[/\\]parallel)[/\\]")
+_ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
+# One who waits here does so in C++, for other ranks or for the GPU, which waits for them.
+_HANDLE = re.compile(r"\.(wait|item|tolist|cpu|synchronize)\(")
+_WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
+
+
+def whereabouts(stack: Stack) -> Whereabouts | None:
+    """None for a thread that runs no Python."""
+    if not stack:
+        return None
+    own = next((f for f in stack if not _LIBRARY.search(f.file)), stack[0])
+    place = f"{_name(own.file)}:{own.line}"
+    inner = stack[0]
+    in_torch = _TORCH.search(inner.file)
+    module = in_torch[1] if in_torch else ""
+    if _TALKING.match(module) and not _OWN_WORK.match(module):
+        return Whereabouts(At.COLLECTIVE, place, _collective(stack))
+    if _ENGINE.match(module):
+        return Whereabouts(At.COLLECTIVE, place, "backward")
+    if module.startswith(("cuda/", "cuda\\")) and "synchronize" in inner.function:
+        return Whereabouts(At.COLLECTIVE, place, "synchronize")
+    if inner is own and (handle := _HANDLE.search(inner.text)):
+        return Whereabouts(At.COLLECTIVE, place, handle[1])
+    if any(_waits_for_a_program(f) for f in stack[:4]):
+        return Whereabouts(At.PROGRAM, place, "waiting for a program")
+    return Whereabouts(At.OWN, place, _work(stack))
+
+
+def _collective(stack: Stack) -> str:
+    """What the script called: the outermost frame of those at the top that are torch.distributed's."""
+    name = stack[0].function
+    for frame in stack:
+        module = _TORCH.search(frame.file)
+        if module is None or not _TALKING.match(module[1]):
+            break
+        if frame.function not in _WRAPPERS:
+            name = frame.function
+    return name
+
+
+def _waits_for_a_program(frame: Frame) -> bool:
+    name = _name(frame.file)
+    return (name == "subprocess.py" and frame.function.strip("_") in _WAITS) or (
+        name.startswith("popen_") and "multiprocessing" in frame.file and frame.function in _POLLS
+    )
+
+
+def _name(file: str) -> str:
+    return re.split(r"[/\\]", file)[-1]
+
+
+_WAITS = ("wait", "try_wait", "communicate", "run", "call", "check_call", "check_output")
+_POLLS = ("wait", "poll")
+
+
+def _work(stack: Stack) -> str:
+    """A word for what it does, from the libraries it does it with."""
+    for frame in stack:
+        file = frame.file.replace("\\", "/")
+        if "/torch/utils/data/" in file:
+            return "data loading"
+        if "/torch/distributed/checkpoint/" in file or file.endswith("/torch/serialization.py"):
+            return "saving or loading a checkpoint"
+        if "/torch/_dynamo/" in file or "/torch/_inductor/" in file:
+            return "compiling"
+    return ""

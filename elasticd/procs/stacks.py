@@ -1,0 +1,136 @@
+"""The Python stacks of a worker's threads: asked for by a signal, answered by elasticd/worker/boot.
+
+A worker that is stopped cannot answer, nor one that no Python of ours has begun; py-spy then looks
+from outside, where it is installed and may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from elasticd.core.whereabouts import Frame
+from elasticd.procs.page import Page
+
+SIGNAL = 47  # real-time, and in the middle, where neither glibc nor any known program has its own
+ANSWER_S = 2.0
+_QUIET_S = 0.05  # without a further byte: all is written
+_LOOK_S = 0.01
+_PY_SPY_S = 10.0
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x")
+
+
+def ask(path: Path) -> str:
+    """The stacks in the words of faulthandler, the main thread's last; empty if there is no answer
+    within two seconds. ``path``: of the worker's page."""
+    try:
+        page = Page(path, again=True)
+    except OSError:  # its round is over
+        return ""
+    with closing(page):
+        return _ask(page)
+
+
+def _ask(page: Page) -> str:
+    beat = page.read()
+    if beat.stacks_fd < 0:
+        return ""
+    try:
+        pidfd = os.pidfd_open(beat.pid)
+    except OSError:
+        return ""
+    try:
+        # A program that has another meaning for the signal, or none, would be harmed by it. One that
+        # closed our file may have another under its number.
+        if not (_catches(beat.pid) and _has(beat.pid, beat.stacks_fd, page)):
+            return ""
+        page.forget_stacks()
+        signal.pidfd_send_signal(pidfd, SIGNAL)
+    except OSError:
+        return ""
+    finally:
+        os.close(pidfd)
+    return _await_answer(page).decode("ascii", "backslashreplace")
+
+
+def _await_answer(page: Page) -> bytes:
+    """There is no end mark; threads are written one after the other, in microseconds."""
+    deadline = time.monotonic() + ANSWER_S
+    said, since = b"", time.monotonic()
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        now = page.stacks()
+        if len(now) > len(said):
+            said, since = now, time.monotonic()
+        elif said and time.monotonic() - since >= _QUIET_S:
+            break
+    return said
+
+
+def _has(pid: int, fd: int, page: Page) -> bool:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/{fd}") == str(page.path)
+    return False
+
+
+def _catches(pid: int) -> bool:
+    """Whether it handles the signal now: it neither ignores nor blocks it, nor dies of it."""
+    masks = {}
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            name, _, value = line.partition(":")
+            if name in ("SigBlk", "SigCgt"):
+                masks[name] = int(value, 16) >> (SIGNAL - 1) & 1
+    return masks == {"SigBlk": 0, "SigCgt": 1}
+
+
+def parse(text: str) -> list[tuple[Frame, ...]]:
+    """The stack of each thread, innermost frame first, in the order of the text."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (found := _FRAME.match(line)):
+            threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
+    return [tuple(frames) for frames in threads]
+
+
+def main_thread(text: str) -> tuple[Frame, ...]:
+    """The stack of the thread that began first, its innermost frame with its line of source."""
+    threads = parse(text)
+    if not threads or not threads[-1]:
+        return ()
+    inner, *outer = threads[-1]
+    return (replace(inner, text=linecache.getline(inner.file, inner.line).strip()), *outer)
+
+
+def from_outside(pid: int) -> str:
+    """The stacks as py-spy sees them, also of a stopped process; or in a sentence why there are none."""
+    py_spy = shutil.which("py-spy")
+    if py_spy is None:
+        return "It did not answer, and py-spy, which could look from outside, is not installed here."
+    try:
+        done = subprocess.run(
+            [py_spy, "dump", "--nonblocking", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PY_SPY_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"It did not answer, and py-spy could not look: {error}."
+    if done.returncode != 0:
+        return f"It did not answer, and py-spy could not look: {done.stderr.strip()}"
+    return done.stdout

@@ -1,0 +1,84 @@
+"""How a process is, as the kernel sees it: cheap to ask, and nothing it could refuse to answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elasticd.core.hang import ProcessState
+from elasticd.procs.linux import children
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_DESCENDANTS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """``cpu_s``: CPU time used so far by the process, its descendants and those that it reaped."""
+
+    state: ProcessState
+    cpu_s: float
+
+
+def vitals(pid: int) -> Vitals:
+    fields = _stat(pid)
+    if not fields:
+        return Vitals(ProcessState.GONE, 0.0)
+    return Vitals(_state(fields[0]), _cpu_s(fields) + sum(_cpu_s(_stat(p)) for p in _below(pid)))
+
+
+def _below(pid: int) -> Iterable[int]:
+    seen = 0
+    todo = children(pid)
+    while todo and seen < _DESCENDANTS_MAX:
+        child = todo.pop()
+        seen += 1
+        yield child
+        todo += children(child)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/pid/stat from the state on."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _cpu_s(fields: list[str]) -> float:
+    return sum(map(int, fields[11:15])) * _TICK_S if len(fields) > 14 else 0.0
+
+
+def _state(letter: str) -> ProcessState:
+    try:
+        return ProcessState(letter)
+    except ValueError:  # a parked or idle kernel thread; whatever a later kernel adds
+        return ProcessState.SLEEPING
+
+
+def thread_report(pid: int) -> str:
+    """A line for each thread: its number, name, state, and where in the kernel it waits."""
+    lines = []
+    try:
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return "the process is gone\n"
+    for task in tasks:
+        base = f"/proc/{pid}/task/{task}"
+        state = " ".join(_line(f"{base}/status", "State").split()) or "gone"
+        lines.append(f"{task} {_read(f'{base}/comm')}: {state}, waits in {_read(f'{base}/wchan') or '?'}")
+    return "\n".join(lines) + "\n"
+
+
+def _line(path: str, name: str) -> str:
+    return next((v for k, _, v in (ln.partition(":") for ln in _read(path).splitlines()) if k == name), "")
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,234 @@
+"""Who hangs: the limits that are learned, and the verdict over all that the ranks do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from elasticd.core.hang import (
+    FOREVER_S,
+    Doing,
+    Look,
+    Patience,
+    ProcessState,
+    Verdict,
+    Why,
+    allowance,
+    doing,
+    judge,
+)
+from elasticd.core.whereabouts import At, Whereabouts
+
+STEPS_OF_75_MS = [0.075] * 100
+AUTO = Patience()
+
+
+def world(*kinds: Doing | str, still_s: float = 1e6, what: str = "all_reduce") -> list[Look]:
+    """A look at each rank, all of which have stood still for so long."""
+    return [
+        Look("a", rank, rank, 100, still_s, Doing(kind), "job.py:7", what if kind == "waiting" else "")
+        for rank, kind in enumerate(kinds)
+    ]
+
+
+def judged(looks: list[Look], patience: Patience = AUTO) -> Verdict | None:
+    allowed = allowance(STEPS_OF_75_MS, 100, patience)
+    assert allowed is not None
+    return judge(looks, allowed)
+
+
+def blamed(verdict: Verdict | None) -> tuple[Why, list[int]] | None:
+    return (verdict.why, [look.rank for look in verdict.guilty]) if verdict else None
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("patience", [AUTO, Patience(fixed_s=3)])
+def test_before_the_first_step_there_is_no_limit(patience: Patience) -> None:
+    assert allowance([], 0, patience) is None
+    assert allowance([], 1, patience) is not None
+
+
+def test_a_stopped_worker_of_a_fast_job_gets_a_second() -> None:
+    allowed = allowance(STEPS_OF_75_MS, 100, AUTO)
+    assert allowed is not None
+    assert allowed.stopped_s == 1.0
+    assert (allowed.asleep_s, allowed.waiting_s) == (30.0, 60.0)
+    assert (allowed.busy_s, allowed.unasked_s) == (3600.0, FOREVER_S)
+
+
+def test_a_long_step_in_the_past_buys_patience_for_all_but_the_stopped() -> None:
+    allowed = allowance([*STEPS_OF_75_MS, 40.0], 101, AUTO)
+    assert allowed is not None
+    assert (allowed.stopped_s, allowed.asleep_s, allowed.waiting_s) == (1.0, 200.0, 400.0)
+
+
+def test_one_limit_that_people_set_counts_for_all() -> None:
+    allowed = allowance([*STEPS_OF_75_MS, 40.0], 101, Patience(fixed_s=5))
+    assert allowed is not None
+    assert {allowed.stopped_s, allowed.asleep_s, allowed.waiting_s, allowed.busy_s, allowed.unasked_s} == {
+        5.0
+    }
+
+
+gaps = st.lists(st.floats(0, 1e5), max_size=50)
+patiences = st.builds(lambda a, b: Patience(min(a, b), max(a, b)), st.floats(0, 1e4), st.floats(0, 1e4))
+
+
+@given(gaps, patiences)
+def test_limits_keep_within_floor_and_ceiling_and_in_order(known: list[float], patience: Patience) -> None:
+    allowed = allowance(known, 1, patience)
+    assert allowed is not None
+    ordered = [allowed.stopped_s, allowed.asleep_s, allowed.waiting_s, allowed.busy_s]
+    assert ordered == sorted(ordered)
+    assert all(patience.floor_s <= limit <= patience.ceiling_s for limit in ordered)
+
+
+@given(st.lists(st.floats(0, 1e5), min_size=5, max_size=50))
+def test_no_limit_learned_is_shorter_than_a_step_the_job_has_made(known: list[float]) -> None:
+    allowed = allowance(known, 100, Patience(ceiling_s=1e9))
+    assert allowed is not None
+    assert allowed.asleep_s >= max(known) and allowed.waiting_s >= max(known)
+
+
+# ---------------------------------------------------------------- what one does
+
+COLLECTIVE = Whereabouts(At.COLLECTIVE, "job.py:7", "all_reduce")
+BACKWARD = Whereabouts(At.COLLECTIVE, "job.py:7", "backward")
+OWN = Whereabouts(At.OWN, "job.py:7")
+PROGRAM = Whereabouts(At.PROGRAM, "job.py:7")
+
+
+@pytest.mark.parametrize(
+    ("state", "cpu", "where", "expected"),
+    [
+        ("T", 0.0, None, Doing.STOPPED),
+        ("T", 1.0, COLLECTIVE, Doing.STOPPED),
+        ("t", 0.0, OWN, Doing.BUSY),
+        ("D", 0.0, OWN, Doing.BUSY),
+        ("Z", 0.0, None, Doing.GONE),
+        ("S", 0.0, COLLECTIVE, Doing.WAITING),
+        ("R", 1.0, COLLECTIVE, Doing.WAITING),
+        ("S", 0.0, BACKWARD, Doing.WAITING),
+        ("R", 1.0, BACKWARD, Doing.BUSY),
+        ("S", 0.0, OWN, Doing.ASLEEP),
+        ("S", 0.5, OWN, Doing.BUSY),
+        ("R", 0.0, OWN, Doing.BUSY),
+        ("S", 0.0, PROGRAM, Doing.BUSY),
+        ("S", 0.0, None, Doing.UNKNOWN),
+        ("R", 1.0, None, Doing.BUSY),
+    ],
+)
+def test_what_a_worker_does(state: str, cpu: float, where: Whereabouts | None, expected: Doing) -> None:
+    assert doing(ProcessState(state), cpu, where) is expected
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+@pytest.mark.parametrize(
+    ("kinds", "still_s", "expected"),
+    [
+        # certain
+        (["waiting", "stopped", "waiting"], 1.0, (Why.STOPPED, [1])),
+        (["waiting", "stopped", "waiting"], 0.9, None),
+        (["stopped", "stopped"], 1.0, (Why.STOPPED, [0, 1])),
+        (["stopped", "busy", "asleep"], 1.0, (Why.STOPPED, [0])),
+        # asleep while all others wait for it
+        (["waiting", "waiting", "asleep"], 30.0, (Why.ASLEEP, [2])),
+        (["waiting", "waiting", "asleep"], 29.0, None),
+        (["waiting", "asleep", "asleep"], 30.0, (Why.ASLEEP, [1, 2])),
+        # asleep, and nobody asks for it
+        (["asleep", "asleep"], 3599.0, None),
+        (["asleep", "asleep"], 3600.0, (Why.ASLEEP, [0, 1])),
+        # who knows what the busy one does
+        (["busy", "waiting", "asleep"], 3599.0, None),
+        (["busy", "waiting"], 3599.0, None),
+        (["busy", "waiting"], 3600.0, (Why.BUSY, [0])),
+        (["busy", "busy"], 1e8, None),
+        (["busy"], 1e8, None),
+        # all wait
+        (["waiting", "waiting"], 59.0, None),
+        (["waiting", "waiting"], 60.0, (Why.DEADLOCK, [0, 1])),
+        (["waiting", "unknown"], 60.0, (Why.SILENT, [1])),
+        (["waiting", "gone"], 1e8, None),
+        # not in lock-step at all
+        (["moving", "asleep"], 3599.0, None),
+        (["moving", "stopped"], 1.0, (Why.STOPPED, [1])),
+        ([], 1e8, None),
+    ],
+)
+def test_the_verdict(kinds: list[str], still_s: float, expected: object) -> None:
+    assert blamed(judged(world(*kinds, still_s=still_s))) == expected
+
+
+def test_who_waits_elsewhere_than_most_is_to_blame() -> None:
+    looks = world("waiting", "waiting", "waiting", "waiting")
+    looks[2] = replace(looks[2], what="barrier", place="job.py:9")
+    verdict = judged(looks)
+    assert blamed(verdict) == (Why.APART, [2])
+    assert verdict is not None and (verdict.others, verdict.others_what) == (3, "all_reduce")
+    two = [looks[0], looks[2]]
+    assert blamed(judged(two)) == (Why.DEADLOCK, [0, 2]), "of two, nobody knows who is wrong"
+
+
+def test_who_waits_a_step_ahead_of_the_others_is_to_blame() -> None:
+    looks = world("waiting", "waiting", "waiting")
+    looks[0] = replace(looks[0], step=101)
+    assert blamed(judged(looks)) == (Why.APART, [0])
+
+
+def test_one_who_was_asked_for_a_limit_of_seconds_gets_it_even_if_busy() -> None:
+    assert blamed(judged(world("busy", "waiting", still_s=5.0), Patience(fixed_s=5))) == (Why.BUSY, [0])
+    assert blamed(judged(world("busy", still_s=5.0), Patience(fixed_s=5))) == (Why.BUSY, [0])
+    assert judged(world("busy", "waiting", still_s=4.9), Patience(fixed_s=5)) is None
+
+
+looks = st.builds(
+    lambda rank, kind, still_s, step, what: Look("a", rank, rank, step, still_s, kind, "job.py:7", what),
+    st.integers(0, 7), st.sampled_from(Doing), st.floats(0, 1e5), st.integers(1, 3),
+    st.sampled_from(["all_reduce", "barrier"]),
+)  # fmt: skip
+worlds = st.lists(looks, max_size=6, unique_by=lambda look: look.rank)
+
+
+@given(worlds, gaps, patiences)
+def test_only_who_was_late_and_not_moving_is_blamed(
+    seen: list[Look], known: list[float], patience: Patience
+) -> None:
+    allowed = allowance(known, 1, patience)
+    assert allowed is not None
+    verdict = judge(seen, allowed)
+    assume(verdict is not None)
+    assert verdict is not None
+    assert verdict.guilty
+    for look in verdict.guilty:
+        assert look in seen and look.still_s >= allowed.stopped_s
+        assert look.doing not in (Doing.MOVING, Doing.GONE)
+        if look.doing is not Doing.STOPPED:
+            assert look.still_s >= allowed.asleep_s
+
+
+@given(worlds)
+def test_the_busy_are_not_blamed_before_the_ceiling_nor_where_nobody_waits(seen: list[Look]) -> None:
+    verdict = judged(seen)
+    if verdict is not None and verdict.why is Why.BUSY:
+        assert all(look.still_s >= AUTO.ceiling_s for look in verdict.guilty)
+        assert any(look.doing is Doing.WAITING for look in seen)
+
+
+@given(worlds, st.permutations(range(6)))
+def test_the_order_of_the_reports_changes_nothing(seen: list[Look], order: list[int]) -> None:
+    assert judged([seen[i] for i in order if i < len(seen)]) == judged(seen)
+
+
+@given(worlds)
+def test_a_verdict_stays_while_nothing_moves(seen: list[Look]) -> None:
+    """Who is guilty now was not found innocent by waiting: some verdict stands, later too."""
+    if judged(seen) is not None:
+        later = [replace(look, still_s=look.still_s + 1000.0) for look in seen]
+        assert judged(later) is not None

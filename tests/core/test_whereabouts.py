@@ -1,0 +1,93 @@
+"""What a stack says of where a worker is. The stacks are real ones, of torch 2.13, shortened."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.core.whereabouts import At, Frame, whereabouts
+
+SITE = "/venv/lib/python3.11/site-packages"
+LIB = "/usr/lib/python3.11"
+MAIN = ("/home/me/job.py", 40, "<module>")
+C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
+LOADER = f"{SITE}/torch/utils/data/dataloader.py"
+FETCH = f"{SITE}/torch/utils/data/_utils/fetch.py"
+
+
+def at(*calls: tuple[object, ...]) -> object:
+    found = whereabouts([Frame(*call) for call in (*calls, MAIN)])  # type: ignore[arg-type]
+    return (found.at.value, found.place, found.doing) if found else None
+
+
+def test_a_thread_without_python_is_nowhere() -> None:
+    assert whereabouts([]) is None
+
+
+@pytest.mark.parametrize(
+    ("stack", "expected"),
+    [
+        ([], ("own", "job.py:40", "")),
+        (
+            [(C10D, 3252, "all_reduce"), (f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper")],
+            ("collective", "job.py:40", "all_reduce"),
+        ),
+        (
+            [(C10D, 300, "_store_based_barrier"), (C10D, 1700, "init_process_group")],
+            ("collective", "job.py:40", "init_process_group"),
+        ),
+        (
+            [(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward"),
+             (f"{SITE}/torch/_tensor.py", 623, "backward")],
+            ("collective", "job.py:40", "backward"),
+        ),
+        (
+            [(f"{SITE}/torch/nn/parallel/distributed.py", 2000, "_sync_buffers")],
+            ("collective", "job.py:40", "_sync_buffers"),
+        ),
+        (
+            [(f"{SITE}/torch/cuda/__init__.py", 900, "synchronize")],
+            ("collective", "job.py:40", "synchronize"),
+        ),
+        ([("/home/me/job.py", 12, "step", "handle.wait()")], ("collective", "job.py:12", "wait")),
+        ([("/home/me/job.py", 12, "step", "total += loss.item()")], ("collective", "job.py:12", "item")),
+        (
+            [(f"{LIB}/threading.py", 324, "wait", "waiter.acquire()"),
+             ("/home/me/job.py", 9, "go", "x.wait()")],
+            ("own", "job.py:9", ""),
+        ),
+        (
+            [("/home/me/data.py", 5, "__getitem__"), (FETCH, 52, "fetch"), (LOADER, 788, "_next_data")],
+            ("own", "data.py:5", "data loading"),
+        ),
+        (
+            [(f"{LIB}/selectors.py", 415, "select"), (LOADER, 1251, "_try_get_data")],
+            ("own", "job.py:40", "data loading"),
+        ),
+        (
+            [(f"{SITE}/torch/distributed/checkpoint/filesystem.py", 300, "_write_item")],
+            ("own", "job.py:40", "saving or loading a checkpoint"),
+        ),
+        (
+            [(f"{LIB}/subprocess.py", 2016, "_try_wait"), (f"{LIB}/subprocess.py", 2050, "_wait"),
+             (f"{LIB}/subprocess.py", 1270, "wait")],
+            ("program", "job.py:40", "waiting for a program"),
+        ),
+        (
+            [(f"{LIB}/multiprocessing/popen_fork.py", 27, "poll"),
+             (f"{LIB}/multiprocessing/popen_fork.py", 43, "wait"),
+             (f"{LIB}/multiprocessing/process.py", 149, "join")],
+            ("program", "job.py:40", "waiting for a program"),
+        ),
+        ([("/home/me/subprocess_jobs.py", 3, "wait")], ("own", "subprocess_jobs.py:3", "")),
+    ],
+)  # fmt: skip
+def test_where_it_is(stack: list[tuple[object, ...]], expected: object) -> None:
+    assert at(*stack) == expected
+
+
+def test_a_script_that_is_itself_a_package_is_named_by_its_last_frame() -> None:
+    found = whereabouts(
+        [Frame(f"{SITE}/trainer/loop.py", 3, "run"), Frame("<frozen runpy>", 88, "_run_code")]
+    )
+    assert found is not None
+    assert (found.at, found.place) == (At.OWN, "loop.py:3")

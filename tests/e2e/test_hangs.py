@@ -1,0 +1,78 @@
+"""Workers that hang are found, named with the place, and replaced; those that only take long are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Cluster
+
+PROGRAM = Path(__file__).parent / "programs" / "hang.py"
+# So that the limits that are learned from steps of some ten milliseconds are seconds, not half minutes.
+OPTIONS = ("--hang-floor=0.06", "--max-restarts=20")
+
+
+def _line(word: str) -> str:
+    lines = PROGRAM.read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"# {word}"))
+    return f"hang.py:{number}"
+
+
+def _hung(cluster: Cluster) -> list[dict[str, Any]]:
+    found = {e["round"]: e for agent in cluster.agents for e in agent.find("workers.hung")}
+    return [found[round] for round in sorted(found)]
+
+
+def test_whatever_hangs_is_named_and_replaced_and_the_job_finishes(cluster: Cluster) -> None:
+    cluster.limits = (3, 3)
+    faults = ["loading", "stopped", "missing", "mismatched", "deadlock"]
+    (a,) = cluster.start("a", slots=3, options=OPTIONS, program=[str(PROGRAM), ",".join(faults)])
+    assert a.end() == 0, a.said()
+    hung = _hung(cluster)
+    assert [e["ranks"] for e in hung] == [[1]] * 5
+    said = dict(zip(faults, (e["conclusion"] for e in hung), strict=True))
+    assert said["loading"] == (
+        f"rank 1 on node a is in {_line('loading')}, data loading; the other 2 wait for it in all_reduce"
+    )
+    assert said["stopped"].startswith("rank 1 on node a is stopped (SIGSTOP); the other 2 wait for it")
+    assert f"the other 2 wait in barrier at {_line('barrier')}" in said["missing"]
+    assert f"rank 1 on node a waits in all_gather at {_line('mismatched')}" in said["mismatched"]
+    assert f"rank 1 on node a is in {_line('deadlock')}" in said["deadlock"]
+    for event in hung:
+        folder = cluster.folder / event["evidence"]
+        assert {f.name for f in folder.iterdir()} == {
+            "conclusion.txt", "rank-0.txt", "rank-1.txt", "rank-2.txt",
+        }  # fmt: skip
+        assert (folder / "conclusion.txt").read_text() == event["conclusion"] + "\n"
+        assert "hang.py" in (folder / "rank-0.txt").read_text()
+    (ended, *_) = a.find("worker.ended", rank=1)
+    assert ended["message"].startswith("hung: rank 1 on node a") and "see" in ended["message"]
+
+
+def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
+    cluster.limits = (3, 3)
+    program = [str(PROGRAM), "loading,missing"]
+    agents = cluster.start("a", "b", "c", options=OPTIONS, program=program)
+    assert [agent.end() for agent in agents] == [0, 0, 0], cluster.state()
+    loading, missing = _hung(cluster)
+    (guilty,) = loading["nodes"]
+    assert loading["conclusion"] == (
+        f"rank 1 on node {guilty} is in {_line('loading')}, data loading; "
+        "the other 2 wait for it in all_reduce"
+    )
+    assert missing["ranks"] == [1]
+    folders = {e["evidence"] for a in agents for e in a.find("workers.hung", round=loading["round"])}
+    assert len(folders) == 3, "each node keeps what it saw"
+
+
+@pytest.mark.parametrize("how", ["busy", "asleep"])
+def test_a_long_first_evaluation_in_one_rank_is_no_hang(cluster: Cluster, how: str) -> None:
+    cluster.limits = (2, 2)
+    (a,) = cluster.start(
+        "a", slots=2, options=OPTIONS, program=[str(PROGRAM), how], env={"EVALUATION_S": "6"}
+    )
+    assert a.end() == 0, a.said()
+    assert not _hung(cluster)
+    assert not a.find("failure.charged")

@@ -1,0 +1,144 @@
+"""The stacks of a worker, which answers whatever it does, and notices nothing of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.hang import ProcessState
+from elasticd.procs import scene, stacks
+from elasticd.procs.scene import Subject
+from elasticd.procs.vitals import vitals
+from tests.procs.conftest import Bench
+
+PROGRAM = """
+import os, signal, sys, threading, time
+def inner(how):
+    if how in ("sleep", "native", "spin"):
+        print("here", flush=True)
+    if how == "sleep":
+        time.sleep(3600)
+    elif how == "native":
+        while True:
+            ctypes.PyDLL(None).sleep(3600)  # holds the GIL; a signal wakes it
+    elif how == "spin":
+        while True:
+            pass
+    elif how == "blocked":
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        print("here", flush=True)
+        time.sleep(3600)
+    elif how == "closed":
+        os.closerange(3, 200)
+        os.open(os.devnull, os.O_WRONLY)
+        for n in range(20): os.open("victim", os.O_RDWR | os.O_CREAT)
+        print("here", flush=True)
+        time.sleep(3600)
+    elif how == "own handler":
+        signal.signal(47, lambda *_: print("mine", flush=True))
+        print("here", flush=True)
+        time.sleep(3600)
+    elif how == "default":
+        signal.signal(47, signal.SIG_DFL)
+        print("here", flush=True)
+        time.sleep(3600)
+import ctypes
+threading.Thread(target=lambda: time.sleep(3600), daemon=True, name="other").start()
+inner(sys.argv[1])
+"""
+
+
+def _started(bench: Bench, tmp_path: Path, how: str) -> Subject:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    procs = bench.procs([sys.executable, "-u", str(script), how])
+    bench.start(procs)
+    bench.console.wait_for(b"here")
+    (watched,) = procs.watched()
+    return Subject(watched.slot, watched.rank, watched.pid, watched.page.path)
+
+
+def _wait_until(subject: Subject, state: ProcessState) -> None:
+    """The kernel tells it to nobody but the parent."""
+    while (now := vitals(subject.pid).state) is not state:
+        assert now is not ProcessState.GONE
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["sleep", "native", "spin"])
+def test_a_worker_says_where_all_its_threads_are_whatever_it_does(
+    bench: Bench, tmp_path: Path, how: str
+) -> None:
+    subject = _started(bench, tmp_path, how)
+    for _ in range(2):  # the second answer does not hold the first
+        text = stacks.ask(subject.page)
+        assert len(stacks.parse(text)) == 2, text
+        frames = stacks.main_thread(text)
+        assert [Path(f.file).name for f in frames][-2:] == ["script.py"] * 2
+        assert frames[-2].function == "inner" and frames[-1].function == "<module>"
+    os.kill(subject.pid, signal.SIGKILL)
+    bench.wait()
+
+
+@pytest.mark.parametrize("how", ["blocked", "closed", "default"])
+def test_one_that_cannot_answer_is_not_harmed_by_the_question(bench: Bench, tmp_path: Path, how: str) -> None:
+    subject = _started(bench, tmp_path, how)
+    assert stacks.ask(subject.page) == ""
+    _wait_until(subject, ProcessState.SLEEPING)
+    if how == "closed":
+        assert Path("victim").read_bytes() == b""
+    os.kill(subject.pid, signal.SIGKILL)
+    bench.wait()
+
+
+def test_a_stopped_worker_is_seen_to_be_stopped_and_the_folder_says_so(bench: Bench, tmp_path: Path) -> None:
+    subject = _started(bench, tmp_path, "sleep")
+    os.kill(subject.pid, signal.SIGSTOP)
+    _wait_until(subject, ProcessState.STOPPED)
+    (seen,) = scene.look([subject])
+    assert (seen.vitals.state, seen.where) == (ProcessState.STOPPED, None)
+    scene.write(tmp_path / "hang", "rank 0 is stopped", [seen])
+    text = (tmp_path / "hang" / "rank-0.txt").read_text()
+    assert "process state T" in text and "T (stopped)" in text
+    assert (tmp_path / "hang" / "conclusion.txt").read_text() == "rank 0 is stopped\n"
+    os.kill(subject.pid, signal.SIGKILL)
+    bench.wait()
+
+
+def test_cpu_time_of_children_counts_as_the_workers(bench: Bench) -> None:
+    program = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-S", "-c", "print('here', flush=True)\\nwhile True: pass"])
+child.wait()
+"""
+    procs = bench.procs([sys.executable, "-c", program])
+    bench.start(procs)
+    bench.console.wait_for(b"here")
+    (watched,) = procs.watched()
+    before = vitals(watched.pid).cpu_s
+    while vitals(watched.pid).cpu_s < before + 0.2:
+        pass
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait()
+
+
+def test_a_condemned_worker_ends_as_one_that_hung_with_the_reason(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", "print('here', flush=True); import time; time.sleep(3600)"])
+    bench.start(procs)
+    bench.console.wait_for(b"here")
+    (watched,) = procs.watched()
+    procs.condemn(watched.slot, watched.pid + 1, "another one")
+    procs.condemn(watched.slot, watched.pid, "hung: it is in job.py:7")
+    (exit,) = bench.wait()
+    assert (exit.code, exit.hung, exit.message) == (-9, True, "hung: it is in job.py:7")
+
+
+def test_scripts_see_no_handler_and_no_module_of_ours(bench: Bench) -> None:
+    program = "import signal, sys; print(signal.getsignal(47), 'faulthandler' in sys.modules)"
+    bench.run(program)
+    assert bench.console.lines() == [b"0 False"] or bench.console.lines() == [b"Handlers.SIG_DFL False"]
