@@ -24,6 +24,7 @@ POLICY = Policy(
     grow_cooldown_s=8.0,
     join_timeout_s=600.0,
     shutdown_s=4.0,
+    part_s=3.0,
     broken_s=1.0,
     node_ttl_s=5.0,
     quarantine_s=5.0,
@@ -95,7 +96,7 @@ class SimAgent:
         wanted = Spec(setup.limits, setup.limits, "job.py", "f", setup.policy)
         setting = environment.Setting("job")
         self.driver = Driver(
-            agent.start(me, wanted, self.stores.port, setup.etcd_grace_s),
+            agent.start(me, wanted, self.stores.port, setup.etcd_grace_s, spares=setup.job.spares),
             store=self.store,
             procs=self.procs,
             stores=self.stores,

@@ -24,6 +24,7 @@ class Invariants:
         self.live: dict[int, Round] = {}  # by number, as first written
         self.last_step_at = cluster.clock.now()
         self.steps = 0
+        self.newest_step = 0
         self.worlds = 0
         self.broken_by_user: set[int] = set()  # rounds in which user code failed by itself
         self.charged: set[int] = set()
@@ -108,6 +109,23 @@ class Invariants:
         real = {(w.procs.host.name, self._incarnation(w), w.slot): rank for rank, w in world.workers.items()}
         if mine != real:
             raise Broken(f"round {round.number} is {mine}, but these train: {real}")
+        if self.cluster.training.job.inplace:
+            self._nothing_lost(world)
+
+    # ---- 3: a step is not lost while anybody has it, and could have brought it
+
+    def _nothing_lost(self, world: World) -> None:
+        if world.step < self.newest_step:
+            holders = [
+                (agent.name, worker.slot)
+                for agent in self.cluster.running()
+                if not (agent.host.paused or agent.store.cut)
+                for worker in agent.procs.workers.values()
+                if worker.whole and worker.committed == self.newest_step and worker.world in (None, world)
+            ]
+            if holders:
+                raise Broken(f"round {world.round} goes on from step {world.step}, but {holders} know more")
+            self.newest_step = world.step
 
     def _incarnation(self, worker: SimWorker) -> str:
         for agent in reversed(self.cluster.all):
@@ -117,6 +135,7 @@ class Invariants:
 
     def _stepped(self, world: World) -> None:
         self.steps += 1
+        self.newest_step = max(self.newest_step, world.step)
         self.last_step_at = self.cluster.clock.now()
         newest = max(self.live)
         if world.round < newest:

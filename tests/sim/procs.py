@@ -31,7 +31,8 @@ class Job:
 
     ``bug_at``: the step at which rank 0 fails each time; ``fails_at_end``: how many workers fail
     after the last step, where the others finish. ``inplace``: it uses elasticd.worker, and keeps its
-    processes and their state; ``tears``: how likely a survivor's state is torn when its world breaks.
+    processes and their state, with ``spares`` more of them per node; ``stuck``: how likely one is not to
+    leave a round when told to; ``tears``: how likely a survivor's state is torn when its world breaks.
     Times in seconds.
     """
 
@@ -43,6 +44,8 @@ class Job:
     bug_at: int | None = None
     fails_at_end: int = 0
     inplace: bool = False
+    spares: int = 0
+    stuck: float = 0.0
     tears: float = 0.0
     saved: int = 0
 
@@ -171,7 +174,7 @@ class SimWorker:
     told to leave, and is killed if it does not in time."""
 
     __slots__ = (
-        "_kill", "_kill_at", "_next", "_there", "acts", "alive", "committed", "doomed", "exited", "made",
+        "_kill", "_kill_at", "_next", "_there", "acts", "alive", "committed", "doomed", "exited", "finishing", "made",
         "parted", "procs", "rank", "round", "slot", "stopping", "whole", "world",
     )  # fmt: skip
 
@@ -186,6 +189,7 @@ class SimWorker:
         self.acts = False
         self.alive = True
         self.doomed = False
+        self.finishing = False
         self.stopping = False
         self.parted = False
         self.committed: int | None = None
@@ -242,6 +246,9 @@ class SimWorker:
         """Whether it can leave the round. ``come_out`` follows: at a step if it is planned."""
         if not self._there or self.stopping:
             return False
+        training = self.procs.training
+        if self.finishing or (training.job.stuck and training.random.random() < training.job.stuck):
+            return True
         self.parted = True
         world = self.world
         if planned and world is not None and world.running and world.workers.get(self.rank) is self:
@@ -303,6 +310,7 @@ class SimWorker:
             )
 
     def finish_soon(self) -> None:
+        self.finishing = True
         training = self.procs.training
         training.clock.after(training.random.uniform(0.005, 0.1), lambda: self.die(0, "", primary=False))
 

@@ -184,6 +184,15 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         on_sigterm=random.choice(list(OnSigterm)),
         fails_at_end=random.choice((0, 0, 1, 2)),
     )
+    in_place = Random(f"{seed}/inplace")
+    if in_place.random() < 0.5:
+        job = replace(
+            job,
+            inplace=True,
+            spares=in_place.choice((0, 0, 1, 2)),
+            stuck=in_place.choice((0.0, 0.0, 0.05)),
+            tears=in_place.choice((0.0, 0.0, 0.2)),
+        )
     setup = Setup(slots, Limits(least, most), skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
     allowed = {k: w for k, (w, _) in KINDS.items() if kinds is None or k in kinds}
     favourites = random.sample(sorted(allowed), k=min(len(allowed), random.randint(1, 6)))

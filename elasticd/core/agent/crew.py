@@ -37,6 +37,9 @@ def follow_the_round(do: Doing) -> None:
         do.set(released=round.number)  # it was over before we began, and the leader waits for us
     elif state.registered and state.departure is None and state.exiting is None and not state.renewing_store:
         hosts = round.members[0] == member
+        if state.dismissed & set(member.slots):
+            do.set(released=round.number)  # it was formed on workers that were just being sent away
+            return
         if hosts and not round.store.endswith(f":{state.store_port}"):
             # It was formed on a record written before we closed an older store; ask for another.
             do.set(released=round.number)
@@ -46,7 +49,6 @@ def follow_the_round(do: Doing) -> None:
             crew=Crew(round, member, hosts, mine),
             waiting=state.waiting - mine,
             starting=state.starting - mine,
-            dismissed=state.dismissed - mine,
         )
         do.actions.append(StartWorkers(round, member, hosts))
         ranks = tuple(member.rank_of(s) for s in member.slots)

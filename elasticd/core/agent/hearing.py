@@ -154,7 +154,6 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
         inplace=True,
         waiting=state.waiting | {slot},
         starting=state.starting - {slot},
-        dismissed=state.dismissed - {slot} if crew and slot in crew.alive else state.dismissed,
         setbacks={s: b for s, b in state.setbacks.items() if s != slot},
     )
 

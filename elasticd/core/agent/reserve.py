@@ -67,13 +67,12 @@ def _wanted(state: State) -> tuple[int, bool]:
     acting = 0
     if round.phase in (Phase.LIVE, Phase.CLOSING):
         acting = round.world_size
-        member = round.member(state.me.node, state.me.incarnation)
-        if member is not None:
-            here = state.crew is not None and state.crew.round.number == round.number
-            gone = state.released >= round.number
-            if here or gone:
-                assert state.crew is not None or gone
-                acting -= len(member.slots) - (len(state.crew.alive) if here and state.crew else 0)
+        member, crew = round.member(state.me.node, state.me.incarnation), state.crew
+        if member is not None and state.released >= round.number:
+            acting -= len(member.slots)
+        elif member is not None and crew is not None and crew.round.number == round.number:
+            # One that has finished is not missed.
+            acting -= len(member.slots) - len(crew.alive) if crew.stopping else len(crew.failures)
     full = round.phase is Phase.LIVE and acting >= limits.max
     return max(0, limits.max - acting) + state.spares, full
 
@@ -83,7 +82,7 @@ def lost_from_reserve(do: Doing, exit: Exit) -> None:
     is tried again, ever later if it never gets there."""
     state, slot = do.state, exit.slot
     setbacks = dict(state.setbacks)
-    if slot in state.starting and slot not in state.dismissed and not exit.fenced:
+    if exit.fenced or (slot in state.starting and slot not in state.dismissed):
         times = setbacks[slot].times + 1 if slot in setbacks else 1
         wait_s = min(RETRY_FIRST_S * 2.0 ** min(times - 1, 20), RETRY_MOST_S)
         setbacks[slot] = Setback(times, do.now + wait_s)

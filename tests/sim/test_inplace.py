@@ -1,0 +1,91 @@
+"""Jobs whose workers keep their process: who goes on, when, and with what."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.core import world
+from elasticd.core.facts import Limits, Outcome
+from tests.sim.clock import START
+from tests.sim.cluster import Setup
+from tests.sim.procs import Job
+from tests.sim.schedule import Fault, Run, Schedule, draw, run
+
+SIZES_OF_A_LOSS = [4, 3, 4]
+
+
+def _run(*faults: Fault, setup: Setup) -> Run:
+    result = run("directed", Schedule(setup, faults))
+    assert not result.broken, "\n".join([*result.cluster.clock.told().splitlines()[-40:], result.broken])
+    return result
+
+
+def _job(**changes: object) -> Job:
+    return Job(**{"total_steps": 200, "step_s": 0.1, "inplace": True, "save_every": 1000, **changes})  # type: ignore[arg-type]
+
+
+def _sizes(result: Run) -> list[int]:
+    return [round.world_size for round in result.invariants.live.values()]
+
+
+def test_survivors_go_on_at_once_and_the_replacement_joins_them() -> None:
+    fault = Fault(10.0, "user_failure", "n0", much=0.5)
+    result = _run(fault, setup=Setup((4,), Limits(2, 4), job=_job(start_s=(2.0, 3.0))))
+    assert _sizes(result) == SIZES_OF_A_LOSS
+    second, third = list(result.invariants.live.values())[1:]
+    assert second.since - START < 10.5 and third.since - second.since > 1.5
+
+
+def test_a_spare_takes_part_at_once() -> None:
+    fault = Fault(10.0, "user_failure", "n0", much=0.5)
+    result = _run(fault, setup=Setup((5,), Limits(2, 4), job=_job(spares=1, start_s=(2.0, 3.0))))
+    assert _sizes(result) == [4, 4]
+
+
+def test_no_step_is_made_twice_though_nothing_was_ever_saved() -> None:
+    faults = tuple(Fault(5.0 + i, "user_failure", f"n{i % 2}", much=0.3 * (i % 3)) for i in range(8))
+    result = _run(*faults, setup=Setup((2, 2), Limits(1, 4), job=_job()))
+    assert result.invariants.steps == 200
+
+
+def test_a_drained_node_costs_the_others_nothing() -> None:
+    fault = Fault(10.0, "sigterm", "n1")
+    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=_job()))
+    assert _sizes(result) == [4, 2] and result.invariants.steps == 200
+    assert result.invariants.ends[-1].restarts == 0
+
+
+def test_a_node_that_comes_has_its_workers_ready_before_the_world_is_disturbed() -> None:
+    fault = Fault(8.0, "join", "n1", much=0.4)
+    result = _run(fault, setup=Setup((2,), Limits(1, 4), job=_job(start_s=(3.0, 3.0))))
+    first, second = result.invariants.live.values()
+    assert (first.world_size, second.world_size) == (2, 4)
+    assert second.since - START > 8.0 + 3.0 and result.invariants.steps == 200
+
+
+def test_whoever_does_not_leave_the_round_is_killed_and_the_others_go_on() -> None:
+    fault = Fault(10.0, "user_failure", "n0", much=0.0)
+    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=_job(stuck=0.5)))
+    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
+
+
+def test_too_few_survivors_wait_for_the_replacement_and_hand_it_the_state() -> None:
+    fault = Fault(10.0, "user_failure", "n0", much=0.9)
+    result = _run(fault, setup=Setup((2,), Limits(2, 2), job=_job(start_s=(2.0, 2.0))))
+    assert _sizes(result) == [2, 2] and result.invariants.steps == 200
+
+
+def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does the rule that nothing is lost bite? A leader that leaves survivors out breaks it."""
+    form = world.form
+
+    def newcomers_first(nodes, last, limits, quarantines, now):  # type: ignore[no-untyped-def]
+        new = [n for n in nodes if last is None or last.member(n.name, n.incarnation) is None]
+        return form(new or nodes, None, limits, quarantines, now)
+
+    monkeypatch.setattr(world, "form", newcomers_first)
+    for seed in range(200):
+        result = run(seed, draw(seed, kinds=frozenset({"join", "crash"})))
+        if "know more" in result.broken:
+            return
+    pytest.fail("200 schedules, and nobody noticed")
