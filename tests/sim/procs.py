@@ -175,7 +175,7 @@ class SimWorker:
 
     __slots__ = (
         "_kill", "_kill_at", "_next", "_there", "acts", "alive", "committed", "doomed", "exited", "finishing", "made",
-        "parted", "procs", "rank", "round", "slot", "stopping", "whole", "world",
+        "parted", "procs", "rank", "round", "slot", "stopping", "stuck", "whole", "world",
     )  # fmt: skip
 
     def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
@@ -191,6 +191,7 @@ class SimWorker:
         self.doomed = False
         self.finishing = False
         self.stopping = False
+        self.stuck = False
         self.parted = False
         self.committed: int | None = None
         self.whole = False
@@ -247,7 +248,8 @@ class SimWorker:
         if not self._there or self.stopping:
             return False
         training = self.procs.training
-        if self.finishing or (training.job.stuck and training.random.random() < training.job.stuck):
+        if self.finishing or training.random.random() < training.job.stuck:
+            self.stuck = True
             return True
         self.parted = True
         world = self.world
@@ -269,7 +271,7 @@ class SimWorker:
 
     def come_out(self) -> None:
         """Leave the world, if it is in one, and wait for the next."""
-        if self.stopping:
+        if self.stopping or self.stuck:
             return
         self._leave_world()
         self.acts = False
