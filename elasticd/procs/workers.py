@@ -179,6 +179,11 @@ class LocalProcs:
                 worker.hung = why
                 kill(pid, signals.SIGKILL)
 
+    def pids(self) -> Mapping[int, int]:
+        """The processes that are there, by slot; 0 while one is being started."""
+        with self._lock:
+            return {slot: worker.pid for slot, worker in self._workers.items() if worker.alive}
+
     def close(self) -> None:
         """Forget the heartbeats and pass on the last output. The workers have ended by now."""
         with self._lock:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -44,15 +44,30 @@ class EndWith:
     code: int
 
 
-Behaviour = Train | EndWith
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """Keep the process from round to round, and make steps in each. ``leaves``: when it is told to."""
+
+    leaves: bool = True
+
+
+Behaviour = Train | EndWith | InPlace
 
 
 class ProcsHarness(Protocol):
     procs: Procs
     exits: list[tuple[int, Exit]]  # as `exited` was told, in order
+    linked: list[int]  # and as `linked` and `waiting` were
+    waits: list[tuple[int, int, int]]
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
         """Start one worker in each of these slots; ranks follow the order of slots."""
+
+    def standby(self, behaviours: Mapping[int, Behaviour]) -> None:
+        """Start one in each of these slots that belongs to no round."""
+
+    def process(self, slot: int) -> object:
+        """What tells the process in this slot from others."""
 
     def until(self, predicate: Callable[[], bool]) -> None:
         """Let time pass until this is true; fail if it does not come true."""
@@ -73,23 +88,41 @@ def _size(behaviours: Mapping[int, Behaviour]) -> dict[str, str]:
 class SimHarness:
     def __init__(self) -> None:
         self.exits: list[tuple[int, Exit]] = []
+        self.linked: list[int] = []
+        self.waits: list[tuple[int, int, int]] = []
         self._clock = Clock(seed=1)
         self._training = Training(self._clock, Job(total_steps=1_000_000, step_s=0.01))
         self._procs = SimProcs(SimHost(self._clock, "a"), self._training)
+        self._procs.listen(self.linked.append, lambda *wait: self.waits.append(wait))
         self.procs: Procs = self._procs
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
-        self._training.job.on_sigterm = next(
-            (b.on_sigterm for b in behaviours.values() if isinstance(b, Train)), OnSigterm.DIE
-        )
+        self._set(behaviours)
         assignments = tuple(
             Assignment(slot, i, i, {**_size(behaviours), "MASTER_PORT": str(round_number)})
             for i, slot in enumerate(sorted(behaviours))
         )
-        self.procs.start(round_number, assignments, lambda number, exit: self.exits.append((number, exit)))
+        self.procs.start(round_number, assignments, self._exited)
         for slot, behaviour in behaviours.items():
             if isinstance(behaviour, EndWith):
                 self._clock.after(2.0, partial(self._procs.crash, slot, behaviour.code))
+
+    def standby(self, behaviours: Mapping[int, Behaviour]) -> None:
+        self._set(behaviours)
+        self.procs.standby(tuple(Assignment(slot, slot, slot, {}) for slot in behaviours), self._exited)
+
+    def process(self, slot: int) -> object:
+        return self._procs.workers[slot]
+
+    def _set(self, behaviours: Mapping[int, Behaviour]) -> None:
+        job = self._training.job
+        trains = (b.on_sigterm for b in behaviours.values() if isinstance(b, Train))
+        job.on_sigterm = next(trains, OnSigterm.DIE)
+        inplace = [b for b in behaviours.values() if isinstance(b, InPlace)]
+        job.inplace, job.stuck = bool(inplace), float(not all(b.leaves for b in inplace))
+
+    def _exited(self, round_number: int, exit: Exit) -> None:
+        self.exits.append((round_number, exit))
 
     def until(self, predicate: Callable[[], bool]) -> None:
         if not predicate():
@@ -108,10 +141,12 @@ class SimHarness:
 class RealHarness:
     def __init__(self, folder: Path) -> None:
         self.exits: list[tuple[int, Exit]] = []
+        self.linked: list[int] = []
+        self.waits: list[tuple[int, int, int]] = []
         self._told = threading.Condition()
         self._warden = Warden.start()
-        program = Path(__file__).parents[1] / "procs" / "programs" / "behave.py"
-        self._procs = LocalProcs(self._warden, [sys.executable, str(program)], cwd=folder)
+        self._procs = LocalProcs(self._warden, _command, cwd=folder)
+        self._procs.listen(partial(self._tell, self.linked), lambda *wait: self._tell(self.waits, wait))
         self.procs: Procs = self._procs
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
@@ -121,9 +156,22 @@ class RealHarness:
         )
         self.procs.start(round_number, assignments, self._exited)
 
+    def standby(self, behaviours: Mapping[int, Behaviour]) -> None:
+        assignments = tuple(
+            Assignment(slot, slot, slot, {"BEHAVE": _spell(behaviour)})
+            for slot, behaviour in behaviours.items()
+        )
+        self.procs.standby(assignments, self._exited)
+
+    def process(self, slot: int) -> object:
+        return self._procs.pids()[slot]
+
     def _exited(self, round_number: int, exit: Exit) -> None:
+        self._tell(self.exits, (round_number, exit))
+
+    def _tell(self, told: list[Any], what: Any) -> None:
         with self._told:
-            self.exits.append((round_number, exit))
+            told.append(what)
             self._told.notify_all()
 
     def until(self, predicate: Callable[[], bool]) -> None:
@@ -144,6 +192,19 @@ class RealHarness:
         self._procs.close()
 
 
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _command(assignment: Assignment) -> list[str]:
+    program = "linked.py" if assignment.env["BEHAVE"] in ("obeys", "deaf") else "behave.py"
+    return [sys.executable, str(Path(__file__).parents[1] / "procs" / "programs" / program)]
+
+
 def _spell(behaviour: Behaviour) -> str:
     match behaviour:
         case EndWith(code) if code < 0:
@@ -154,14 +215,8 @@ def _spell(behaviour: Behaviour) -> str:
             return "train"
         case Train(on_sigterm):
             return on_sigterm.value
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        case InPlace(leaves):
+            return "obeys" if leaves else "deaf"
 
 
 @pytest.fixture(params=["simulated", "real"])

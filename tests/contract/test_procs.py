@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.contract.procs_harness import SIGKILL, SIGTERM, EndWith, ProcsHarness, Train
+import pytest
+
+from tests.contract.procs_harness import SIGKILL, SIGTERM, EndWith, InPlace, ProcsHarness, Train
 from tests.contract.procs_harness import harness as harness  # noqa: PLC0414  # a fixture, used by name
 from tests.sim.procs import OnSigterm
 
@@ -170,3 +172,175 @@ def test_the_next_round_may_start_once_all_of_the_last_have_ended(harness: Procs
     harness.start(2, {0: EndWith(3)})
     _ended(harness, 2)
     assert [number for number, _ in harness.exits] == [1, 2]
+
+
+# ---------------------------------------------------------------- workers that keep their process
+
+
+def _part(harness: ProcsHarness, *, planned: bool = False, part_s: float = LONG_S) -> None:
+    harness.procs.part(planned, SIGTERM, LONG_S, part_s)
+
+
+def _waiting(harness: ProcsHarness, count: int) -> None:
+    harness.until(lambda: len(harness.waits) == count)
+
+
+def test_a_worker_started_for_a_round_enters_it_once_it_is_linked(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace(), 1: InPlace()})
+    _training(harness, 2)
+    assert sorted(harness.linked) == [0, 1]
+    assert harness.waits == []
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_workers_told_to_leave_wait_with_their_steps_and_go_on_in_the_next_round(
+    harness: ProcsHarness, planned: bool
+) -> None:
+    harness.start(1, {3: InPlace(), 7: InPlace()})
+    _training(harness, 2)
+    before = harness.process(3), harness.process(7)
+    _part(harness, planned=planned)
+    _waiting(harness, 2)
+    assert {(slot, number) for slot, number, _ in harness.waits} == {(3, 1), (7, 1)}
+    assert all(steps > 0 for _, _, steps in harness.waits)
+    harness.start(2, {3: InPlace(), 7: InPlace()})
+    _training(harness, 2)
+    assert (harness.process(3), harness.process(7)) == before
+    assert sorted(harness.linked) == [3, 7]
+    assert harness.exits == []
+
+
+def test_steps_of_a_process_that_goes_on_count_from_the_start_of_its_round(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace()})
+    harness.until(lambda: harness.procs.steps()[0] >= 50)
+    _part(harness)
+    _waiting(harness, 1)
+    assert harness.waits[0][2] >= 50
+    assert harness.procs.steps()[0] == harness.waits[0][2]
+    harness.start(2, {0: InPlace()})
+    assert harness.procs.steps()[0] < 50
+    _training(harness, 1)
+
+
+def test_workers_that_are_not_linked_are_stopped_instead(harness: ProcsHarness) -> None:
+    harness.start(1, {0: Train(), 1: Train()})
+    _training(harness, 2)
+    _part(harness)
+    _ended(harness, 2)
+    assert [e.code for _, e in harness.exits] == [-SIGTERM, -SIGTERM]
+    assert harness.linked == harness.waits == []
+
+
+def test_a_linked_worker_that_does_not_leave_is_killed(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace(leaves=False)})
+    _training(harness, 1)
+    _part(harness, part_s=0.3)
+    _ended(harness, 1)
+    assert harness.exits[0][1].code == -SIGKILL
+    assert harness.waits == []
+
+
+def test_the_time_to_leave_does_not_reach_into_the_next_round(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace()})
+    _training(harness, 1)
+    parted_at = harness.now()
+    _part(harness, part_s=2.0)
+    _waiting(harness, 1)
+    harness.start(2, {0: InPlace()})
+    harness.until(lambda: harness.now() > parted_at + 2.5 and harness.procs.steps()[0] > 0)
+    assert harness.exits == []
+
+
+def test_to_leave_as_planned_may_become_to_leave_at_once(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace()})
+    _training(harness, 1)
+    _part(harness, planned=True)
+    _part(harness)
+    _waiting(harness, 1)
+    harness.start(2, {0: InPlace()})
+    _training(harness, 1)
+    assert len(harness.waits) == 1
+
+
+def test_a_standby_waits_for_its_first_round_and_has_no_steps(harness: ProcsHarness) -> None:
+    harness.standby({5: InPlace()})
+    _waiting(harness, 1)
+    assert (harness.linked, harness.waits, dict(harness.procs.steps())) == ([5], [(5, 0, 0)], {})
+    process = harness.process(5)
+    harness.start(4, {5: InPlace()})
+    _training(harness, 1)
+    assert harness.process(5) == process
+
+
+def test_a_standby_on_its_way_enters_the_round_it_is_given_when_it_comes(harness: ProcsHarness) -> None:
+    harness.standby({0: InPlace()})
+    harness.start(1, {0: InPlace()})
+    _training(harness, 1)
+    assert (harness.linked, harness.waits) == ([0], [])
+
+
+def test_a_replacement_may_come_to_wait_while_the_others_train(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace(), 1: InPlace()})
+    _training(harness, 2)
+    harness.procs.stop(SIGKILL, 0.0, (1,))
+    _ended(harness, 1)
+    harness.standby({1: InPlace()})
+    _waiting(harness, 1)
+    assert harness.waits == [(1, 0, 0)]
+    _part(harness)
+    _waiting(harness, 2)
+    harness.start(2, {0: InPlace(), 1: InPlace()})
+    _training(harness, 2)
+    assert len(harness.exits) == 1
+
+
+def test_those_who_have_no_part_in_a_round_wait_on(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace(), 1: InPlace()})
+    _training(harness, 2)
+    spare = harness.process(1)
+    _part(harness)
+    _waiting(harness, 2)
+    harness.start(2, {0: InPlace()})
+    _training(harness, 1)
+    assert set(harness.procs.steps()) == {0}
+    _part(harness)
+    _waiting(harness, 3)
+    assert harness.waits[2][:2] == (0, 2), "only who acts is told to leave"
+    harness.start(3, {0: InPlace(), 1: InPlace()})
+    _training(harness, 2)
+    assert harness.process(1) == spare
+
+
+def test_stop_may_be_for_some_slots_only(harness: ProcsHarness) -> None:
+    harness.start(1, {0: Train(), 1: Train()})
+    _training(harness, 2)
+    harness.procs.stop(SIGTERM, LONG_S, (1,))
+    _ended(harness, 1)
+    harness.procs.stop(SIGTERM, LONG_S, (9,))
+    assert harness.exits[0][1].slot == 1
+    assert harness.process(0)
+
+
+def test_an_exit_tells_the_round_that_the_process_was_given_last_and_its_rank_there(
+    harness: ProcsHarness,
+) -> None:
+    harness.start(1, {2: InPlace(), 5: InPlace()})
+    harness.standby({8: InPlace()})
+    _training(harness, 2)
+    _part(harness)
+    _waiting(harness, 3)
+    harness.start(2, {5: InPlace()})
+    _training(harness, 1)
+    harness.procs.stop(SIGKILL, 0.0)
+    _ended(harness, 3)
+    told = {exit.slot: (number, exit.rank) for number, exit in harness.exits}
+    assert told == {2: (1, 0), 5: (2, 0), 8: (0, 8)}
+
+
+def test_the_fence_kills_those_who_wait_too(harness: ProcsHarness) -> None:
+    harness.standby({0: InPlace()})
+    _waiting(harness, 1)
+    harness.procs.fence(harness.now())
+    _ended(harness, 1)
+    (number, exit), *_ = harness.exits
+    assert (number, exit.fenced) == (0, True)
