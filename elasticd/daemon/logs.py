@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -67,11 +68,12 @@ def forget_old_runs(folder: Path, keep: int = RUNS_KEPT) -> None:
 
 
 class Destinations:
-    """Makes the destinations of each round; torch's "attempt" is a round here, counted from 0."""
+    """Makes the destinations of the processes started for a round; torch's "attempt" is a round here,
+    counted from 0. Those started ahead of any round (0) get an "attempt" of their own each time."""
 
     def __init__(self, specs: LogsSpecs) -> None:
         self._specs = specs
-        self.latest: LogDest | None = None
+        self._standbys = 0
 
     def run_folder(self) -> Path | None:
         """Where this run keeps its logs; None where the user's LogsSpecs puts them elsewhere than in
@@ -81,15 +83,27 @@ class Destinations:
         return next((a.parent for a in attempts if a.name.startswith("attempt_")), None)
 
     def reify(self, round_number: int, envs: dict[int, dict[str, str]]) -> LogDest:
+        if round_number:
+            attempt = str(round_number - 1)
+        else:
+            self._standbys += 1
+            attempt = f"standby_{self._standbys}"
+        # LogsSpecs think of all local ranks at once; where only some are started, it makes up the rest.
+        some = next(iter(envs.values()))
         asked = {
-            local_rank: {**env, "TORCHELASTIC_RESTART_COUNT": str(round_number - 1)}
-            for local_rank, env in envs.items()
+            local_rank: {**envs.get(local_rank, some), "TORCHELASTIC_RESTART_COUNT": attempt}
+            for local_rank in range(max(envs) + 1)
         }
         dest = self._specs.reify(asked)
-        for local_rank, env in asked.items():
-            if "TORCHELASTIC_ERROR_FILE" in env:
-                envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = env["TORCHELASTIC_ERROR_FILE"]
-        self.latest = LogDest(
+        for local_rank, env in envs.items():
+            if "TORCHELASTIC_ERROR_FILE" in asked[local_rank]:
+                env["TORCHELASTIC_ERROR_FILE"] = asked[local_rank]["TORCHELASTIC_ERROR_FILE"]
+        for local_rank in asked.keys() - envs.keys():
+            file = dest.error_files.get(local_rank)
+            if file and file != os.devnull:
+                with contextlib.suppress(OSError):  # there is more in it than we know of
+                    os.rmdir(os.path.dirname(file))
+        return LogDest(
             stdouts=dest.stdouts,
             stderrs=dest.stderrs,
             tee_stdouts=dest.tee_stdouts,
@@ -103,4 +117,3 @@ class Destinations:
                 if file and file != os.devnull
             },
         )
-        return self.latest

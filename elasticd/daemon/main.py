@@ -39,7 +39,7 @@ from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
 from elasticd.procs.keeper import Warden
 from elasticd.procs.linux import started_at
-from elasticd.procs.output import LogDest, Output
+from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import final, log
 from elasticd.telemetry.http import HttpServer
@@ -179,7 +179,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             left = replace(left, why=why_silent(left.why, access))
         last = _ended_round(driver, left)
         if last is not None:
-            _pass_on_error_file(config, last, destinations.latest)
+            _pass_on_error_file(config, last, procs.error_file)
     return left.code, _last_words(config, last, left, clock() - began_at)
 
 
@@ -293,19 +293,16 @@ def _last_words(config: RunConfig, last: Round | None, left: Leave, lasted_s: fl
     return f"elasticd: {left.why}."
 
 
-def _pass_on_error_file(config: RunConfig, last: Round, dest: LogDest | None) -> None:
+def _pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[int], str]) -> None:
     """Torch's contract of nested launchers: what the first failing worker wrote of its error becomes
     the error file of the launcher, if whoever launched that asked for one."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
     asked = os.environ.get("TORCHELASTIC_ERROR_FILE")
     failure = last.failure
-    if not asked or failure is None or failure.node != config.node or dest is None:
+    if not asked or failure is None or failure.node != config.node:
         return
-    member = next((m for m in last.members if m.node == config.node), None)
-    if member is None or failure.exit.slot not in member.slots:
-        return
-    written = dest.error_files.get(member.slots.index(failure.exit.slot))
+    written = error_file_of(failure.exit.slot)
     if not written or not os.path.isfile(written):
         return
     try:

@@ -100,6 +100,7 @@ class LocalProcs:
         self._round = 0
         self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
         self._started = 0
+        self._error_files: dict[int, str] = {}
         self.page_dir = shared_memory_dir()
         self._warden.remove_at_end(self.page_dir)
         self._switchboard = Switchboard(warden) if heartbeat else None
@@ -183,6 +184,11 @@ class LocalProcs:
         """The processes that are there, by slot; 0 while one is being started."""
         with self._lock:
             return {slot: worker.pid for slot, worker in self._workers.items() if worker.alive}
+
+    def error_file(self, slot: int) -> str:
+        """Where the process of this slot that failed last could say why; empty if none has failed."""
+        with self._lock:
+            return self._error_files.get(slot, "")
 
     def close(self) -> None:
         """Forget the heartbeats and pass on the last output. The workers have ended by now."""
@@ -387,6 +393,8 @@ class LocalProcs:
             worker.line.hang_up()
         with self._lock:
             worker.alive = worker.acts = False
+            if end.code != 0:
+                self._error_files[worker.assignment.slot] = worker.error_file
             number, exited, exit = worker.round, worker.exited, worker.judge(end)
         exited(number, exit)
 

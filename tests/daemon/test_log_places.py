@@ -1,0 +1,44 @@
+"""Where the processes of a node log, also those that are started one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+
+from elasticd.daemon.logs import Destinations
+from elasticd.procs.output import LogDest
+
+
+@pytest.fixture
+def destinations(tmp_path: Path) -> Destinations:
+    return Destinations(DefaultLogsSpecs(log_dir=str(tmp_path), redirects={1: Std.OUT}))
+
+
+def _reify(destinations: Destinations, round_number: int, *local_ranks: int) -> LogDest:
+    return destinations.reify(round_number, {r: {"TORCHELASTIC_RUN_ID": "job"} for r in local_ranks})
+
+
+def test_a_process_started_alone_logs_as_its_own_local_rank(destinations: Destinations) -> None:
+    dest = _reify(destinations, 3, 1)
+    assert dest.stdouts[1].endswith("attempt_2/1/stdout.log")
+    folder = Path(dest.capture_dirs[1])
+    assert [f.name for f in folder.parent.iterdir()] == ["1"], "nobody else is started"
+
+
+def test_processes_started_ahead_of_rounds_do_not_share_a_folder(destinations: Destinations) -> None:
+    first, second = (Path(_reify(destinations, 0, 2).error_files[2]) for _ in range(2))
+    assert first.parent.is_dir()
+    assert second.parent.is_dir()
+    assert first.parent != second.parent
+    of_a_round = Path(_reify(destinations, 1, 0, 1, 2).error_files[2])
+    assert of_a_round.parent.parent.name == "attempt_0"
+    assert first.parent.is_dir()
+
+
+def test_a_process_is_told_of_its_own_error_file(destinations: Destinations) -> None:
+    envs = {1: {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "5"}}
+    dest = destinations.reify(2, envs)
+    assert envs[1]["TORCHELASTIC_ERROR_FILE"] == dest.error_files[1]
+    assert envs[1]["TORCHELASTIC_RESTART_COUNT"] == "5", "which is the worker's, and nothing to do with logs"

@@ -1,0 +1,324 @@
+"""Workers that keep their process from round to round, and whoever else calls their agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.core.facts import Exit
+from elasticd.core.link import Hello, Message, encode
+from elasticd.core.ports import Assignment
+from elasticd.procs.conversation import Stage
+from elasticd.procs.keeper import Warden
+from elasticd.procs.link import Switchboard
+from elasticd.procs.output import LogDest
+from elasticd.procs.workers import LocalProcs
+from tests.procs.agents import PATIENCE_S, PROGRAMS
+from tests.procs.conftest import Bench
+
+LINKED = [sys.executable, str(PROGRAMS / "linked.py")]
+SIGTERM, SIGKILL = int(signal.SIGTERM), int(signal.SIGKILL)
+LONG_S = 3600.0
+
+
+class Party:
+    """Workers that behave as they are told to, and all that is heard of them."""
+
+    def __init__(self, bench: Bench, command: list[str], **how: Any) -> None:
+        self._told = threading.Condition()
+        self.linked: list[int] = []
+        self.waits: list[tuple[int, int, int]] = []
+        self.exits: list[tuple[int, Exit]] = []
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.procs: LocalProcs = bench.procs(
+            command, say=lambda event, **fields: self._add(self.said, (event, fields)), **how
+        )
+        self.procs.listen(
+            lambda slot: self._add(self.linked, slot), lambda *wait: self._add(self.waits, wait)
+        )
+
+    def start(self, round_number: int, *how: str, **env: str) -> None:
+        self.procs.start(round_number, _assign(how, env), self._exited)
+
+    def standby(self, *how: str, **env: str) -> None:
+        self.procs.standby(_assign(how, env), self._exited)
+
+    def part(self, *, planned: bool = False) -> None:
+        self.procs.part(planned, SIGTERM, LONG_S, LONG_S)
+
+    def until(self, holds: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        with self._told:
+            while not holds():
+                assert time.monotonic() < deadline, (self.linked, self.waits, self.exits, self.said)
+                self._told.wait(0.02)  # steps tell nobody
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.said if event == name]
+
+    def _exited(self, number: int, exit: Exit) -> None:
+        self._add(self.exits, (number, exit))
+
+    def _add(self, told: list[Any], what: Any) -> None:
+        with self._told:
+            told.append(what)
+            self._told.notify_all()
+
+
+def _assign(how: tuple[str, ...], env: dict[str, str]) -> tuple[Assignment, ...]:
+    return tuple(Assignment(10 + i, i, i, {"RANK": str(i), "BEHAVE": h, **env}) for i, h in enumerate(how))
+
+
+# ---------------------------------------------------------------- its rounds
+
+
+def test_a_process_that_goes_on_has_the_environment_and_the_prefix_of_its_new_rank_and_its_old_log(
+    bench: Bench, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "out")
+    asked: list[tuple[int, list[int]]] = []
+
+    def reify(number: int, envs: dict[int, dict[str, str]]) -> LogDest:
+        asked.append((number, sorted(envs)))
+        return LogDest(stdouts={3: file}, tee_stdouts={3: file})
+
+    party = Party(bench, LINKED, reify=reify)
+    party.procs.standby((Assignment(10, 3, 3, {"RANK": "3", "BEHAVE": "obeys"}),), party._exited)
+    party.until(lambda: party.waits)
+    party.procs.start(7, (Assignment(10, 0, 0, {"RANK": "0", "BEHAVE": "obeys"}),), party._exited)
+    bench.console.wait_for(b"[default0]:round 7 rank 0\n")
+    assert bench.console.lines()[0] == b"[default3]:started"
+    party.until(lambda: party.events("worker.entered"))
+    assert Path(file).read_text() == "started\nround 7 rank 0\n"
+    assert asked == [(0, [3])]
+
+
+def test_what_entering_took_is_told(bench: Bench) -> None:
+    party = Party(bench, LINKED)
+    party.start(1, "obeys")
+    party.until(lambda: party.events("worker.entered"))
+    told = {"slot": 10, "round": 1, "step": 0, "group_s": 0.01, "state_s": 0.02}
+    assert party.events("worker.entered") == [told]
+
+
+def test_progress_is_that_of_the_round_and_keeps_quiet_about_who_waits(bench: Bench) -> None:
+    party = Party(bench, LINKED)
+    party.start(1, "obeys", "obeys")
+    party.until(lambda: len([p for p in party.procs.progress() if p.step > 20]) == 2)
+    pid = party.procs.progress()[0].pid
+    party.part()
+    party.until(lambda: len(party.waits) == 2)
+    party.start(2, "obeys")
+    (progress,) = party.procs.progress()
+    assert (progress.slot, progress.pid) == (10, pid)
+    assert progress.step <= 20
+    party.until(lambda: party.procs.progress()[0].at > 0)
+
+
+def test_a_worker_that_is_done_may_end(bench: Bench) -> None:
+    party = Party(bench, LINKED)
+    party.start(1, "obeys", FINISH="1")
+    party.until(lambda: party.exits)
+    assert party.events("worker.done") == [{"slot": 10, "round": 1}]
+    assert [(number, exit.code) for number, exit in party.exits] == [(1, 0)]
+    assert not party.events("worker.unlinked")
+
+
+def test_a_worker_that_is_being_stopped_is_not_said_to_wait(bench: Bench) -> None:
+    program = (
+        "import os, socket, time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "link = socket.socket(socket.AF_UNIX); link.connect('\\0' + os.environ['ELASTICD_LINK']); "
+        'link.sendall(b\'{"is":"hello","v":1,"pid":1}\\n\'); print("up", flush=True); '
+        "signal.sigtimedwait([signal.SIGUSR1], 100); "
+        'link.sendall(b\'{"is":"waiting","round":0,"step":0,"state":"none"}\\n\'); '
+        'print("said", flush=True); time.sleep(1000)'
+    )
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); "
+    party = Party(bench, [sys.executable, "-c", block + program])
+    party.start(1, "")
+    bench.console.wait_for(b"up")
+    party.until(lambda: party.linked)
+    party.procs.stop(SIGTERM, LONG_S)
+    os.kill(party.procs.pids()[10], signal.SIGUSR1)
+    bench.console.wait_for(b"said")
+    party.procs.stop(SIGKILL, 0.0)
+    party.until(lambda: party.exits)
+    assert party.waits == []
+
+
+# ---------------------------------------------------------------- those who break the rules
+
+
+@pytest.mark.parametrize("how", ["garbage", "nested", "endless", "floods", "lies", "another version"])
+def test_a_worker_that_breaks_the_rules_is_cut_off_and_the_others_go_on(bench: Bench, how: str) -> None:
+    party = Party(bench, LINKED)
+    party.start(1, how, "obeys")
+    bench.console.wait_for(b"unlinked")
+    party.until(lambda: party.procs.steps()[11] > 0)
+    (told,) = party.events("worker.unlinked")
+    assert told["slot"] == 10
+    assert told["why"]
+    party.part()  # it cannot be told to leave, so it is stopped as others are
+    party.until(lambda: party.exits and party.waits)
+    assert [exit.code for _, exit in party.exits] == [-SIGTERM]
+    assert [(slot, number) for slot, number, _ in party.waits] == [(11, 1)]
+
+
+def test_one_that_waits_and_is_cut_off_is_killed_as_nothing_can_be_made_of_it(bench: Bench) -> None:
+    party = Party(bench, LINKED)
+    party.standby("floods")
+    party.until(lambda: party.exits)
+    assert [(number, exit.code) for number, exit in party.exits] == [(0, -SIGKILL)]
+
+
+def test_a_worker_that_never_reads_holds_nobody_up_and_loses_its_link(bench: Bench) -> None:
+    party = Party(bench, LINKED)
+    party.start(1, "never reads")
+    party.until(lambda: party.procs._workers[10].talk.stage is Stage.ENTERING)
+    for _ in range(100_000):  # as much as its socket takes
+        party.part(planned=True)
+        if party.exits:
+            break
+    party.until(lambda: party.exits)
+    assert party.exits[0][1].code == -SIGTERM
+
+
+# ---------------------------------------------------------------- those who are nobody's workers
+
+
+def test_neither_children_of_a_worker_nor_a_second_call_of_its_own_are_let_in(bench: Bench) -> None:
+    program = """
+import os, socket
+def call():
+    link = socket.socket(socket.AF_UNIX)
+    link.connect("\\0" + os.environ["ELASTICD_LINK"])
+    link.sendall(b'{"is":"hello","v":1,"pid":%d}\\n' % os.getpid())
+    link.settimeout(100)
+    return link
+def is_let_in():
+    try:
+        return bool(call().recv(1))
+    except OSError:
+        return False
+link = call()
+link.sendall(b'{"is":"waiting","round":0,"step":0,"state":"none"}\\n')
+assert link.recv(1)
+print("a second one:", is_let_in(), flush=True)
+if not (child := os.fork()):
+    print("a child's:", is_let_in(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    party = Party(bench, [sys.executable, "-c", program])
+    party.start(1, "")
+    party.until(lambda: party.exits)
+    assert bench.console.lines() == [b"a second one: False", b"a child's: False"]
+    assert party.linked == [10]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_worker_that_became_another_user_is_not_let_in(bench: Bench) -> None:
+    program = """
+import os, socket
+os.setuid(65534)
+link = socket.socket(socket.AF_UNIX)
+link.connect("\\0" + os.environ["ELASTICD_LINK"])
+link.settimeout(100)
+print("let in:", bool(link.recv(1)), flush=True)
+"""
+    party = Party(bench, [sys.executable, "-c", program])
+    party.start(1, "")
+    party.until(lambda: party.exits)
+    assert bench.console.lines() == [b"let in: False"]
+
+
+@pytest.fixture
+def switchboard() -> Iterator[Switchboard]:
+    with Warden.start() as warden:
+        switchboard = Switchboard(warden)
+        yield switchboard
+        switchboard.close()
+
+
+class _Ear:
+    """What is heard on a line."""
+
+    def __init__(self, switchboard: Switchboard) -> None:
+        self.messages: list[Message] = []
+        self.changed = threading.Event()
+        self.line = switchboard.line(self._heard, lambda why: None)
+
+    def _heard(self, message: Message) -> None:
+        self.messages.append(message)
+        self.changed.set()
+
+
+def _call(switchboard: Switchboard) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX)
+    link.settimeout(PATIENCE_S)
+    link.connect(f"\0{switchboard.address}")
+    return link
+
+
+def _is_refused(link: socket.socket) -> bool:
+    try:
+        return link.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_stranger_is_refused(switchboard: Switchboard) -> None:
+    with closing(_call(switchboard)) as link:
+        assert _is_refused(link)
+
+
+def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(switchboard: Switchboard) -> None:
+    ear = _Ear(switchboard)
+    with closing(_call(switchboard)) as link:
+        link.sendall(encode(Hello(1)))
+        switchboard._warden.call_soon(lambda: ear.line.started(os.getpid()))
+        assert ear.changed.wait(PATIENCE_S)
+        assert ear.messages == [Hello(1)]
+        ear.line.hang_up()
+        assert link.recv(1) == b""
+
+
+def test_a_stranger_who_calls_meanwhile_is_refused_then(switchboard: Switchboard) -> None:
+    ear = _Ear(switchboard)
+    with closing(_call(switchboard)) as link:
+        switchboard._warden.call_soon(lambda: ear.line.started(os.getppid()))
+        assert _is_refused(link)
+
+
+def test_a_stranger_is_refused_when_the_worker_it_might_have_been_could_not_be_started(
+    switchboard: Switchboard,
+) -> None:
+    ear = _Ear(switchboard)
+    with closing(_call(switchboard)) as link:
+        ear.line.hang_up()
+        assert _is_refused(link)
+
+
+def test_a_process_that_got_the_number_of_a_worker_is_refused(switchboard: Switchboard) -> None:
+    ear = _Ear(switchboard)
+    known = threading.Event()
+
+    def started() -> None:
+        ear.line.started(os.getpid())
+        ear.line._started_at -= 1
+        known.set()
+
+    switchboard._warden.call_soon(started)
+    assert known.wait(PATIENCE_S)
+    with closing(_call(switchboard)) as link:
+        assert _is_refused(link)
