@@ -74,11 +74,12 @@ class Destinations:
     def __init__(self, specs: LogsSpecs) -> None:
         self._specs = specs
         self._standbys = 0
+        self._latest: LogDest | None = None
 
     def run_folder(self) -> Path | None:
         """Where this run keeps its logs; None where the user's LogsSpecs puts them elsewhere than in
         torch's layout, or nothing was started yet."""
-        dirs = self.latest.capture_dirs.values() if self.latest is not None else ()
+        dirs = self._latest.capture_dirs.values() if self._latest is not None else ()
         attempts = [Path(folder).parent for folder in dirs]
         return next((a.parent for a in attempts if a.name.startswith("attempt_")), None)
 
@@ -103,7 +104,7 @@ class Destinations:
             if file and file != os.devnull:
                 with contextlib.suppress(OSError):  # there is more in it than we know of
                     os.rmdir(os.path.dirname(file))
-        return LogDest(
+        self._latest = LogDest(
             stdouts=dest.stdouts,
             stderrs=dest.stderrs,
             tee_stdouts=dest.tee_stdouts,
@@ -117,3 +118,4 @@ class Destinations:
                 if file and file != os.devnull
             },
         )
+        return self._latest

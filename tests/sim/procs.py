@@ -174,8 +174,8 @@ class SimWorker:
     told to leave, and is killed if it does not in time."""
 
     __slots__ = (
-        "_kill", "_kill_at", "_next", "_there", "acts", "alive", "committed", "doomed", "exited", "finishing", "made",
-        "parted", "procs", "rank", "round", "slot", "stopping", "stuck", "whole", "world",
+        "_kill", "_kill_at", "_next", "_there", "acts", "alive", "committed", "doomed", "exited", "finishing",
+        "made", "parted", "procs", "rank", "round", "slot", "stopping", "stuck", "whole", "world",
     )  # fmt: skip
 
     def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
