@@ -17,8 +17,9 @@ STACKS_BYTES_MAX = 1 << 22
 MAGIC = b"ELASTICD"
 VERSION = 1
 # magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, phase, 1 + the descriptor that it
-# writes its stacks to: native order, 8 bytes each; and in the second half the ns of the last 256 steps
-LAYOUT = struct.Struct("=8s6Q")
+# writes its stacks to, 1 if its script ended well: native order, 8 bytes each; and in the second half
+# the ns of the last 256 steps
+LAYOUT = struct.Struct("=8s7Q")
 TIMES = struct.Struct("=256Q")
 VARIABLE = "ELASTICD_PAGE"
 BOOT_DIR = str(Path(__file__).parents[1] / "worker" / "boot")
@@ -34,13 +35,16 @@ class WorkerPhase(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """What a worker wrote. ``at``: of its last step, seconds since the epoch; 0 for never.
-    ``stacks_fd``: the descriptor that it writes its stacks to; -1 if it cannot."""
+    ``stacks_fd``: the descriptor that it writes its stacks to; -1 if it cannot. ``ended_well``: its
+    script ran to its end, and all that it wanted done at its end is done; only Python's own end, whose
+    status is 0, was still to come."""
 
     pid: int
     steps: int
     at: float
     phase: WorkerPhase
     stacks_fd: int = -1
+    ended_well: bool = False
 
 
 def shared_memory_dir() -> Path:
@@ -65,15 +69,16 @@ class Page:
         self._fd = os.open(path, flags if again else flags | os.O_CREAT | os.O_EXCL, 0o600)
         if self._owned:
             os.ftruncate(self._fd, PAGE_BYTES)
-            os.pwrite(self._fd, LAYOUT.pack(MAGIC, VERSION, 0, 0, 0, 0, 0), 0)
+            os.pwrite(self._fd, LAYOUT.pack(MAGIC, VERSION, 0, 0, 0, 0, 0, 0), 0)
 
     def read(self) -> Heartbeat:
         data = os.pread(self._fd, LAYOUT.size, 0)
         if len(data) < LAYOUT.size:
             return Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
-        _, _, pid, steps, last_ns, phase, stacks = LAYOUT.unpack(data)
+        _, _, pid, steps, last_ns, phase, stacks, ended_well = LAYOUT.unpack(data)
         at = time.time() - (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
-        return Heartbeat(pid, steps, at, WorkerPhase(min(phase, max(WorkerPhase))), stacks - 1)
+        stage = WorkerPhase(min(phase, max(WorkerPhase)))
+        return Heartbeat(pid, steps, at, stage, stacks - 1, ended_well == 1)
 
     def step_times(self, after: int) -> tuple[int, tuple[float, ...]]:
         """How many steps there were by now, and when those after the given one were, oldest first, in

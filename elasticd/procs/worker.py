@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticd.core.facts import Exit, SlotProgress
@@ -17,6 +18,7 @@ from elasticd.procs.link import Line
 from elasticd.procs.output import STDERR, STDOUT, Feed, LogDest
 from elasticd.procs.page import Heartbeat, Page, WorkerPhase
 
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # what a process does to itself
 _NOTHING = Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
 
 
@@ -72,8 +74,16 @@ class Worker:
         at = beat.at if steps else 0.0
         return SlotProgress(self.assignment.slot, self.assignment.rank, pid, steps, at)
 
+    def finished(self, end: Ended) -> bool:
+        """Whether its script had ended well, whatever Python itself then came to: it may crash when it
+        is taken down, mostly because threads of torch's are late. There is nothing to be done again."""
+        beat = self.heartbeat()
+        return -end.code in (0, *_CRASHES) and beat.pid == end.pid and beat.ended_well and not end.fenced
+
     def judge(self, end: Ended) -> Exit:
         """How it ended, and why as far as can be told."""
+        if self.finished(end):
+            end = replace(end, code=0)
         a = self.assignment
         message, traceback = end.error, ""
         hung = bool(self.hung) and end.code != 0

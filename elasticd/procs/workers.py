@@ -57,7 +57,8 @@ class LocalProcs:
     ``zygote``: whether Python workers may be forked from a process that has imported what they
     import, once it is known what that is; ``command`` is then one of Python, and alike for all but
     for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it, and of workers
-    that enter rounds (``worker.entered``), are done (``worker.done``), or are cut off (``worker.unlinked``).
+    that enter rounds (``worker.entered``), are done (``worker.done``), are cut off (``worker.unlinked``), or
+    crash once they have finished (``worker.crashed_at_exit``).
     ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
     ``fence`` is told the time by, which must not jump as the machine's may.
     """
@@ -396,6 +397,9 @@ class LocalProcs:
             if end.code != 0:
                 self._error_files[worker.assignment.slot] = worker.error_file
             number, exited, exit = worker.round, worker.exited, worker.judge(end)
+        if end.code != exit.code:
+            why = f"Python crashed as it was taken down ({signals.Signals(-end.code).name})"
+            self._say("worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished")
         exited(number, exit)
 
 

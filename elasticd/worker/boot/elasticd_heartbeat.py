@@ -1,6 +1,7 @@
 """Tells the agent how far an unmodified script is: every optimizer step, in a page of shared memory,
 and, once, what it imported until its first step, for the zygote that later workers are forked from.
-Asked by a signal, it appends the stacks of all its threads to the file of that page.
+Asked by a signal, it appends the stacks of all its threads to the file of that page; at the end it
+notes there that the script has ended well.
 
 Standard library only, and self-contained: the worker's Python need not have elasticd installed.
 The layout is that of elasticd/procs/page.py.
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _HOOKED = "torch.optim.optimizer"
-_PID, _STEPS, _LAST_NS, _PHASE, _STACKS = 2, 3, 4, 5, 6  # of 8 bytes, each stored by one instruction
+# Of 8 bytes, each stored by one instruction.
+_PID, _STEPS, _LAST_NS, _PHASE, _STACKS, _ENDED_WELL = 2, 3, 4, 5, 6, 7
 _TIMES, _TIMES_MASK = 256, 255  # when the last 256 steps were: the second half of the page
 _SIGNAL = 47  # of real time, so that nobody's program means anything by it; see elasticd/procs/stacks.py
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
@@ -34,6 +36,7 @@ def start() -> None:
         fields = _claim(path)
         if fields is not None:
             _answer_with_stacks(fields, path)
+            _note_the_end(fields)
             optimizers = sys.modules.get(_HOOKED)
             if optimizers is None:
                 sys.meta_path.insert(0, _Finder(fields, path))
@@ -56,7 +59,17 @@ def _claim(path: str) -> memoryview[int] | None:
         return None
     fields[_PID] = os.getpid()
     fields[_PHASE] = _STARTED
+    fields[_ENDED_WELL] = 0
     return fields
+
+
+def _note_the_end(fields: memoryview[int]) -> None:
+    import elasticd_ending
+
+    def ended_well() -> None:
+        fields[_ENDED_WELL] = 1
+
+    elasticd_ending.tell(ended_well)
 
 
 def _answer_with_stacks(fields: memoryview[int], path: str) -> None:

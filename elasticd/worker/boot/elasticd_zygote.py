@@ -116,6 +116,7 @@ class Zygote:
         if watched:  # coverage and the like, from a .pth file: one for each process
             self._tell({"is": "unfit", "why": "something else starts with this Python (a .pth file)"})
             return
+        _prepare_the_end()  # before modules ask for more at exit
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
         for fd in (1, 2):
             os.ftruncate(fd, 0)
@@ -440,6 +441,12 @@ def _channel_class(here: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Channel
+
+
+def _prepare_the_end() -> None:
+    import elasticd_ending
+
+    elasticd_ending.be_last()
 
 
 def _failed(name: str) -> str:

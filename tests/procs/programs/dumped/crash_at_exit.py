@@ -1,0 +1,45 @@
+"""Ends in the way its first argument says; then Python crashes as it is taken down, by the second."""
+
+import atexit
+import os
+import signal
+import sys
+
+from steps import step_once
+
+
+class Crash:
+    """While modules are cleared, after all that the script can have asked for."""
+
+    def __init__(self):
+        self.kill, self.getpid, self.number = os.kill, os.getpid, getattr(signal, sys.argv[2])
+
+    def __del__(self):
+        self.kill(self.getpid(), self.number)
+
+
+def crash_earlier():
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+step_once()
+how = sys.argv[1]
+crash = Crash()
+if how == "crash in a function at exit":
+    atexit.register(crash_earlier)
+if how == "crash":
+    crash_earlier()
+if how == "exit":
+    sys.exit(0)
+if how == "exit 1":
+    sys.exit(1)
+if how == "raise SystemExit":
+    raise SystemExit("a last word")
+if how == "raise":
+    raise ValueError("no")
+if how == "interrupt":
+    raise KeyboardInterrupt
+if how == "a child ends well" and os.fork() > 0:
+    os.wait()
+    crash_earlier()
+print("the end")
