@@ -1,0 +1,35 @@
+"""What the real ``elasticd run`` makes of an environment and arguments that a file here gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from unittest import mock
+
+from elasticd.cli.options import collect
+from elasticd.cli.run import Planned, plan, run
+
+VARIABLES = {v for p in run.params for v in ([p.envvar] if isinstance(p.envvar, str) else p.envvar or ())}
+
+
+class Machine:
+    """Of 64 cores, without a GPU."""
+
+    def gpus(self) -> int:
+        return 0
+
+    def cores(self) -> int:
+        return 64
+
+    def affinity_cores(self) -> int:
+        return 64
+
+    def torch_devices(self, kind: str) -> int | None:
+        return None
+
+
+def planned(argv: Sequence[str], env: Mapping[str, str]) -> Planned:
+    """Raises Complaint, or click's errors, where the command would refuse."""
+    ours = {k for k in env if k.startswith(("ELASTICD_", "PET_"))}
+    assert ours <= VARIABLES, f"no option reads {ours - VARIABLES}"
+    with mock.patch.dict("os.environ", env, clear=True), run.make_context("run", list(argv)) as ctx:
+        return plan(collect(ctx, None), env, Machine())

