@@ -141,11 +141,17 @@ class Cause(StrEnum):
 
     START = "start"
     WORKER_FAILED = "worker_failed"
+    WORKER_HUNG = "worker_hung"
     NODE_LOST = "node_lost"
     NODE_DRAINED = "node_drained"
     GREW = "grew"
     SCALED = "scaled"
     STOPPED = "stopped"
+
+    @property
+    def charged(self) -> bool:
+        """Whether it is the user's code that ended the round, which the budget pays for."""
+        return self in (Cause.WORKER_FAILED, Cause.WORKER_HUNG)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Patience:
     """What people set: bounds of the limits that are learned, or one limit instead of all of them.
 
     ``floor_s``: even a stopped worker gets this long. ``ceiling_s``: even a busy one, if others
-    wait for it, gets no longer.
+    wait for it, gets no longer, but for a job that has made a step half as long.
     """
 
     floor_s: float = 1.0
@@ -76,8 +76,8 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
         return None
     if patience.fixed_s is not None:
         return Allowance(*(patience.fixed_s,) * 5)
-    floor_s, ceiling_s = patience.floor_s, max(patience.ceiling_s, patience.floor_s)
     usual_s, largest_s = (median(gaps), max(gaps)) if gaps else (0.0, 0.0)
+    floor_s, ceiling_s = patience.floor_s, max(patience.ceiling_s, patience.floor_s, 2 * largest_s)
     if len(gaps) < GAPS_ENOUGH:
         usual_s, largest_s = max(1.0, largest_s), max(6.0, largest_s)
 

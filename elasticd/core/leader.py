@@ -223,7 +223,8 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
 
     failure = budgets.first_failure(round, reports.values())
     if failure is not None:
-        return _close(view, round, Cause.WORKER_FAILED, False, now, failure=failure)
+        cause = Cause.WORKER_HUNG if failure.exit.hung else Cause.WORKER_FAILED
+        return _close(view, round, cause, False, now, failure=failure)
 
     missing = [m.node for m in round.members if m.node not in finished and not _present(view, m)]
     lost = tuple(node for node in missing if _surely_gone(view, node, now))
@@ -290,10 +291,11 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
     failure = budgets.first_failure(round, view.reports.values())
-    if (missing or fenced) and round.closing is Cause.WORKER_FAILED:
+    charged = round.closing is not None and round.closing.charged
+    if (missing or fenced) and charged:
         # The workers that failed first are those that talked to the lost node: not their fault.
-        round = replace(round, closing=Cause.NODE_LOST)
-    if round.closing is Cause.WORKER_FAILED and failure is not None:
+        round, charged = replace(round, closing=Cause.NODE_LOST), False
+    if charged and failure is not None:
         progressed = budgets.progressed(round, view.reports.values(), round.lived_s)
         budget = budgets.charge(budget, failure, progressed, spec.policy, now)
         round = replace(round, restarts=round.restarts + 1, failure=failure)

@@ -143,16 +143,20 @@ class Hangs:
 
     def _attend(self, at: float) -> float:
         self._exchange.lead(at)
-        crew = self._driver.state.crew
-        if crew is None or crew.stopping or crew.fenced or not crew.alive:
-            self._forget()
-            return IDLE_S
-        if crew.round.number != self._round:
-            self._forget()
-            self._round = crew.round.number
-        self._learn(crew)
         if self._judged is not None:
             return self._carry_out(at)
+        crew = self._driver.state.crew
+        at_work = crew is not None and not (crew.stopping or crew.fenced) and bool(crew.alive)
+        if crew is None or not at_work or crew.round.number != self._round:
+            verdict = self._exchange.verdict_for(self._round)
+            if verdict is not None and self._scenes and at >= self._judged_at + REPEAT_S:
+                return self._decide(self._round, verdict, at)  # another node was faster to act on it
+            self._forget()
+            self._round = crew.round.number if crew is not None else 0
+            if not at_work:
+                return IDLE_S
+        assert crew is not None
+        self._learn(crew)
         allowed = allowance(self._known_gaps(), self._steps(), self._patience)
         still_s = max((self._still_s(w, at) for w in self._workers.values()), default=0.0)
         if allowed is None or at < self._judged_at + REPEAT_S:
@@ -218,11 +222,11 @@ class Hangs:
                 return ERRAND_S
             self._scenes, self._looking = self._looking.result or (), None
             return self._conclude(crew, allowed, at)
-        verdict = self._exchange.verdict_for(crew)
+        verdict = self._exchange.verdict_for(self._round)
         if verdict is not None:
             mine = [g for g in verdict.guilty if g.node == self._driver.state.me.node]
             if all(self._as_it_was(look) for look in mine):
-                return self._decide(crew, verdict, at)
+                return self._decide(self._round, verdict, at)
         if self._look_at_s is None:
             self._look_at_s = allowed.asleep_s
         if stopped or still_s >= self._look_at_s:
@@ -241,7 +245,7 @@ class Hangs:
         alone = len(crew.round.members) == 1
         verdict = judge(looks if alone else [k for k in looks if k.doing is Doing.STOPPED], allowed)
         if verdict is not None:
-            return self._decide(crew, verdict, at)
+            return self._decide(self._round, verdict, at)
         if not alone:
             me = self._driver.state.me
             self._exchange.tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed))
@@ -264,9 +268,9 @@ class Hangs:
 
     # ------------------------------------------------------------ the verdict
 
-    def _decide(self, crew: Crew, verdict: Verdict, at: float) -> float:
+    def _decide(self, round_number: int, verdict: Verdict, at: float) -> float:
         """The evidence comes first: what is killed tells nothing."""
-        round_number, scenes = crew.round.number, self._scenes
+        scenes = self._scenes
         base = self._folder()
         folder = base / f"hang-of-round-{round_number}" if base is not None else None
         conclusion = words.hang(verdict)
@@ -285,15 +289,21 @@ class Hangs:
         if not writing.over(at):
             return ERRAND_S
         self._judged = None
+        crew = self._driver.state.crew
+        if crew is not None and crew.round.number == round_number:
+            self._learn(crew)
+        mine = [look for look in verdict.guilty if look.node == self._driver.state.me.node]
+        if any(look.slot in self._workers and not self._as_it_was(look) for look in mine):
+            return IDLE_S  # it goes on, after all
         self._judged_at = at
         if place and not Path(place, "conclusion.txt").exists():
             place = ""
         self._say(WorkersHung(round_number, verdict, place))
         conclusion = words.hang(verdict)
-        for look in verdict.guilty:
+        seen = f" (see {place})" if place else ""
+        for look in mine:
             worker = self._workers.get(look.slot)
-            if look.node == self._driver.state.me.node and worker is not None:
-                seen = f" (see {place})" if place else ""
+            if worker is not None:
                 self._procs.condemn(look.slot, worker.watched.pid, f"hung: {conclusion}{seen}")
         return IDLE_S
 
@@ -342,10 +352,10 @@ class _Exchange:
             guard = StillThere(state.me.key, state.own.created)
             self._store.transact((guard,), (write,), lambda answer: None)
 
-    def verdict_for(self, crew: Crew) -> Verdict | None:
+    def verdict_for(self, round_number: int) -> Verdict | None:
         """The leader's, on this very round."""
         found = self._found
-        return found.verdict if found is not None and found.round == crew.round.number else None
+        return found.verdict if found is not None and found.round == round_number else None
 
     def _hang_seen(self, seen: Seen) -> None:
         for entry in seen.entries:

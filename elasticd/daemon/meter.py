@@ -13,6 +13,7 @@ from elasticd.core.reasons import (
     Reason,
     RoundFormed,
     WorkerEnded,
+    WorkersHung,
     WorkersStarted,
     WorkersStopping,
 )
@@ -70,6 +71,7 @@ class Meter:
                 "elasticd_step_seconds",
                 "elasticd_worker_restarts_total",
                 "elasticd_worker_exits_total",
+                "elasticd_hangs_total",
                 "elasticd_worker_cpu_seconds_total",
             ):
                 book.start(name, slot)
@@ -93,9 +95,16 @@ class Meter:
                     for slot in self._started.intersection(slots):
                         book.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)
                     self._started.update(slots)
+                    for slot in slots:
+                        book.set("elasticd_worker_hung", 0, slot)
             case WorkerEnded(slot=slot, code=code):
                 kind = "signal" if code < 0 else "error" if code else "success"
                 book.add("elasticd_worker_exits_total", 1, slot, kind)
+            case WorkersHung(verdict=verdict):
+                for look in verdict.guilty:
+                    if look.node == self._config.node:
+                        book.add("elasticd_hangs_total", 1, look.slot)
+                        book.set("elasticd_worker_hung", 1, look.slot)
 
     # ------------------------------------------------------------ what is
 

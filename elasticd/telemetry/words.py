@@ -17,6 +17,7 @@ from elasticd.core.hang import Look, Verdict, Why
 _CAUSES: dict[Cause, str] = {
     Cause.START: "the job started",
     Cause.WORKER_FAILED: "a worker failed",
+    Cause.WORKER_HUNG: "a worker hung",
     Cause.NODE_LOST: "a node was lost",
     Cause.NODE_DRAINED: "a node was drained",
     Cause.GREW: "there was room to grow",

@@ -1,4 +1,4 @@
-"""``python -m tests.bench recovery | node-loss | forming | overhead``: each prints its ratios."""
+"""``python -m tests.bench recovery | node-loss | forming | overhead | hang``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -57,6 +57,17 @@ def overhead(workers: int, pairs: int, steps: int) -> None:
     from tests.bench.overhead import overhead as measure
 
     click.echo(measure(workers, pairs, steps))
+
+
+@main.command()
+@click.option("--workers", default=4)
+@click.option("--stops", default=5, help="How often elasticd's workers are stopped.")
+@click.option("--bound", default=60.0, help="Seconds after which torchrun is given up.")
+def hang(workers: int, stops: int, bound: float) -> None:
+    """SIGSTOP of a worker, to when it is noticed and to the next step; nothing is set."""
+    from tests.bench.hang import hangs
+
+    click.echo(hangs(workers, stops, bound))
 
 
 main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core.hang import (
@@ -85,14 +85,15 @@ def test_limits_keep_within_floor_and_ceiling_and_in_order(known: list[float], p
     assert allowed is not None
     ordered = [allowed.stopped_s, allowed.asleep_s, allowed.waiting_s, allowed.busy_s]
     assert ordered == sorted(ordered)
-    assert all(patience.floor_s <= limit <= patience.ceiling_s for limit in ordered)
+    highest = max(patience.ceiling_s, 2 * max(known, default=0))
+    assert all(patience.floor_s <= limit <= highest for limit in ordered)
 
 
 @given(st.lists(st.floats(0, 1e5), min_size=5, max_size=50))
-def test_no_limit_learned_is_shorter_than_a_step_the_job_has_made(known: list[float]) -> None:
-    allowed = allowance(known, 100, Patience(ceiling_s=1e9))
+def test_none_but_the_stopped_is_given_less_than_twice_the_longest_step_so_far(known: list[float]) -> None:
+    allowed = allowance(known, 100, AUTO)
     assert allowed is not None
-    assert allowed.asleep_s >= max(known) and allowed.waiting_s >= max(known)
+    assert min(allowed.asleep_s, allowed.waiting_s, allowed.busy_s) >= 2 * max(known)
 
 
 # ---------------------------------------------------------------- what one does
@@ -203,10 +204,8 @@ def test_only_who_was_late_and_not_moving_is_blamed(
     allowed = allowance(known, 1, patience)
     assert allowed is not None
     verdict = judge(seen, allowed)
-    assume(verdict is not None)
-    assert verdict is not None
-    assert verdict.guilty
-    for look in verdict.guilty:
+    assert verdict is None or verdict.guilty
+    for look in verdict.guilty if verdict else ():
         assert look in seen and look.still_s >= allowed.stopped_s
         assert look.doing not in (Doing.MOVING, Doing.GONE)
         if look.doing is not Doing.STOPPED:

@@ -202,6 +202,18 @@ def test_a_failed_worker_closes_the_round_without_grace() -> None:
     assert not [w for w in plan.writes if w.key == "budget"], "it is charged when all have answered"
 
 
+def test_a_hung_worker_closes_the_round_as_one_and_is_charged_like_a_failed_one() -> None:
+    found = replace(exit(1, 1, -9), hung=True)
+    nodes, reports = [node("a"), node("b")], [report("a", 5, found, steps=7)]
+    plan = decide(live({"a": 2, "b": 2}, nodes, reports), NOW)
+    assert next_round(plan).closing is Cause.WORKER_HUNG
+    nodes = [node("a", released=5), node("b", released=5)]
+    plan = decide(closing(Cause.WORKER_HUNG, {"a": 2, "b": 2}, nodes, reports), NOW)
+    formed = next_round(plan)
+    assert (formed.cause, formed.restarts, formed.failure) == (Cause.WORKER_HUNG, 1, Failure("a", found))
+    assert isinstance(written(plan, "budget"), Budget)
+
+
 def test_a_lost_node_closes_the_round() -> None:
     plan = decide(live({"a": 2, "b": 2}, [node("a")]), NOW)
     assert next_round(plan).closing is Cause.NODE_LOST
@@ -408,7 +420,7 @@ def test_a_node_lost_while_others_save_leaves_them_little_time() -> None:
     assert decide(seen, NOW).reasons == (AwaitingRelease(("a",)),), "it is said once"
 
 
-@pytest.mark.parametrize("cause", [c for c in Cause if c is not Cause.WORKER_FAILED])
+@pytest.mark.parametrize("cause", [c for c in Cause if not c.charged])
 def test_what_is_not_the_users_fault_costs_nothing(cause: Cause) -> None:
     """Not even if workers fail while they are being stopped."""
     reports = [report("a", 5, exit(0, 0))]

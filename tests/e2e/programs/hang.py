@@ -53,13 +53,11 @@ def deadlock() -> None:
         second.acquire()  # deadlock
 
 
-def evaluate(seconds: float, how: str) -> None:
-    if how == "busy":
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            torch.ones(100, 100).sum()
-    else:
-        subprocess.run([sys.executable, "-S", "-c", f"import time; time.sleep({seconds})"], check=True)
+def evaluate(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.ones(100, 100).sum()
+    subprocess.run([sys.executable, "-S", "-c", f"import time; time.sleep({seconds})"], check=True)
 
 
 def go_wrong() -> None:
@@ -70,9 +68,8 @@ def go_wrong() -> None:
             deadlock()
         case "mismatched" if guilty:
             dist.all_gather([torch.ones(1)] * dist.get_world_size(), torch.ones(1))  # mismatched
-        case "busy" | "asleep":
-            if rank == 0:
-                evaluate(float(os.environ["EVALUATION_S"]), fault)
+        case "evaluation" if rank == 0:
+            evaluate(float(os.environ["EVALUATION_S"]))
     if not (fault == "missing" and guilty):
         dist.barrier()  # barrier
 

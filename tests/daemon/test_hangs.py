@@ -1,0 +1,186 @@
+"""When the agent looks, and when it thinks again. The workers are real processes, their steps and
+the time are the test's."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elasticd.core.agent.state import Crew
+from elasticd.core.facts import Cause, Member, Phase, Round
+from elasticd.core.hang import Patience, Why
+from elasticd.core.reasons import WorkersHung
+from elasticd.daemon.hangs import Hangs
+from elasticd.procs.page import LAYOUT, MAGIC, PAGE_BYTES, TIMES, Page
+from elasticd.procs.workers import Watched
+
+STEP_S = 0.1
+
+
+class Sleeper:
+    """A process that has, as far as its page says, made these steps."""
+
+    def __init__(self, slot: int, folder: Path) -> None:
+        self.process = subprocess.Popen(["sleep", "1000"])
+        self.page = Page(folder / f"slot{slot}")
+        self.watched = Watched(slot, slot, self.process.pid, self.page, 0)
+        self.times: list[float] = []
+
+    def steps(self, *times: float) -> None:
+        self.times += times
+        ring = [0] * 256
+        for n, at in enumerate(self.times, 1):
+            ring[n & 255] = int(at * 1e9)
+        head = LAYOUT.pack(MAGIC, 1, self.process.pid, len(self.times), int(self.times[-1] * 1e9), 3, 0)
+        data = head.ljust(PAGE_BYTES - TIMES.size, b"\0") + TIMES.pack(*ring)
+        self.page.path.write_bytes(data)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.page.close()
+
+
+class Setup:
+    """One node, two workers, nothing but its own clock."""
+
+    def __init__(self, folder: Path, patience: Patience) -> None:
+        self.now = 100.0
+        self.said: list[WorkersHung] = []
+        self.condemned: list[tuple[int, str, float]] = []
+        self.folder = folder
+        self.workers = [Sleeper(0, folder), Sleeper(1, folder)]
+        member = Member("a", "i", (0, 1), 0)
+        round = Round(1, Phase.LIVE, (member,), "s:1", Cause.START, 0.0)
+        self.state = SimpleNamespace(
+            crew=Crew(round, member, False, frozenset({0, 1})),
+            me=SimpleNamespace(node="a", incarnation="i", key="nodes/a"),
+            leads=None, own=None, silent=None, round=round,
+        )  # fmt: skip
+        self.hangs = Hangs(
+            patience,
+            SimpleNamespace(state=self.state, view=None),  # type: ignore[arg-type]
+            SimpleNamespace(watch=lambda *_: None),  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            lambda: folder / "run",
+            self.said.append,  # type: ignore[arg-type]
+            lambda: self.now,
+        )
+
+    def watched(self) -> tuple[Watched, ...]:
+        return tuple(w.watched for w in self.workers)
+
+    def condemn(self, slot: int, pid: int, why: str) -> None:
+        self.condemned.append((slot, why, self.now))
+
+    def train(self, seconds: float) -> None:
+        """Both make a step every tenth of a second; the agent looks when it wants to."""
+        until = self.now + seconds
+        due = self.now
+        while self.now < until:
+            for worker in self.workers:
+                worker.steps(self.now)
+            if self.now >= due:
+                due = self.hangs.routine(self.now)
+            self.now += STEP_S
+
+    def stand_still(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until and not self.condemned:
+            due = self.hangs.routine(self.now)
+            if self.hangs._looking is not None or self.hangs._judged is not None:
+                time.sleep(0.01)  # what is under way takes real time
+                self.hangs._due = self.now
+            else:
+                self.now = due
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    made: list[Any] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def setup(tmp_path: Path, made: list[Any]) -> Setup:
+    made.append(Setup(tmp_path, Patience()))
+    return made[-1]  # type: ignore[no-any-return]
+
+
+def stop(worker: Sleeper) -> None:
+    worker.process.send_signal(signal.SIGSTOP)
+    while Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+
+def test_a_stopped_worker_is_condemned_after_ten_steps_and_the_evidence_is_there_before(setup: Setup) -> None:
+    setup.train(10.0)
+    stop(setup.workers[1])
+    last = setup.now - STEP_S
+    setup.stand_still(30.0)
+    ((slot, why, at),) = setup.condemned
+    assert slot == 1 and why.startswith("hung: rank 1 on node a is stopped (SIGSTOP)")
+    assert 0.99 < at - last < 1.5
+    (said,) = setup.said
+    assert said.verdict.why is Why.STOPPED
+    assert (Path(said.evidence) / "conclusion.txt").exists()
+
+
+def test_nothing_is_judged_before_the_first_step(setup: Setup) -> None:
+    stop(setup.workers[1])
+    setup.stand_still(1000.0)
+    assert not setup.condemned
+
+
+def test_what_happened_while_the_agent_itself_was_stopped_counts_for_nothing(setup: Setup) -> None:
+    setup.train(10.0)
+    stop(setup.workers[1])
+    setup.now += 500.0
+    woken = setup.now
+    setup.hangs.routine(setup.now)
+    assert setup.hangs._looking is None
+    setup.stand_still(30.0)
+    assert [at for _, _, at in setup.condemned] >= [woken + 0.99]
+
+
+def test_one_that_goes_on_while_the_evidence_is_written_is_let_live(setup: Setup) -> None:
+    setup.train(10.0)
+    stop(setup.workers[1])
+    while setup.hangs._judged is None:
+        due = setup.hangs.routine(setup.now)
+        setup.now = setup.now if setup.hangs._looking or setup.hangs._judged else due
+        setup.hangs._due = setup.now
+    setup.workers[1].process.send_signal(signal.SIGCONT)
+    setup.train(5.0)
+    assert not setup.condemned and not setup.said
+
+
+def test_a_world_that_is_being_stopped_is_not_judged(setup: Setup) -> None:
+    setup.train(10.0)
+    stop(setup.workers[1])
+    setup.state.crew = replace(setup.state.crew, stopping=True)
+    setup.stand_still(1000.0)
+    assert not setup.condemned
+
+
+def test_two_asleep_that_nobody_waits_for_get_until_the_ceiling(tmp_path: Path, made: list[Any]) -> None:
+    """They have no stacks to show, being no Python."""
+    made.append(Setup(tmp_path, Patience(floor_s=0.1, ceiling_s=60.0)))
+    setup: Setup = made[-1]
+    setup.train(10.0)
+    setup.stand_still(1000.0)
+    assert not setup.condemned, "who does not say where it is, is not judged without one who waits for it"
