@@ -356,7 +356,7 @@ def test_the_real_command_line_takes_what_the_pods_are_told(
 @pytest.mark.parametrize("name", ALL)
 def test_every_variable_of_ours_is_one_of_the_command(name: str) -> None:
     known = {v for p in run.params for v in ([p.envvar] if isinstance(p.envvar, str) else p.envvar or ())}
-    known |= {"ELASTICD_ETCD_PASSWORD", "ELASTICD_HTTP"}
+    known |= {"ELASTICD_ETCD_PASSWORD"}
     env = facts_and_env(trainers(name), 0)
     assert {v for v in env if v.startswith(("ELASTICD_", "PET_"))} <= known
 

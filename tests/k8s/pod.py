@@ -1,0 +1,206 @@
+"""A pod: a container in namespaces of its own, made of what the manifest says and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.k8s.manifests import ROOT, Object, Pods, quantity
+from tests.k8s.network import UNDER_US, Network
+
+PROGRAM = Path(__file__).parent / "programs" / "container.py"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where on this machine the things are that pods are given."""
+
+    folder: Path
+    resolver: Path
+    secrets: Mapping[str, Path]
+    path: str  # of programs, as the image has it
+
+
+@dataclass
+class Pod:
+    name: str
+    index: int
+    made: Pods
+    address: str
+    folder: Path
+    env: Mapping[str, str]
+    process: subprocess.Popen[bytes]
+    pid: int  # of its process 1, seen from here
+    lines: list[str] = field(default_factory=list)
+    begun: bytes = b""  # of the next line
+    deleted: bool = False
+    disrupted: bool = False
+    ready: bool = False
+    started: bool = False
+    code: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.address} {'gone' if self.code is not None else 'here'}: {self.code}>"
+
+    def signal(self, number: int) -> None:
+        """To its process 1."""
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def execute(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        """As ``kubectl exec`` does."""
+        inside = ["nsenter", "-t", str(self.pid), "-a", "--root", "--wd=/"]
+        command = [*inside, *setpriv(self.made.spec), "--", *argv]
+        return subprocess.run(command, env=dict(self.env), capture_output=True, text=True, timeout=60)
+
+    def names(self, known: list[str]) -> None:
+        """Have these lines stand for the cluster's DNS; the kubelet itself adds the pod's own name."""
+        lines = ["127.0.0.1 localhost", f"{self.address} {self.name}", *known]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+
+    def workers(self) -> list[int]:
+        """The training processes inside, as this machine numbers them."""
+        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdecimal() and os.readlink(folder / "ns" / "pid") == space:
+                    environ = (folder / "environ").read_bytes().split(b"\0")
+                    if any(entry.startswith(b"RANK=") for entry in environ):
+                        found.append(int(folder.name))
+        return found
+
+    @property
+    def last_words(self) -> str:
+        """What ``kubectl describe`` shows."""
+        return (self.folder / "termination-log").read_text()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """What it logged under this name."""
+        found = [json.loads(line) for line in self.lines if line.startswith("{")]
+        return [event for event in found if event.get("event") == name]
+
+
+def start(
+    name: str,
+    index: int,
+    made: Pods,
+    facts: Mapping[str, str],
+    network: Network,
+    places: Places,
+    claims: Mapping[str, Path],
+) -> Pod:
+    """Have its process 1 run. ``claims``: the volumes that outlive it."""
+    address = network.next_address()
+    folder = places.folder / name
+    (folder / "root").mkdir(parents=True)
+    (folder / "hosts").write_text(f"{address} {name}\n")
+    (folder / "termination-log").touch(0o666)
+    (folder / "termination-log").chmod(0o666)
+    env = {"PATH": places.path, "LANG": "C.UTF-8"} | made.env({**facts, "status.podIP": address})
+    binds: list[tuple[str, str, bool]] = [
+        (str(folder / "hosts"), "/etc/hosts", True),
+        (str(places.resolver), "/etc/resolv.conf", True),
+        (str(ROOT), "/opt/elasticd", True),
+    ]
+    memory = []
+    volumes = {v["name"]: v for v in made.spec.get("volumes", ())}
+    owner = made.spec["securityContext"]["fsGroup"]
+    for mount in made.container["volumeMounts"]:
+        target, readonly = mount["mountPath"], bool(mount.get("readOnly"))
+        volume = volumes.get(mount["name"], {})
+        if volume.get("emptyDir", {}).get("medium") == "Memory":
+            size = int(quantity(volume["emptyDir"]["sizeLimit"]))
+            memory.append((target, f"size={size},mode=1777"))
+            continue
+        if "secret" in volume:
+            source = _secret(folder, places.secrets[volume["secret"]["secretName"]], volume["secret"], owner)
+        else:
+            source = claims.get(mount["name"], folder / mount["name"])
+            source.mkdir(exist_ok=True)
+            if source.stat().st_gid != owner:
+                os.chown(source, 0, owner)
+                source.chmod(0o2770)
+        binds.append((str(source), target, readonly))
+    told = {
+        "hostname": name,
+        "folder": str(folder / "root"),
+        "reachable": reachable(),
+        "termination_log": str(folder / "termination-log"),
+        "binds": binds,
+        "memory": memory,
+        "setpriv": setpriv(made.spec),
+        "argv": made.argv(env),
+        "env": env,
+    }
+    (folder / "told.json").write_text(json.dumps(told))
+    process = subprocess.Popen(
+        [*UNDER_US, sys.executable, "-I", "-S", str(PROGRAM), str(folder / "told.json")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    said = process.stdout.readline()
+    assert said.strip().isdigit(), said + process.stdout.read()
+    pid = int(said)
+    network.plug(pid, address)
+    process.stdin.write(b"go\n")
+    process.stdin.close()
+    return Pod(name, index, made, address, folder, env, process, pid)
+
+
+def setpriv(spec: Object) -> list[str]:
+    """As whom, and with what rights, the security context says: none."""
+    own = spec["securityContext"]
+    return [
+        *(
+            "setpriv",
+            f"--reuid={own['runAsUser']}",
+            f"--regid={own['runAsGroup']}",
+            f"--groups={own['fsGroup']}",
+        ),
+        *("--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"),
+    ]
+
+
+def reachable() -> list[str]:
+    """Where the programs are that the image would bring."""
+    paths = {str(ROOT), sys.prefix, sys.base_prefix, *sys.path, os.path.realpath(sys.executable)}
+    return sorted(path for path in paths if path and os.path.exists(path))
+
+
+def _secret(folder: Path, files: Path, secret: Object, owner: int) -> Path:
+    target = folder / secret["secretName"]
+    target.mkdir()
+    for file in files.iterdir():
+        copy = target / file.name
+        copy.write_bytes(file.read_bytes())
+        os.chown(copy, 0, owner)
+        copy.chmod(secret.get("defaultMode", 0o644))
+    os.chown(target, 0, owner)
+    target.chmod(0o750)
+    return target
+
+
+def exit_code(status: int) -> int:
+    """As the container's runtime tells it."""
+    return 128 - status if status < 0 else status
+
+
+def trained(line: str) -> int | None:
+    """The step that a worker said to have taken, or to go on after."""
+    found = re.match(r"(?:\[\w+\]:)?(?:step +(\d+) |resumed after step (\d+) )", line)
+    return int(found[1] or found[2]) if found else None
+
+
+TERM, KILL = signal.SIGTERM, signal.SIGKILL

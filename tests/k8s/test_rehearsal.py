@@ -1,0 +1,257 @@
+"""What the manifests say, done: their command lines, environment, probes and grace periods, in pods with
+addresses of their own on one machine, with three real etcds and TLS. Training goes on through all of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.etcd.cluster import Authority
+from tests.k8s.cluster import Cluster
+from tests.k8s.manifests import K8S, build, of_kind
+from tests.k8s.network import why_not
+from tests.k8s.pod import Pod, trained
+
+pytestmark = pytest.mark.timeout(500)
+
+# What a user writes to run something else than the base: smaller here, and without the wait before growing.
+KUSTOMIZATION = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [{base}]
+patches:
+  - patch: |
+      apiVersion: batch/v1
+      kind: Job
+      metadata: {{name: train}}
+      spec:
+        parallelism: 2
+        completions: 2
+        template:
+          spec:
+            containers:
+              - name: elasticd
+                args: [/opt/elasticd/workers/train_gpt.py, {arguments}]
+                env:
+                  - {{name: ELASTICD_SLOTS, value: "1"}}
+                  - {{name: ELASTICD_MIN, value: "1"}}
+                  - {{name: ELASTICD_MAX, value: "4"}}
+                  - {{name: ELASTICD_GROW_COOLDOWN, value: "1"}}
+"""
+SMALL = (
+    "--data=/opt/elasticd/elasticd --layers=1 --heads=2 --width=32 --context=32 --global-batch=8 --sample=0"
+)
+SMALL += " --snapshot-every=10 --log-every=10"
+
+
+class Rehearsal:
+    def __init__(self, folder: Path, steps: int) -> None:
+        mine = folder / "overlay"
+        mine.mkdir()
+        arguments = ", ".join([*SMALL.split(), f"--steps={steps}"])
+        base = os.path.relpath(K8S / "base", mine)
+        (mine / "kustomization.yaml").write_text(KUSTOMIZATION.format(base=base, arguments=arguments))
+        objects = build(str(mine))
+        (etcd,) = of_kind(objects, "StatefulSet")
+        members = [f"etcd-{i}.etcd" for i in range(etcd["spec"]["replicas"])]
+        self.cluster = Cluster(folder / "cluster", objects, certificates(folder / "secrets", members))
+
+    # ------------------------------------------------------------ what is seen
+
+    @property
+    def step(self) -> int:
+        """The newest that any worker told of."""
+        return max((s for line in self.cluster.lines("train") if (s := trained(line)) is not None), default=0)
+
+    def world(self, among: list[Pod]) -> tuple[int, int]:
+        """Round and size of the world that these pods last started workers for."""
+        told = [e for one in among for e in one.events("workers.started")]
+        return max(((e["round"], e["world_size"]) for e in told), default=(0, 0))
+
+    def trains_with(self, size: int, among: list[Pod] | None = None) -> None:
+        """The world is of this size, and takes steps."""
+        mine = among or []
+        cluster = self.cluster
+        cluster.until(lambda: self.world(mine or cluster.of("train"))[1] == size, f"a world of {size}")
+        self.goes_on(mine)
+
+    def goes_on(self, among: list[Pod] | None = None) -> None:
+        """Steps are taken from here on, by workers of these pods if any are named."""
+
+        def steps() -> list[int]:
+            lines = [line for one in among for line in one.lines] if among else self.cluster.lines("train")
+            return [s for line in lines if line.startswith("step ") and (s := trained(line)) is not None]
+
+        seen, newest = len(steps()), self.step
+        self.cluster.until(
+            lambda: len(new := steps()[seen:]) > 1 and max(new) > newest, f"steps past {newest}"
+        )
+
+    def gone(self, one: Pod) -> int:
+        self.cluster.until(lambda: one.code is not None, f"{one} ends")
+        assert one.code is not None
+        return one.code
+
+    def never_went_back(self) -> None:
+        """No world began before what the one before it had committed: a snapshot every ten steps, and
+        one where peers were lost."""
+        done = 0
+        for line in self.cluster.lines("train"):
+            if line.startswith("resumed after step "):
+                assert (trained(line) or 0) >= done - 10, line
+            done = max(done, trained(line) or 0)
+
+
+def certificates(folder: Path, members: list[str]) -> dict[str, Path]:
+    """The two Secrets, as a folder each."""
+    made = folder / "made"
+    made.mkdir(parents=True)
+    authority = Authority(made, "ca")
+    secrets = {}
+    for name, hosts in {"etcd-server-tls": [*members, "localhost"], "etcd-client-tls": []}.items():
+        certificate, key = authority.issue(name, *hosts)
+        secrets[name] = folder / name
+        secrets[name].mkdir()
+        shutil.copy(authority.cert, secrets[name] / "ca.crt")
+        shutil.copy(certificate, secrets[name] / "tls.crt")
+        shutil.copy(key, secrets[name] / "tls.key")
+    return secrets
+
+
+@pytest.fixture
+def steps() -> int:
+    return 1_000_000  # more than there is time for
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path, steps: int) -> Iterator[Rehearsal]:
+    (tmp_path / "tried").mkdir()
+    if reason := why_not(tmp_path / "tried"):
+        pytest.skip(reason)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o001 == 0:
+            folder.chmod(folder.stat().st_mode | 0o001)  # pods run as another user
+    made = Rehearsal(tmp_path, steps)
+    try:
+        yield made
+    finally:
+        made.cluster.close()
+
+
+def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
+    cluster = rehearsal.cluster
+    rehearsal.trains_with(2)
+    cluster.until(lambda: all(one.ready for one in cluster.here()), "all pods are ready")
+
+    cluster.scale("train", 3)
+    rehearsal.trains_with(3)
+
+    leaving = cluster.of("train")[1]
+    cluster.evict(leaving)
+    assert rehearsal.gone(leaving) == 143
+    rehearsal.trains_with(3)
+
+    lost = cluster.of("train")[0]
+    cluster.lose(lost)
+    assert rehearsal.gone(lost) == 137
+    rehearsal.trains_with(3)
+
+    scaled_away = cluster.of("train")[2]
+    cluster.scale("train", 2)
+    assert rehearsal.gone(scaled_away) == 143
+    rehearsal.trains_with(2)
+    rehearsal.never_went_back()
+    assert not cluster.controllers["train"].failed and not cluster.controllers["train"].counted
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_cut_off_costs_the_others_nothing_and_comes_back(rehearsal: Rehearsal) -> None:
+    cluster = rehearsal.cluster
+    cluster.scale("train", 3)
+    rehearsal.trains_with(3)
+    alone, *others = cluster.of("train")
+    assert alone.workers()
+    cluster.network.cut(alone.pid)
+    rehearsal.trains_with(2, others)
+    assert not alone.workers(), "they were to end before others took their place"
+    cluster.network.heal(alone.pid)
+    rehearsal.trains_with(3)
+    assert cluster.of("train") == [alone, *others], "no pod was replaced"
+    rehearsal.never_went_back()
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(rehearsal: Rehearsal) -> None:
+    cluster, etcd = rehearsal.cluster, rehearsal.cluster.controllers["etcd"]
+    rehearsal.trains_with(2)
+    round = rehearsal.world(cluster.of("train"))[0]
+
+    def serves() -> bool:
+        return len(cluster.of("etcd")) == 3 and all(one.ready for one in cluster.of("etcd"))
+
+    cluster.until(serves, "etcd is ready")
+    for index in (2, 1, 0):  # as a StatefulSet is rolled: the last first, each when the one before is ready
+        old = cluster.of("etcd")[index]
+        cluster.delete(old)
+        assert rehearsal.gone(old) in (0, 143)
+        cluster.until(serves, "etcd is ready again")
+        rehearsal.goes_on()
+    assert rehearsal.world(cluster.of("train"))[0] == round, "training was not even interrupted"
+
+    lost = cluster.of("etcd")[1]
+    etcd.held.add(1)
+    cluster.lose(lost)
+    rehearsal.gone(lost)
+    cluster.forget(lost)
+    rehearsal.goes_on()
+    # What k8s/README.md says to do then. A cluster takes no new member until the others have been
+    # together for a few seconds.
+    well = cluster.of("etcd")[0]
+    listed = well.execute("etcdctl", "member", "list").stdout
+    (dead,) = [line.split(",")[0] for line in listed.splitlines() if "etcd-1" in line]
+    assert well.execute("etcdctl", "member", "remove", dead).returncode == 0
+    add = ("etcdctl", "member", "add", "etcd-1", "--peer-urls=https://etcd-1.etcd:2380")
+    cluster.until(lambda: well.execute(*add).returncode == 0, "a new member is taken")
+    etcd.set_env("INITIAL_CLUSTER_STATE", "existing")
+    etcd.held.clear()
+    cluster.until(serves, "etcd is ready with its new member")
+    rehearsal.goes_on()
+    assert rehearsal.world(cluster.of("train"))[0] == round
+
+    cluster.scale("train", 3)  # and a pod that comes now finds its way
+    rehearsal.trains_with(3)
+    rehearsal.never_went_back()
+
+
+@pytest.mark.slow
+def test_pods_that_start_while_etcd_is_away_wait_for_it(rehearsal: Rehearsal) -> None:
+    cluster = rehearsal.cluster
+    cluster.scale("etcd", 0)
+    cluster.until(lambda: len(cluster.of("train")) == 2, "the job's pods are there")
+    for one in cluster.of("train"):
+        cluster.until(lambda one=one: bool(one.events("etcd.away")), "it has noticed")  # type: ignore[misc]
+    cluster.scale("etcd", 3)
+    rehearsal.trains_with(2)
+    assert cluster.controllers["train"].started == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [300])
+def test_a_job_that_is_done_ends_on_all_pods_and_says_so(rehearsal: Rehearsal, steps: int) -> None:
+    cluster, job = rehearsal.cluster, rehearsal.cluster.controllers["train"]
+    rehearsal.trains_with(2)
+    one, other = cluster.of("train")
+    shown = one.execute("elasticd", "status")
+    assert shown.returncode == 0 and "train-1" in shown.stdout, shown
+    # Where one has ended with 0, the Job is complete, and Kubernetes ends what is left of it.
+    assert {rehearsal.gone(one), rehearsal.gone(other)} <= {0, 143}
+    assert job.succeeded and not job.failed
+    first = min((one, other), key=lambda pod: pod.code or 0)
+    assert "finished" in first.last_words
+    cluster.until(lambda: cluster.of("train") == [], "no pod is left")
+    assert rehearsal.step == steps
+    assert job.started == 2, "none was started again"
