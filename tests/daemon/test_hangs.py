@@ -39,7 +39,9 @@ class Sleeper:
         ring = [0] * 256
         for n, at in enumerate(self.times, 1):
             ring[n & 255] = int(at * 1e9)
-        head = LAYOUT.pack(MAGIC, 1, self.process.pid, len(self.times), int(self.times[-1] * 1e9), 3, 0)
+        rest = (0,) * (LAYOUT.size // 8 - 6)  # of no interest here
+        last_ns = int(self.times[-1] * 1e9)
+        head = LAYOUT.pack(MAGIC, 1, self.process.pid, len(self.times), last_ns, 3, *rest)
         data = head.ljust(PAGE_BYTES - TIMES.size, b"\0") + TIMES.pack(*ring)
         self.page.path.write_bytes(data)
 
