@@ -62,6 +62,7 @@ class RunOptions:
     hang_floor: float | None = None
     hang_ceiling: float | None = None
     fresh_start: bool = False
+    spares: int = 0
     http: str | None = None
     plain: bool = False
     log_format: str = "auto"
@@ -330,6 +331,13 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     # how workers start
     _our_switch(
         "--fresh-start", "Fork no worker from a process that has imported what it imports; slower restarts."
+    ),
+    _ours(
+        "--spares",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Workers that wait, ready, to replace others at once; for scripts that use elasticd.worker.  [0]",
+        metavar="N",
     ),
     # what is shown
     _ours(

@@ -157,6 +157,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         virtual_local_rank=options.virtual_local_rank,
         numa_binding=options.numa_binding,
         fresh_start=options.fresh_start,
+        spares=options.spares,
         http=_http(options.http),
         patience=_patience(options),
         env=env,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import Machine
@@ -41,10 +41,25 @@ def nodes(options: RunOptions) -> tuple[int, int]:
 
 
 def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
-    """Limits in workers and the slots of this node, after ``nodes``. Raises Complaint.
+    """Limits in workers and the slots of this node, those of spares among them. Raises Complaint.
 
     ``standalone``: no other node can ever join.
     """
+    found = _sizes(options, machine, standalone=standalone)
+    if not options.spares:
+        return found
+    slots = _at_most(found.slots + options.spares, "--slots with --spares")
+    if (gpus := machine.gpus()) and slots > gpus:  # then they are among those there are
+        slots = max(found.slots, gpus)
+    if slots <= options.spares:
+        raise Complaint(
+            f"--spares {options.spares} leaves none of the {slots} slots of this node for training: give less."
+        )
+    return replace(found, slots=slots)
+
+
+def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
+    """The same without spares, after ``nodes``."""
     notes: list[str] = []
     by_nodes, by_workers = options.said("nnodes"), options.said("min", "max")
     if by_nodes and by_workers:

@@ -98,7 +98,8 @@ class Node:
     the newest round whose workers were killed here because the lease was running out.
     ``store_port`` is a port already listening for the store of the next round this node hosts.
     ``ready``: slots with a process that waits to take part in a round; in a job that recovers in
-    place, those are what the node has to offer.
+    place, those are what the node has to offer. ``most``: how many of its slots may be in a world at a
+    time, the rest being spares (0: all).
     """
 
     name: str
@@ -112,6 +113,7 @@ class Node:
     draining: bool = False
     fenced: int = 0
     ready: tuple[int, ...] = ()
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)

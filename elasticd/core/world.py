@@ -41,13 +41,28 @@ def form(
     """The largest world of at most ``limits.max`` workers; may be smaller than ``limits.min``.
 
     ``nodes`` are those available, newcomers in order of arrival. Survivors keep their order, so
-    rank 0 stays where it is while its node lives; the ranks of a node are contiguous.
+    rank 0 stays where it is while its node lives; the ranks of a node are contiguous. Where there are
+    more slots than places, those of the last round come first, as they may have what it did.
     """
+    ordered = order(nodes, last)
+    chosen: dict[str, list[int]] = {node.name: [] for node in ordered}
+    places = limits.max
+    for seated in (True, False):
+        for node in ordered:
+            mine = chosen[node.name]
+            before = last.member(node.name, node.incarnation) if last else None
+            usable = [
+                slot
+                for slot in usable_slots(node, quarantines, now)
+                if seated is (before is not None and slot in before.slots)
+            ]
+            room = min(places, (node.most or len(node.slots)) - len(mine))
+            mine += usable[: max(0, room)]
+            places = limits.max - sum(map(len, chosen.values()))
     members: list[Member] = []
     rank = 0
-    for node in order(nodes, last):
-        slots = usable_slots(node, quarantines, now)[: limits.max - rank]
-        if slots:
+    for node in ordered:
+        if slots := tuple(sorted(chosen[node.name])):
             members.append(Member(node.name, node.incarnation, slots, rank))
             rank += len(slots)
     return tuple(members)

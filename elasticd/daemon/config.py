@@ -51,7 +51,8 @@ class RunConfig:
     where None is a few seconds and exit code 2. ``env``: added to every worker's environment.
     ``http``: the host and port that metrics are served at; None for nowhere.
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
-    is forked from a process that has imported what it imports. ``patience``: with workers that make
+    is forked from a process that has imported what it imports. ``spares``: how many of the slots are
+    for workers that wait to replace others. ``patience``: with workers that make
     no steps; None to wait for ever.
     """
 
@@ -72,6 +73,7 @@ class RunConfig:
     virtual_local_rank: bool = False
     numa_binding: str | None = None
     fresh_start: bool = False
+    spares: int = 0
     http: tuple[str, int] | None = None
     patience: Patience | None = Patience()
     env: Mapping[str, str] = field(default_factory=dict)

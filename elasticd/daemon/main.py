@@ -139,6 +139,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
                 config.etcd_grace_s,
                 f"etcd at {access.url}",
                 etcd_wait_s=config.etcd_wait_s,
+                spares=config.spares,
             ),
             store=store,
             procs=procs,

@@ -147,6 +147,7 @@ def _record(state: State) -> Node:
         draining=state.departure is not None,
         fenced=state.fenced,
         ready=_ready(state),
+        most=max(1, len(me.slots) - state.spares) if state.spares else 0,
     )
 
 
