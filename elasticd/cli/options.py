@@ -55,6 +55,7 @@ class RunOptions:
     restart_window: float | None = None
     futile_max: int | None = None
     broken_timeout: float | None = None
+    part_timeout: float | None = None
     quarantine_after: int | None = None
     quarantine: float | None = None
     quarantine_max: float | None = None
@@ -290,6 +291,11 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         Seconds(),
         "Seconds between SIGTERM and SIGKILL once a round is broken.  [2]",
     ),
+    _ours(
+        "--part-timeout",
+        Seconds(),
+        "Seconds that workers which keep their process get to leave a round.  [60]",
+    ),
     # failures
     _ours(
         "--restart-window",
@@ -336,7 +342,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--spares",
         type=click.IntRange(min=0),
         default=0,
-        help="Workers that wait, ready, to replace others at once; for scripts that use elasticd.worker.  [0]",
+        help="Workers that wait to replace others at once, where scripts use elasticd.worker.  [0]",
         metavar="N",
     ),
     # what is shown

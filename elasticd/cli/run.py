@@ -259,6 +259,7 @@ def _policy(
         join_timeout_s=_first(options.join_timeout, join_timeout_s, default.join_timeout_s),
         shutdown_s=_first(options.shutdown_timeout, _torch_shutdown_s(environ), default.shutdown_s),
         broken_s=_first(options.broken_timeout, default.broken_s),
+        part_s=_first(options.part_timeout, default.part_s),
         node_ttl_s=_first(options.node_ttl, node_ttl_s, default.node_ttl_s),
         restarts_max=restarts_max,
         restart_window_s=_first(options.restart_window, default.restart_window_s),

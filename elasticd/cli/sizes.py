@@ -53,7 +53,7 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
         slots = max(found.slots, gpus)
     if slots <= options.spares:
         raise Complaint(
-            f"--spares {options.spares} leaves none of the {slots} slots of this node for training: give less."
+            f"--spares {options.spares} leaves none of this node's {slots} slots for training: give less."
         )
     return replace(found, slots=slots)
 
