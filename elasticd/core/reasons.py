@@ -118,6 +118,13 @@ class StandbysStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class StandbyReady:
+    """One of them waits now."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class StandbyFailed:
     """One of them ended before it could wait; the slot is tried again at ``until``."""
 
@@ -216,6 +223,7 @@ Reason = (
     | WorkersStopping
     | WorkersLeaving
     | StandbysStarted
+    | StandbyReady
     | StandbyFailed
     | WorkerEnded
     | WorkersHung

@@ -170,6 +170,8 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"the workers leave round {number} {when}: {cause(why)}"
         case r.StandbysStarted(slots):
             return f"started {count(len(slots), 'worker')} to wait for a round"
+        case r.StandbyReady(slot):
+            return f"the worker in slot {slot} is ready for a round"
         case r.StandbyFailed(slot, code, message, until):
             said = f": {first_line(message)}" if message.strip() else ""
             again = f"tried again{_in(until, now)}"
@@ -308,6 +310,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.WorkersStopping: ("workers.stopping", "info"),
     r.WorkersLeaving: ("workers.leaving", "info"),
     r.StandbysStarted: ("standbys.started", "info"),
+    r.StandbyReady: ("standby.ready", "info"),
     r.StandbyFailed: ("standby.failed", "warning"),
     r.WorkerEnded: ("worker.ended", "info"),
     r.WorkersHung: ("workers.hung", "warning"),

@@ -31,7 +31,15 @@ from elasticd.core.messages import (
     WorkerWaiting,
 )
 from elasticd.core.ports import Answer, Applied, Delete, Entry, Held, LeaseNews, Lost, Put, Silent, Write
-from elasticd.core.reasons import Draining, LeadsNow, LeaseLost, StoreAway, StoreBack, WorkerEnded
+from elasticd.core.reasons import (
+    Draining,
+    LeadsNow,
+    LeaseLost,
+    StandbyReady,
+    StoreAway,
+    StoreBack,
+    WorkerEnded,
+)
 
 RETRY_S = 0.5  # after an unknown or refused write: by then the watch has shown why
 
@@ -150,6 +158,8 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
         if event.round != crew.round.number:
             return  # said before it heard of this round
         do.crew(alive=crew.alive - {slot}, steps=max(crew.steps, event.steps))
+    if slot in state.starting:
+        do.reasons.append(StandbyReady(slot))
     do.set(
         inplace=True,
         waiting=state.waiting | {slot},

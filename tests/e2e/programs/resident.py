@@ -1,0 +1,78 @@
+"""A worker that keeps its process from round to round, and tells the test every step it commits.
+
+What it learns depends on the number of the step alone, not on the world, so that all worlds together
+are one training.
+"""
+
+import json
+import os
+import select
+import socket
+import time
+
+import torch
+from torch import nn
+
+from elasticd import worker
+
+STEP_S = 0.02
+
+
+class Stage:
+    """``last``: the step after which all are to stop, once it is known."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect("\0" + os.environ["E2E_STAGE"])
+        self.unread = b""
+        self.last: int | None = None
+        self.wrong_at: tuple[int, int] | None = None
+        self.tell("hello", pid=os.getpid(), argv=[], env=dict(os.environ))
+
+    def tell(self, what: str, **fields: object) -> None:
+        line = json.dumps({"is": what, "at": time.monotonic(), **fields})
+        self.socket.sendall(line.encode() + b"\n")
+
+    def heed(self, patience_s: float) -> None:
+        if select.select([self.socket], [], [], patience_s)[0]:
+            data = self.socket.recv(65536)
+            if not data:
+                os._exit(70)
+            *lines, self.unread = (self.unread + data).split(b"\n")
+            for order in map(json.loads, lines):
+                if order["do"] == "stop_after":
+                    self.last = order["step"]
+                elif order["do"] == "go_wrong":
+                    raise ValueError(order["text"])
+
+
+stage = Stage()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+@worker.run
+def train(state: worker.State) -> None:
+    stage.tell("entered", round=int(os.environ["ELASTICD_ROUND"]), step=state.step, world=worker.world_size())
+    for step in state.steps(1_000_000):
+        if stage.last is not None and step > stage.last:
+            break
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        loss = (state.model(batch) - batch).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        stage.tell(
+            "committed",
+            step=step,
+            loss=loss.item(),
+            rank=worker.rank(),
+            world=worker.world_size(),
+            round=int(os.environ["ELASTICD_ROUND"]),
+        )
+        state.commit()
+        stage.heed(STEP_S)
+
+
+train(worker.State(model=model, optimizer=optimizer))

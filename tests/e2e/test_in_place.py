@@ -1,0 +1,160 @@
+"""Workers that keep their process: whatever happens to others, they lose no committed step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.facts import Cause
+from tests.e2e.harness import Agent, Cluster
+from tests.e2e.stage import Player, Script
+
+RESIDENT = str(Path(__file__).parent / "programs" / "resident.py")
+pytestmark = pytest.mark.timeout(240)
+
+
+class Residents:
+    """The workers of a job, by what they commit."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        cluster.direct(lambda player: Script())
+
+    def start(self, *names: str, slots: int, options: tuple[str, ...] = ()) -> list[Agent]:
+        return self.cluster.start(*names, slots=slots, options=options, program=(RESIDENT,))
+
+    def world(self, size: int, *, after: int = 0) -> tuple[int, list[Player]]:
+        """Wait for a round after that one in which so many workers have committed some steps; its
+        number, and they in rank order."""
+
+        def formed() -> tuple[int, list[Player]] | None:
+            found: dict[int, dict[int, Player]] = defaultdict(dict)
+            for player in self.cluster.stage.players:
+                last = [m for m in player.did("committed")[-1:] if m["world"] == size and m["round"] > after]
+                for m in last:
+                    if (
+                        not player.gone
+                        and len([c for c in player.did("committed") if c["round"] == m["round"]]) > 2
+                    ):
+                        found[m["round"]][m["rank"]] = player
+            for number, ranks in found.items():
+                if sorted(ranks) == list(range(size)):
+                    return number, [ranks[rank] for rank in range(size)]
+            return None
+
+        return self.cluster.until(formed, f"{size} workers train in a round after {after}")  # type: ignore[return-value]
+
+    def finish(self, *agents: Agent) -> None:
+        """Have all stop after the same step, and see that all steps until there were committed, once,
+        alike by all of their world."""
+        with self.cluster.news:
+            players = self.cluster.stage.players
+            last = max(m["step"] for p in players for m in p.did("committed")[-1:]) + 30
+            order = {"do": "stop_after", "step": last}
+            self.cluster.stage.direct = lambda player: Script(orders=(order,))
+            for player in players:
+                player.tell("stop_after", step=last)
+        for agent in agents:
+            assert agent.end() == 0, f"{agent} said:\n{agent.said()}"
+        self.check(last)
+
+    def check(self, last: int) -> None:
+        made: dict[int, list[dict[str, object]]] = defaultdict(list)
+        for player in self.cluster.stage.players:
+            steps = [m["step"] for m in player.did("committed")]
+            assert len(set(steps)) == len(steps), f"{player} made a step twice"
+            for m in player.did("committed"):
+                made[m["step"]].append(m)
+        assert sorted(made) == list(range(last + 1)), "every step was made"
+        for step, by in made.items():
+            assert len({(m["round"], m["loss"]) for m in by}) == 1, f"step {step} was made in two ways: {by}"
+
+
+@pytest.fixture
+def residents(cluster: Cluster) -> Residents:
+    return Residents(cluster)
+
+
+def test_survivors_of_a_killed_worker_keep_their_process_and_every_step(residents: Residents) -> None:
+    residents.cluster.limits = (2, 3)
+    (a,) = residents.start("a", slots=3)
+    first, before = residents.world(3)
+    os.kill(before[0].pid, signal.SIGKILL)  # rank 0, which is nothing special
+    smaller, survivors = residents.world(2, after=first)
+    assert [p.pid for p in survivors] == [p.pid for p in before[1:]]
+    _, after = residents.world(3, after=smaller)
+    assert {p.pid for p in after} > {p.pid for p in survivors}
+    residents.finish(a)
+    (charged,) = a.find("failure.charged")
+    assert charged["code"] == -signal.SIGKILL
+
+
+def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents) -> None:
+    residents.cluster.limits = (2, 2)
+    (a,) = residents.start("a", slots=2, options=("--spares=1",))
+    first, before = residents.world(2)
+    residents.cluster.until_said(a, "standby.ready")
+    os.kill(before[1].pid, signal.SIGKILL)
+    second, after = residents.world(2, after=first)
+    assert second == first + 1 and after[0].pid == before[0].pid
+    residents.finish(a)
+
+
+def test_a_node_that_leaves_or_comes_restarts_nobody_elsewhere(residents: Residents) -> None:
+    residents.cluster.limits = (1, 4)
+    a, b = residents.start("a", "b", slots=1)
+    first, before = residents.world(2)
+    b.signal(signal.SIGTERM)
+    alone, rest = residents.world(1, after=first)
+    assert b.end() == 128 + signal.SIGTERM
+    (c,) = residents.start("c", slots=2)
+    _, grown = residents.world(3, after=alone)
+    stayed = next(p for p in before if p.node == "a")
+    assert rest == [stayed] and stayed in grown
+    assert not a.find("worker.ended")
+    residents.finish(a, c)
+    assert residents.cluster.round.restarts == 0
+
+
+def test_a_node_that_is_lost_costs_the_others_no_step(residents: Residents) -> None:
+    residents.cluster.limits = (1, 4)
+    a, b = residents.start("a", "b", slots=2)
+    first, before = residents.world(4)
+    leader = next(agent for agent in (a, b) if agent.find("leader.elected"))
+    other = b if leader is a else a
+    leader.kill()
+    _, rest = residents.world(2, after=first)
+    assert rest == [p for p in before if p.node == other.name]
+    assert other.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
+    residents.finish(other)
+
+
+def test_an_exception_of_one_worker_is_charged_and_all_others_go_on(residents: Residents) -> None:
+    residents.cluster.limits = (2, 3)
+    (a,) = residents.start("a", slots=3)
+    first, before = residents.world(3)
+    before[1].tell("go_wrong", text="the loss is not a number")
+    smaller, survivors = residents.world(2, after=first)
+    assert survivors == [before[0], before[2]]
+    (charged,) = a.find("failure.charged")
+    assert "the loss is not a number" in charged["message"]
+    residents.world(3, after=smaller)
+    residents.finish(a)
+
+
+def test_scaling_restarts_nobody(residents: Residents) -> None:
+    residents.cluster.limits = (1, 3)
+    (a,) = residents.start("a", slots=3)
+    first, before = residents.world(3)
+    assert residents.cluster.command("scale", residents.cluster.job, "--min=1", "--max=2").code == 0
+    second, rest = residents.world(2, after=first)
+    assert set(rest) < set(before)
+    assert residents.cluster.command("scale", residents.cluster.job, "--min=1", "--max=3").code == 0
+    _, again = residents.world(3, after=second)
+    assert set(rest) < set(again)
+    residents.finish(a)
+    assert not a.find("failure.charged")
