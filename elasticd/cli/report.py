@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elasticd.core import budget as budgets
-from elasticd.core import world
+from elasticd.core import ledger, world
 from elasticd.core.facts import (
     Budget,
     Fact,
     Leadership,
     Limits,
     Node,
+    NodeLedger,
     Phase,
     Progress,
     Round,
@@ -82,7 +83,8 @@ class FailureReport:
 class JobReport:
     """``phase``: "starting" (nothing is decided yet), "waiting", "live", "closing" or "ended", since
     ``since``. Times are seconds since the epoch. ``cause``: why the round began; while it closes,
-    why. ``steps_per_s``: the pace of the slowest worker, as all wait for it."""
+    why. ``steps_per_s``: the pace of the slowest worker, as all wait for it. ``time``: seconds of all
+    slots together by kind, up to half a minute ago, and ``goodput`` the share that was productive."""
 
     job: str
     phase: str
@@ -104,6 +106,8 @@ class JobReport:
     why: str | None
     last_failure: FailureReport | None
     nodes: tuple[NodeReport, ...]
+    time: Mapping[str, float] | None = None
+    goodput: float | None = None
     schema: int = SCHEMA
 
     @property
@@ -204,6 +208,8 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
     working = [s for n in reports for s in n.slots if s.rank is not None]
     rates = [s.steps_per_s for s in working if s.steps_per_s is not None]
     need = _need(spec, round_, nodes, budget, now)
+    kept = [f for f in facts.values() if isinstance(f, NodeLedger)]
+    spent = ledger.totals(kept) if kept else None
     return JobReport(
         job=job,
         phase=str(round_.phase) if round_ else "starting",
@@ -225,6 +231,8 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
         why=round_.why or None if round_ else None,
         last_failure=_last_failure(round_, budget),
         nodes=tuple(reports),
+        time=spent,
+        goodput=ledger.goodput(spent) if spent else None,
     )
 
 
@@ -289,6 +297,8 @@ def as_text(r: JobReport, now: float) -> list[str]:
         lines.append(f"  script    {r.script}")
     if r.budget_left is not None:
         lines.append(f"  restarts  {r.restarts}, {r.budget_left} left")
+    if r.time and (told := words.spent(r.time)):
+        lines.append(f"  goodput   {told}")
     if r.leader:
         lines.append(f"  leader    {r.leader}")
     if r.waiting_for:

@@ -6,6 +6,7 @@ JSON and back); the key it lives under is named in its docstring, below ``/elast
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -327,6 +328,26 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotTime:
+    """What the time of a slot was spent on: seconds by kind (``core.ledger.Kind``). ``furthest``: the
+    job's last step known to have been made there."""
+
+    slot: int
+    spent: Mapping[str, float]
+    furthest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLedger:
+    """Where a node's time went in this run, up to ``at`` (seconds since the epoch). Key ``ledger/<node>``,
+    no lease: it outlives the agent, whose next incarnation goes on with it. Written rarely."""
+
+    node: str
+    at: float
+    slots: tuple[SlotTime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Leadership:
     """Who leads. Key ``leader``, on the leader's lease; created only if absent."""
 
@@ -363,4 +384,4 @@ class Checkpoint:
         return self.saved[-1] if self.saved else None
 
 
-Fact = Spec | Node | Round | Report | Budget | Progress | Stall | Hang | Leadership | Checkpoint
+Fact = Spec | Node | Round | Report | Budget | Progress | Stall | Hang | Leadership | Checkpoint | NodeLedger

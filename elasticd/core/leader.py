@@ -202,7 +202,7 @@ def _open(view: View, now: float) -> Plan:
         # A job ends by one transaction that also deletes its spec, but the two are watched apart:
         # without this guard the old spec and the end of its job would look like a new job.
         guards=(*plan.guards, Unchanged("spec", view.spec_revision)),
-        writes=(*plan.writes, Delete("reports/", prefix=True)),
+        writes=(*plan.writes, Delete("reports/", prefix=True), Delete("ledger/", prefix=True)),
     )
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from elasticd.core import agent as agents
 from elasticd.core.agent import Identity
 from elasticd.core.environment import Setting, assignments, standbys
 from elasticd.core.facts import Phase, Round, Spec
+from elasticd.core.ledger import totals
 from elasticd.core.messages import KeeperLost, Leave, StoreComplained
 from elasticd.core.reasons import Reason
 from elasticd.daemon.command import worker_command
@@ -32,6 +33,7 @@ from elasticd.daemon.sampler import Sampler
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
 from elasticd.daemon.timedstore import TimedStore
+from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.diagnose import diagnose
@@ -152,8 +154,14 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         )
         pages = Pages(clock)
         sampler = cleanup.enter_context(Sampler())
-        meter = Meter(config, driver, store, began_at)
-        publisher = Publisher(config, driver, store, procs.progress, view, meter, pages, sampler)
+
+        def step_times(slot: int, after: int) -> tuple[float, ...]:
+            offset_s = clock() - time.monotonic()
+            return tuple(at + offset_s for at in procs.step_times(slot, after))
+
+        meter = Meter(config, driver, store, step_times, began_at)
+        timekeeper = Timekeeper(config, driver, store, step_times, began_at)
+        publisher = Publisher(config, driver, store, procs.progress, view, meter, pages, sampler, timekeeper)
         served_at = _serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))
         spec = WorkerSpec(
@@ -181,7 +189,9 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         last = _ended_round(driver, left)
         if last is not None:
             _pass_on_error_file(config, last, procs.error_file)
-    return left.code, _last_words(config, last, left, clock() - began_at)
+        ended_at = clock()
+        spent = totals(timekeeper.farewell(ended_at))
+    return left.code, _last_words(config, last, left, ended_at - began_at, spent)
 
 
 def both(one: Callable[[float], float], other: Callable[[float], float]) -> Callable[[float], float]:
@@ -286,9 +296,11 @@ def why_silent(why: str, access: EtcdAccess) -> str:
     return why if found is None else f"{why}: {found}"
 
 
-def _last_words(config: RunConfig, last: Round | None, left: Leave, lasted_s: float) -> str:
+def _last_words(
+    config: RunConfig, last: Round | None, left: Leave, lasted_s: float, spent: Mapping[str, float]
+) -> str:
     if last is not None:
-        return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s)
+        return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s, spent=spent)
     if left.code > 128:
         return f"{config.job}: {config.node} {left.why}."
     return f"elasticd: {left.why}."

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elasticd.core.facts import Phase, SlotProgress
+from elasticd.core.facts import Cause, Phase, Round, SlotProgress
+from elasticd.core.ledger import Ledger
 from elasticd.core.outage import Standstill
 from elasticd.core.reasons import (
     FailureCharged,
     Reason,
     RoundFormed,
+    StandbysStarted,
     WorkerEnded,
     WorkersHung,
+    WorkersLeaving,
     WorkersStarted,
     WorkersStopping,
 )
@@ -23,6 +27,9 @@ from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.book import Book
 from elasticd.telemetry.snapshot import SlotState, Snapshot
+
+# When the steps of a slot's worker after a given one were, in seconds since the epoch; perhaps not all.
+StepTimes = Callable[[int, int], tuple[float, ...]]
 
 _HAS_WORKER = (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING)
 _BY_SLOT = ("worker_rank", "worker_last_step_age_seconds", "worker_resident_memory_bytes")
@@ -44,8 +51,10 @@ class Meter:
     """For the agent's one thread. ``update`` and ``note`` tell it what is and what happened; ``book``
     holds the sums."""
 
-    def __init__(self, config: RunConfig, driver: Driver, store: TimedStore, began_at: float) -> None:
-        self._config = config
+    def __init__(
+        self, config: RunConfig, driver: Driver, store: TimedStore, step_times: StepTimes, began_at: float
+    ) -> None:
+        self._step_times = step_times
         self._driver = driver
         self._store = store
         self._workers: dict[int, _Worker] = {}
@@ -73,6 +82,7 @@ class Meter:
                 "elasticd_worker_exits_total",
                 "elasticd_hangs_total",
                 "elasticd_worker_cpu_seconds_total",
+                "elasticd_time_seconds_total",
             ):
                 book.start(name, slot)
 
@@ -81,7 +91,7 @@ class Meter:
     def note(self, reason: Reason, read: Callable[[], Sequence[SlotProgress]], now: float) -> None:
         """``read`` is called where the last steps before this are to be counted."""
         book = self.book
-        if isinstance(reason, WorkerEnded | WorkersStopping):
+        if isinstance(reason, WorkerEnded | WorkersLeaving | WorkersStopping):
             self._look(read(), now)
         match reason:
             case RoundFormed(cause=cause):
@@ -91,25 +101,34 @@ class Meter:
             case WorkersStarted(ranks=ranks):
                 crew = self._driver.state.crew
                 if crew is not None:
+                    for slot in crew.member.slots:
+                        book.set("elasticd_worker_hung", 0, slot)
                     slots = [s for s in crew.member.slots if crew.member.rank_of(s) in ranks]
-                    for slot in self._started.intersection(slots):
+                    kept = self._driver.state.inplace  # those that were ready have their process still
+                    for slot in self._started.intersection(slots) if not kept else ():
                         book.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)
                     self._started.update(slots)
-                    for slot in slots:
-                        book.set("elasticd_worker_hung", 0, slot)
+            case StandbysStarted(slots=slots):
+                round = self._driver.state.round
+                for slot in self._started.intersection(slots):
+                    book.add("elasticd_worker_restarts_total", 1, slot, _why(round))
+                self._started.update(slots)
             case WorkerEnded(slot=slot, code=code):
                 kind = "signal" if code < 0 else "error" if code else "success"
                 book.add("elasticd_worker_exits_total", 1, slot, kind)
             case WorkersHung(verdict=verdict):
                 for look in verdict.guilty:
-                    if look.node == self._config.node:
+                    if look.node == self._driver.state.me.node:
                         book.add("elasticd_hangs_total", 1, look.slot)
                         book.set("elasticd_worker_hung", 1, look.slot)
 
     # ------------------------------------------------------------ what is
 
-    def update(self, snapshot: Snapshot, beats: Sequence[SlotProgress], now: float) -> None:
+    def update(self, snapshot: Snapshot, beats: Sequence[SlotProgress], ledger: Ledger, now: float) -> None:
         self._look(beats, now)
+        for slot, account in ledger.slots.items():
+            for kind, seconds in account.spent.items():
+                self.book.count_to("elasticd_time_seconds_total", seconds, slot, kind)
         self._update_slots(snapshot)
         self._update_job(snapshot, now)
         self._update_etcd()
@@ -163,17 +182,24 @@ class Meter:
         steps = beat.step - before.step
         if steps > 0:
             self.book.add("elasticd_worker_steps_total", steps, beat.slot)
-            if before.step > 0:
-                each_s = max(0.0, beat.at - before.at) / steps
-                self.book.observe("elasticd_step_seconds", each_s, beat.slot, times=steps)
-            self._stepped(beat.at)
+            times = self._step_times(beat.slot, before.step)[:steps]
+            if len(times) < steps:  # too many for all to be known
+                if before.step:
+                    each_s = max(0.0, beat.at - before.at) / steps
+                    self.book.observe("elasticd_step_seconds", each_s, beat.slot, times=steps)
+                times = (beat.at,)
+            else:
+                known = (before.at, *times) if before.step else times
+                gaps = [max(0.0, b - a) for a, b in itertools.pairwise(known)]
+                self.book.observe_all("elasticd_step_seconds", gaps, beat.slot)
+            self._stepped(times[0], beat.at)
         self._workers[beat.slot] = _Worker(
             beat.pid or before.pid, round, before.since, beat.step, beat.at, before.cpu_s
         )
 
-    def _stepped(self, at: float) -> None:
-        self._last_step_at = max(self._last_step_at, at)
-        self._still, recovery = self._still.first_step(at)
+    def _stepped(self, first_at: float, last_at: float) -> None:
+        self._last_step_at = max(self._last_step_at, last_at)
+        self._still, recovery = self._still.first_step(first_at)
         if recovery is None or not self._has_rank_0():
             return
         if recovery.detect_s is not None:
@@ -222,3 +248,8 @@ class Meter:
             self.book.observe("elasticd_etcd_request_seconds", self._store.requests_s.popleft())
         for _ in range(len(self._store.leases)):
             self.book.add("elasticd_etcd_lease_renewals_total", 1, self._store.leases.popleft())
+
+
+def _why(round: Round | None) -> Cause:
+    """Why a process is needed that is to wait for its round."""
+    return (round.closing or round.cause) if round is not None else Cause.START

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
 from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
-from elasticd.core.reasons import Reason
+from elasticd.core.reasons import Reason, WorkersHung
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.pace import Pace
 from elasticd.daemon.pages import Pages, Published
 from elasticd.daemon.sampler import Sampler, Samples
+from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.telemetry import words
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import View
@@ -45,6 +46,7 @@ class Publisher:
         meter: Meter,
         pages: Pages,
         sampler: Sampler,
+        timekeeper: Timekeeper,
     ) -> None:
         self._config = config
         self._driver = driver
@@ -54,13 +56,14 @@ class Publisher:
         self._meter = meter
         self._pages = pages
         self._sampler = sampler
+        self._timekeeper = timekeeper
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._paces: dict[tuple[str, int], Pace] = {}
         self._others: Mapping[str, Progress] = {}
         self._samples: Samples | None = None
         self._written: Progress | None = None
         self._writing = False
-        self._write_due = 0.0
+        self._write_due = self._due = 0.0
         if view.live and config.etcd is not None:
             store.watch("progress/", self._progress_seen, prefix=True)
 
@@ -68,23 +71,28 @@ class Publisher:
         """Something happened: an event for the live view, and maybe one to count."""
         self._events.append(Event(now, words.sentence(reason, now)))
         self._meter.note(reason, self._read, now)
+        if isinstance(reason, WorkersHung):
+            self._timekeeper.hung(reason.round)
+        self._timekeeper.look(self._read(), now)
 
     def routine(self, now: float) -> float:
+        if now < self._due:
+            return self._due
+        self._due = now + (SHOW_S if self._view.live else WRITE_S)
         mine = self._read()
         snapshot = self._snapshot(mine, now)
+        self._measure(snapshot, mine, now)
+        self._view.show(snapshot)
         if now >= self._write_due:
             self._write_progress(mine)
             self._write_due = now + WRITE_S
-        self._measure(snapshot, mine, now)
-        if not self._view.live:
-            return self._write_due
-        self._view.show(snapshot)
-        return min(self._write_due, now + SHOW_S)
+        return self._due
 
     # ------------------------------------------------------------ to who asks over HTTP
 
     def _measure(self, snapshot: Snapshot, mine: tuple[SlotProgress, ...], now: float) -> None:
-        self._meter.update(snapshot, mine, now)
+        self._timekeeper.look(mine, now)
+        self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
         self._sampler.pids = {
             line.slot: line.pid for line in snapshot.slots if line.node == snapshot.node and line.pid
         }

@@ -18,6 +18,7 @@ from elasticd.core.facts import (
     Hang,
     Leadership,
     Node,
+    NodeLedger,
     Progress,
     Report,
     Round,
@@ -41,6 +42,7 @@ _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "reports": Report,
     "progress": Progress,
     "stalls": Stall,
+    "ledger": NodeLedger,
 }
 
 

@@ -172,6 +172,15 @@ class LocalProcs:
                 if w.alive and w.acts and w.pid and w.page is not None
             )
 
+    def step_times(self, slot: int, after: int) -> tuple[float, ...]:
+        """When the steps after this one were that the slot's worker made in this round, oldest first, in
+        seconds of CLOCK_MONOTONIC; of more than 250 the first are not told."""
+        with self._lock:
+            worker = dict(self._of_this_round()).get(slot)
+            if worker is None or worker.page is None:
+                return ()
+            return worker.page.step_times(after + worker.steps_before)[1]
+
     def condemn(self, slot: int, pid: int, why: str) -> None:
         """Kill a worker that hangs; ``why`` is the message of its exit. Nothing happens if it has
         ended already."""

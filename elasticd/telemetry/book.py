@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd.telemetry.catalog import BY_NAME, Type
@@ -50,6 +50,11 @@ class Book:
         assert amount >= 0
         of[key] = before + amount
 
+    def count_to(self, name: str, value: float, *labels: object) -> None:
+        """For a counter that somebody else keeps; it does not go back."""
+        before = self.get(name, *labels)
+        self.add(name, max(0.0, value - (before if isinstance(before, float) else 0.0)), *labels)
+
     def start(self, name: str, *labels: object) -> None:
         """Show a counter or histogram from the start, with all the values its last label may have;
         ``labels``: those before it."""
@@ -62,14 +67,19 @@ class Book:
 
     def observe(self, name: str, value: float, *labels: object, times: int = 1) -> None:
         """``times`` observations of ``value``, for a histogram."""
+        self.observe_all(name, [value], *labels, times=times)
+
+    def observe_all(self, name: str, values: Sequence[float], *labels: object, times: int = 1) -> None:
+        """Each of the values, ``times`` over."""
         of = self._of(name, labels, Type.HISTOGRAM)
         bounds = BY_NAME[name].buckets
         key = _texts(labels)
-        before = of.get(key) or Histogram((0,) * (len(bounds) + 1), 0.0)
-        assert isinstance(before, Histogram)
-        at = bisect_left(bounds, value)
-        counts = (*before.counts[:at], before.counts[at] + times, *before.counts[at + 1 :])
-        of[key] = Histogram(counts, before.sum + value * times)
+        before = of.get(key)
+        counts = list(before.counts) if isinstance(before, Histogram) else [0] * (len(bounds) + 1)
+        for value in values:
+            counts[bisect_left(bounds, value)] += times
+        total = before.sum if isinstance(before, Histogram) else 0.0
+        of[key] = Histogram(tuple(counts), total + sum(values) * times)
 
     def choose(self, name: str, chosen: object, *labels: object) -> None:
         """Of a gauge's kinds, 1 for the chosen and 0 for the others."""

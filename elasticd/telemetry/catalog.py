@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Final
 
 from elasticd.core.facts import Cause, Phase
+from elasticd.core.ledger import Kind
 from elasticd.telemetry.snapshot import SlotState
 
 
@@ -41,17 +42,6 @@ class Metric:
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
-
-TIME_KINDS: Final = (
-    "productive",
-    "replayed",
-    "checkpoint",
-    "rendezvous",
-    "restarting",
-    "waiting",
-    "hung",
-    "idle",
-)
 
 _CAUSES: Final = tuple(Cause)
 _RESUMED: Final = tuple(c for c in Cause if c not in (Cause.START, Cause.STOPPED))
@@ -92,7 +82,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("worker_steps", "Optimizer steps made in the slot, by all its workers together.", "", _SLOT),
     _seconds(
         "step",
-        "Time of one optimizer step: the mean over each reading of the heartbeat, once or twice a second.",
+        "Time of one optimizer step; beyond 250 a second, the mean of those of a second.",
         _STEP_S,
         _SLOT,
     ),
@@ -166,7 +156,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Time of the slot, every second in exactly one kind. A step that is under way is in none yet.",
         "seconds",
         ("slot", "kind"),
-        *TIME_KINDS,
+        *Kind,
     ),
     # -------------------------------------------------------- the job
     _gauge("round", "Number of the present round; it only grows.", "", ()),

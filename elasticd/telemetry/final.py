@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from elasticd.core.facts import Failure, Outcome, Round
 from elasticd.telemetry import words
 
 TRACEBACK_LINES_MAX = 60
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
-def screen(job: str, last: Round, *, restarts: int, lasted_s: float) -> str:
+def screen(
+    job: str, last: Round, *, restarts: int, lasted_s: float, spent: Mapping[str, float] = _NOTHING
+) -> str:
     """What to print when the job has ended, from its last round.
 
-    ``restarts``: failures the job has had in all; ``lasted_s``: how long it took, in seconds.
+    ``restarts``: failures the job has had in all; ``lasted_s``: how long it took, in seconds;
+    ``spent``: what the time of its slots was spent on, in seconds by kind.
     """
+    told = words.spent(spent)
+    return "\n".join([*_ending(job, last, restarts, lasted_s), *([f"Time: {told}."] if told else [])])
+
+
+def _ending(job: str, last: Round, restarts: int, lasted_s: float) -> Sequence[str]:
     outcome = last.outcome or Outcome.STOPPED
     head = f"{job} {words.ended(outcome)} after {words.span(lasted_s)}"
     if outcome is Outcome.SUCCEEDED:
         tail = f", {words.count(restarts, 'restart')} on the way" if restarts else ""
         rounds = f" in {words.count(last.number, 'round')}"
-        return f"{head}{rounds}, with {words.count(last.world_size, 'worker')} at the end{tail}."
+        return [f"{head}{rounds}, with {words.count(last.world_size, 'worker')} at the end{tail}."]
     said = f"{head}: {last.why}." if last.why else f"{head}."
     if outcome is Outcome.FAILED and last.failure is not None:
-        return "\n".join([said, *_failure(last.failure, restarts > 1)])
-    return said
+        return [said, *_failure(last.failure, restarts > 1)]
+    return [said]
 
 
 def _failure(failure: Failure, several_rounds: bool) -> Sequence[str]:

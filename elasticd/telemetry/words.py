@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Literal, assert_never
@@ -11,6 +11,7 @@ from typing import Literal, assert_never
 from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Outcome
 from elasticd.core.hang import Look, Verdict, Why
+from elasticd.core.ledger import Kind, goodput
 
 # ---------------------------------------------------------------- small words
 
@@ -111,6 +112,29 @@ def span(seconds: float) -> str:
             rest = s % length // part
             return f"{s // length} {unit}" + (f" {rest} {smaller}" if rest else "")
     return f"{s} s"
+
+
+_SPENT: dict[Kind, str] = {
+    Kind.REPLAYED: "repeating lost steps",
+    Kind.CHECKPOINT: "held up by checkpoints",
+    Kind.RENDEZVOUS: "forming worlds",
+    Kind.RESTARTING: "starting and losing workers",
+    Kind.WAITING: "waiting for workers",
+    Kind.HUNG: "hung",
+}
+
+
+def spent(seconds: Mapping[str, float]) -> str:
+    """What became of the time of all slots together, by kind: "93.1 % productive of 2 h 5 min of worker
+    time; lost: 3 min starting and losing workers, 20 s forming worlds". Empty before there was any."""
+    share = goodput(seconds)
+    if share is None:
+        return ""
+    wanted_s = sum(s for kind, s in seconds.items() if kind != Kind.IDLE)
+    head = f"{share:.1%} productive of {span(wanted_s)} of worker time".replace("%", " %")
+    lost = sorted(((seconds.get(kind, 0.0), text) for kind, text in _SPENT.items()), reverse=True)
+    parts = [f"{span(s)} {text}" for s, text in lost if s >= 0.5]
+    return f"{head}; lost: {', '.join(parts)}" if parts else head
 
 
 # ---------------------------------------------------------------- reasons

@@ -128,7 +128,8 @@ def test_a_job_that_nobody_works_on_can_be_made_another() -> None:
     write = one.wrote(Tag.SPEC)
     assert write.guards == (Unchanged("spec", one.revision),)
     assert write.writes[0] == Put("spec", spec(script="other.py"))
-    assert set(write.writes[1:]) == {Delete("budget"), Delete("reports/", prefix=True)}
+    folders = {Delete(f"{name}/", prefix=True) for name in ("reports", "ledger")}
+    assert set(write.writes[1:]) == {Delete("budget"), *folders}, "nothing of an earlier run is left"
     one.answered(Tag.SPEC)
     assert one.state.joined
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
@@ -28,6 +29,9 @@ def drawn(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(kind)
     if get_origin(kind) is tuple:
         return st.lists(drawn(get_args(kind)[0]), max_size=2).map(tuple)
+    if get_origin(kind) is Mapping:
+        key, value = get_args(kind)
+        return st.dictionaries(drawn(key), drawn(value), max_size=2)
     if get_origin(kind) is UnionType:
         return st.one_of([drawn(option) for option in get_args(kind)])
     return {
@@ -50,6 +54,7 @@ KEYS: dict[type, str] = {
     facts.Checkpoint: "checkpoint",
     facts.Stall: "stalls/a",
     facts.Hang: "hang",
+    facts.NodeLedger: "ledger/a",
 }
 
 
@@ -121,7 +126,7 @@ def test_no_bytes_raise_anything_but_a_bad_record(value: bytes) -> None:
             pass
 
 
-@pytest.mark.parametrize("key", ["", "checkpoint", "nodes", "nodes/", "nodes/a/b", "other/a", "spec/a"])
+@pytest.mark.parametrize("key", ["", "ledger", "nodes", "nodes/", "nodes/a/b", "other/a", "spec/a"])
 def test_keys_that_are_not_ours_are_left_alone(key: str) -> None:
     assert records.fact_type(key) is None
     assert records.decode(key, b"whatever") is None

@@ -86,7 +86,14 @@ def join(do: Doing) -> None:
         # A job nobody works on any more: what it was is not binding.
         guard = Unchanged("spec", state.seen["spec"].revision)
         do.transact(
-            Tag.SPEC, (guard,), (Put("spec", wanted), Delete("budget"), Delete("reports/", prefix=True))
+            Tag.SPEC,
+            (guard,),
+            (
+                Put("spec", wanted),
+                Delete("budget"),
+                Delete("reports/", prefix=True),
+                Delete("ledger/", prefix=True),
+            ),
         )
     elif state.others > 0:
         do.set(exiting=Leave(2, difference))

@@ -1,0 +1,171 @@
+"""Keeps the ledger of this node's slots, in memory and now and then in etcd."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from elasticd.core.agent import State
+from elasticd.core.facts import NodeLedger, Phase, Round, SlotProgress
+from elasticd.core.ledger import AtWork, Kind, Ledger, Seen
+from elasticd.core.ports import Answer, Listing, Put, StillThere, Store
+from elasticd.core.ports import Seen as News
+from elasticd.daemon.config import RunConfig
+from elasticd.daemon.driver import Driver
+from elasticd.daemon.meter import StepTimes
+
+WRITE_S = 30.0
+FAREWELL_S = 2.0  # for the last write, and for what the other nodes write last
+
+
+class Timekeeper:
+    """``look`` from time to time, and whenever something has changed, on the agent's one thread."""
+
+    def __init__(
+        self, config: RunConfig, driver: Driver, store: Store, step_times: StepTimes, began_at: float
+    ) -> None:
+        self._step_times = step_times
+        self._hung = 0  # the round that was judged hung last
+        self._config = config
+        self._driver = driver
+        self._store = store
+        self._began_at = began_at
+        self._kept: NodeLedger | None = None  # what an earlier agent of this node left; set by the store
+        self._resumed = False
+        self._write_due = began_at + WRITE_S
+        self._round = (0, Phase.WAITING)
+        self.ledger = Ledger().see(dict.fromkeys(self._slots(), Kind.RENDEZVOUS), began_at)
+        store.watch(self._key, self._own_seen)
+
+    @property
+    def _key(self) -> str:
+        return f"ledger/{self._config.node}"
+
+    def _slots(self) -> Sequence[int]:
+        state = self._driver.state
+        limits = (state.spec or state.wanted).limits
+        return state.me.slots[: limits.max]
+
+    def look(self, beats: Sequence[SlotProgress], now: float) -> None:
+        state = self._driver.state
+        by_slot = {beat.slot: beat for beat in beats}
+        self.ledger = self.ledger.see(self._last_steps(by_slot), now)
+        self.ledger = self.ledger.see({s: self._seen(s, by_slot.get(s)) for s in self._slots()}, now)
+        if not self._resumed and state.joined and state.round is not None and not state.over:
+            self._resumed = True
+            if self._kept is not None:
+                self.ledger = self.ledger.resume(self._kept, self._began_at)
+        round = (state.round.number, state.round.phase) if state.round else self._round
+        if now >= self._write_due or round != self._round:
+            self._round = round
+            self._write_due = now + WRITE_S
+            self._write(now, lambda answer: None)
+
+    def hung(self, round: int) -> None:
+        """The workers of this round stand still, as one of them hangs. Call ``look`` then."""
+        self._hung = round
+
+    def _last_steps(self, beats: Mapping[int, SlotProgress]) -> dict[int, Seen]:
+        """Of the workers that were at work when last looked at: some may be no longer."""
+        crew = self._driver.state.crew
+        return {
+            slot: self._at_work(account.seen.round, beats[slot])
+            for slot, account in self.ledger.slots.items()
+            if isinstance(account.seen, AtWork)
+            and slot in beats
+            and crew is not None
+            and crew.round.number == account.seen.round
+        }
+
+    def _seen(self, slot: int, beat: SlotProgress | None) -> Seen:
+        kind = not_at_work(self._driver.state, slot)
+        if kind is not None:
+            return kind
+        crew = self._driver.state.crew
+        assert crew is not None
+        if self._hung == crew.round.number:
+            return Kind.HUNG
+        return self._at_work(crew.round.number, beat) if beat is not None else AtWork(crew.round.number)
+
+    def _at_work(self, round: int, beat: SlotProgress) -> AtWork:
+        account = self.ledger.slots.get(beat.slot)
+        before = account.seen if account is not None else None
+        first_at = before.first_at if isinstance(before, AtWork) and before.round == round else 0.0
+        if beat.step and not first_at:
+            times = self._step_times(beat.slot, 0)
+            first_at = times[0] if len(times) >= beat.step else 0.0
+        return AtWork(round, beat.step, beat.at, first_at)
+
+    def farewell(self, now: float) -> tuple[NodeLedger, ...]:
+        """Write the last of it; what each node has written that took part. Takes a few seconds at most:
+        the other nodes of a job that has ended are given time to write theirs."""
+        self.ledger = self.ledger.close(now)
+        mine = self.ledger.record(self._config.node, now)
+        if self._config.etcd is None:
+            return (mine,)
+        written = threading.Event()
+        if self._write(now, lambda answer: written.set()):
+            written.wait(FAREWELL_S)
+        return (mine, *_others(self._store, mine.node, self._driver.state.round))
+
+    # ------------------------------------------------------------ etcd
+
+    def _write(self, now: float, answered: Callable[[Answer], None]) -> bool:
+        """Whether it could be tried."""
+        state = self._driver.state
+        if state.own is None or state.own.fact is None or state.silent or not self._resumed:
+            return False
+        record = self.ledger.record(self._config.node, now)
+        guard = StillThere(state.me.key, state.own.created)
+        self._store.transact((guard,), (Put(self._key, record),), answered)
+        return True
+
+    def _own_seen(self, news: News) -> None:
+        """Until it has been taken up, what is there is an earlier agent's; or nothing, in a new run."""
+        if self._resumed:
+            return
+        kept = [entry.fact for entry in news.entries if entry.key == self._key]
+        if kept or isinstance(news, Listing):
+            fact = kept[-1] if kept else None
+            self._kept = fact if isinstance(fact, NodeLedger) else None
+
+
+def _others(store: Store, node: str, ended: Round | None) -> list[NodeLedger]:
+    """What the other nodes have written, once the members of the round that the job ended with have
+    done so since it ended; or what there is when the time is over."""
+    known: dict[str, NodeLedger] = {}
+    whole = threading.Event()
+    over = ended is not None and ended.phase is Phase.ENDED
+    awaited = {m.node for m in ended.members} - {node} if ended is not None and over else set()
+
+    def seen(news: News) -> None:
+        known.update({e.fact.node: e.fact for e in news.entries if isinstance(e.fact, NodeLedger)})
+        if ended is None or all(n in known and known[n].at >= ended.since for n in awaited):
+            whole.set()
+
+    end = store.watch("ledger/", seen, prefix=True)
+    whole.wait(FAREWELL_S)
+    end()
+    return [ledger for name, ledger in sorted(known.items()) if name != node]
+
+
+def not_at_work(state: State, slot: int) -> Kind | None:
+    """Why no worker is at work in the slot, as far as the agent knows; None if one is."""
+    crew, round = state.crew, state.round
+    if round is not None and round.phase is Phase.ENDED and state.joined:
+        return Kind.IDLE if crew is None or slot not in crew.alive else Kind.RESTARTING
+    if crew is not None and slot in crew.member.slots:
+        if slot in crew.alive and not crew.stopping:
+            return None
+        if slot in state.reserve:
+            return Kind.RENDEZVOUS  # it has left the round, and keeps its process for the next
+        failed = any(exit.slot == slot for exit in crew.failures)
+        return Kind.RESTARTING if failed or crew.stopping or crew.fenced or slot in crew.alive else Kind.IDLE
+    if round is None or not state.joined:
+        return Kind.RENDEZVOUS
+    if round.phase is Phase.WAITING:
+        return Kind.WAITING
+    member = round.member(state.me.node, state.me.incarnation)
+    if member is not None and slot in member.slots:
+        return Kind.RENDEZVOUS
+    return Kind.RESTARTING if slot in state.starting else Kind.IDLE

@@ -1,0 +1,142 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.core.facts import NodeLedger, SlotTime
+from elasticd.core.ledger import ABSENT_MAX_S, Account, AtWork, Kind, Ledger, Seen, goodput, totals
+
+T0 = 1_000.0
+
+
+def account(*sights: tuple[float, Seen], end: float | None = None) -> dict[Kind, float]:
+    """Where the time went since T0; the times of the sights count from there."""
+    one = Account(T0)
+    for at, what in sights:
+        one = one.see(what, T0 + at)
+    if end is not None:
+        one = one.close(T0 + end)
+    return {kind: pytest.approx(seconds) for kind, seconds in one.spent.items() if seconds}
+
+
+def work(round: int, step: int = 0, at: float = 0.0, first: float = 0.0, **more: object) -> AtWork:
+    return AtWork(round, step, T0 + at if step else 0.0, T0 + first if first else 0.0, **more)  # type: ignore[arg-type]
+
+
+def test_a_worker_starts_until_its_first_step_and_trains_until_its_last() -> None:
+    assert account(
+        (2, work(1)), (9, work(1, 30, at=8.5, first=5)), (20, work(1, 90, at=19)), (20, Kind.IDLE)
+    ) == {Kind.RENDEZVOUS: 2, Kind.RESTARTING: 3, Kind.PRODUCTIVE: 15}
+
+
+def test_what_a_worker_did_after_its_last_step_is_lost_if_it_fails_and_its_end_if_not() -> None:
+    before = ((0, work(1)), (5, work(1, 1, at=5)), (9, work(1, 5, at=9)))
+    assert account(*before, (12, Kind.RESTARTING)) == {Kind.RESTARTING: 8, Kind.PRODUCTIVE: 4}
+    assert account(*before, (12, Kind.IDLE)) == {Kind.RESTARTING: 5, Kind.PRODUCTIVE: 7}
+
+
+def test_a_step_under_way_is_in_no_kind_yet_and_may_turn_out_hung() -> None:
+    before = ((0, work(1)), (5, work(1, 1, at=5)), (60, work(1, 1, at=5)))
+    assert account(*before) == {Kind.RESTARTING: 5}
+    assert account(*before, (65, Kind.HUNG), (70, Kind.HUNG)) == {Kind.RESTARTING: 5, Kind.HUNG: 65}
+    assert account(*before, (66, work(1, 2, at=65))) == {Kind.RESTARTING: 5, Kind.PRODUCTIVE: 60}
+
+
+def test_the_next_worker_does_not_inherit_the_steps_of_the_last() -> None:
+    assert account(
+        (0, work(1)), (5, work(1, 50, at=5, first=1)), (8, work(2)), (10, work(2, 3, at=10, first=9)), end=10
+    ) == {Kind.RESTARTING: 1 + 3 + 1, Kind.PRODUCTIVE: 4 + 1}
+
+
+def test_steps_that_had_been_made_before_are_replayed_until_the_first_new_one() -> None:
+    first = ((0, work(1, base=0)), (100, work(1, 100, at=100, first=1, base=0)), (100, Kind.RESTARTING))
+    again = ((100, work(2, base=80)), (131, work(2, 31, at=131, first=101, base=80)))
+    # Of the steps 82 to 111 that followed its first, those to 100 were known: 19 of 30.
+    assert account(*first, *again) == {
+        Kind.RESTARTING: 2,
+        Kind.PRODUCTIVE: 99 + 30 * 11 / 30,
+        Kind.REPLAYED: 30 * 19 / 30,
+    }
+
+
+def test_a_checkpoint_takes_its_time_from_the_steps_it_held_up() -> None:
+    assert account(
+        (0, work(1)), (10, work(1, 10, at=10, first=1)), (20, work(1, 20, at=20, held_up_s=2.5))
+    ) == {Kind.RESTARTING: 1, Kind.PRODUCTIVE: 16.5, Kind.CHECKPOINT: 2.5}
+
+
+def test_a_clock_that_goes_back_takes_nothing_back() -> None:
+    assert account((10, Kind.WAITING), (5, Kind.IDLE), (20, Kind.IDLE)) == {
+        Kind.RENDEZVOUS: 10,
+        Kind.IDLE: 10,
+    }
+
+
+# ---------------------------------------------------------------- all of the time, whatever happens
+
+_seconds = st.floats(0, 500, allow_nan=False)
+_at_work = st.builds(
+    lambda round, step, ago, begun, base, held: AtWork(
+        round, step, T0 + ago, T0 + begun, base if base >= 0 else None, held
+    ),
+    st.integers(1, 4),
+    st.integers(0, 50),
+    st.floats(-100, 5000),
+    st.floats(-100, 5000),
+    st.integers(-1, 60),
+    _seconds,
+)
+_sights = st.lists(st.tuples(_seconds, st.one_of(st.sampled_from(Kind), _at_work)), max_size=30)
+
+
+@given(_sights, _seconds)
+def test_every_second_is_in_exactly_one_kind(sights: list[tuple[float, Seen]], rest: float) -> None:
+    now, one = T0, Account(T0)
+    for after, what in sights:
+        before = one
+        now += after
+        one = one.see(what, now)
+        assert all(one.spent.get(k, 0.0) >= before.spent.get(k, 0.0) for k in Kind), "it only grows"
+        assert one.total_s == pytest.approx(one.told_until - T0)
+        assert one.told_until <= now
+        assert isinstance(what, AtWork) or one.told_until == now
+    one = one.close(now + rest)
+    assert one.total_s == pytest.approx(now + rest - T0)
+
+
+@given(_sights, _sights, st.floats(0, ABSENT_MAX_S), _seconds)
+def test_an_agent_that_is_started_again_accounts_for_the_time_it_was_away(
+    before: list[tuple[float, Seen]], after: list[tuple[float, Seen]], gap_s: float, resumed_after: float
+) -> None:
+    now, ledger = T0, Ledger().see({0: Kind.RENDEZVOUS}, T0)
+    for s, what in before:
+        now += s
+        ledger = ledger.see({0: what}, now)
+    kept = ledger.close(now).record("a", now)
+    began_at = now = now + gap_s
+    ledger = Ledger().see({0: Kind.RENDEZVOUS}, now)
+    for s, what in after:
+        now += s
+        ledger = ledger.see({0: what}, now)
+    ledger = ledger.resume(kept, began_at).close(now + resumed_after)
+    assert ledger.slots[0].total_s == pytest.approx(now + resumed_after - T0, abs=0.1)
+
+
+def test_a_node_that_was_away_for_long_was_not_there() -> None:
+    kept = NodeLedger("a", T0, (SlotTime(0, {"productive": 50.0}, furthest=9),))
+    began_at = T0 + ABSENT_MAX_S + 1
+    ledger = Ledger().see({0: Kind.RENDEZVOUS}, began_at).resume(kept, began_at)
+    assert ledger.slots[0].total_s == 50.0
+    assert ledger.slots[0].furthest == 9
+
+
+def test_goodput_is_the_productive_share_of_the_time_that_was_wanted() -> None:
+    record = NodeLedger(
+        "a", T0, (SlotTime(0, {"productive": 60.0, "idle": 500.0}), SlotTime(1, {"hung": 40.0}))
+    )
+    assert goodput(totals([record])) == pytest.approx(0.6)
+    assert goodput(totals([])) is None
+    assert goodput({"idle": 7.0}) is None
+
+
+def test_a_kind_of_a_newer_version_is_passed_over() -> None:
+    assert sum(totals([NodeLedger("a", T0, (SlotTime(0, {"astral": 3.0, "idle": 1.0}),))]).values()) == 1.0

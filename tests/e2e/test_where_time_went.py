@@ -1,0 +1,81 @@
+"""The ledger of a real run, against what the workers themselves say of their steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from elasticd.core.facts import NodeLedger
+from elasticd.core.ledger import Kind
+from tests.e2e.harness import Cluster, World
+
+
+def trained_s(cluster: Cluster, node: str) -> float:
+    """From the first to the last step of each of the node's workers, by their own account."""
+    return sum(p.last_at - p.first_at for p in cluster.stage.players if p.node == node and p.step)
+
+
+def kill_rank_1(cluster: Cluster, world: World) -> World:
+    cluster.goes_on(world, steps=60)
+    os.kill(world.players[1].pid, signal.SIGKILL)
+    return cluster.world(2, after=world)
+
+
+def test_the_ledger_agrees_with_the_workers_own_account_of_their_steps(cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    a, b = cluster.start("a", "b")
+    world = cluster.world(2)
+    for _ in range(3):
+        world = kill_rank_1(cluster, world)
+    cluster.goes_on(world, steps=50)
+    seen = cluster.command("status", cluster.job)
+    assert "goodput   " in seen.out and "productive of" in seen.out
+    cluster.finishes(a, b)
+    for node in ("a", "b"):
+        kept = cluster.fact(f"ledger/{node}", NodeLedger)
+        assert kept is not None and len(kept.slots) == 1
+        spent = kept.slots[0].spent
+        assert spent["productive"] == pytest.approx(trained_s(cluster, node), rel=0.02, abs=0.5), (
+            "but for how long its last worker took to end"
+        )
+        assert spent["restarting"] > 0
+    for agent in (a, b):
+        assert re.search(r"Time: \d+\.\d % productive of \d+ s of worker time", agent.screen)
+
+
+def test_an_agent_that_is_killed_goes_on_with_the_ledger_it_left(cluster: Cluster) -> None:
+    cluster.limits = (1, 1)
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    cluster.goes_on(world, steps=50)
+    before = cluster.until(lambda: cluster.fact("ledger/a", NodeLedger), "there is a ledger")
+    a.kill()
+    (again,) = cluster.start("a")
+    cluster.world(1, after=world)
+    cluster.finishes(again)
+    after = cluster.fact("ledger/a", NodeLedger)
+    assert after is not None
+    told_s = sum(after.slots[0].spent.values())
+    assert told_s >= sum(before.slots[0].spent.values()) + (after.at - before.at) - 0.5, (
+        "the time between too"
+    )
+    assert after.slots[0].spent[Kind.PRODUCTIVE] > 0
+
+
+def test_another_run_of_the_same_name_begins_a_new_ledger(cluster: Cluster) -> None:
+    cluster.limits = (1, 1)
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    cluster.goes_on(world, steps=100)
+    assert cluster.command("stop", cluster.job).code == 0
+    a.end()
+    first = cluster.fact("ledger/a", NodeLedger)
+    (again,) = cluster.start("a")
+    cluster.world(1, after=world)
+    cluster.finishes(again)
+    second = cluster.fact("ledger/a", NodeLedger)
+    assert first is not None and second is not None and second.at > first.at
+    assert sum(second.slots[0].spent.values()) < second.at - first.at
