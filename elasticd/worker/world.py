@@ -22,7 +22,8 @@ import torch.distributed as dist
 from elasticd.core.link import Enter
 
 FORMING_S_MAX = 10.0  # all are known to be there, and connect
-STORE_S_MAX = 10.0
+STORE_S_MAX = 15.0  # torch looks up the names of both ends of each connection, and DNS may be slow
+_LEFT = "left"
 _FOREVER = timedelta(days=30)  # ended by the agent's word, not by a clock
 
 
@@ -46,7 +47,8 @@ class World:
         self._lock = threading.Lock()
         self._step = 0
         self._last_step: int | None = None
-        self._leaving = self._ending = False
+        self._leaving = False
+        self._awaited = ""
         self._formed = False
         self._connections: set[tuple[int, str]] = set()
         self._others: set[tuple[int, str]] | None = None  # sockets that are not ours, while ours are made
@@ -60,11 +62,11 @@ class World:
         with self.or_over():
             with self._connecting():
                 self._store = self._connect()
-                self._ear = self._connect()  # a client serves one call at a time, and the other may wait
             # Gloo waits in vain for whoever dies while it connects: so only when all are there.
             if self._store.add("here", 1) == self.size:
-                self._store.set("all", "here")
-            self._await("all")
+                self._store.compare_set("all", "", "here")
+            if self._await("all") != "here":
+                raise WorldChanged
             with self._connecting():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -104,23 +106,17 @@ class World:
                 return self.over
         if self._last_step is None:
             try:
-                self._await("last step")
-                self._last_step = int(self._store.get("last step"))
-            except (RuntimeError, ValueError):  # aborted meanwhile, or the store is lost
+                self._last_step = int(self._await("last step"))
+            except (RuntimeError, ValueError):  # the store is lost, or somebody has left already
                 return True
         return self.over or step >= self._last_step
 
     def end(self) -> bool:
         """Whether all run functions have returned. They have for all workers, or for none."""
-        with self._lock:
-            if self.over:
-                return False
-            self._ending = True
         try:
             if self._store.add("returned", 1) == self.size:
                 self._store.compare_set("outcome", "", "done")
-            self._await("outcome")
-            return bool(self._store.get("outcome") == b"done")
+            return self._await("outcome") == "done"
         except RuntimeError:
             return False
 
@@ -138,10 +134,11 @@ class World:
             self._leaving = True
             step = self._step
         try:
-            self._ear.set(f"step of {self.rank}", str(step))
-            if self._ear.add("told", 1) == self.size:
-                steps = self._ear.multi_get([f"step of {rank}" for rank in range(self.size)])
-                self._ear.set("last step", str(max(map(int, steps)) + 1))
+            store = self._connect()  # a client serves one call at a time, and the other may wait
+            store.set(f"step of {self.rank}", str(step))
+            if store.add("told", 1) == self.size:
+                steps = store.multi_get([f"step of {rank}" for rank in range(self.size)])
+                store.compare_set("last step", "", str(max(map(int, steps)) + 1))
         except RuntimeError:  # the store is lost: the agent will say so
             pass
 
@@ -151,10 +148,10 @@ class World:
             if self.over:
                 return
             self.over = True
-            ending = self._ending
-        if ending:
+            awaited = self._awaited
+        if awaited:
             try:
-                self._ear.compare_set("outcome", "", "left")  # which ends the wait for it
+                self._connect().compare_set(awaited, "", _LEFT)  # for all who wait, or for none
                 return
             except RuntimeError:
                 pass
@@ -194,8 +191,18 @@ class World:
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S_MAX)
         )
 
-    def _await(self, key: str) -> None:
-        self._store.wait([key], _FOREVER)
+    def _await(self, key: str) -> str:
+        """What all agree on: it is set once, by whoever knows it, or by the first who has to leave."""
+        with self._lock:
+            if self.over:
+                return _LEFT
+            self._awaited = key
+        try:
+            self._store.wait([key], _FOREVER)
+            return self._store.get(key).decode()
+        finally:
+            with self._lock:
+                self._awaited = ""
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:

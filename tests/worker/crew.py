@@ -129,6 +129,11 @@ class Crew:
                 key.data()
             self._go_on()
 
+    def grow(self, *newcomers: Hand) -> None:
+        """Take them in at the next commit."""
+        self.all_waiting(*newcomers)
+        self.close(planned=True)
+
     def all_waiting(self, *hands: Hand) -> None:
         self.until(lambda: all(h.waiting is not None or h.status is not None for h in hands))
         assert all(h.waiting is not None for h in hands), self

@@ -84,18 +84,57 @@ def outcome(state: worker.State) -> dict[str, Any]:
 
 
 class Accident:
-    """At ``point`` of the step ``step``, do ``what``, once."""
+    """At ``point`` of the step ``step``, do ``what``, once.
+
+    Points: start, forward, backward, summed, in the optimizer, stepped, committed; returned, when the
+    run function has; forming, when all have come to form the group; sending and receiving, in the
+    middle of this worker's transfer of that number.
+    """
 
     def __init__(self, point: str = "", step: int = -1, what: Any = die) -> None:
         self.point, self.step, self.what = point, step, what
 
     def __call__(self, point: str, step: int) -> None:
-        if (point, step) == (self.point, self.step):
+        if point == self.point and step == self.step:
             self.point = ""
             self.what()
 
 
 NOTHING = Accident()
+
+
+class Gate:
+    """A place where workers wait until the test lets them go on: a pair of named pipes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.came = path.with_suffix(".came")
+        for pipe in (self.path, self.came):
+            if not pipe.exists():
+                os.mkfifo(pipe)
+
+    def wait(self) -> None:
+        """One worker only."""
+        self.came.write_text("here")
+        self.path.read_text()
+
+    def until_somebody_waits(self) -> None:
+        self.came.read_text()
+
+    def open(self) -> None:
+        self.path.write_text("go on")
+
+
+class Mishap(ValueError):
+    """An error of the user's own."""
+
+
+def fail() -> None:
+    raise Mishap("the data is bad")
+
+
+def run_out_of_memory() -> None:
+    raise MemoryError("no room for the state")
 
 
 def train(state: worker.State, journal: Journal, accident: Accident, steps: int = STEPS) -> None:
@@ -134,10 +173,66 @@ def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **o
         trip_on_the_way(accident)
     if accident.point == "in the optimizer":
         trip_in_the_optimizer(accident)
+    if accident.point == "forming":
+        trip_while_forming(accident)
     steps = options.pop("steps", STEPS)
+    body = options.pop("body", train)
     state = make(**options)
-    worker.run(train)(state, journal, accident, steps)
+
+    @worker.run
+    def run(state: worker.State) -> None:
+        body(state, journal, accident, steps)
+        accident("returned", state.step)
+
+    run(state)
     journal.write(outcome=outcome(state))
+
+
+def train_whatever_happens(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    """Skips what fails, as some scripts do."""
+    journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
+    optimizer = state.optimizer
+    for step in state.steps(steps):
+        try:
+            accident("start", step)
+            state.drawn += random.random() + np.random.rand()
+            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = state.model(batch).pow(2).mean()
+            accident("forward", step)
+            loss.backward()
+        except Exception as error:
+            journal.write(skipped=str(error))
+        optimizer.step()
+        state.schedule.step()
+        state.seen.append(step)
+        committed = state.step
+        try:
+            state.commit()
+        finally:
+            if state.step > committed:
+                journal.write(committed=state.step)
+
+
+def train_without_commit(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
+    for step in state.steps(steps):
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        state.optimizer.zero_grad()
+        state.model(batch).pow(2).mean().backward()
+        accident("summed", step)
+        state.optimizer.step()
+
+
+def train_with_own_randomness(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    """Each rank seeds for itself, and draws."""
+    for step in state.steps(steps):
+        accident("start", step)
+        torch.manual_seed(worker.rank()) if step == 0 else None
+        drawn = torch.rand(1).item()
+        dist.all_reduce(torch.zeros(1))
+        state.commit()
+        journal.write(committed=state.step, drew=drawn)
 
 
 def begin(address: str, folder: str, name: str) -> None:
@@ -148,19 +243,37 @@ def begin(address: str, folder: str, name: str) -> None:
 
 
 def trip_on_the_way(accident: Accident) -> None:
-    """In the middle of the transfer: the outline has gone over, the tensors have not, all of them."""
-    carry = exchange._Chain.carry
-    carried = 0
+    """In the transfer numbered ``accident.step``: the outline has gone over, the tensors have not."""
+    carry, begin = exchange._Chain.carry, exchange._Chain.__init__
+    transfers = carried = 0
+
+    def set_out(chain: Any, *args: Any) -> None:
+        nonlocal transfers, carried
+        transfers, carried = transfers + 1, 0
+        begin(chain, *args)
 
     def stumble(chain: Any, parcel: torch.Tensor) -> torch.Tensor:
         nonlocal carried
-        side = "sending" if chain._before is None else "receiving"
         carried += 1
         if carried == 3:
-            accident(side, accident.step)
+            accident("sending" if chain._before is None else "receiving", transfers)
         return carry(chain, parcel)
 
-    exchange._Chain.carry = stumble
+    exchange._Chain.__init__, exchange._Chain.carry = set_out, stumble
+
+
+def trip_while_forming(accident: Accident) -> None:
+    """All have come, and one does not connect; it does in the first ``accident.step`` rounds."""
+    init = dist.init_process_group
+    formed = 0
+
+    def stumble(*args: Any, **kwargs: Any) -> None:
+        nonlocal formed
+        accident("forming", formed)
+        formed += 1
+        init(*args, **kwargs)
+
+    dist.init_process_group = stumble
 
 
 def trip_in_the_optimizer(accident: Accident) -> None:

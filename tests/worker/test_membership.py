@@ -1,0 +1,118 @@
+"""Workers come and go on purpose, or come and die: nobody restarts, and no step is made twice."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.link import Holds
+from tests.worker.crew import Crew
+from tests.worker.jobs import NOTHING, STEPS, Accident, Gate, reads, run_out_of_memory, work
+from tests.worker.test_survival import assert_exact, begin
+
+
+def begin_with_newcomers(
+    crew: Crew, folder: Path, count: int, newcomers: int, accidents: dict[int, Accident]
+) -> Gate:
+    """A first round of ``count``, whose first stops at the gate in step 4; the others are waiting."""
+    gate = Gate(folder / "gate")
+    for i in range(count + newcomers):
+        accident = accidents.get(i, Accident("start", 4, gate.wait) if i == 0 else NOTHING)
+        crew.start(work, str(folder), str(i), accident)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands[:count])
+    return gate
+
+
+def committed_in_round(folder: Path, name: str) -> list[int]:
+    return reads(folder, name, "committed")
+
+
+def test_newcomers_join_at_a_commit_that_all_agree_on(crew, tmp_path, undisturbed):
+    gate = begin_with_newcomers(crew, tmp_path, 2, 2, {})
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
+    crew.all_ended()
+    assert_exact(crew, tmp_path, set(), undisturbed)
+    assert crew.settled == [(1, 2), (2, 4)]
+    assert committed_in_round(tmp_path, "0") == committed_in_round(tmp_path, "1") == list(range(1, STEPS + 1))
+    assert reads(tmp_path, "2", "entered") == reads(tmp_path, "0", "entered")[1:]
+
+
+def test_a_worker_leaves_at_a_commit_and_the_others_redo_nothing(crew, tmp_path, undisturbed):
+    gate = begin_with_newcomers(crew, tmp_path, 3, 0, {})
+    gate.until_somebody_waits()
+    leaver = crew.hands[2]
+    leaver.shunned = True
+    crew.close(planned=True)
+    gate.open()
+    crew.until(lambda: leaver.waiting)
+    assert leaver.waiting.state == Holds.WHOLE
+    leaver.process.kill()
+    crew.all_ended()
+    crew.until(lambda: leaver.status is not None)
+    assert_exact(crew, tmp_path, {2}, undisturbed)
+    steps = [committed_in_round(tmp_path, name) for name in "012"]
+    assert steps[0] == steps[1] == list(range(1, STEPS + 1))
+    assert steps[2] == steps[0][: len(steps[2])] and steps[2][-1] == reads(tmp_path, "0", "entered")[1]
+
+
+@pytest.mark.parametrize("victim", [2, 3])
+def test_a_newcomer_that_dies_while_it_takes_the_state_costs_the_others_nothing(
+    crew, tmp_path, undisturbed, victim
+):
+    """Two at once; the state passes from the first to the second."""
+    gate = begin_with_newcomers(crew, tmp_path, 2, 2, {victim: Accident("receiving", 1)})
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {victim}, undisturbed)
+    assert crew.settled == [(1, 2), (2, 4), (3, 3)]
+
+
+def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    accidents = [Accident("sending", 2), Accident("start", 4, gate.wait), NOTHING]
+    for i, accident in enumerate(accidents):
+        crew.start(work, str(tmp_path), str(i), accident)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands[:2])
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {0}, undisturbed)
+
+
+def test_a_newcomer_without_memory_for_the_state_dies_of_it_alone(crew, tmp_path, undisturbed):
+    gate = begin_with_newcomers(crew, tmp_path, 2, 1, {2: Accident("receiving", 1, run_out_of_memory)})
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
+    crew.all_ended()
+    assert crew.hands[2].status == 1
+    assert "no room for the state" in (tmp_path / "2.err").read_text()
+    assert_exact(crew, tmp_path, {2}, undisturbed)
+
+
+def test_a_worker_that_wakes_after_it_was_replaced_neither_commits_nor_joins(crew, tmp_path, undisturbed):
+    """It was stopped in its step, and the others were told to go on without it."""
+    gate = Gate(tmp_path / "gate")
+    begin(crew, tmp_path, 3, {1: Accident("summed", 4, gate.wait)})
+    gate.until_somebody_waits()
+    sleeper = crew.hands[1]
+    os.kill(sleeper.process.pid, signal.SIGSTOP)
+    sleeper.shunned = True
+    gate.open()
+    crew.close()
+    crew.all_ended()
+    assert crew.settled == [(1, 3), (2, 2)]
+    os.kill(sleeper.process.pid, signal.SIGCONT)
+    crew.until(lambda: sleeper.waiting)
+    assert len(sleeper.entered) == 1
+    sleeper.process.kill()
+    crew.until(lambda: sleeper.status is not None)
+    assert_exact(crew, tmp_path, {1}, undisturbed)
