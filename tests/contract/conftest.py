@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -102,6 +103,9 @@ class RealHarness:
 
     def hang(self) -> None:
         os.kill(self.etcd.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + PATIENCE_S
+        while not _stands_still(self.etcd.pid):  # a thread that runs on another core may go on for a moment
+            assert time.monotonic() < deadline
 
     def restore(self) -> None:
         if self.etcd.alive:
@@ -117,6 +121,11 @@ class RealHarness:
                 store.close()
         finally:
             self.etcd.stop()
+
+
+def _stands_still(pid: int) -> bool:
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
 class SimulatedHarness:
