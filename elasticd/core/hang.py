@@ -24,7 +24,11 @@ from elasticd.core.whereabouts import At, Whereabouts
 
 FOREVER_S = 1e9  # JSON has no infinity
 GAPS_ENOUGH = 5  # fewer say little: the first steps compile, allocate and connect
-BUSY_SHARE = 0.05  # of one core; who uses less is asleep
+# Who does less than all of these is asleep. One who sends a file over a slow network hardly uses any
+# CPU, but wakes up for each piece; and background threads wake up by themselves to look around.
+BUSY_SHARE = 0.05  # of one core
+BUSY_WAKES_PER_S = 2.0  # of the main thread
+BUSY_ALL_WAKES_PER_S = 100.0  # of all threads
 
 
 class ProcessState(StrEnum):
@@ -86,8 +90,8 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
 
     return Allowance(
         stopped_s=bounded(10 * usual_s),
-        asleep_s=bounded(max(30 * usual_s, 5 * largest_s, 30 * floor_s)),
-        waiting_s=bounded(max(60 * usual_s, 10 * largest_s, 60 * floor_s)),
+        asleep_s=bounded(max(30 * usual_s, 5 * largest_s, 60 * floor_s)),
+        waiting_s=bounded(max(60 * usual_s, 10 * largest_s, 120 * floor_s)),
         busy_s=ceiling_s,
         unasked_s=FOREVER_S,  # it may well be an evaluation of hours that every rank has its part of
     )
@@ -108,8 +112,25 @@ class Doing(StrEnum):
     GONE = "gone"
 
 
-def doing(state: ProcessState, cpu_share: float, where: Whereabouts | None) -> Doing:
-    """``cpu_share``: cores that it and its children used while it stood still."""
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How a process has been of late. ``cpu_share``: cores that it and its children used;
+    ``wakes_per_s``, ``all_wakes_per_s``: how often its main thread, and all threads, went on."""
+
+    cpu_share: float
+    wakes_per_s: float = 0.0
+    all_wakes_per_s: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return (
+            self.cpu_share >= BUSY_SHARE
+            or self.wakes_per_s >= BUSY_WAKES_PER_S
+            or self.all_wakes_per_s >= BUSY_ALL_WAKES_PER_S
+        )
+
+
+def doing(state: ProcessState, pulse: Pulse, where: Whereabouts | None) -> Doing:
     match state:
         case ProcessState.STOPPED:
             return Doing.STOPPED
@@ -119,8 +140,8 @@ def doing(state: ProcessState, cpu_share: float, where: Whereabouts | None) -> D
             return Doing.BUSY
     if where is not None and where.at is At.COLLECTIVE:
         # Who computes in backward is busy; who spins for the GPU, or for other ranks, waits for them.
-        return Doing.BUSY if where.doing == "backward" and cpu_share >= BUSY_SHARE else Doing.WAITING
-    runs = state is ProcessState.RUNNING or cpu_share >= BUSY_SHARE  # or would, were the machine less busy
+        return Doing.BUSY if where.doing == "backward" and pulse.cpu_share >= BUSY_SHARE else Doing.WAITING
+    runs = state is ProcessState.RUNNING or pulse.busy  # or would, were the machine less so
     if runs or (where is not None and where.at is At.PROGRAM):
         return Doing.BUSY
     return Doing.ASLEEP if where is not None else Doing.UNKNOWN

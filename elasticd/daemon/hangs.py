@@ -27,7 +27,9 @@ from elasticd.core.hang import (
     Look,
     Patience,
     ProcessState,
+    Pulse,
     Verdict,
+    Why,
     allowance,
     doing,
     judge,
@@ -37,7 +39,7 @@ from elasticd.core.reasons import Reason, WorkersHung
 from elasticd.daemon.driver import Driver
 from elasticd.procs import scene
 from elasticd.procs.scene import Scene, Subject
-from elasticd.procs.vitals import vitals
+from elasticd.procs.vitals import Vitals, vitals
 from elasticd.procs.workers import LocalProcs, Watched
 from elasticd.telemetry import words
 
@@ -48,7 +50,7 @@ STALLED_S = 0.5
 ERRAND_S = 0.03  # while something is under way whose end nobody tells
 LATE_S = 2.0  # called later than that, the agent itself had been stopped, and knows nothing
 AGAIN = 1.3  # the next look comes when they stand still for so many times as long
-CPU_WINDOW_S = 10.0
+WINDOW_S = 10.0
 WRITE_PATIENCE_S = 3.0  # the log folder may be what hangs
 GAPS_KEPT = 256
 FIRST_STEPS = 3  # of a process: they connect, allocate and compile, as no later step does
@@ -75,24 +77,29 @@ class _Errand(Generic[T]):
 
 @dataclass(slots=True)
 class _Worker:
-    """What is known of a process. Times: CLOCK_MONOTONIC. ``cpu``: samples of its CPU time."""
+    """What is known of a process. Times: CLOCK_MONOTONIC. ``sampled``: how it was, and when."""
 
     watched: Watched
     steps: int = 0
     last_at: float = 0.0
-    cpu: deque[tuple[float, float]] = field(default_factory=deque)
+    sampled: deque[tuple[float, Vitals]] = field(default_factory=deque)
 
     @property
     def made(self) -> int:
         """Steps in this round: one that waits for its world to be there hangs in no step."""
         return self.steps - self.watched.steps_before
 
-    def cpu_share(self, now: float, cpu_s: float) -> float:
-        """Cores used of late."""
-        if not self.cpu:
-            return 1.0  # nothing is known: it may be busy
-        at, before_s = self.cpu[0]
-        return (cpu_s - before_s) / (now - at) if now - at >= STALLED_S / 2 else 1.0
+    def pulse(self, now: float, seen: Vitals) -> Pulse:
+        """How it has been of late."""
+        at, before = self.sampled[0] if self.sampled else (now, seen)
+        past_s = now - at
+        if past_s < STALLED_S / 2:
+            return Pulse(1.0)  # nothing is known: it may be busy
+        return Pulse(
+            (seen.cpu_s - before.cpu_s) / past_s,
+            (seen.wakes - before.wakes) / past_s,
+            (seen.all_wakes - before.all_wakes) / past_s,
+        )
 
 
 class Hangs:
@@ -130,6 +137,7 @@ class Hangs:
         self._judged: tuple[Verdict, int, str, _Errand[None]] | None = None
         self._judged_at = -REPEAT_S
         self._round = 0
+        self._killed: dict[tuple[Why, str], float] = {}  # how long it had stood still, by place
         self._told = False
         self._exchange = _Exchange(driver, store)
 
@@ -189,7 +197,7 @@ class Hangs:
             if worker.made - len(gaps) >= FIRST_STEPS:
                 self._largest_s = max([self._largest_s, *gaps])
             worker.last_at = times[-1]
-            worker.cpu.clear()
+            worker.sampled.clear()
         for slot in set(self._workers) - crew.alive:
             del self._workers[slot]
 
@@ -206,13 +214,13 @@ class Hangs:
     # ------------------------------------------------------------ looking
 
     def _sample(self, at: float) -> bool:
-        """Note how much CPU each has used so far; whether one of them is stopped."""
+        """Note how each is; whether one of them is stopped."""
         stopped = False
         for worker in self._workers.values():
             seen = vitals(worker.watched.pid)
-            worker.cpu.append((at, seen.cpu_s))
-            while len(worker.cpu) > 1 and worker.cpu[1][0] <= at - CPU_WINDOW_S:
-                worker.cpu.popleft()
+            worker.sampled.append((at, seen))
+            while len(worker.sampled) > 1 and worker.sampled[1][0] <= at - WINDOW_S:
+                worker.sampled.popleft()
             stopped = stopped or seen.state is ProcessState.STOPPED
         return stopped
 
@@ -256,7 +264,7 @@ class Hangs:
         of, where = seen.subject, seen.where
         worker = self._workers[of.slot]
         still_s = self._still_s(worker, at)
-        kind = doing(seen.vitals.state, worker.cpu_share(at, seen.vitals.cpu_s), where)
+        kind = doing(seen.vitals.state, worker.pulse(at, seen.vitals), where)
         if still_s < allowed.stopped_s and kind is not Doing.STOPPED:
             kind = Doing.MOVING
         place, what = (where.place, where.doing) if where else ("", "")
@@ -270,6 +278,8 @@ class Hangs:
 
     def _decide(self, round_number: int, verdict: Verdict, at: float) -> float:
         """The evidence comes first: what is killed tells nothing."""
+        if self._too_soon(verdict, at):
+            return STALLED_S
         scenes = self._scenes
         base = self._folder()
         folder = base / f"hang-of-round-{round_number}" if base is not None else None
@@ -304,8 +314,21 @@ class Hangs:
         for look in mine:
             worker = self._workers.get(look.slot)
             if worker is not None:
+                self._killed[verdict.why, look.place] = self._still_s(worker, at)
                 self._procs.condemn(look.slot, worker.watched.pid, f"hung: {conclusion}{seen}")
         return IDLE_S
+
+    def _too_soon(self, verdict: Verdict, at: float) -> bool:
+        """Whether this is where we killed before, after less than half the time. What stands still at
+        the same place again and again may be healthy, and only slow: it would never get beyond it."""
+        if verdict.why is Why.STOPPED or self._patience.fixed_s is not None:
+            return False
+        mine = [look for look in verdict.guilty if look.node == self._driver.state.me.node]
+        return any(
+            self._still_s(worker, at) < 2 * self._killed.get((verdict.why, look.place), 0.0)
+            for look in mine
+            if (worker := self._workers.get(look.slot)) is not None
+        )
 
     def _forget(self) -> None:
         """All but how long steps take: that is the job's, whoever makes them."""
@@ -318,7 +341,7 @@ class Hangs:
         self._look_at_s = self._looking = self._judged = None
         self._scenes = ()
         for worker in self._workers.values():
-            worker.cpu.clear()
+            worker.sampled.clear()
         if self._told:
             self._exchange.untell()
             self._told = False

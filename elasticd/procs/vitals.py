@@ -15,17 +15,23 @@ _DESCENDANTS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """``cpu_s``: CPU time used so far by the process, its descendants and those that it reaped."""
+    """``cpu_s``: CPU time used so far by the process, its descendants and those that it reaped.
+    ``wakes``, ``all_wakes``: how often its main thread, and all its threads together, have waited for
+    something and gone on."""
 
     state: ProcessState
     cpu_s: float
+    wakes: int = 0
+    all_wakes: int = 0
 
 
 def vitals(pid: int) -> Vitals:
     fields = _stat(pid)
     if not fields:
         return Vitals(ProcessState.GONE, 0.0)
-    return Vitals(_state(fields[0]), _cpu_s(fields) + sum(_cpu_s(_stat(p)) for p in _below(pid)))
+    cpu_s = _cpu_s(fields) + sum(_cpu_s(_stat(p)) for p in _below(pid))
+    wakes = {task: _wakes(f"/proc/{pid}/task/{task}/status") for task in _tasks(pid)}
+    return Vitals(_state(fields[0]), cpu_s, wakes.get(pid, 0), sum(wakes.values()))
 
 
 def _below(pid: int) -> Iterable[int]:
@@ -61,15 +67,22 @@ def _state(letter: str) -> ProcessState:
 def thread_report(pid: int) -> str:
     """A line for each thread: its number, name, state, and where in the kernel it waits."""
     lines = []
-    try:
-        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
-    except OSError:
-        return "the process is gone\n"
-    for task in tasks:
+    for task in _tasks(pid):
         base = f"/proc/{pid}/task/{task}"
         state = " ".join(_line(f"{base}/status", "State").split()) or "gone"
         lines.append(f"{task} {_read(f'{base}/comm')}: {state}, waits in {_read(f'{base}/wchan') or '?'}")
     return "\n".join(lines) + "\n"
+
+
+def _tasks(pid: int) -> list[int]:
+    try:
+        return sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return []
+
+
+def _wakes(status: str) -> int:
+    return int(_line(status, "voluntary_ctxt_switches") or 0)
 
 
 def _line(path: str, name: str) -> str:

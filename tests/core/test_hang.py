@@ -14,6 +14,7 @@ from elasticd.core.hang import (
     Look,
     Patience,
     ProcessState,
+    Pulse,
     Verdict,
     Why,
     allowance,
@@ -57,7 +58,7 @@ def test_a_stopped_worker_of_a_fast_job_gets_a_second() -> None:
     allowed = allowance(STEPS_OF_75_MS, 100, AUTO)
     assert allowed is not None
     assert allowed.stopped_s == 1.0
-    assert (allowed.asleep_s, allowed.waiting_s) == (30.0, 60.0)
+    assert (allowed.asleep_s, allowed.waiting_s) == (60.0, 120.0)
     assert (allowed.busy_s, allowed.unasked_s) == (3600.0, FOREVER_S)
 
 
@@ -125,7 +126,20 @@ PROGRAM = Whereabouts(At.PROGRAM, "job.py:7")
     ],
 )
 def test_what_a_worker_does(state: str, cpu: float, where: Whereabouts | None, expected: Doing) -> None:
-    assert doing(ProcessState(state), cpu, where) is expected
+    assert doing(ProcessState(state), Pulse(cpu), where) is expected
+
+
+@pytest.mark.parametrize(
+    ("pulse", "busy"),
+    [
+        (Pulse(0.0, 0.2, 20.0), False),  # a loader looks for its children, NCCL's watchdog at its work
+        (Pulse(0.01, 5.0, 5.0), True),  # a file goes over a slow network
+        (Pulse(0.01, 0.0, 300.0), True),  # the same, by other threads
+    ],
+)
+def test_one_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy: bool) -> None:
+    assert doing(ProcessState.SLEEPING, pulse, OWN) is (Doing.BUSY if busy else Doing.ASLEEP)
+    assert doing(ProcessState.SLEEPING, pulse, COLLECTIVE) is Doing.WAITING
 
 
 # ---------------------------------------------------------------- the verdict
@@ -140,9 +154,9 @@ def test_what_a_worker_does(state: str, cpu: float, where: Whereabouts | None, e
         (["stopped", "stopped"], 1.0, (Why.STOPPED, [0, 1])),
         (["stopped", "busy", "asleep"], 1.0, (Why.STOPPED, [0])),
         # asleep while all others wait for it
-        (["waiting", "waiting", "asleep"], 30.0, (Why.ASLEEP, [2])),
-        (["waiting", "waiting", "asleep"], 29.0, None),
-        (["waiting", "asleep", "asleep"], 30.0, (Why.ASLEEP, [1, 2])),
+        (["waiting", "waiting", "asleep"], 60.0, (Why.ASLEEP, [2])),
+        (["waiting", "waiting", "asleep"], 59.0, None),
+        (["waiting", "asleep", "asleep"], 60.0, (Why.ASLEEP, [1, 2])),
         # asleep, and nobody asks for it
         (["asleep", "asleep"], 3599.0, None),
         (["asleep", "asleep"], 3600.0, (Why.ASLEEP, [0, 1])),
@@ -153,9 +167,9 @@ def test_what_a_worker_does(state: str, cpu: float, where: Whereabouts | None, e
         (["busy", "busy"], 1e8, None),
         (["busy"], 1e8, None),
         # all wait
-        (["waiting", "waiting"], 59.0, None),
-        (["waiting", "waiting"], 60.0, (Why.DEADLOCK, [0, 1])),
-        (["waiting", "unknown"], 60.0, (Why.SILENT, [1])),
+        (["waiting", "waiting"], 119.0, None),
+        (["waiting", "waiting"], 120.0, (Why.DEADLOCK, [0, 1])),
+        (["waiting", "unknown"], 120.0, (Why.SILENT, [1])),
         (["waiting", "gone"], 1e8, None),
         # not in lock-step at all
         (["moving", "asleep"], 3599.0, None),

@@ -16,7 +16,7 @@ import pytest
 
 from elasticd.core.agent.state import Crew
 from elasticd.core.facts import Cause, Member, Phase, Round
-from elasticd.core.hang import Patience, Why
+from elasticd.core.hang import Doing, Look, Patience, Verdict, Why
 from elasticd.core.reasons import WorkersHung
 from elasticd.daemon.hangs import Hangs
 from elasticd.procs.page import LAYOUT, MAGIC, PAGE_BYTES, TIMES, Page
@@ -186,3 +186,17 @@ def test_two_asleep_that_nobody_waits_for_get_until_the_ceiling(tmp_path: Path, 
     setup.train(10.0)
     setup.stand_still(1000.0)
     assert not setup.condemned, "who does not say where it is, is not judged without one who waits for it"
+
+
+def test_who_was_killed_at_a_place_gets_twice_the_time_there_the_next_time(setup: Setup) -> None:
+    setup.train(10.0)
+    look = Look("a", 1, 1, setup.hangs._workers[1].steps, 60.0, Doing.ASLEEP, "job.py:7")
+    verdict = Verdict(Why.ASLEEP, (look,))
+    last = setup.hangs._workers[1].last_at
+    assert not setup.hangs._too_soon(verdict, last + 60)
+    setup.hangs._killed[Why.ASLEEP, "job.py:7"] = 60.0
+    assert setup.hangs._too_soon(verdict, last + 119)
+    assert not setup.hangs._too_soon(verdict, last + 121)
+    assert not setup.hangs._too_soon(replace(verdict, why=Why.STOPPED), last + 1)
+    elsewhere = replace(look, place="job.py:8")
+    assert not setup.hangs._too_soon(replace(verdict, guilty=(elsewhere,)), last + 60)

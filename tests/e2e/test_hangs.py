@@ -9,7 +9,7 @@ from tests.e2e.harness import Cluster
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
 # So that the limits that are learned from steps of some ten milliseconds are seconds, not half minutes.
-OPTIONS = ("--hang-floor=0.06", "--max-restarts=20")
+OPTIONS = ("--hang-floor=0.03", "--max-restarts=20")
 
 
 def _line(word: str) -> str:
@@ -23,10 +23,12 @@ def _hung(cluster: Cluster) -> list[dict[str, Any]]:
     return [found[round] for round in sorted(found)]
 
 
-def test_whatever_hangs_is_named_and_replaced_and_the_job_finishes(cluster: Cluster) -> None:
+def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(cluster: Cluster) -> None:
     cluster.limits = (3, 3)
     faults = ["loading", "stopped", "missing", "mismatched", "deadlock"]
-    (a,) = cluster.start("a", slots=3, options=OPTIONS, program=[str(PROGRAM), ",".join(faults)])
+    # At last nothing is wrong, but one computes for long, and then sleeps until a program has ended.
+    program = [str(PROGRAM), ",".join([*faults, "evaluation"])]
+    (a,) = cluster.start("a", slots=3, options=OPTIONS, program=program, env={"EVALUATION_S": "4"})
     assert a.end() == 0, a.said()
     hung = _hung(cluster)
     assert [e["ranks"] for e in hung] == [[1]] * 5
@@ -61,14 +63,3 @@ def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
         "the other one waits for it in all_reduce"
     )
     assert len({e["evidence"] for a in agents for e in a.find("workers.hung")}) == 2, "each keeps what it saw"
-
-
-def test_a_long_first_evaluation_in_one_rank_is_no_hang(cluster: Cluster) -> None:
-    """Neither one that computes nor one that sleeps until a program has ended."""
-    cluster.limits = (2, 2)
-    (a,) = cluster.start(
-        "a", slots=2, options=OPTIONS, program=[str(PROGRAM), "evaluation"], env={"EVALUATION_S": "4"}
-    )
-    assert a.end() == 0, a.said()
-    assert not _hung(cluster)
-    assert not a.find("failure.charged")

@@ -127,6 +127,20 @@ child.wait()
     bench.wait()
 
 
+def test_a_process_that_only_waits_in_pieces_is_seen_to_go_on(bench: Bench) -> None:
+    program = "print('here', flush=True)\nimport time\nwhile True: time.sleep(0.01)"
+    procs = bench.procs([sys.executable, "-c", program])
+    bench.start(procs)
+    bench.console.wait_for(b"here")
+    (watched,) = procs.watched()
+    before = vitals(watched.pid)
+    while (now := vitals(watched.pid)).wakes < before.wakes + 10:
+        time.sleep(0.01)
+    assert now.all_wakes >= now.wakes
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait()
+
+
 def test_a_condemned_worker_ends_as_one_that_hung_with_the_reason(bench: Bench) -> None:
     procs = bench.procs([sys.executable, "-c", "print('here', flush=True); import time; time.sleep(3600)"])
     bench.start(procs)
