@@ -112,7 +112,9 @@ class Image:
             inside = shlex.quote(f"{self.root}{path}")
             make = f"mkdir -p {inside}" if path.is_dir() else f"mkdir -p $(dirname {inside}); touch {inside}"
             mounts += [make, f"mount --bind {shlex.quote(str(path))} {inside}"]
-        if read_only:
+        if read_only:  # but for its own folder, which is a volume then
+            uid = self.user.partition(":")[0]
+            mounts += [f"mount -t tmpfs -o mode=700,uid={uid} tmpfs {root}{shlex.quote(self.workdir)}"]
             mounts += [f"mount -o remount,ro,bind {root}"]
         uid, _, gid = self.user.partition(":")
         inner = f'cd {shlex.quote(self.workdir)} && exec "$@"'

@@ -109,7 +109,7 @@ def test_the_images_entry_point_trains_as_process_1_with_a_root_that_it_cannot_w
     told = image.run(["elasticd", "version"], read_only=True).stdout
     assert told.startswith("elasticd ")
     job = ["run", "--min=2", "--max=2", "/opt/elasticd/workers/train_gpt.py", "--steps=4"]
-    done = image.run([*image.entrypoint, *job], env={"ELASTICD_LOG_FORMAT": "json"})
+    done = image.run([*image.entrypoint, *job], env={"ELASTICD_LOG_FORMAT": "json"}, read_only=True)
     assert "held-out loss" in done.stdout, done.stdout + done.stderr
     assert "finished after" in done.stderr
 
@@ -131,3 +131,15 @@ def test_nothing_to_install_or_build_with_is_in_the_image(image: Image) -> None:
     for module in ("pip", "pytest", "ruff", "mypy", "hatchling"):
         found = image.run(["python", "-c", f"import {module}"], check=False)
         assert "ModuleNotFoundError" in found.stderr, module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_whatever_is_installed_in_the_image_is_pinned(image: Image) -> None:
+    names = "import importlib.metadata as m; print(*{d.name for d in m.distributions()})"
+    told = image.run(["python", "-c", names]).stdout
+    installed = set(told.lower().replace("_", "-").split()) - {"elasticd"}
+    constraints = (ROOT / "deploy" / "constraints.txt").read_text().lower().replace("_", "-")
+    pinned = {line.partition("==")[0] for line in constraints.splitlines() if "==" in line}
+    assert "torch" in installed
+    assert {name for name in installed if not name.startswith(("nvidia-", "cuda-", "triton"))} <= pinned
