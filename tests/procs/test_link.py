@@ -97,9 +97,9 @@ def test_a_process_that_goes_on_has_the_environment_and_the_prefix_of_its_new_ra
     party.until(lambda: party.waits)
     party.procs.start(7, (Assignment(10, 0, 0, {"RANK": "0", "BEHAVE": "obeys"}),), party._exited)
     bench.console.wait_for(b"[default0]:round 7 rank 0\n")
-    assert bench.console.lines()[0] == b"[default3]:started"
+    assert bench.console.lines()[0] == b"[default3]:started, afresh"
     party.until(lambda: party.events("worker.entered"))
-    assert Path(file).read_text() == "started\nround 7 rank 0\n"
+    assert Path(file).read_text() == "started, afresh\nround 7 rank 0\n"
     assert asked == [(0, [3])]
 
 
@@ -156,6 +156,20 @@ def test_a_worker_that_is_being_stopped_is_not_said_to_wait(bench: Bench) -> Non
     assert party.waits == []
 
 
+def test_a_standby_may_be_forked_from_the_zygote(bench: Bench) -> None:
+    party = Party(bench, LINKED, zygote=True)
+    party.start(1, "obeys")
+    party.until(lambda: party.events("zygote.ready"))
+    party.procs.standby((Assignment(12, 1, 1, {"RANK": "1", "BEHAVE": "obeys"}),), party._exited)
+    party.until(lambda: party.waits)
+    assert party.waits == [(12, 0, 0)]
+    bench.console.wait_for(b"started, forked")
+    party.part()
+    party.until(lambda: len(party.waits) == 2)
+    party.procs.start(2, (Assignment(12, 0, 0, {"RANK": "0"}),), party._exited)
+    party.until(lambda: party.procs.steps()[12] > 0)
+
+
 # ---------------------------------------------------------------- those who break the rules
 
 
@@ -164,7 +178,7 @@ def test_a_worker_that_breaks_the_rules_is_cut_off_and_the_others_go_on(bench: B
     party = Party(bench, LINKED)
     party.start(1, how, "obeys")
     bench.console.wait_for(b"unlinked")
-    party.until(lambda: party.procs.steps()[11] > 0)
+    party.until(lambda: party.events("worker.unlinked") and party.procs.steps()[11] > 0)
     (told,) = party.events("worker.unlinked")
     assert told["slot"] == 10
     assert told["why"]

@@ -61,6 +61,28 @@ def test_a_process_forked_from_the_agent_does_not_hide_its_death(start: Start) -
         os.kill(ready["fork"], signal.SIGKILL)
 
 
+def test_a_linked_worker_sees_that_its_agent_is_gone_even_if_the_warden_is_stopped(start: Start) -> None:
+    program = """
+import json, os, socket
+link = socket.socket(socket.AF_UNIX)
+link.connect("\\0" + os.environ["ELASTICD_LINK"])
+link.sendall(b'{"is":"hello","v":1,"pid":1}\\n')
+link.sendall(b'{"is":"waiting","round":0,"step":0,"state":"none"}\\n')
+link.recv(1000)
+print("family", json.dumps({"worker": os.getpid()}), flush=True)
+assert not link.recv(1)
+"""
+    agent = start([sys.executable, "-c", program], workers=1)
+    families = agent.hear_families(1)
+    (ready,) = agent.hear("ready")
+    os.kill(ready["warden"], signal.SIGSTOP)
+    try:
+        agent.signal(signal.SIGKILL)
+        wait_until_gone(_all(families))
+    finally:
+        os.kill(ready["warden"], signal.SIGCONT)
+
+
 def test_workers_that_ignore_signals_do_not_outlive_their_agent(start: Start) -> None:
     agent = start(STUBBORN)
     families = agent.hear_families(2)

@@ -4,6 +4,7 @@ The environment variable BEHAVE says which: ``obeys``, ``deaf`` to being told to
 breaks the rules.
 """
 
+import gc
 import json
 import os
 import select
@@ -45,7 +46,7 @@ def break_the_rules() -> None:
             say("hello", pid=os.getpid(), v=99)
 
 
-print("started", flush=True)
+print("started,", "forked" if gc.get_freeze_count() else "afresh", flush=True)
 try:
     if how != "another version":
         say("hello", pid=os.getpid(), v=1)
