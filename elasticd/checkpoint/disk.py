@@ -74,6 +74,17 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def settle(fresh: Path, path: Path) -> None:
+    """Put a file that others wrote in its place, durably."""
+    fd = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(fresh, path)
+    sync_folder(path.parent)
+
+
 def remove_folder(path: Path) -> None:
     """As far as that goes; what cannot be removed stays."""
     shutil.rmtree(path, ignore_errors=True)

@@ -3,6 +3,7 @@ and this a copy of it for those who come without."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +50,12 @@ class FilePointer:
             made = commit(self.read(), new, keep)
             self.write(made.checkpoint)
         return made
+
+    def forget(self, name: str) -> None:
+        """It is none of ours any more. Raises BadCheckpoint, OSError."""
+        with disk.locked(self._path / f".{POINTER}.lock"):
+            known = self.read()
+            self.write(replace(known, saved=tuple(s for s in known.saved if s.name != name)))
 
     def write(self, checkpoint: Checkpoint) -> None:
         record = msgspec.json.encode(_Record(VERSION, checkpoint.saved))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +70,18 @@ def metadata_of(path: Path, manifest: Manifest) -> bytes:
     return bytes(content)
 
 
-def fill(path: Path, manifest: Manifest, wishes: Iterable[Wish], threads: int = 0) -> None:
+def _silent(_: int) -> None:
+    """Nobody watches."""
+
+
+def fill(
+    path: Path, manifest: Manifest, wishes: Iterable[Wish], progress: Callable[[int], None] = _silent
+) -> None:
     """Read what is wished for, and verify it. Blocks that lie wholly within a wish are read to where
-    they are wanted. Raises BadCheckpoint; then what was wished for is in no defined state."""
+    they are wanted. Raises BadCheckpoint; then what was wished for is in no defined state.
+
+    ``progress``: called, from several threads, with bytes that have been read since.
+    """
     by_file: dict[int, list[Wish]] = {}
     for wish in wishes:
         if len(wish.into):
@@ -82,20 +91,22 @@ def fill(path: Path, manifest: Manifest, wishes: Iterable[Wish], threads: int = 
         for number, these in by_file.items()
         for first, some in _by_block(these, manifest.block)
     ]
-    threads = threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0))))
+    threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0))))
     folder = path / manifest.name
     runs = _runs(tasks, threads)
     if len(runs) <= 1:
         for run in runs:
-            _read_blocks(folder, manifest, run)
+            _read_blocks(folder, manifest, run, progress)
         return
     with ThreadPoolExecutor(len(runs), "read") as pool:
-        jobs = [pool.submit(_read_blocks, folder, manifest, run) for run in runs]
+        jobs = [pool.submit(_read_blocks, folder, manifest, run, progress) for run in runs]
         for job in jobs:
             job.result()
 
 
-def verify(path: Path, manifest: Manifest) -> Iterator[tuple[File, list[str]]]:
+def verify(
+    path: Path, manifest: Manifest, progress: Callable[[int], None] = _silent
+) -> Iterator[tuple[File, list[str]]]:
     """Read all of each file; what is wrong with it, in words, nothing if it is as it was saved."""
     scratch = memoryview(bytearray(manifest.block))
     for file in manifest.files:
@@ -107,6 +118,7 @@ def verify(path: Path, manifest: Manifest) -> Iterator[tuple[File, list[str]]]:
                     _read_exactly(stream.fileno(), block, n * manifest.block, f"{manifest.name}/{file.name}")
                     if block_digest(block) != expected:
                         wrong.append(_wrong(manifest, file, n))
+                    progress(len(block))
         except (OSError, BadCheckpoint) as error:
             wrong.append(str(error))
         yield file, wrong
@@ -137,7 +149,9 @@ def _length(file: File, number: int, block: int) -> int:
     return min(block, file.size - number * block)
 
 
-def _read_blocks(folder: Path, manifest: Manifest, tasks: Sequence[_Task]) -> None:
+def _read_blocks(
+    folder: Path, manifest: Manifest, tasks: Sequence[_Task], progress: Callable[[int], None]
+) -> None:
     scratch: memoryview | None = None
     name, fd = "", -1
     try:
@@ -163,6 +177,7 @@ def _read_blocks(folder: Path, manifest: Manifest, tasks: Sequence[_Task]) -> No
             _read_exactly(fd, block, start, where)
             if block_digest(block) != file.digests[number]:
                 raise BadCheckpoint(_wrong(manifest, file, number))
+            progress(length)
             if not direct:
                 for wish in wishes:
                     first, last = max(wish.at, start), min(wish.end, start + length)

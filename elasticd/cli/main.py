@@ -24,6 +24,7 @@ _COMMANDS = {
     "scale": "elasticd.cli.steer:scale",
     "drain": "elasticd.cli.steer:drain",
     "stop": "elasticd.cli.steer:stop",
+    "ckpt": "elasticd.cli.checkpoints:ckpt",
     "doctor": "elasticd.cli.doctor.command:doctor",
 }
 

@@ -1,0 +1,283 @@
+"""``elasticd ckpt``: what checkpoints there are, whether they are whole, and getting them out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elasticd.checkpoint import disk, reading
+from elasticd.checkpoint.manifest import BadCheckpoint, Manifest, parse_folder
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.cli.complaint import Complaint
+from elasticd.core.facts import Checkpoint, Saved
+from elasticd.telemetry import words
+
+NOT_WHOLE = 5
+
+_folder = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_which = click.argument("which", required=False, metavar="[STEP|NAME]")
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object per checkpoint.")
+
+
+@click.group()
+def ckpt() -> None:
+    """Look at checkpoints, verify, export and remove them.
+
+    FOLDER is where a job's checkpoints are. Without STEP or NAME the newest is meant.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """A committed checkpoint, and what a look at its manifest and the sizes of its files says."""
+
+    saved: Saved
+    manifest: Manifest | None
+    wrong: str
+
+    def as_json(self) -> dict[str, Any]:
+        s = self.saved
+        told = {
+            "name": s.name,
+            "step": s.step,
+            "round": s.round,
+            "world": s.world,
+            "at": s.at,
+            "size": s.size,
+        }
+        return {**told, "whole": not self.wrong, "wrong": self.wrong or None}
+
+
+@ckpt.command()
+@_folder
+@_json
+def ls(folder: Path, as_json: bool) -> None:
+    """List the committed checkpoints, oldest first.
+
+    Whole means here that nothing is missing or short; `verify` reads every byte.
+    """
+    known = _known(folder)
+    looked = [_look(folder, saved) for saved in known.saved]
+    if as_json:
+        for one in looked:
+            click.echo(json.dumps(one.as_json()))
+        return
+    if looked:
+        rows = [("STEP", "AGE", "WORLD", "ROUND", "SIZE", "WHOLE", "NAME"), *map(_row, looked)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for row in rows:
+            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    else:
+        click.echo(f"There is no committed checkpoint in {folder}.", err=True)
+    for one in looked:
+        if one.wrong:
+            click.echo(f"elasticd: {one.wrong}.", err=True)
+    committed = {saved.name for saved in known.saved}
+    begun = sum(
+        1 for p in folder.iterdir() if p.is_dir() and parse_folder(p.name) and p.name not in committed
+    )
+    if begun:
+        click.echo(
+            f"elasticd: {words.count(begun, 'folder')} not committed (being saved, or left over).", err=True
+        )
+
+
+@ckpt.command()
+@_folder
+@_which
+@_json
+def show(folder: Path, which: str | None, as_json: bool) -> None:
+    """Show what a checkpoint holds: its shards, tensors and objects."""
+    manifest = _whole(folder, which)
+    index = manifest.index
+    if as_json:
+        tensors = {k: {"dtype": t.dtype, "shape": t.shape} for k, t in index.tensors.items()}
+        files = {f.name: f.size for f in manifest.files}
+        told = {
+            "name": manifest.name,
+            "step": manifest.step,
+            "round": manifest.round,
+            "world": manifest.world,
+        }
+        click.echo(json.dumps({**told, "files": files, "tensors": tensors, "objects": sorted(index.blobs)}))
+        return
+    click.echo(f"{manifest.name}: step {manifest.step}, saved in round {manifest.round} by")
+    click.echo(f"{words.count(manifest.world, 'worker')}, {_size(manifest.size)}")
+    for file in manifest.files:
+        click.echo(f"  {file.name:<24} {_size(file.size):>10}")
+    click.echo(f"{words.count(len(index.tensors), 'tensor')}:")
+    for key, tensor in sorted(index.tensors.items()):
+        parts = f", in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
+        click.echo(f"  {key}  {tensor.dtype} {list(tensor.shape)}{parts}")
+    click.echo(f"{words.count(len(index.blobs), 'object')}:")
+    for key in sorted(index.blobs):
+        click.echo(f"  {key}")
+
+
+@ckpt.command()
+@_folder
+@_which
+@click.option("--all", "every", is_flag=True, help="All of them, not one.")
+def verify(folder: Path, which: str | None, every: bool) -> int:
+    """Read every byte of a checkpoint and compare it with its checksums.
+
+    Exits with 5 if anything is damaged, and names it.
+    """
+    if every and which is not None:
+        raise Complaint("give a step or --all, not both")
+    damaged = 0
+    for saved in _known(folder).saved if every else (_find(folder, which),):
+        looked = _look(folder, saved)
+        wrong = [looked.wrong] if looked.wrong else []
+        if looked.manifest is not None:
+            with _bar(f"step {saved.step}", looked.manifest.size) as advance:
+                for file, its in reading.verify(folder, looked.manifest, advance):
+                    del file
+                    wrong += its
+        for sentence in wrong:
+            click.echo(f"elasticd: {sentence}.", err=True)
+        click.echo(f"{saved.name}: {'damaged' if wrong else 'whole'}")
+        damaged += bool(wrong)
+    return NOT_WHOLE if damaged else 0
+
+
+@ckpt.command()
+@_folder
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@_which
+@click.option("--only", multiple=True, metavar="NAME", help="Only this part of the state, such as model.")
+def export(folder: Path, out: Path, which: str | None, only: tuple[str, ...]) -> None:
+    """Write a checkpoint into one file: OUT.safetensors, or OUT.pt for torch.load.
+
+    Every byte is verified on the way. A safetensors file holds the tensors only; a torch file is a
+    nested dict of all there is.
+    """
+    if out.suffix not in (".safetensors", ".pt", ".pth"):
+        raise Complaint(f"{out.name} is neither .safetensors nor .pt: what it is to be is told by its end")
+    manifest = _whole(folder, which)
+    names = {str(path[0]) for path in manifest.index.paths.values()}
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise Complaint(f"there is no {unknown[0]} in it; there is {words.listing(sorted(names))}")
+    import torch
+
+    from elasticd.worker.collect import restore
+    from elasticd.worker.target import Target
+
+    state: dict[str, Any] = dict.fromkeys(sorted(only or names))
+    fresh = out.with_name(f".{out.name}.new")
+    try:
+        target = Target.of(state, manifest.index)
+        with _bar("reading", sum(len(w.into) for w in target.wishes)) as advance:
+            reading.fill(folder, manifest, target.wishes, progress=advance)
+        flat = target.finish()
+        if out.suffix == ".safetensors":
+            _save_safetensors(flat.tensors, fresh, manifest)
+        else:
+            restore(state, flat)
+            torch.save(state, fresh)
+        disk.settle(fresh, out)
+    except BadCheckpoint as error:
+        raise Complaint(f"{error}", NOT_WHOLE) from error
+    except OSError as error:
+        raise Complaint(f"{out} cannot be written: {error.strerror}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    click.echo(f"{out}: step {manifest.step}, {words.count(len(flat.tensors), 'tensor')}")
+
+
+@ckpt.command()
+@_folder
+@click.argument("which", metavar="STEP|NAME")
+@click.option("--force", is_flag=True, help="Even if no other one is whole.")
+def rm(folder: Path, which: str, force: bool) -> None:
+    """Remove a checkpoint. The only whole one stays, unless forced."""
+    saved = _find(folder, which)
+    others = [s for s in _known(folder).saved if s.name != saved.name]
+    if not force and not any(not _look(folder, other).wrong for other in others):
+        raise Complaint(
+            f"step {saved.step} is the only checkpoint that is whole: --force removes it all the same"
+        )
+    try:
+        FilePointer(folder).forget(saved.name)
+        disk.remove_folder(folder / saved.name)
+    except OSError as error:
+        raise Complaint(f"{error.filename or folder} cannot be changed: {error.strerror}") from error
+    click.echo(f"{saved.name}: removed")
+
+
+# ---------------------------------------------------------------- looking
+
+
+def _known(folder: Path) -> Checkpoint:
+    try:
+        return FilePointer(folder).read()
+    except BadCheckpoint as error:
+        raise Complaint(f"{error}", NOT_WHOLE) from error
+    except OSError as error:
+        raise Complaint(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+
+
+def _find(folder: Path, which: str | None) -> Saved:
+    saved = _known(folder).saved
+    if not saved:
+        raise Complaint(f"there is no committed checkpoint in {folder}", NOT_WHOLE)
+    if which is None:
+        return saved[-1]
+    for one in reversed(saved):
+        if which in (one.name, str(one.step)):
+            return one
+    steps = words.listing([str(s.step) for s in saved], most=10)
+    raise Complaint(f"there is no checkpoint {which} in {folder}; there are those of the steps {steps}")
+
+
+def _look(folder: Path, saved: Saved) -> _Looked:
+    try:
+        return _Looked(saved, reading.open_manifest(folder, saved), "")
+    except BadCheckpoint as error:
+        return _Looked(saved, None, str(error))
+
+
+def _whole(folder: Path, which: str | None) -> Manifest:
+    looked = _look(folder, _find(folder, which))
+    if looked.manifest is None:
+        raise Complaint(looked.wrong, NOT_WHOLE)
+    return looked.manifest
+
+
+def _row(one: _Looked) -> tuple[str, ...]:
+    s = one.saved
+    age = words.span(max(0.0, time.time() - s.at))
+    whole = "no" if one.wrong else "yes"
+    return str(s.step), age, str(s.world), str(s.round), _size(s.size), whole, s.name
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+@contextmanager
+def _bar(label: str, size: int) -> Iterator[Callable[[int], None]]:
+    """On a terminal only; bytes."""
+    with click.progressbar(length=size, label=label, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _save_safetensors(tensors: dict[str, Any], out: Path, manifest: Manifest) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise Complaint("the package safetensors is not installed; a .pt file needs none") from error
+    save_file(tensors, out, metadata={"step": str(manifest.step), "name": manifest.name})

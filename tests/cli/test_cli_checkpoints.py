@@ -1,0 +1,124 @@
+"""elasticd ckpt, on checkpoints that were saved as workers save them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.main import cli
+from elasticd.worker import checkpoint
+from elasticd.worker.checkpoint import Checkpoints
+
+
+def state(step: int) -> dict[str, object]:
+    torch.manual_seed(step)
+    return {"model": {"w": torch.randn(300, 7), "b": torch.randn(5)}, "step": step, "note": ["a", step]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Steps 1 to 3."""
+    checkpoints = Checkpoints(tmp_path / "run")
+    for step in (1, 2, 3):
+        assert checkpoints.save(state(step), step)
+        assert checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+    yield tmp_path / "run"
+    while checkpoint._savers:
+        checkpoint._savers.pop().wait(60.0)
+
+
+def ckpt(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["ckpt", *map(str, arguments)], standalone_mode=False)
+
+
+def damage(folder: Path, step: int) -> None:
+    [name] = [s.name for s in FilePointer(folder).read().saved if s.step == step]
+    with (folder / name / "__0_0.distcp").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\0\xff\0")
+
+
+def complaint(result: Result) -> Complaint:
+    assert isinstance(result.exception, Complaint), result.exception
+    return result.exception
+
+
+def test_ls_tells_of_each_one(folder):
+    lines = ckpt("ls", folder).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["STEP", "1", "2", "3"]
+    told = [json.loads(line) for line in ckpt("ls", folder, "--json").stdout.splitlines()]
+    assert [t["step"] for t in told] == [1, 2, 3] and all(t["whole"] and t["world"] == 1 for t in told)
+
+
+def test_ls_says_what_is_missing(folder):
+    [name] = [s.name for s in FilePointer(folder).read().saved if s.step == 2]
+    (folder / name / "__0_0.distcp").unlink()
+    result = ckpt("ls", folder)
+    assert f"{name}/__0_0.distcp is missing" in result.stderr
+    assert [line.split()[-2] for line in result.stdout.splitlines()[1:]] == ["yes", "no", "yes"]
+
+
+def test_show_names_what_is_in_it(folder):
+    shown = ckpt("show", folder, 2)
+    assert "model.w  float32 [300, 7]" in shown.stdout and "note" in shown.stdout
+    assert json.loads(ckpt("show", folder, "--json").stdout)["step"] == 3
+
+
+def test_verify_finds_what_a_look_cannot(folder):
+    assert ckpt("verify", folder, "--all").return_value == 0
+    damage(folder, 2)
+    result = ckpt("verify", folder, "--all")
+    assert result.return_value == 5
+    assert [line.split()[-1] for line in result.stdout.splitlines()] == ["whole", "damaged", "whole"]
+    assert "is damaged between bytes" in result.stderr
+
+
+def test_export_writes_what_was_saved(folder, tmp_path):
+    assert ckpt("export", folder, tmp_path / "a.pt", 2).exception is None
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    expected = state(2)
+    assert loaded["step"] == 2 and loaded["note"] == ["a", 2]
+    assert torch.equal(loaded["model"]["w"], expected["model"]["w"])  # type: ignore[index]
+    assert ckpt("export", folder, tmp_path / "a.safetensors", "--only", "model").exception is None
+    assert load_file(tmp_path / "a.safetensors").keys() == {"model.w", "model.b"}
+
+
+def test_what_is_damaged_is_not_exported(folder, tmp_path):
+    damage(folder, 3)
+    result = ckpt("export", folder, tmp_path / "a.pt")
+    assert complaint(result).code == 5
+    assert not list(tmp_path.glob("*a.pt*"))
+
+
+def test_rm_removes_one_and_never_the_only_whole_one(folder):
+    assert ckpt("rm", folder, 1).exception is None
+    damage(folder, 2)
+    [name] = [s.name for s in FilePointer(folder).read().saved if s.step == 2]
+    (folder / name / "elasticd.json").unlink()
+    assert "the only checkpoint that is whole" in complaint(ckpt("rm", folder, 3)).sentence
+    assert [s.step for s in FilePointer(folder).read().saved] == [2, 3]
+    assert ckpt("rm", folder, 3, "--force").exception is None
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [name]
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_another_step_is_refused_with_those_that_there_are(folder, command):
+    assert "1, 2 and 3" in complaint(ckpt(command, folder, 9)).sentence
+
+
+def test_an_empty_folder_has_none(tmp_path):
+    assert "no committed checkpoint" in ckpt("ls", tmp_path).stderr
+    assert complaint(ckpt("verify", tmp_path)).code == 5
+
+
+def test_a_file_of_unknown_kind_is_not_written(folder, tmp_path):
+    assert "neither .safetensors nor .pt" in complaint(ckpt("export", folder, tmp_path / "a.bin")).sentence
