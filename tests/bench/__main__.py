@@ -1,9 +1,11 @@
-"""``python -m tests.bench recovery | node-loss | forming | overhead | hang``: each prints its ratios."""
+"""``python -m tests.bench recovery | node-loss | forming | overhead | hang | checkpoint``:
+each prints its ratios."""
 
 from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 
 import click
 
@@ -68,6 +70,18 @@ def hang(workers: int, stops: int, bound: float) -> None:
     from tests.bench.hang import hangs
 
     click.echo(hangs(workers, stops, bound))
+
+
+@main.command()
+@click.option("--workers", default=4)
+@click.option("--megabytes", default=400, help="Of model and optimizer together.")
+@click.option("--saves", default=5)
+@click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure; default: TMPDIR.")
+def checkpoint(workers: int, megabytes: int, saves: int, folder: Path | None) -> None:
+    """What a checkpoint costs the training loop, and how long until it is durable."""
+    from tests.bench.checkpoint import checkpoint as measure
+
+    click.echo(measure(workers, megabytes, saves, folder))
 
 
 main()

@@ -1,0 +1,374 @@
+"""Checkpoints beside torch.save, dcp.save, dcp.async_save and a bare memcpy.
+
+Four gloo workers with the same model and optimizer state make steps of a fixed length of work; each
+way of saving is used in turns, some saves each. Measured on rank 0 and as the most of all ranks: how
+long the loop is blocked, by how much the steps until the next save are slower than undisturbed ones,
+when it is durable, and how long a load takes with a warm page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Numbers = dict[str, dict[str, list[float]]]
+STEP_S = 0.3
+
+
+def checkpoint(workers: int, megabytes: int, saves: int, folder: Path | None) -> str:
+    """Run it all; the table as text. ``megabytes``: of model and optimizer together."""
+    with tempfile.TemporaryDirectory(dir=folder) as place, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        env |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+        program = "import sys; from tests.bench.checkpoint import worker; worker(*sys.argv[1:])"
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, place, str(megabytes), str(saves)],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(workers)
+        ]
+        try:
+            said = ranks[0].communicate(timeout=1800)[0]
+            if any(rank.wait(120) for rank in ranks):
+                raise RuntimeError(f"a worker failed: {said[-2000:]}")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    found = json.loads(said.splitlines()[-1])
+    return _table(found["numbers"], found["size"], workers, saves)
+
+
+def _table(numbers: Numbers, size: float, workers: int, saves: int) -> str:
+    floor = median(numbers["floor: memcpy of its own part"]["blocks"])
+    lines = [
+        f"{size / 1e6:.0f} MB in all, {workers} workers, {saves} saves each; medians in seconds",
+        f"{'':<36}{'blocks':>9}{'x floor':>9}{'slows':>9}{'durable':>9}{'load':>9}{'x memory':>9}",
+    ]
+    for name, row in numbers.items():
+        cells = [
+            f"{median(row[k]):9.4f}" if row.get(k) else f"{'-':>9}" for k in ("slows", "durable", "load")
+        ]
+        blocks = median(row["blocks"])
+        memory = f"{median(row['memory']) / size:9.2f}" if row.get("memory") else f"{'-':>9}"
+        lines.append(f"{name:<36}{blocks:9.4f}{blocks / floor:9.2f}{''.join(cells)}{memory}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------ a worker
+
+
+def worker(place: str, megabytes: str, saves: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bench = _Bench(Path(place), rank, world, int(saves))
+    width = 1024
+    layers = max(1, int(megabytes) * 1_000_000 // (12 * (4 * width * width + 4 * width + width * 4)))
+    blocks: list[torch.nn.Module] = []
+    for _ in range(layers):
+        blocks += [torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)]
+        blocks += [torch.nn.LayerNorm(width)]
+    bench.model = DistributedDataParallel(torch.nn.Sequential(*blocks))
+    bench.optimizer = torch.optim.AdamW(bench.model.parameters(), lr=1e-4)
+    bench.model(torch.randn(2, width)).sum().backward()
+    bench.optimizer.step()
+    bench.optimizer.zero_grad()
+    bench.calibrate()
+    bench.run()
+    if rank == 0:
+        print(json.dumps({"numbers": bench.numbers, "size": bench.size}), flush=True)
+    dist.destroy_process_group()
+
+
+class _Bench:
+    def __init__(self, place: Path, rank: int, world: int, saves: int) -> None:
+        import torch
+
+        self.place, self.rank, self.world, self.saves = place, rank, world, saves
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.numbers: Numbers = {}
+        self.work = torch.randn(384, 384)
+        self.rounds = 1
+        self.usual_s = 0.0
+        self.size = 0
+        self.count = 0
+
+    def calibrate(self) -> None:
+        """So much work that a step of all ranks together takes about ``STEP_S``."""
+        import torch
+        import torch.distributed as dist
+
+        tensors = [t for t in self.tensors().values() if isinstance(t, torch.Tensor)]
+        self.size = sum(t.nbytes for t in tensors)
+        self.rounds = 200
+        took = median(self.step() for _ in range(5))
+        mine = torch.tensor([max(1.0, self.rounds * STEP_S / took)])
+        dist.all_reduce(mine, dist.ReduceOp.MIN)
+        self.rounds = int(mine)
+        self.usual_s = median(self.step() for _ in range(12))
+
+    def step(self) -> float:
+        """What a training step does: compute, and wait for the others."""
+        import torch.distributed as dist
+
+        began = time.perf_counter()
+        for _ in range(self.rounds):
+            self.work = (self.work @ self.work).tanh_()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def tensors(self) -> dict[str, Any]:
+        from elasticd.worker.collect import flatten
+
+        return flatten({"model": self.model, "optimizer": self.optimizer}).tensors
+
+    def nested(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def most(self, seconds: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
+
+    def run(self) -> None:
+        for name, way in (
+            ("floor: memcpy of its own part", self.memcpy(1 / self.world)),
+            ("memcpy of all of it", self.memcpy(1.0)),
+            ("elasticd", self.ours()),
+            ("torch.save on rank 0, with fsync", self.torch_save()),
+            ("dcp.save", self.dcp_save()),
+            ("dcp.async_save, default", self.dcp_async({})),
+            ("dcp.async_save, cached pinned stager", self.dcp_async({"stager": "cached"})),
+            ("dcp.async_save, process", self.dcp_async({"process": True})),
+            ("dcp.async_save, process, stager", self.dcp_async({"process": True, "stager": "default"})),
+        ):
+            try:
+                self.numbers[name] = self.measure(way)
+            except Exception as error:
+                if name in ("elasticd", "floor: memcpy of its own part"):
+                    raise
+                print(f"{name}: {error!r}"[:300], file=sys.stderr)
+
+    def measure(self, way: Iterator[dict[str, Callable[[], Any]]]) -> dict[str, list[float]]:
+        """``way`` gives what to do: ``save`` (blocks), ``durable`` (until it is), ``load``."""
+        import torch.distributed as dist
+
+        doing = next(way)
+        row: dict[str, list[float]] = {"blocks": [], "slows": [], "durable": [], "load": []}
+        for n in range(self.saves + 2):
+            self.count += 1
+            self.usual_s = median([self.step() for _ in range(3)])
+            dist.barrier()
+            began = time.perf_counter()
+            doing["save"]()
+            blocked = time.perf_counter() - began
+            steps, slower = 0, 0.0
+            if "durable" in doing:
+                done: list[float] = []
+                while not done and steps < 30:
+                    slower += self.step() - self.usual_s
+                    steps += 1
+                    if self.most(0.0 if (at := doing["is_durable"]()) else 1.0) == 0.0:
+                        done.append(at)
+                doing["durable"]()
+                durable = doing["when_durable"]() - began
+            else:
+                durable = 0.0
+            numbers = {
+                "blocks": self.most(blocked),
+                "slows": self.most(slower),
+                "durable": self.most(durable),
+            }
+            if n >= 2:  # steady state
+                for key, value in numbers.items():
+                    if key != "durable" or durable:
+                        row[key].append(value)
+        if "load" in doing:
+            for _ in range(3):
+                dist.barrier()
+                began = time.perf_counter()
+                doing["load"]()
+                row["load"].append(self.most(time.perf_counter() - began))
+        if "memory" in doing:
+            row["memory"] = [doing["memory"]()]
+        with contextlib.suppress(StopIteration):
+            next(way)
+        return row
+
+    # -------------------------------------------------------- the ways
+
+    def memcpy(self, share: float) -> Iterator[dict[str, Callable[[], Any]]]:
+        import torch
+
+        wanted = int(self.size * share)
+        sources, have = [], 0
+        for tensor in self.tensors().values():
+            flat = tensor.reshape(-1)[: max(0, (wanted - have) // tensor.itemsize)]
+            sources.append(flat)
+            have += flat.nbytes
+        places = [torch.empty_like(s) for s in sources]
+
+        def copy() -> None:
+            torch._foreach_copy_(places, sources)
+
+        def back() -> None:
+            torch._foreach_copy_(sources, places)
+
+        yield {"save": copy, "load": back}
+
+    def ours(self) -> Iterator[dict[str, Callable[[], Any]]]:
+        from elasticd.worker import checkpoint as library
+
+        path = self.place / "ours"
+        checkpoints = library.Checkpoints(path, last=2)
+        state = {"model": self.model, "optimizer": self.optimizer}
+        began: list[float] = []
+        at: list[float] = []
+
+        def save() -> None:
+            began[:] = [time.perf_counter()]
+            at.clear()
+            assert checkpoints.save(state, self.count)
+
+        def is_durable() -> bool:
+            checkpoints._listen()
+            return not checkpoints._pending
+
+        def when() -> float:
+            # The saver tells how long it took since it was handed the first shard.
+            newest = checkpoints.newest
+            assert newest is not None and not checkpoints.failed, checkpoints.last_error
+            return began[0] + newest.took_s
+
+        def memory() -> float:
+            plan = checkpoints._plan
+            assert plan is not None
+            return float(sum(b.memory.size for b in plan.buffers)) * self.world
+
+        yield {
+            "save": save,
+            "durable": checkpoints.wait,
+            "is_durable": is_durable,
+            "when_durable": when,
+            "load": lambda: checkpoints.load(state),
+            "memory": memory,
+        }
+        checkpoints.close()
+        for saver in library._savers:
+            saver.wait(60.0)
+
+    def torch_save(self) -> Iterator[dict[str, Callable[[], Any]]]:
+        import torch
+        import torch.distributed as dist
+
+        file = self.place / "whole.pt"
+
+        def save() -> None:
+            if self.rank == 0:
+                with file.open("wb") as out:
+                    torch.save(self.nested(), out)
+                    out.flush()
+                    os.fsync(out.fileno())
+            dist.barrier()
+
+        def load() -> None:
+            from torch.distributed.checkpoint.state_dict import set_state_dict
+
+            loaded = torch.load(file, weights_only=True)
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=loaded["model"],
+                optim_state_dict=loaded["optimizer"],
+            )
+
+        yield {"save": save, "load": load}
+
+    def folder(self) -> Path:
+        path = self.place / f"dcp-{self.count}"
+        for old in self.place.glob("dcp-*"):
+            if self.rank == 0 and int(old.name[4:]) < self.count - 1:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def dcp_load(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load(self.nested(), checkpoint_id=self.place / f"dcp-{self.count}")
+
+    def dcp_save(self) -> Iterator[dict[str, Callable[[], Any]]]:
+        import torch.distributed.checkpoint as dcp
+
+        yield {
+            "save": lambda: dcp.save(self.nested(), checkpoint_id=self.folder()),
+            "load": self.dcp_load,
+        }
+
+    def dcp_async(self, options: dict[str, Any]) -> Iterator[dict[str, Callable[[], Any]]]:
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        group = dist.new_group(backend="gloo")
+        more: dict[str, Any] = {}
+        if options.get("process"):
+            more["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+        if options.get("stager"):
+            cached = options["stager"] == "cached"
+            more["async_stager"] = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=False,
+                    use_shared_memory=not cached,
+                    use_async_staging=not cached,
+                    use_non_blocking_copy=False,
+                )
+            )
+        pending: list[Any] = []
+        at: list[float] = []
+
+        def save() -> None:
+            at.clear()
+            answer = dcp.async_save(self.nested(), checkpoint_id=self.folder(), process_group=group, **more)
+            if hasattr(answer, "upload_completion"):
+                answer.staging_completion.result()
+                answer = answer.upload_completion
+            answer.add_done_callback(lambda _: at.append(time.perf_counter()))
+            pending[:] = [answer]
+
+        yield {
+            "save": save,
+            "durable": lambda: pending[0].result(),  # noqa: PLW0108  (not there yet)
+            "is_durable": lambda: pending[0].done(),  # noqa: PLW0108
+            "when_durable": lambda: at[0],
+            "load": self.dcp_load,
+        }
