@@ -3,6 +3,8 @@ and this a copy of it for those who come without."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -10,7 +12,7 @@ from typing import Final
 import msgspec
 
 from elasticd.checkpoint import disk
-from elasticd.checkpoint.manifest import BadCheckpoint
+from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Commit, Keep, commit
 
@@ -44,11 +46,27 @@ class FilePointer:
             raise BadCheckpoint(f"{file} was written by a newer elasticd (version {record.v})")
         return Checkpoint(str(self._path), record.saved)
 
+    def last_round(self) -> int:
+        """The latest round that has committed here, or has begun to save. Raises as ``read``."""
+        newest = self.read().newest
+        begun = 0
+        with contextlib.suppress(FileNotFoundError):
+            begun = max(
+                (there.round for n in os.listdir(self._path) if (there := parse_folder(n))), default=0
+            )
+        return max(begun, newest.round if newest else 0)
+
     def commit(self, new: Saved, keep: Keep) -> Commit:
         """Raises ``retention.Refused``, BadCheckpoint, OSError; then nothing has changed."""
         with disk.locked(self._path / f".{POINTER}.lock"):
             made = commit(self.read(), new, keep)
-            self.write(made.checkpoint)
+            try:
+                self.write(made.checkpoint)
+            except OSError:
+                if self.read() != made.checkpoint:
+                    raise
+                # It is in place, and may be gone after a power cut: what it was before still counts.
+                return Commit(made.checkpoint, ())
         return made
 
     def forget(self, name: str) -> None:

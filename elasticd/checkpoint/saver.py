@@ -86,6 +86,7 @@ class _Gathering:
     files: dict[int, File] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
     why: str = ""  # it came to nothing
+    committing: bool = False
     settled: bool = False
 
 
@@ -254,8 +255,7 @@ class Saver:
             world.gatherings[name] = gathering
         if rank == 0:
             gathering.paper = plan.paper
-        if world.gone:
-            gathering.why = gathering.why or f"rank {min(world.gone)} was gone before it had handed over"
+        self._miss_those_gone(world, gathering)
         if gathering.why:
             self._reply(client, {"is": "free", "plan": message["plan"], "buffer": buffer})
             self._settle_if_failed(world, gathering)
@@ -272,14 +272,7 @@ class Saver:
             else:
                 gathering.files[rank] = outcome
             self._settle_if_failed(world, gathering)
-            if world.commits and not gathering.why and world.locals <= gathering.files.keys():
-                self._run(
-                    self._committers,
-                    lambda: self._commit(world, gathering),
-                    lambda outcome: self._settle(world, gathering, outcome),
-                )
-            elif not world.commits and not gathering.why and world.locals <= gathering.files.keys():
-                del world.gatherings[name]
+            self._advance(world)
 
         folder = world.path / name
         self._run(self._writers, lambda: self._write(world, folder, rank, memory), written)
@@ -319,9 +312,29 @@ class Saver:
             del world.clients[client.rank]
         world.gone.add(client.rank)
         for gathering in list(world.gatherings.values()):
-            if client.rank not in gathering.files and client.rank not in gathering.writing:
-                gathering.why = gathering.why or f"rank {client.rank} was gone before it had handed over"
-                self._settle_if_failed(world, gathering)
+            self._miss_those_gone(world, gathering)
+            self._settle_if_failed(world, gathering)
+
+    def _miss_those_gone(self, world: _World, gathering: _Gathering) -> None:
+        """Whoever is gone and has not handed over never will."""
+        missed = world.gone - gathering.files.keys() - gathering.writing
+        if missed and not gathering.why:
+            gathering.why = f"rank {min(missed)} was gone before it had handed over"
+
+    def _advance(self, world: _World) -> None:
+        """Commit the oldest if all of it is here: in order, or the older one would be refused."""
+        first = next(iter(world.gatherings.values()), None)
+        if first is None or first.why or first.committing or not world.locals <= first.files.keys():
+            return
+        if not world.commits:
+            self._forget(world, first)
+            return
+        first.committing = True
+        self._run(
+            self._committers,
+            lambda: self._commit(world, first),
+            lambda outcome: self._settle(world, first, outcome),
+        )
 
     def _plan(self, client: _Client, message: Message) -> _Plan:
         if client.plan is None or client.number != message["plan"]:
@@ -428,16 +441,14 @@ class Saver:
             time.sleep(_LOOK_S)
 
     def _sweep(self, world: _World, made: Commit, new: Saved) -> None:
-        """Remove what was begun and can never be committed any more: saves of earlier rounds, and
-        our own older ones."""
+        """Remove what was begun and can never be committed any more."""
         committed = {s.name for s in made.checkpoint.saved}
-        mine = parse_folder(new.name)
         for entry in os.scandir(world.path):
             there = parse_folder(entry.name)
-            if there is None or mine is None or entry.name in committed:
+            if there is None or entry.name in committed:
                 continue
-            older = there.token == mine.token and there.seq < mine.seq
-            if (older and entry.name not in world.gatherings) or there.round < mine.round:
+            # Whoever still writes there would be refused, by the rule of ``retention.commit``.
+            if (there.round, there.step) <= (new.round, new.step):
                 disk.remove_folder(Path(entry.path))
 
     def _settle(self, world: _World, gathering: _Gathering, outcome: Saved | BaseException) -> None:
@@ -446,7 +457,7 @@ class Saver:
             gathering.why = str(outcome) if refused else f"it could not be committed: {_told(outcome)}"
             self._settle_if_failed(world, gathering)
             return
-        world.gatherings.pop(gathering.name, None)
+        self._forget(world, gathering)
         took_s = time.monotonic() - gathering.began
         self._tell(
             world,
@@ -459,7 +470,7 @@ class Saver:
             },
         )
         self._say(
-            f"committed step {outcome.step} ({outcome.size / 1e6:.1f} MB, {took_s:.2f} s) as {outcome.name}"
+            f"committed step {outcome.step} as {outcome.name} ({outcome.size / 1e6:.1f} MB, {took_s:.2f} s)"
         )
 
     def _settle_if_failed(self, world: _World, gathering: _Gathering) -> None:
@@ -477,10 +488,11 @@ class Saver:
         self._tell(
             world, {"is": "failed", "name": gathering.name, "step": gathering.step, "why": gathering.why}
         )
-        self._say(f"step {gathering.step} was not saved: {gathering.why}")
+        self._say(f"step {gathering.step} was not saved as {gathering.name}: {gathering.why}")
 
     def _forget(self, world: _World, gathering: _Gathering) -> None:
         world.gatherings.pop(gathering.name, None)
+        self._advance(world)
 
     def _tell(self, world: _World, message: Message) -> None:
         for client in list(world.clients.values()):

@@ -33,7 +33,7 @@ from elasticd.checkpoint.handover import Gone, Line, Memory, Paper
 from elasticd.checkpoint.manifest import BadCheckpoint, encode_index, folder_name
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.reading import fill, open_manifest
-from elasticd.core.facts import Checkpoint
+from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Keep
 from elasticd.worker.collect import Flat, flatten, restore
 from elasticd.worker.layout import Held, Shard, lay_out
@@ -202,13 +202,13 @@ class Checkpoints:
         self._pending.clear()
         mine: dict[str, Any] = {"host": _host(), "saver": os.environ.get("ELASTICD_SAVER", "")}
         if together.rank == 0:
-            before = None
+            before = 0
             with contextlib.suppress(BadCheckpoint, OSError):  # then no commit works, which is said
-                before = FilePointer(self._path).read().newest
+                before = FilePointer(self._path).last_round()
             numbered = int(os.environ.get("ELASTICD_ROUND", "0"))
             mine |= {
                 "token": os.urandom(4).hex(),
-                "round": max(numbered, before.round + 1 if before else 1),
+                "round": max(numbered, before + 1),
             }
         said = [json.loads(raw) for raw in together.gather(json.dumps(mine).encode())]
         self._token, self._round = said[0]["token"], said[0]["round"]
@@ -366,28 +366,42 @@ class Checkpoints:
         none of them is; ValueError where the checkpoint is whole and not of such a state.
         """
         together = self._in_this_world()
-        known, complaint = self._committed(together)
-        complaints = [complaint] if complaint else []
-        for saved in reversed(known.saved):
-            flat, why = Flat(), ""
-            try:
-                manifest = open_manifest(self._path, saved)
-                target = Target.of(state, manifest.index)
-                fill(self._path, manifest, target.wishes)
-                flat = target.finish()
-            except BadCheckpoint as error:
-                why = str(error)
-            whys = [w for raw in together.gather(why.encode()) if (w := raw.decode())]
+        wrong: dict[str, str] = {}  # by name, what is
+        while True:
+            # Read anew each time: what a saver still had to do may have come in between.
+            known, complaint = self._committed(together)
+            saved = next((s for s in reversed(known.saved) if s.name not in wrong), None)
+            if complaint or saved is None:
+                break
+            flat, why, misfit = self._read(state, saved)
+            said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode((why, misfit)))]
+            if misfits := [m for _, m in said if m]:
+                raise ValueError(misfits[0])
+            whys = [w for w, _ in said if w]
             if not whys:
                 restore(state, flat)
+                if together.rank == 0:
+                    for name in wrong.keys() & {s.name for s in known.saved}:
+                        _log.warning("step %d is resumed from, since %s", saved.step, wrong[name])
                 return saved.step
-            complaints.append(whys[0])
-            if together.rank == 0:
-                _log.warning("the checkpoint of step %d is not used: %s", saved.step, whys[0])
-        if complaints or required:
-            told = "; ".join(complaints) or f"none was ever committed in {self._path}"
+            wrong[saved.name] = whys[0]
+        whole = [complaint] if complaint else [wrong[s.name] for s in reversed(known.saved)]
+        if whole or required:
+            told = "; ".join(whole) or f"none was ever committed in {self._path}"
             raise NoCheckpoint(f"no checkpoint is whole: {told}")
         return None
+
+    def _read(self, state: dict[str, Any], saved: Saved) -> tuple[Flat, str, str]:
+        """What it holds; else what is wrong with it, or why it is not of such a state."""
+        try:
+            manifest = open_manifest(self._path, saved)
+            target = Target.of(state, manifest.index)
+            fill(self._path, manifest, target.wishes)
+            return target.finish(), "", ""
+        except BadCheckpoint as error:
+            return Flat(), str(error), ""
+        except ValueError as error:
+            return Flat(), "", str(error)
 
 
 def _shape(flat: Flat) -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ def test_a_short_file_is_named_and_the_one_before_it_is_taken(damaged, caplog, n
     with file.open("r+b") as stream:
         stream.truncate(size - 1)
     assert damaged.found() == 1
-    assert f"/{name} is" in caplog.text and "step 2 is not used" in caplog.text
+    assert f"/{name} is" in caplog.text and "step 1 is resumed from, since step-0000000002" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST])

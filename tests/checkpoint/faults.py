@@ -1,0 +1,75 @@
+"""What the fault tests share: states that tell their step by every byte, and the helpers' processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+PROGRAMS = Path(__file__).parent / "programs"
+ROOT = Path(__file__).parents[2]
+ELEMENTS = 1 << 18
+
+
+def filled(step: int) -> dict[str, Any]:
+    """A state whose every byte is of its step: a mix of two would show."""
+    return {
+        "w": torch.full((ELEMENTS,), step, dtype=torch.int64),
+        "b": torch.full((7, 3), step),
+        "step": step,
+    }
+
+
+def check(state: dict[str, Any], step: int) -> None:
+    assert state["step"] == step
+    assert bool((state["w"] == step).all()) and bool((state["b"] == step).all()), "a torn state"
+
+
+class Helper:
+    """A program that does something for each line it is given, and says lines."""
+
+    def __init__(self, program: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / program)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.said: list[str] = []
+
+    def ask(self, **order: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def until(self, start: str) -> list[str]:
+        """The words of the next line that begins so; what comes before it is kept in ``said``."""
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            self.said.append(line.strip())
+            if line.startswith(start):
+                return line.split()
+        raise AssertionError(f"it ended before it said {start!r}: {self.said[-5:]}")
+
+    def saver(self, **options: Any) -> tuple[str, int]:
+        """Start one; its name and pid."""
+        self.ask(**options)
+        _, name, pid = self.until("saver ")
+        return name, int(pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.read()
+        self._process.wait(60.0)
+        self._process.stdout.close()

@@ -1,0 +1,59 @@
+"""Forks savers, which start in no time so: one for each line of JSON on stdin, with its options.
+
+A saver says on stdout, a line each: its name and pid, then what it does. ``fail``: [function of os,
+number of calls that still work, how many fail then, errno]. ``slow``: [function of os, seconds].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from elasticd.checkpoint import disk, handover
+from elasticd.checkpoint.saver import Saver
+
+
+def say(sentence: str) -> None:
+    os.write(1, f"{sentence}\n".encode())
+
+
+def spoil(function: str, fine: int, bad: int, code: int) -> None:
+    real, calls = getattr(os, function), 0
+
+    def spoiled(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if fine < calls <= fine + bad:
+            raise OSError(code, os.strerror(code), str(arguments[0]))
+        return real(*arguments, **options)
+
+    setattr(os, function, spoiled)
+
+
+def saver(options: dict[str, Any]) -> None:
+    listener, name = handover.listen()
+    say(f"saver {name} {os.getpid()}")
+    if "fail" in options:
+        spoil(*options["fail"])
+    pace = disk.Pace(options["bytes_s"], time.monotonic, time.sleep) if "bytes_s" in options else None
+    Saver(listener, pace=pace, linger_s=options.get("linger_s", 0.0), say=say).serve()
+
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+children: set[int] = set()
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        saver(json.loads(line))
+        os._exit(0)
+    children.add(pid)
+for pid in children:  # those who are still there are not needed any more
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

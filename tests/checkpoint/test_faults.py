@@ -1,0 +1,260 @@
+"""Killed, full, failing and slow, at any instant: never a torn load, never a committed one lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.checkpoint import handover
+from elasticd.checkpoint.handover import Line, Memory, Paper
+from elasticd.checkpoint.manifest import Index, encode_index, folder_name
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.worker.checkpoint import Checkpoints
+from tests.checkpoint.faults import Helper, check, filled
+
+TRIES = 100
+TRIES_OF_WORKERS = 40  # each begins with a load
+
+
+@pytest.fixture
+def forker() -> Iterator[Helper]:
+    with Helper("forker.py") as helper:
+        yield helper
+
+
+def resumed(path: Path) -> int:
+    """The step that a new process would go on from; its state must be that step's, all of it."""
+    state = filled(0)
+    reader = Checkpoints(path)
+    step = reader.load(state) or 0
+    reader.close()
+    check(state, step)
+    return step
+
+
+def folders(path: Path) -> set[str]:
+    return {p.name for p in path.iterdir() if p.is_dir()}
+
+
+def die_at_random(forker: Helper, path: Path, tries: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """SIGKILL the saver at random instants of saves; how often it had come to commit."""
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    step = committed = commits = 0
+    for _ in range(tries):
+        name, pid = forker.saver()
+        monkeypatch.setenv("ELASTICD_SAVER", name)
+        checkpoints = Checkpoints(path, last=2)
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            step += 1
+            checkpoints.save(filled(step), step)
+        time.sleep(chance.random() * 0.02)  # a random instant is what is tried here
+        os.kill(pid, signal.SIGKILL)
+        checkpoints.wait(60.0)
+        newest = checkpoints.newest.step if checkpoints.newest else 0
+        checkpoints.close()
+        found = resumed(path)
+        assert found >= max(committed, newest), "a committed checkpoint was lost"
+        commits += found > committed
+        committed = found
+    return commits
+
+
+def test_a_saver_killed_at_any_instant_leaves_what_was_committed(forker, tmp_path, monkeypatch):
+    die_at_random(forker, tmp_path / "run", TRIES, monkeypatch)
+    name, _ = forker.saver()
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    last = Checkpoints(tmp_path / "run", last=2)
+    assert last.save(filled(10_000), 10_000) and last.wait() and not last.failed
+    last.close()
+    assert resumed(tmp_path / "run") == 10_000
+    assert len(folders(tmp_path / "run")) <= 2, "leftovers stay"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_saver_killed_a_thousand_times(forker, tmp_path, monkeypatch):
+    assert die_at_random(forker, tmp_path / "run", 1000, monkeypatch) > 10
+
+
+@pytest.fixture
+def trainer() -> Iterator[Helper]:
+    with Helper("trainer.py") as helper:
+        yield helper
+
+
+def test_a_worker_killed_at_any_instant_loses_nothing_it_had_handed_over(forker, trainer, tmp_path):
+    path = tmp_path / "run"
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    name, _ = forker.saver(linger_s=60.0)
+    for _ in range(TRIES_OF_WORKERS):
+        trainer.ask(path=str(path), saver=name)
+        pid = int(trainer.until("pid")[1])
+        trainer.until("resumed")
+        _, step, folder = trainer.until("handed")
+        time.sleep(chance.random() * 0.02)  # a random instant is what is tried here
+        os.kill(pid, signal.SIGKILL)
+        while not (told := [line for line in forker.said if folder in line]):
+            forker.until("")
+        # Others before it may have had saves on their way, and it have gone on from before them.
+        assert told[0].startswith(f"committed step {step} ") or "has committed since" in told[0]
+        assert resumed(path) >= 1  # and whole
+    assert not [line for line in trainer.said if line.startswith("error")]
+
+
+CALLS = [("write", n) for n in range(4)] + [("fsync", n) for n in range(8)] + [("rename", 0), ("open", 3)]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+@pytest.mark.parametrize(("call", "fine"), CALLS)
+def test_an_error_at_any_call_fails_one_checkpoint_and_no_other(
+    forker, tmp_path, monkeypatch, call, fine, code
+):
+    path = tmp_path / "run"
+    first, _ = forker.saver()
+    monkeypatch.setenv("ELASTICD_SAVER", first)
+    before = Checkpoints(path)
+    assert before.save(filled(1), 1) and before.wait() and not before.failed
+    before.close()
+    name, _ = forker.saver(fail=[call, fine, 1, code])
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    checkpoints = Checkpoints(path)
+    checkpoints.save(filled(2), 2)
+    assert checkpoints.wait()
+    if checkpoints.failed:
+        assert os.strerror(code) in checkpoints.last_error
+        assert resumed(path) == 1 or (call, fine) == ("fsync", 7)  # the pointer was there already
+    else:
+        assert resumed(path) == 2
+    assert checkpoints.save(filled(3), 3) and checkpoints.wait()
+    assert checkpoints.newest is not None and checkpoints.newest.step == 3
+    assert resumed(path) == 3
+    checkpoints.close()
+
+
+def test_a_full_disk_fails_checkpoints_until_there_is_room(forker, tmp_path, monkeypatch):
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=7m", "none", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no right to mount a small disk: {mounted.stderr.strip()}")
+    try:
+        name, _ = forker.saver()
+        monkeypatch.setenv("ELASTICD_SAVER", name)
+        checkpoints = Checkpoints(disk / "run", last=1)
+        for step in (1, 2):
+            assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
+        (disk / "ballast").write_bytes(bytes(4_000_000))
+        assert checkpoints.save(filled(3), 3) and checkpoints.wait() and checkpoints.failed == 1
+        assert "No space left" in checkpoints.last_error
+        assert resumed(disk / "run") == 2
+        (disk / "ballast").unlink()
+        assert checkpoints.save(filled(4), 4) and checkpoints.wait() and checkpoints.failed == 1
+        assert resumed(disk / "run") == 4
+        checkpoints.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp_path, monkeypatch):
+    name, _ = forker.saver(bytes_s=1e6)  # two seconds for each
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert [checkpoints.save(filled(n), n) for n in range(1, 6)] == [True, True, False, False, False]
+    assert checkpoints.skipped == 3
+    assert checkpoints.wait() and not checkpoints.failed
+    assert resumed(tmp_path / "run") == 2
+    checkpoints.close()
+
+
+# ------------------------------------------------------------ the protocol, without a training
+
+
+def joins(name: str, path: Path, rank: int, world: int, token: str = "0000000a", round: int = 1) -> Line:
+    line = handover.connect(name)
+    who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round}
+    line.send({"is": "open", **who, "locals": list(range(world)), "last": 3, "every": 0})
+    paper = Paper(encode_index(Index([], {}, {}, {})), b"not looked at").file()
+    line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
+    memory = Memory.make(64)
+    line.send({"is": "buffer", "plan": 1, "buffer": 0}, (memory.fd,))
+    os.close(paper)
+    return line
+
+
+def hands_over(line: Line, step: int, name: str) -> None:
+    line.send({"is": "save", "plan": 1, "buffer": 0, "step": step, "name": name, "at": 1.0})
+
+
+def hears(line: Line, what: str) -> handover.Message:
+    while heard := line.receive():
+        if heard[0]["is"] == what:
+            return heard[0]
+    raise AssertionError
+
+
+def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(forker, tmp_path):
+    name, _ = forker.saver()
+    one, two = (joins(name, tmp_path / "run", rank, 2) for rank in range(2))
+    folder = folder_name(5, 1, "0000000a", 1)
+    hands_over(one, 5, folder)
+    hears(one, "free")
+    two.close()
+    failed = hears(one, "failed")
+    assert failed["name"] == folder and "rank 1 was gone before it had handed over" in failed["why"]
+    assert FilePointer(tmp_path / "run").read().newest is None
+    one.close()
+
+
+def test_all_gone_after_they_handed_over_is_committed_all_the_same(forker, tmp_path):
+    name, _ = forker.saver()
+    lines = [joins(name, tmp_path / "run", rank, 3) for rank in range(3)]
+    for line in lines:
+        hands_over(line, 7, folder_name(7, 1, "0000000a", 1))
+        line.close()
+    forker.until("committed step 7 ")
+    newest = FilePointer(tmp_path / "run").read().newest
+    assert newest is not None and (newest.step, newest.world) == (7, 3)
+
+
+def test_a_world_of_an_older_round_cannot_commit(forker, tmp_path):
+    name, _ = forker.saver()
+    old = joins(name, tmp_path / "run", 0, 1, "0000000a", 1)
+    new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
+    hands_over(new, 5, folder_name(5, 2, "0000000b", 1))
+    hears(new, "committed")
+    hands_over(old, 9, folder_name(9, 1, "0000000a", 1))
+    assert "round 2 has committed since" in hears(old, "failed")["why"]
+    newest = FilePointer(tmp_path / "run").read().newest
+    assert newest is not None and newest.step == 5
+    old.close()
+    new.close()
+
+
+def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
+    name, _ = forker.saver(linger_s=60.0)
+    good = joins(name, tmp_path / "run", 0, 1)
+    for message in ({"is": "save"}, {"is": "open"}, {"is": "x"}, {"is": "plan", "plan": 1, "size": 3}, {}):
+        bad = handover.connect(name)
+        bad.send(message)
+        with pytest.raises(handover.Gone):
+            bad.receive()
+        bad.close()
+    outside = joins(name, tmp_path / "run", 0, 1, "0000000c")
+    hands_over(outside, 1, "../../elsewhere")
+    with pytest.raises(handover.Gone):
+        outside.receive()
+    hands_over(good, 5, folder_name(5, 1, "0000000a", 1))
+    hears(good, "committed")
+    good.close()
