@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 JOB = Path(__file__).with_name("job.py")
+JOB_IN_PLACE = Path(__file__).with_name("job_in_place.py")
+ROOT = str(Path(__file__).parents[2])
 BIN = Path(sys.executable).parent
 
 # Without it torchrun does not come back from a killed worker at all: restarted workers read the
@@ -61,6 +63,12 @@ def spawn(
 def elasticd_alone(workers: int, steps: Path, log: Path) -> Launched:
     argv = [BIN / "elasticd", "run", "--min", workers, "--max", workers, "--max-restarts", 1000, JOB]
     return Launched([spawn([str(a) for a in argv], steps, log)])
+
+
+def elasticd_in_place(workers: int, spares: int, steps: Path, log: Path) -> Launched:
+    argv = [BIN / "elasticd", "run", "--min", 1, "--max", workers, "--slots", workers, "--spares", spares]
+    argv += ["--max-restarts", 1000, "--plain", JOB_IN_PLACE]
+    return Launched([spawn([str(a) for a in argv], steps, log, {"PYTHONPATH": ROOT})])
 
 
 def torchrun_alone(workers: int, steps: Path, log: Path, *, monitor_s: float = 0.1) -> Launched:

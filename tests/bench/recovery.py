@@ -14,11 +14,14 @@ import psutil
 
 from elasticd.etcd.embedded import Embedded
 from tests.bench import launch, report
+from tests.bench.floor import floor
 from tests.bench.launch import Launched
 from tests.bench.steps import Steps
 
 START_TIMEOUT_S = 120.0
 WARM_UP_STEPS = 20
+SURVIVORS = "elasticd in place, survivors go on"
+SETTLE_S = 8.0  # between kills in place: the spare is replaced, and the process to fork it from is there
 
 
 def worker_kills(
@@ -43,6 +46,41 @@ def worker_kills(
                 if next_step is None or not _warm(steps, len(steps.made)):
                     break
             return took
+        finally:
+            launched.stop()
+            steps.close()
+
+
+def kills_in_place(workers: int, kills: int, spares: int) -> tuple[list[float | None], list[float | None]]:
+    """Seconds from ``kill -9`` of one worker to the first step of the survivors, and of a world that is
+    as large as before, each time. With a spare the two are one."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = Steps(Path(folder, "steps"))
+        launched = launch.elasticd_in_place(workers, spares, steps.path, Path(folder, "log"))
+        survivors: list[float | None] = []
+        full: list[float | None] = []
+        try:
+            if not _warm(steps, 0):
+                raise RuntimeError(f"the job did not start: {Path(folder, 'log').read_text()[-2000:]}")
+            for n in range(kills):
+                time.sleep(SETTLE_S)
+                steps.read()
+                before = len(steps.made)
+                pids = {s.rank: s.pid for s in steps.made[-4 * workers :]}
+                killed_at = time.monotonic()
+                os.kill(pids[n % workers], signal.SIGKILL)
+                old = set(pids.values())
+                again = steps.first(
+                    lambda s, old=old: s.world == workers and s.pid not in old,  # type: ignore[misc]
+                    60.0,
+                    before,
+                )
+                full.append(again.at - killed_at if again else None)
+                smaller = [s for s in steps.made[before:] if s.world < workers or s.pid not in old]
+                survivors.append(smaller[0].at - killed_at if smaller else None)
+                if again is None:
+                    break
+            return survivors, full
         finally:
             launched.stop()
             steps.close()
@@ -81,14 +119,21 @@ def node_loss(launcher: Callable[[Path, Path], Launched], lose: int, timeout_s: 
 def recovery(workers: int, kills: int) -> str:
     """A worker killed on one node. Halves of the kills in the order A B A B, as machines are noisy."""
     half = (kills + 1) // 2
-    ours: list[float | None] = []
-    theirs: list[float | None] = []
+    rows: dict[str, list[float | None]] = {}
+
+    def add(name: str, took: list[float | None]) -> None:
+        rows.setdefault(name, []).extend(took)
+
     for _ in range(2):
-        ours += worker_kills(launch.elasticd_alone, workers, half)
-        theirs += worker_kills(launch.torchrun_alone, workers, half)
-    rows = {"torchrun": theirs, "elasticd": ours}
-    title = f"kill -9 of one of {workers} workers, to the next step at full size (one node, gloo, DDP)"
-    return report.table(title, rows, "elasticd")
+        add("torchrun", worker_kills(launch.torchrun_alone, workers, half))
+        add("elasticd, script as it is", worker_kills(launch.elasticd_alone, workers, half))
+        survivors, full = kills_in_place(workers, half, spares=0)
+        add(SURVIVORS, survivors)
+        add("elasticd in place, full size again", full)
+        add("elasticd in place with a spare, full size", kills_in_place(workers, half, spares=1)[1])
+        add("floor: abort a group, build the next", floor(workers, half))
+    title = f"kill -9 of one of {workers} workers, to the next step (one node, gloo, DDP)"
+    return report.table(title, rows, SURVIVORS)
 
 
 def node_losses(tries: int, with_defaults: bool) -> str:

@@ -1,0 +1,64 @@
+"""The least that recovery in place can cost: processes that all wait already abort a process group in
+which one of them was killed, and build the next, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_LONG = timedelta(seconds=60)
+
+
+def _worker(rank: int, size: int, port: int, line: Connection) -> None:
+    stores = [dist.TCPStore("127.0.0.1", port, timeout=_LONG) for _ in range(2)]
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("1", stores[0]), rank=rank, world_size=size, timeout=_LONG
+    )
+    value = torch.zeros(1)
+    dist.all_reduce(value)
+    line.send(0.0)
+    if rank == size - 1:
+        signal.pause()
+    try:
+        dist.all_reduce(value)
+        sys.exit("the dead worker took part")
+    except RuntimeError:
+        pass
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("2", stores[1]), rank=rank, world_size=size - 1, timeout=_LONG
+    )
+    line.send(time.monotonic())
+    dist.destroy_process_group()
+
+
+def floor(workers: int, kills: int) -> list[float | None]:
+    """Seconds from ``kill -9`` of one of them until the last of the others is in the new group."""
+    took: list[float | None] = []
+    context = mp.get_context("spawn")
+    for _ in range(kills):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        lines, processes = [], []
+        for rank in range(workers):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_worker, args=(rank, workers, store.port, theirs), daemon=True)
+            process.start()
+            lines.append(ours)
+            processes.append(process)
+        for line in lines:
+            line.recv()
+        time.sleep(0.2)  # for the collective that is to fail to have begun
+        killed_at = time.monotonic()
+        os.kill(processes[-1].pid or 0, signal.SIGKILL)
+        took.append(max(line.recv() for line in lines[:-1]) - killed_at)
+        for process in processes:
+            process.join()
+    return took

@@ -1,0 +1,36 @@
+"""The job of job.py, with the lines that have it keep its process: see elasticd.worker."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import nn
+
+from elasticd import worker
+from tests.bench.job import BATCH, STEPS, WIDTH
+
+
+@worker.run
+def train(state: worker.State, batch: torch.Tensor, log: int) -> None:
+    place = f"{worker.rank()} {worker.world_size()} {os.getpid()}"
+    for step in state.steps(STEPS):
+        state.optimizer.zero_grad()
+        state.model(batch).square().mean().backward()
+        state.optimizer.step()
+        state.commit()
+        os.write(log, f"{time.monotonic():.6f} {place} {step}\n".encode())
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    log = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    train(worker.State(model=model, optimizer=optimizer), torch.randn(BATCH, WIDTH), log)
+
+
+if __name__ == "__main__":
+    main()
