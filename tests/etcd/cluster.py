@@ -32,8 +32,8 @@ class Authority:
         self.cert = self._write(name, self._sign(self._name, self._key, ca=True), self._key)[0]
 
     def issue(self, name: str, *addresses: str, expires_h: float = 24.0) -> tuple[Path, Path]:
-        """A certificate and its key, valid for these addresses or names as a server, and as a client,
-        until in so many hours (which may have been)."""
+        """A certificate and its key, valid for these IP addresses as a server, and as a client, until in so
+        many hours (which may have been)."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         return self._write(name, self._sign(subject, key, addresses=addresses, expires_h=expires_h), key)
@@ -59,7 +59,7 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
         )
         if addresses:
-            names = [_general_name(address) for address in addresses]
+            names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         return builder.sign(self._key, hashes.SHA256())
 
@@ -74,13 +74,6 @@ class Authority:
             )
         )
         return cert_path, key_path
-
-
-def _general_name(address: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(address))
-    except ValueError:
-        return x509.DNSName(address)
 
 
 @dataclass

@@ -72,6 +72,10 @@ class Controller:
             "metadata.name": name,
             "metadata.labels['batch.kubernetes.io/job-name']": self.name,
             "metadata.labels['batch.kubernetes.io/job-completion-index']": str(index),
+            "metadata.labels['apps.kubernetes.io/pod-index']": str(index),
+            "metadata.labels['app.kubernetes.io/instance']": self.made.labels.get(
+                "app.kubernetes.io/instance", ""
+            ),
         }
         return self.cluster.start(self, name, index, facts)
 

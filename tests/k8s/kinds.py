@@ -1,7 +1,7 @@
 """The custom kinds that we use, as their makers publish them: of each, the words we use and their types.
 
 Closed: a word that is not here is an error, so whoever uses a new one looks it up first. From the
-CustomResourceDefinitions of kueue 0.15 (v1beta2) and of prometheus-operator 0.80.
+CustomResourceDefinitions of kueue 0.15 (v1beta2) of prometheus-operator 0.80 and of cert-manager 1.18.
 """
 
 from __future__ import annotations
@@ -77,6 +77,28 @@ KINDS: dict[tuple[str, str], Schema] = {
             ),
         ),
         namespaced=False,
+    ),
+    ("cert-manager.io/v1", "Issuer"): kind(
+        fields(selfSigned=fields(), ca=fields(("secretName",), secretName=NAME)), namespaced=True
+    ),
+    ("cert-manager.io/v1", "Certificate"): kind(
+        fields(
+            ("secretName", "issuerRef"),
+            secretName=NAME,
+            issuerRef=fields(("name",), name=NAME, kind=text(), group=text()),
+            isCA={"type": "boolean"},
+            commonName=text(r"^.{1,64}$"),
+            dnsNames=many(text()),
+            usages=many({"enum": ["digital signature", "server auth", "client auth"]}),
+            duration=text(r"^([0-9]+(h|m|s))+$"),
+            renewBefore=text(r"^([0-9]+(h|m|s))+$"),
+            privateKey=fields(
+                algorithm={"enum": ["RSA", "ECDSA", "Ed25519"]},
+                size={"type": "integer"},
+                rotationPolicy={"enum": ["Never", "Always"]},
+            ),
+        ),
+        namespaced=True,
     ),
     ("monitoring.coreos.com/v1", "PodMonitor"): kind(
         fields(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-TOOLS = ("ip", "unshare", "nsenter", "setpriv")
+TOOLS = ("ip", "unshare", "nsenter", "setpriv", "openssl")
 NEW_NETWORK = 0x40000000
 UNDER_US = (
     "setpriv",
@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def why_not(folder: Path) -> str:
     """Why there can be no pods on this machine; empty if there can."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"needs {', '.join(missing)} (packages iproute2 and util-linux)"
+        return f"needs {', '.join(missing)} (packages iproute2, util-linux and openssl)"
     script = (
         f"mount -t tmpfs none {folder} && mkdir {folder}/u {folder}/w {folder}/m && "
         f"mount -t overlay overlay -o lowerdir=/,upperdir={folder}/u,workdir={folder}/w {folder}/m && "

@@ -58,8 +58,9 @@ class Pod:
 
     def execute(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """As ``kubectl exec`` does."""
-        inside = ["nsenter", "-t", str(self.pid), "-a", "--root", "--wd=/"]
-        command = [*inside, *setpriv(self.made.spec), "--", *argv]
+        inside = ["nsenter", "-t", str(self.pid), "-a", "--root"]
+        into_root = ["sh", "-c", 'cd / && exec "$0" "$@"']  # which nsenter leaves to who is inside
+        command = [*inside, *setpriv(self.made.spec), "--", *into_root, *argv]
         return subprocess.run(command, env=dict(self.env), capture_output=True, text=True, timeout=60)
 
     def names(self, known: list[str]) -> None:

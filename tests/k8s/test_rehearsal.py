@@ -5,58 +5,55 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from tests.etcd.cluster import Authority
 from tests.k8s.cluster import Cluster
-from tests.k8s.manifests import K8S, build, of_kind
+from tests.k8s.manifests import K8S, ROOT, build, of_kind
 from tests.k8s.network import why_not
 from tests.k8s.pod import Pod, trained
 
 pytestmark = pytest.mark.timeout(500)
 
-# What a user writes to run something else than the base: smaller here, and without the wait before growing.
-KUSTOMIZATION = """
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-resources: [{base}]
-patches:
-  - patch: |
-      apiVersion: batch/v1
-      kind: Job
-      metadata: {{name: train}}
-      spec:
-        parallelism: 2
-        completions: 2
-        template:
-          spec:
-            containers:
-              - name: elasticd
-                args: [/opt/elasticd/workers/train_gpt.py, {arguments}]
-                env:
-                  - {{name: ELASTICD_SLOTS, value: "1"}}
-                  - {{name: ELASTICD_MIN, value: "1"}}
-                  - {{name: ELASTICD_MAX, value: "4"}}
-                  - {{name: ELASTICD_GROW_COOLDOWN, value: "1"}}
-"""
 SMALL = (
     "--data=/opt/elasticd/elasticd --layers=1 --heads=2 --width=32 --context=32 --global-batch=8 --sample=0"
 )
 SMALL += " --snapshot-every=10 --log-every=10"
 
 
+def kustomization(overlay: str, arguments: list[str]) -> dict[str, Any]:
+    """What a user writes to run something else: small here, and without the wait before growing."""
+    count = {"parallelism": 2, "completions": 2} if overlay != "pool" else {"replicas": 2}
+    env = {"SLOTS": 1, "MIN": 1, "MAX": 4, "GROW_COOLDOWN": 1}
+    container = {
+        "name": "elasticd",
+        "args": ["/opt/elasticd/workers/train_gpt.py", *arguments],
+        "env": [{"name": f"ELASTICD_{name}", "value": str(value)} for name, value in env.items()],
+    }
+    patch = {
+        "apiVersion": "apps/v1" if overlay == "pool" else "batch/v1",
+        "kind": "StatefulSet" if overlay == "pool" else "Job",
+        "metadata": {"name": "train", "namespace": "elasticd"},
+        "spec": {**count, "template": {"spec": {"containers": [container]}}},
+    }
+    return {"resources": [overlay], "patches": [{"patch": yaml.safe_dump(patch)}]}
+
+
 class Rehearsal:
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, overlay: str, steps: int) -> None:
         mine = folder / "overlay"
         mine.mkdir()
-        arguments = ", ".join([*SMALL.split(), f"--steps={steps}"])
-        base = os.path.relpath(K8S / "base", mine)
-        (mine / "kustomization.yaml").write_text(KUSTOMIZATION.format(base=base, arguments=arguments))
+        made = kustomization(overlay, [*SMALL.split(), f"--steps={steps}"])
+        base = K8S / "base" if overlay == "base" else K8S / "overlays" / overlay
+        made["resources"] = [os.path.relpath(base, mine)]
+        (mine / "kustomization.yaml").write_text(yaml.safe_dump(made))
         objects = build(str(mine))
-        (etcd,) = of_kind(objects, "StatefulSet")
+        etcd = next(s for s in of_kind(objects, "StatefulSet") if s["metadata"]["name"] == "etcd")
         members = [f"etcd-{i}.etcd" for i in range(etcd["spec"]["replicas"])]
         self.cluster = Cluster(folder / "cluster", objects, certificates(folder / "secrets", members))
 
@@ -107,18 +104,17 @@ class Rehearsal:
 
 
 def certificates(folder: Path, members: list[str]) -> dict[str, Path]:
-    """The two Secrets, as a folder each."""
+    """The two Secrets, as a folder each, made as k8s/README.md says."""
     made = folder / "made"
-    made.mkdir(parents=True)
-    authority = Authority(made, "ca")
+    subprocess.run(
+        [ROOT / "deploy" / "certs.sh", made, *members], check=True, capture_output=True, timeout=60
+    )
     secrets = {}
-    for name, hosts in {"etcd-server-tls": [*members, "localhost"], "etcd-client-tls": []}.items():
-        certificate, key = authority.issue(name, *hosts)
+    for name, whose in {"etcd-server-tls": "server", "etcd-client-tls": "client"}.items():
         secrets[name] = folder / name
         secrets[name].mkdir()
-        shutil.copy(authority.cert, secrets[name] / "ca.crt")
-        shutil.copy(certificate, secrets[name] / "tls.crt")
-        shutil.copy(key, secrets[name] / "tls.key")
+        for key, file in {"ca.crt": "ca.crt", "tls.crt": f"{whose}.crt", "tls.key": f"{whose}.key"}.items():
+            shutil.copy(made / file, secrets[name] / key)
     return secrets
 
 
@@ -128,14 +124,19 @@ def steps() -> int:
 
 
 @pytest.fixture
-def rehearsal(tmp_path: Path, steps: int) -> Iterator[Rehearsal]:
+def of() -> str:
+    return "base"
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path, of: str, steps: int) -> Iterator[Rehearsal]:
     (tmp_path / "tried").mkdir()
     if reason := why_not(tmp_path / "tried"):
         pytest.skip(reason)
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o001 == 0:
             folder.chmod(folder.stat().st_mode | 0o001)  # pods run as another user
-    made = Rehearsal(tmp_path, steps)
+    made = Rehearsal(tmp_path, of, steps)
     try:
         yield made
     finally:
@@ -240,13 +241,15 @@ def test_pods_that_start_while_etcd_is_away_wait_for_it(rehearsal: Rehearsal) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [300])
+@pytest.mark.parametrize("steps", [1500])
 def test_a_job_that_is_done_ends_on_all_pods_and_says_so(rehearsal: Rehearsal, steps: int) -> None:
     cluster, job = rehearsal.cluster, rehearsal.cluster.controllers["train"]
     rehearsal.trains_with(2)
     one, other = cluster.of("train")
     shown = one.execute("elasticd", "status")
     assert shown.returncode == 0 and "train-1" in shown.stdout, shown
+    examined = one.execute("elasticd", "doctor")
+    assert examined.returncode == 0, examined.stdout
     # Where one has ended with 0, the Job is complete, and Kubernetes ends what is left of it.
     assert {rehearsal.gone(one), rehearsal.gone(other)} <= {0, 143}
     assert job.succeeded and not job.failed
@@ -255,3 +258,20 @@ def test_a_job_that_is_done_ends_on_all_pods_and_says_so(rehearsal: Rehearsal, s
     cluster.until(lambda: cluster.of("train") == [], "no pod is left")
     assert rehearsal.step == steps
     assert job.started == 2, "none was started again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["cpu-dev", "pool", "monitoring"])
+def test_other_overlays_train_and_replace_what_is_lost_as_well(rehearsal: Rehearsal) -> None:
+    cluster = rehearsal.cluster
+    rehearsal.trains_with(2)
+    cluster.until(lambda: all(one.ready for one in cluster.here()), "all pods are ready")
+    lost = cluster.of("train")[1]
+    cluster.lose(lost)
+    assert rehearsal.gone(lost) == 137
+    rehearsal.trains_with(2)
+    assert {e["node"] for one in cluster.of("train") for e in one.events("agent.started")} == {
+        "train-0",
+        "train-1",
+    }
+    rehearsal.never_went_back()
