@@ -54,6 +54,7 @@ def _look(subject: Subject) -> Scene:
     where = whereabouts(stacks.main_thread(text))
     if not text:
         text = stacks.from_outside(subject.pid)
+        where = whereabouts(stacks.seen_from_outside(text, subject.pid))
     return Scene(subject, seen, where, text, thread_report(subject.pid), _recorded(subject))
 
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -28,6 +29,8 @@ _LOOK_S = 0.01
 _PY_SPY_S = 10.0
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_PY_SPY_THREAD = re.compile(r"^Thread (?P<id>\d+) ")
+_PY_SPY_FRAME = re.compile(r"^ {4}(?P<function>\S+) \((?P<file>.+):(?P<line>\d+)\)$")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
 
 
@@ -106,6 +109,18 @@ def parse(text: str) -> list[tuple[Frame, ...]]:
     return [tuple(frames) for frames in threads]
 
 
+def seen_from_outside(text: str, pid: int) -> tuple[Frame, ...]:
+    """The stack of the main thread in what py-spy said of a process."""
+    frames: list[Frame] = []
+    main = False
+    for line in text.splitlines():
+        if found := _PY_SPY_THREAD.match(line):
+            main = int(found["id"]) == pid
+        elif main and (found := _PY_SPY_FRAME.match(line)):
+            frames.append(Frame(found["file"], int(found["line"]), found["function"]))
+    return tuple(frames)
+
+
 def main_thread(text: str) -> tuple[Frame, ...]:
     """The stack of the thread that began first, its innermost frame with its line of source."""
     threads = parse(text)
@@ -117,12 +132,12 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 
 def from_outside(pid: int) -> str:
     """The stacks as py-spy sees them, also of a stopped process; or in a sentence why there are none."""
-    py_spy = shutil.which("py-spy")
+    py_spy = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
     if py_spy is None:
         return "It did not answer, and py-spy, which could look from outside, is not installed here."
     try:
         done = subprocess.run(
-            [py_spy, "dump", "--nonblocking", "--pid", str(pid)],
+            [py_spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -101,13 +102,36 @@ def test_a_stopped_worker_is_seen_to_be_stopped_and_the_folder_says_so(bench: Be
     os.kill(subject.pid, signal.SIGSTOP)
     _wait_until(subject, ProcessState.STOPPED)
     (seen,) = scene.look([subject])
-    assert (seen.vitals.state, seen.where) == (ProcessState.STOPPED, None)
+    assert seen.vitals.state is ProcessState.STOPPED
     scene.write(tmp_path / "hang", "rank 0 is stopped", [seen])
     text = (tmp_path / "hang" / "rank-0.txt").read_text()
     assert "process state T" in text and "T (stopped)" in text
     assert (tmp_path / "hang" / "conclusion.txt").read_text() == "rank 0 is stopped\n"
     os.kill(subject.pid, signal.SIGKILL)
     bench.wait()
+
+
+def test_py_spy_sees_where_a_stopped_worker_is(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = metadata.distribution("py-spy").files or ()
+    (program,) = (file.locate() for file in files if file.name == "py-spy")
+    monkeypatch.setenv("PATH", str(Path(str(program)).resolve().parent), prepend=os.pathsep)
+    subject = _started(bench, tmp_path, "sleep")
+    os.kill(subject.pid, signal.SIGSTOP)
+    _wait_until(subject, ProcessState.STOPPED)
+    (seen,) = scene.look([subject])
+    os.kill(subject.pid, signal.SIGKILL)
+    bench.wait()
+    if "could not look" in seen.stacks:
+        pytest.skip(f"nobody may look here: {seen.stacks}")
+    assert seen.where is not None and seen.where.place.startswith("script.py:")
+
+
+def test_without_py_spy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "is not installed" in stacks.from_outside(os.getpid())
 
 
 def test_cpu_time_of_children_counts_as_the_workers(bench: Bench) -> None:
