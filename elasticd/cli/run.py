@@ -158,7 +158,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         numa_binding=options.numa_binding,
         fresh_start=options.fresh_start,
         spares=options.spares,
-        http=_http(options.http),
+        http=http_place(options.http),
         patience=_patience(options),
         env=env,
     )
@@ -226,8 +226,11 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
     return routed_address([host_and_port(e) for e in etcd.endpoints]) or default_node_name()
 
 
-def _http(asked: str | None) -> tuple[str, int] | None:
-    """Loopback unless somebody says otherwise: what is served tells of paths, hosts and errors."""
+def http_place(asked: str | None) -> tuple[str, int] | None:
+    """Host and port of what --http says, None for off. Raises Complaint.
+
+    Loopback unless somebody says otherwise: what is served tells of paths, hosts and errors.
+    """
     if asked is None:
         return HTTP_DEFAULT
     if asked.strip().lower() in ("off", "none", ""):

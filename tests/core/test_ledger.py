@@ -103,7 +103,7 @@ def test_every_second_is_in_exactly_one_kind(sights: list[tuple[float, Seen]], r
     assert one.total_s == pytest.approx(now + rest - T0)
 
 
-@given(_sights, _sights, st.floats(0, ABSENT_MAX_S), _seconds)
+@given(_sights, _sights, st.floats(0, ABSENT_MAX_S - 1), _seconds)
 def test_an_agent_that_is_started_again_accounts_for_the_time_it_was_away(
     before: list[tuple[float, Seen]], after: list[tuple[float, Seen]], gap_s: float, resumed_after: float
 ) -> None:

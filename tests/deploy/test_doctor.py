@@ -18,7 +18,12 @@ import pytest
 
 from elasticd.cli.doctor import judge
 from elasticd.cli.doctor.judge import Finding, Grade
-from elasticd.cli.doctor.machine_facts import look_at_driver, look_at_ports, look_at_shared_memory
+from elasticd.cli.doctor.machine_facts import (
+    look_at_driver,
+    look_at_http,
+    look_at_ports,
+    look_at_shared_memory,
+)
 from elasticd.cli.doctor.worker_facts import ask_imports
 from elasticd.core.facts import Node
 from elasticd.core.ports import Applied, Put
@@ -26,6 +31,7 @@ from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.examine import examine
+from elasticd.telemetry.http import Answer, HttpServer
 from tests.etcd.cluster import Authority, Cluster
 
 ELASTICD = str(Path(sys.executable).with_name("elasticd"))
@@ -312,6 +318,20 @@ def test_a_machine_of_few_ports_and_no_network_is_told() -> None:
     said = doctor("--etcd", "http://192.0.2.1:2379", inside=(*OWN_NET, "sh", "-c", setup, "sh"))
     assert said.about("ports") == [("wrong", "only 10 ports of 40000 to 40009 are free")]
     assert ("wrong", "no interface but loopback is up") in said.about("network")
+
+
+def test_a_port_for_metrics_that_somebody_else_holds_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        held.settimeout(0)  # and answers nobody
+        taken = look_at_http("127.0.0.1", port)
+    assert taken.error == "Address already in use" and not taken.agent
+    assert not look_at_http("127.0.0.1", port).error, "once it is free"
+
+
+def test_an_agent_that_serves_metrics_already_is_known_for_one() -> None:
+    with HttpServer("127.0.0.1", 0, {"/healthz": lambda _: Answer(b"ok")}) as server:
+        assert look_at_http("127.0.0.1", server.port).agent
 
 
 def test_ports_in_use_are_counted() -> None:

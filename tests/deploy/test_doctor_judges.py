@@ -12,6 +12,7 @@ from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,
     Gpu,
+    HttpFacts,
     ImportFacts,
     Interface,
     LimitFacts,
@@ -213,6 +214,19 @@ def test_addresses_are_such_that_others_can_reach_them(facts: AddressFacts, grad
 )
 def test_free_ports_are_counted(used: int, grade: Grade) -> None:
     assert worst(judge.ports(PortFacts(32768, 60999, used))).grade is grade
+
+
+@pytest.mark.parametrize(
+    ("facts", "grade", "says"),
+    [
+        (HttpFacts("0.0.0.0:9408"), Grade.FINE, "metrics can be served at 0.0.0.0:9408"),
+        (HttpFacts("h:1", "in use", agent=True), Grade.FINE, "an agent serves metrics at h:1"),
+        (HttpFacts("h:1", "in use"), Grade.ADVICE, "metrics cannot be served at h:1: in use"),
+    ],
+)
+def test_the_port_of_the_metrics_is_free_or_an_agents(facts: HttpFacts, grade: Grade, says: str) -> None:
+    finding = worst(judge.http(facts))
+    assert (finding.grade, finding.says) == (grade, says)
 
 
 @pytest.mark.parametrize(

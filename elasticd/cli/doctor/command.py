@@ -18,6 +18,7 @@ from elasticd.cli.doctor.judge import Finding, Grade
 from elasticd.cli.doctor.machine_facts import (
     look_at_address,
     look_at_driver,
+    look_at_http,
     look_at_limits,
     look_at_network,
     look_at_ports,
@@ -26,6 +27,7 @@ from elasticd.cli.doctor.machine_facts import (
 from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
 from elasticd.cli.machine import default_node_name, routed_address
 from elasticd.cli.options import Seconds, etcd_options
+from elasticd.cli.run import http_place
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, host_and_port
 from elasticd.etcd.errors import StoreError
@@ -43,6 +45,7 @@ NOT_FIT = 1
 @click.option(
     "--node-ttl", type=Seconds(2.0), default=5.0, envvar="ELASTICD_NODE_TTL", help="As of the run.  [5]"
 )
+@click.option("--http", envvar="ELASTICD_HTTP", help="Where metrics are to be served, as of the run.")
 @click.option("--strict", is_flag=True, help="Take advice for wrong, too.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @etcd_options
@@ -52,6 +55,7 @@ def doctor(
     job: str | None,
     address: str | None,
     node_ttl: float,
+    http: str | None,
     strict: bool,
     as_json: bool,
     **etcd: Any,
@@ -65,7 +69,9 @@ def doctor(
     but that etcd cannot be reached, which may come right.
     """
     access = named_etcd(etcd)
-    findings = tuple(_examination(access, script, module, job, address, node_ttl))
+    findings = tuple(
+        _examination(access, script, module, job, address, node_ttl, http_place(http) if http else None)
+    )
     click.echo(json.dumps(as_object(findings, strict)) if as_json else "\n".join(as_text(findings, strict)))
     return exit_code(findings, strict)
 
@@ -77,6 +83,7 @@ def _examination(
     job: str | None,
     address: str | None,
     node_ttl_s: float,
+    http: tuple[str, int] | None,
 ) -> Iterator[Finding]:
     with ThreadPoolExecutor() as pool:  # each waits for somebody else
         torch = pool.submit(ask_torch)
@@ -91,6 +98,8 @@ def _examination(
             yield from judge.clock(examined)
         yield from judge.address(reached)
         yield from judge.ports(look_at_ports())
+        if http is not None:
+            yield from judge.http(look_at_http(*http))
         yield from judge.network(look_at_network(), reached)
         yield from judge.shared_memory(look_at_shared_memory())
         yield from judge.limits(look_at_limits())

@@ -39,6 +39,16 @@ class PortFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpFacts:
+    """Where metrics are to be served. ``error``: why one cannot listen there, or empty; ``agent``: because
+    an agent serves there already."""
+
+    place: str
+    error: str = ""
+    agent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryFacts:
     """Shared memory. ``error``: why nothing can be written there, or empty."""
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,
+    HttpFacts,
     ImportFacts,
     Interface,
     LimitFacts,
@@ -230,6 +231,20 @@ def ports(facts: PortFacts) -> Iterator[Finding]:
         yield _advice("ports", f"only {says}", do)
     else:
         yield _fine("ports", says)
+
+
+def http(facts: HttpFacts) -> Iterator[Finding]:
+    """Whether metrics can be served where --http says; a job runs without them, and nobody sees it."""
+    if not facts.error:
+        yield _fine("http", f"metrics can be served at {facts.place}")
+    elif facts.agent:
+        yield _fine("http", f"an agent serves metrics at {facts.place}")
+    else:
+        yield _advice(
+            "http",
+            f"metrics cannot be served at {facts.place}: {facts.error}",
+            "give --http another address or port",
+        )
 
 
 def network(facts: NetworkFacts, own: AddressFacts) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import fcntl
+import http.client
 import ipaddress
 import os
 import re
@@ -19,6 +20,7 @@ from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,
     Gpu,
+    HttpFacts,
     Interface,
     LimitFacts,
     MemoryFacts,
@@ -78,6 +80,31 @@ def _connect(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def look_at_http(host: str, port: int) -> HttpFacts:
+    """Where metrics are to be served: can one listen there, and if not, is it an agent that does?"""
+    place = f"{host}:{port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(address)
+            server.listen(1)
+    except OSError as error:
+        return HttpFacts(place, error.strerror or str(error), _is_healthy(host, port))
+    return HttpFacts(place)
+
+
+def _is_healthy(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def look_at_ports(proc: Path = Path("/proc")) -> PortFacts:
