@@ -62,7 +62,7 @@ def test_a_garbage_value_is_told_and_skipped_and_ends_no_watch(
         assert heard[0].entries == ()
         client.swap_raw(b"/elasticd/job/spec", b'{"v":99}', 0)
         client.swap_raw(b"/elasticd/job/nodes/\xff\xfe", b"junk", 0)
-        client.swap_raw(b"/elasticd/job/checkpoint", b"of some other time", 0)
+        client.swap_raw(b"/elasticd/job/somebody-elses", b"of some other time", 0)
     write(store, 1)
     heard.until(lambda: budgets(heard) == [1])
     assert [(type(p), p.key) for p in problems] == [
