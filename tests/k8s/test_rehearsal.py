@@ -69,12 +69,20 @@ class Rehearsal:
         told = [e for one in among for e in one.events("workers.started")]
         return max(((e["round"], e["world_size"]) for e in told), default=(0, 0))
 
-    def trains_with(self, size: int, among: list[Pod] | None = None) -> None:
-        """The world is of this size, and takes steps."""
-        mine = among or []
+    @property
+    def round(self) -> int:
+        return self.world(self.cluster.all)[0]
+
+    def trains_with(self, size: int, among: list[Pod] | None = None, *, after: int = 0) -> None:
+        """A world of this size, of a round after that one, takes steps."""
         cluster = self.cluster
-        cluster.until(lambda: self.world(mine or cluster.of("train"))[1] == size, f"a world of {size}")
-        self.goes_on(mine)
+
+        def formed() -> bool:
+            round, workers = self.world(among or cluster.of("train"))
+            return round > after and workers == size
+
+        cluster.until(formed, f"a world of {size}, after round {after}")
+        self.goes_on(among)
 
     def goes_on(self, among: list[Pod] | None = None) -> None:
         """Steps are taken from here on, by workers of these pods if any are named."""
@@ -93,13 +101,12 @@ class Rehearsal:
         assert one.code is not None
         return one.code
 
-    def never_went_back(self) -> None:
-        """No world began before what the one before it had committed: a snapshot every ten steps, and
-        one where peers were lost."""
+    def never_went_back(self, by: int = 0) -> None:
+        """No world began before what the one before it had done, but for so many steps."""
         done = 0
         for line in self.cluster.lines("train"):
             if line.startswith("resumed after step "):
-                assert (trained(line) or 0) >= done - 10, line
+                assert (trained(line) or 0) >= done - by, line
             done = max(done, trained(line) or 0)
 
 
@@ -143,6 +150,9 @@ def rehearsal(tmp_path: Path, of: str, steps: int) -> Iterator[Rehearsal]:
         made.cluster.close()
 
 
+SNAPSHOT_EVERY = 10  # steps: what a crash may cost
+
+
 def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster
     rehearsal.trains_with(2)
@@ -151,21 +161,22 @@ def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     cluster.scale("train", 3)
     rehearsal.trains_with(3)
 
-    leaving = cluster.of("train")[1]
+    leaving, round = cluster.of("train")[1], rehearsal.round
     cluster.evict(leaving)
     assert rehearsal.gone(leaving) == 143
-    rehearsal.trains_with(3)
+    rehearsal.trains_with(3, after=round)
+    rehearsal.never_went_back()  # what is told beforehand costs nothing
 
-    lost = cluster.of("train")[0]
+    lost, round = cluster.of("train")[0], rehearsal.round
     cluster.lose(lost)
     assert rehearsal.gone(lost) == 137
-    rehearsal.trains_with(3)
+    rehearsal.trains_with(3, after=round)
 
-    scaled_away = cluster.of("train")[2]
+    scaled_away, round = cluster.of("train")[2], rehearsal.round
     cluster.scale("train", 2)
     assert rehearsal.gone(scaled_away) == 143
-    rehearsal.trains_with(2)
-    rehearsal.never_went_back()
+    rehearsal.trains_with(2, after=round)
+    rehearsal.never_went_back(by=SNAPSHOT_EVERY)
     assert not cluster.controllers["train"].failed and not cluster.controllers["train"].counted
 
 
@@ -179,17 +190,18 @@ def test_a_pod_that_is_cut_off_costs_the_others_nothing_and_comes_back(rehearsal
     cluster.network.cut(alone.pid)
     rehearsal.trains_with(2, others)
     assert not alone.workers(), "they were to end before others took their place"
+    round = rehearsal.round
     cluster.network.heal(alone.pid)
-    rehearsal.trains_with(3)
+    rehearsal.trains_with(3, after=round)
     assert cluster.of("train") == [alone, *others], "no pod was replaced"
-    rehearsal.never_went_back()
+    rehearsal.never_went_back(by=SNAPSHOT_EVERY)
 
 
 @pytest.mark.slow
 def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(rehearsal: Rehearsal) -> None:
     cluster, etcd = rehearsal.cluster, rehearsal.cluster.controllers["etcd"]
     rehearsal.trains_with(2)
-    round = rehearsal.world(cluster.of("train"))[0]
+    round = rehearsal.round
 
     def serves() -> bool:
         return len(cluster.of("etcd")) == 3 and all(one.ready for one in cluster.of("etcd"))
@@ -201,7 +213,7 @@ def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(reh
         assert rehearsal.gone(old) in (0, 143)
         cluster.until(serves, "etcd is ready again")
         rehearsal.goes_on()
-    assert rehearsal.world(cluster.of("train"))[0] == round, "training was not even interrupted"
+    assert rehearsal.round == round, "training was not even interrupted"
 
     lost = cluster.of("etcd")[1]
     etcd.held.add(1)
@@ -221,11 +233,11 @@ def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(reh
     etcd.held.clear()
     cluster.until(serves, "etcd is ready with its new member")
     rehearsal.goes_on()
-    assert rehearsal.world(cluster.of("train"))[0] == round
+    assert rehearsal.round == round
 
     cluster.scale("train", 3)  # and a pod that comes now finds its way
     rehearsal.trains_with(3)
-    rehearsal.never_went_back()
+    rehearsal.never_went_back(by=SNAPSHOT_EVERY)
 
 
 @pytest.mark.slow
@@ -266,12 +278,12 @@ def test_other_overlays_train_and_replace_what_is_lost_as_well(rehearsal: Rehear
     cluster = rehearsal.cluster
     rehearsal.trains_with(2)
     cluster.until(lambda: all(one.ready for one in cluster.here()), "all pods are ready")
-    lost = cluster.of("train")[1]
+    lost, round = cluster.of("train")[1], rehearsal.round
     cluster.lose(lost)
     assert rehearsal.gone(lost) == 137
-    rehearsal.trains_with(2)
+    rehearsal.trains_with(2, after=round)
     assert {e["node"] for one in cluster.of("train") for e in one.events("agent.started")} == {
         "train-0",
         "train-1",
     }
-    rehearsal.never_went_back()
+    rehearsal.never_went_back(by=SNAPSHOT_EVERY)
