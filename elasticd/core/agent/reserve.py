@@ -68,8 +68,8 @@ def _wanted(state: State) -> tuple[int, bool]:
     if round.phase in (Phase.LIVE, Phase.CLOSING):
         acting = round.world_size
         member, crew = round.member(state.me.node, state.me.incarnation), state.crew
-        if member is not None and state.released >= round.number:
-            acting -= len(member.slots)
+        if member is not None and (crew is None or state.released >= round.number):
+            acting -= len(member.slots)  # they wait, for this round or for the next
         elif member is not None and crew is not None and crew.round.number == round.number:
             # One that has finished is not missed.
             acting -= len(member.slots) - len(crew.alive) if crew.stopping else len(crew.failures)

@@ -1,0 +1,148 @@
+"""Workers that keep their process: what an agent has waiting, tells of, and sends away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticd.core import world
+from elasticd.core.agent.reserve import RETRY_FIRST_S
+from elasticd.core.facts import Cause, Limits, Node, Phase, Round
+from elasticd.core.messages import (
+    CloseRound,
+    StartStandbys,
+    StartWorkers,
+    StopWorkers,
+    Tag,
+    WorkerLinked,
+    WorkerWaiting,
+)
+from elasticd.core.reasons import StandbyFailed, StandbyReady
+from tests.core.build import NOW, exit, members, node, round, spec
+from tests.core.by_hand import Agent, put
+
+IN_PLACE = replace(spec(1, 4), inplace=True)
+ROUND = round(1, {"a": 2, "b": 2})
+
+
+def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool = False) -> Round:
+    return replace(round, phase=Phase.CLOSING, closing=cause, planned=planned, since=NOW)
+
+
+def working(**more: float) -> Agent:
+    """Two linked workers of node a in a world of four."""
+    one = Agent.working(ROUND, IN_PLACE, **more)
+    one.told(WorkerLinked(0))
+    one.told(WorkerLinked(1))
+    return one
+
+
+def own_record(one: Agent) -> Node:
+    record = put(one.wrote(Tag.NODE).writes[0])
+    assert isinstance(record, Node)
+    return record
+
+
+def test_the_first_linked_worker_is_told_to_everybody_once() -> None:
+    one = Agent.working(ROUND, spec(1, 4))
+    one.told(WorkerLinked(0))
+    (write,) = one.wrote(Tag.INPLACE).writes
+    assert put(write) == IN_PLACE
+    one.answered(Tag.INPLACE)
+    assert not one.did
+
+
+def test_workers_leave_a_closing_round_and_keep_their_process() -> None:
+    one = working()
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    assert one.one(CloseRound).planned and not one.all_of(StopWorkers)
+    one.sees("round", closing(ROUND, Cause.GREW))
+    assert not one.one(CloseRound).planned, "it turned out to be broken"
+
+
+def test_whoever_waits_is_told_of_with_the_release_and_not_one_by_one() -> None:
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.told(WorkerWaiting(0, 1))
+    assert not one.did
+    one.told(WorkerWaiting(1, 1))
+    one.store_closed(1234)
+    assert (own_record(one).ready, own_record(one).released) == ((0, 1), 1)
+
+
+def test_a_worker_that_dies_is_replaced_before_the_round_is_closed() -> None:
+    one = working()
+    one.exits(1, exit(1, 1))
+    assert one.one(StartStandbys).slots == (1,)
+    one.told(WorkerWaiting(1, 0))
+    assert StandbyReady(1) in one.said
+
+
+def test_a_worker_that_finished_is_not_missed() -> None:
+    one = working()
+    one.exits(1, exit(1, 1, code=0))
+    assert not one.all_of(StartStandbys)
+
+
+def test_waiting_workers_take_part_in_the_next_round_in_the_process_they_have() -> None:
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.told(WorkerWaiting(0, 1))
+    one.told(WorkerWaiting(1, 1))
+    one.store_closed(1234)
+    one.answered(Tag.NODE)
+    second = replace(ROUND, number=2, store="a.example:1234")
+    one.sees("round", second)
+    assert one.one(StartWorkers).round == second
+    assert not one.state.waiting and one.state.crew is not None and one.state.crew.alive == {0, 1}
+
+
+def test_a_standby_that_never_gets_there_is_tried_ever_later_and_charged_to_nobody() -> None:
+    one = working()
+    one.exits(1, exit(1, 1))
+    first = one.state.report
+    for times in range(1, 4):
+        one.exits(0, exit(1, 1, code=3))
+        (failed,) = [r for r in one.said if isinstance(r, StandbyFailed)]
+        assert failed.until == one.now + RETRY_FIRST_S * 2 ** (times - 1)
+        assert not one.all_of(StartStandbys)
+        one.at(failed.until)
+        assert one.one(StartStandbys).slots == (1,)
+    assert one.state.report == first
+
+
+def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> None:
+    one = Agent(IN_PLACE, slots=4)
+    one.state = replace(one.state, spares=1)
+    one.sees("spec", IN_PLACE)
+    one.sees("round", ROUND)
+    one.sees("leader", None)
+    one.sees("nodes/a", None)
+    one.holds_lease()
+    one.answered(Tag.NODE)
+    assert one.state.starting == {2}
+    one.told(WorkerWaiting(2, 0))
+    one.told(WorkerWaiting(3, 0))  # one too many
+    assert one.one(StopWorkers).slots == (3,)
+
+
+def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> None:
+    one = working()
+    one.state = replace(one.state, waiting=frozenset({3}), dismissed=frozenset({3}))
+    one.sees("round", closing(ROUND))
+    one.told(WorkerWaiting(0, 1))
+    one.told(WorkerWaiting(1, 1))
+    one.store_closed(1234)
+    one.answered(Tag.NODE)
+    seat = replace(members({"a": 2})[0], slots=(0, 3))
+    one.sees("round", replace(ROUND, number=2, members=(seat,), store="a.example:1234"))
+    assert not one.all_of(StartWorkers) and one.state.released == 2
+
+
+def test_survivors_are_seated_before_newcomers_and_spares_only_in_their_place() -> None:
+    a, b = node("a", 4), node("b", 2)
+    last = replace(round(1, {"a": 2, "b": 2}), phase=Phase.CLOSING)
+    free = [replace(n, released=1) for n in (a, b)]
+    formed = world.form(free, last, Limits(1, 4), (), NOW)
+    assert [m.slots for m in formed] == [(0, 1), (0, 1)]
+    with_spare = [replace(free[0], slots=(0, 2, 3), most=2), free[1]]
+    assert [m.slots for m in world.form(with_spare, last, Limits(1, 8), (), NOW)] == [(0, 2), (0, 1)]
