@@ -2,8 +2,8 @@
 
 Worker to saver:
 
-* ``open``: ``path token rank world round locals last every``. Who it is, in which world, and which
-  ranks of that world are served here; what to keep.
+* ``open``: ``path token rank world round fence locals last every``. Who it is, in which world, and which
+  ranks of that world are served here; the job's round; what to keep.
 * ``plan``: ``plan size``, and a file with what is the same for all its saves (``Paper``).
 * ``buffer``: ``plan buffer``, and the memory in which shards will lie.
 * ``torn``: ``buffer``. It is about to be written into.

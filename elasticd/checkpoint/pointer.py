@@ -56,8 +56,9 @@ class FilePointer:
             )
         return max(begun, newest.round if newest else 0)
 
-    def commit(self, new: Saved, keep: Keep) -> Commit:
-        """Raises ``retention.Refused``, BadCheckpoint, OSError; then nothing has changed."""
+    def commit(self, new: Saved, keep: Keep, fence: int = 0) -> Commit:
+        """``fence``: the round of the job, which a file knows nothing of. Raises ``retention.Refused``,
+        BadCheckpoint, OSError; then nothing has changed."""
         with disk.locked(self._path / f".{POINTER}.lock"):
             made = commit(self.read(), new, keep)
             try:

@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 class Committer(Protocol):
     """Makes a checkpoint that is on disk the newest. See ``FilePointer``."""
 
-    def commit(self, new: Saved, keep: Keep) -> Commit: ...
+    def commit(self, new: Saved, keep: Keep, fence: int) -> Commit: ...
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -97,6 +97,7 @@ class _World:
     path: Path
     token: str
     round: int
+    fence: int
     size: int
     locals: frozenset[int]
     keep: Keep
@@ -220,7 +221,8 @@ class Saver:
         if world is None:
             keep = Keep(int(message["last"]), int(message["every"]))
             locals_ = frozenset(map(int, message["locals"]))
-            world = _World(path, token, int(message["round"]), int(message["world"]), locals_, keep)
+            round_, fence = int(message["round"]), int(message["fence"])
+            world = _World(path, token, round_, fence, int(message["world"]), locals_, keep)
             self._worlds.append(world)
         client.world, client.rank = world, int(message["rank"])
         world.clients[client.rank] = client
@@ -416,7 +418,7 @@ class Saver:
         saved = Saved(
             gathering.name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest)
         )
-        made = self._committer_of(world.path).commit(saved, world.keep)
+        made = self._committer_of(world.path).commit(saved, world.keep, world.fence)
         for old in made.dropped:
             disk.remove_folder(world.path / old.name)
         self._sweep(world, made, saved)

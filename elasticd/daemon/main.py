@@ -30,6 +30,7 @@ from elasticd.daemon.meter import Meter
 from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.sampler import Sampler
+from elasticd.daemon.saver import SaverService
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
 from elasticd.daemon.timedstore import TimedStore
@@ -132,7 +133,9 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             log.reason(logger, reason)
             publisher.note(reason, clock())
 
-        setting = _setting(config)
+        saver = SaverService(warden, access, config.job)
+        cleanup.callback(saver.close)
+        setting = _setting(config, saver.name)
         driver = Driver(
             agents.start(
                 _identity(config),
@@ -236,7 +239,7 @@ def _wanted(config: RunConfig) -> Spec:
     )
 
 
-def _setting(config: RunConfig) -> Setting:
+def _setting(config: RunConfig, saver: str) -> Setting:
     return Setting(
         job=config.job,
         role=config.role,
@@ -244,7 +247,7 @@ def _setting(config: RunConfig) -> Setting:
         devices=visible_devices(config.slots),
         virtual_local_rank=config.virtual_local_rank,
         inherited=dict(os.environ),
-        extra=config.env,
+        extra={"ELASTICD_SAVER": saver, **config.env},
     )
 
 

@@ -189,13 +189,14 @@ class Warden:
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
+        stdin: int | None = None,
         log_path: str | Path = os.devnull,
         ended: Callable[[Ended], None] = lambda _: None,
     ) -> int:
         """Start a helper process (such as etcd) that must not outlive the agent; returns its pid.
 
-        Its output is appended to ``log_path``. Waits until the program runs; raises ``KeeperError``
-        if it cannot. The fence and ``stop_workers`` leave it alone.
+        Its output is appended to ``log_path``; ``stdin`` is a file that it gets a copy of. Waits until
+        the program runs; raises ``KeeperError`` if it cannot. The fence and ``stop_workers`` leave it alone.
         """
         answered = threading.Event()
         outcome: list[int | Ended] = []
@@ -214,7 +215,8 @@ class Warden:
             log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
-        fds = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), log, os.dup(log)]
+        given = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if stdin is None else os.dup(stdin)
+        fds = [given, log, os.dup(log)]
         running = _Running(service_ended, "", True, 0, answer)
         self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):

@@ -18,10 +18,34 @@ Under ``elasticd run`` it recovers in place; under torchrun or plain ``python`` 
 in the world that it finds.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
 from elasticd.worker.state import State
 from elasticd.worker.world import WorldChanged
 
-__all__ = ["State", "StateLost", "WorldChanged", "device", "rank", "run", "world_size"]
+if TYPE_CHECKING:
+    from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
+
+__all__ = [
+    "Checkpoints",
+    "NoCheckpoint",
+    "State",
+    "StateLost",
+    "WorldChanged",
+    "device",
+    "rank",
+    "run",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Checkpoints need much of torch that nothing else here does: imported when asked for."""
+    if name in ("Checkpoints", "NoCheckpoint"):
+        from elasticd.worker import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -229,6 +229,7 @@ class Checkpoints:
                     "rank": together.rank,
                     "world": together.size,
                     "round": self._round,
+                    "fence": int(os.environ.get("ELASTICD_ROUND", "0")),
                     "locals": locals_,
                     "last": self._keep.last,
                     "every": self._keep.every,

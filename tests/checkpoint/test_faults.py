@@ -183,7 +183,7 @@ def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp
 
 def joins(name: str, path: Path, rank: int, world: int, token: str = "0000000a", round: int = 1) -> Line:
     line = handover.connect(name)
-    who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round}
+    who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round, "fence": round}
     line.send({"is": "open", **who, "locals": list(range(world)), "last": 3, "every": 0})
     paper = Paper(encode_index(Index([], {}, {}, {})), b"not looked at").file()
     line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))

@@ -1,0 +1,32 @@
+"""Checkpoints under an agent: its saver, committed through its etcd."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from elasticd.checkpoint.pointer import FilePointer
+
+PROGRAM = Path(__file__).parent / "programs" / "checkpointed.py"
+
+
+def test_a_job_goes_on_from_its_last_checkpoint_and_leaves_no_saver(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "TORCHELASTIC_"))}
+    command = ["elasticd", "run", "--standalone", "--nproc-per-node", "2", str(PROGRAM), str(tmp_path)]
+    job = subprocess.run(
+        [sys.executable, "-m", "elasticd.cli.main", *command[1:]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert job.returncode == 0, job.stderr[-3000:]
+    for rank in range(2):
+        assert (tmp_path / f"began-{rank}").read_text().split() == ["0", "6"]
+    assert [s.step for s in FilePointer(tmp_path / "run").read().saved] == [9, 10]
+    assert sorted(p.name[5:15] for p in (tmp_path / "run").iterdir() if p.is_dir()) == [
+        "0000000009",
+        "0000000010",
+    ]
