@@ -77,6 +77,7 @@ class State:
             for name in module._buffers
         ]
         self._versions: list[tuple[int, int]] = []
+        self._spare: list[torch.Tensor | None] = []  # copies of before, to copy over
 
     def _take_in(self, name: str, value: Any) -> None:
         if name.startswith("_") or (hasattr(State, name) and name not in ("model", "optimizer")):
@@ -243,7 +244,7 @@ class State:
         so whatever may be wrong with this step has to be known now."""
         world = self._world
         if world is not None and not self._torn:
-            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.current_stream().synchronize()  # the sums are there, or the world is over
                 world.check()
             world.vouch()
@@ -251,8 +252,9 @@ class State:
 
     def _keep(self) -> None:
         """Copy what is small, and large buffers if they have changed: some are constants."""
-        before = self._kept
+        kept = self._kept["buffers"] if self._kept is not None else [None] * len(self._buffers)
         buffers: list[torch.Tensor | None] = []
+        spare: list[torch.Tensor | None] = []
         versions: list[tuple[int, int]] = []
         copies: list[torch.Tensor] = []
         changed: list[torch.Tensor] = []
@@ -260,17 +262,22 @@ class State:
             buffer = owner.get(name)
             version = (0, 0) if buffer is None else (id(buffer), buffer._version)
             versions.append(version)
-            if buffer is None:
-                buffers.append(None)
-            elif before is not None and buffer.numel() > _SMALL and self._versions[i] == version:
-                buffers.append(before["buffers"][i])
+            if buffer is None or (
+                buffer.numel() > _SMALL and kept[i] is not None and self._versions[i] == version
+            ):
+                buffers.append(kept[i])
+                spare.append(None)
             else:
-                copy = torch.empty_like(buffer)
+                copy = self._spare[i] if i < len(self._spare) else None
+                if copy is None or copy.shape != buffer.shape or copy.device != buffer.device:
+                    copy = torch.empty_like(buffer)
                 buffers.append(copy)
+                spare.append(kept[i])
                 copies.append(copy)
                 changed.append(buffer)
         if changed:
             torch._foreach_copy_(copies, changed)
+        self._spare = spare
         self._kept = {
             "plain": copied(self._plain, "State"),
             "stateful": {

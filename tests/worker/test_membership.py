@@ -106,11 +106,11 @@ def test_a_worker_that_wakes_after_it_was_replaced_neither_commits_nor_joins(cre
     sleeper = crew.hands[1]
     os.kill(sleeper.process.pid, signal.SIGSTOP)
     sleeper.shunned = True
-    gate.open()
     crew.close()
     crew.all_ended()
     assert crew.settled == [(1, 3), (2, 2)]
     os.kill(sleeper.process.pid, signal.SIGCONT)
+    gate.open()
     crew.until(lambda: sleeper.waiting)
     assert len(sleeper.entered) == 1
     sleeper.process.kill()
