@@ -2,13 +2,24 @@
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from elasticd.core.link import Holds
 from tests.worker.crew import Crew
-from tests.worker.jobs import NOTHING, STEPS, Accident, Gate, reads, run_out_of_memory, work
+from tests.worker.jobs import (
+    NOTHING,
+    STEPS,
+    Accident,
+    Gate,
+    reads,
+    run_out_of_memory,
+    train_with_own_randomness,
+    work,
+)
 from tests.worker.test_survival import assert_exact, begin
 
 
@@ -116,3 +127,24 @@ def test_a_worker_that_wakes_after_it_was_replaced_neither_commits_nor_joins(cre
     sleeper.process.kill()
     crew.until(lambda: sleeper.status is not None)
     assert_exact(crew, tmp_path, {1}, undisturbed)
+
+
+def test_ranks_that_draw_for_themselves_go_on_doing_so(crew, tmp_path):
+    """What each has drawn independently must not become the same for all after a recovery."""
+    accidents = {2: Accident("start", 5)}
+    begin(crew, tmp_path, 3, accidents, body=train_with_own_randomness, steps=8)
+    crew.all_ended()
+    drew = [reads(tmp_path, name, "drew") for name in "01"]
+    assert len(drew[0]) == len(drew[1]) == 8 and set(drew[0]).isdisjoint(drew[1])
+    for rank, mine in enumerate(drew):
+        torch.manual_seed(rank)
+        assert mine == [torch.rand(1).item() for _ in range(8)]
+
+
+def test_a_worker_whose_agent_is_gone_ends_and_says_so(crew, tmp_path):
+    hand = crew.start(work, str(tmp_path), "0", NOTHING)
+    crew.all_waiting(hand)
+    hand.socket.shutdown(socket.SHUT_RDWR)
+    crew.all_ended()
+    assert hand.status == 1
+    assert "the agent of this worker is gone" in (tmp_path / "0.err").read_text().splitlines()[-1]

@@ -1,0 +1,91 @@
+"""Who sends the state to whom, and that it arrives as it was."""
+
+import pytest
+import torch
+
+from elasticd.core.link import Holds
+from elasticd.worker.exchange import PARCEL_BYTES, Choice, Standing, _packed, _parcels, _unpacked, choose
+from elasticd.worker.plain import copied, with_tensors
+
+
+def whole(agreed: int, step: int) -> Standing:
+    return Standing(Holds.WHOLE, agreed, step)
+
+
+NONE = Standing(Holds.NONE, 0, 0)
+
+
+def torn(agreed: int, step: int) -> Standing:
+    return Standing(Holds.TORN, agreed, step)
+
+
+@pytest.mark.parametrize(
+    ("standings", "choice"),
+    [
+        ([NONE, NONE, NONE], Choice(0, (1, 2), fresh=True)),
+        ([whole(1, 4), whole(1, 4)], Choice(0, (), fresh=False)),
+        ([NONE, whole(1, 4), whole(1, 4)], Choice(1, (0,), fresh=False)),
+        ([whole(1, 4), whole(1, 5), whole(1, 4)], Choice(1, (0, 2), fresh=False)),
+        ([torn(1, 5), whole(1, 4)], Choice(1, (0,), fresh=False)),
+        ([torn(1, 5), torn(1, 5)], Choice(0, (1,), fresh=True)),
+        ([NONE, torn(1, 5)], Choice(0, (1,), fresh=True)),
+    ],
+)
+def test_the_most_advanced_whole_state_is_gone_on_from(standings, choice):
+    assert choose(standings) == choice
+
+
+def test_a_step_that_the_others_have_made_anew_is_not_gone_back_to():
+    """Rank 0 committed step 6 in round 1 and was left behind; the others made theirs in round 2."""
+    assert choose([whole(1, 6), whole(2, 5), whole(2, 5)]) == Choice(1, (0,), fresh=False)
+    assert choose([whole(1, 6), whole(2, 6), whole(2, 6)]) == Choice(1, (0,), fresh=False)
+
+
+def odd_tensors() -> list[torch.Tensor]:
+    return [
+        torch.tensor(3.5),
+        torch.empty(0),
+        torch.tensor([True, False, True]),
+        torch.arange(7, dtype=torch.bfloat16),
+        torch.randn(3, 5, dtype=torch.complex64),
+        torch.randn(4, 6).t(),
+        torch.randn(PARCEL_BYTES // 4 + 3),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randint(0, 9, (5,), dtype=torch.uint8),
+    ]
+
+
+def test_tensors_of_every_kind_and_size_arrive_as_they_were():
+    tensors = odd_tensors()
+    arrived = []
+    for together in _parcels(tensors):
+        kinds = [torch.empty(tensors[i].shape, dtype=tensors[i].dtype, device="meta") for i in together]
+        arrived += _unpacked(_packed([tensors[i] for i in together]), kinds)
+    assert all(torch.equal(a, b) for a, b in zip(arrived, tensors, strict=True))
+    assert [a.dtype for a in arrived] == [t.dtype for t in tensors]
+
+
+def test_small_tensors_travel_together_and_large_ones_alone():
+    sizes = [
+        len(p) for p in _parcels([torch.empty(10)] * 50 + [torch.empty(PARCEL_BYTES)] + [torch.empty(10)])
+    ]
+    assert sizes == [50, 1, 1]
+
+
+def test_a_copy_of_plain_data_shares_nothing_with_it():
+    data = {"list": [1, 2], "tensor": torch.ones(2), "deep": ({"x": [3]}, {4})}
+    copy = copied(data)
+    data["list"].append(9)
+    data["tensor"].add_(1)
+    data["deep"][0]["x"].append(9)
+    assert copy["list"] == [1, 2] and copy["tensor"].tolist() == [1, 1] and copy["deep"] == ({"x": [3]}, {4})
+
+
+def test_what_cannot_be_sent_is_refused_by_name():
+    with pytest.raises(TypeError, match="State's thing holds a object, which cannot be sent"):
+        copied({"a": [object()]}, "State's thing")
+
+
+def test_tensors_are_found_in_a_fixed_order_wherever_they_are():
+    data = {"a": [torch.tensor(1), {"b": torch.tensor(2)}], "c": (torch.tensor(3), "x")}
+    assert with_tensors(data, lambda t: t + 10) == {"a": [11, {"b": 12}], "c": (13, "x")}

@@ -1,0 +1,113 @@
+"""What a state keeps, and what it goes back to."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elasticd import worker
+from elasticd.core.link import Holds
+from elasticd.worker import chance
+
+
+@pytest.fixture
+def state() -> worker.State:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = worker.State(model=model, optimizer=optimizer, wrap=None, epoch=0, seen=[])
+    made.begin()
+    made.agree(1)
+    made.enter(None)
+    return made
+
+
+def test_an_abandoned_step_leaves_no_trace(state):
+    state.model(torch.randn(8, 4))
+    state.commit()
+    mean = state.model[1].running_mean.clone()
+    drawn = [torch.rand(1).item(), random.random(), np.random.randn(), np.random.randn()]
+    state.leave()
+    state.enter(None)
+
+    state.model(torch.randn(8, 4)).sum().backward()
+    state.epoch += 1
+    state.seen.append(1)
+    state.optimizer.param_groups[0]["lr"] = 7.0
+    state.leave()
+
+    assert state.holds == Holds.WHOLE and state.step == 1
+    assert torch.equal(state.model[1].running_mean, mean)
+    assert (state.epoch, state.seen, state.optimizer.param_groups[0]["lr"]) == (0, [], 0.1)
+    assert all(p.grad is None for p in state.model.parameters())
+    assert [torch.rand(1).item(), random.random(), np.random.randn(), np.random.randn()] == drawn
+
+
+def test_a_normal_number_that_numpy_has_left_over_is_kept_too():
+    np.random.seed(1)
+    np.random.randn()
+    stand = chance.note()
+    first = np.random.randn()
+    chance.resume(stand)
+    assert np.random.randn() == first
+
+
+def test_between_the_optimizers_step_and_the_commit_a_state_is_torn(state):
+    state.model(torch.randn(8, 4)).sum().backward()
+    assert state.holds == Holds.WHOLE
+    state.optimizer.step()
+    assert state.holds == Holds.TORN
+    state.commit()
+    assert state.holds == Holds.WHOLE
+
+
+def test_only_what_a_state_was_given_can_be_set(state):
+    state.epoch = 3
+    assert state.epoch == 3
+    with pytest.raises(AttributeError, match=r"add epock=\.\.\. there"):
+        state.epock = 4
+    with pytest.raises(AttributeError, match="nothing named 'epock'"):
+        state.epock  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["step", "commit", "_kept"])
+def test_names_with_a_meaning_of_their_own_are_refused(name):
+    with pytest.raises(TypeError, match="meaning of its own"):
+        worker.State(**{name: 1})
+
+
+def test_what_cannot_be_sent_to_others_is_refused_at_once():
+    with pytest.raises(TypeError, match="State's file holds a"):
+        worker.State(file=open(__file__))  # noqa: SIM115
+
+
+def test_a_script_without_an_agent_runs_in_a_world_of_one_and_begins_where_restore_says():
+    program = """
+import torch
+from elasticd import worker
+model = torch.nn.Linear(2, 1)
+state = worker.State(model, torch.optim.SGD(model.parameters()), restore=lambda state: 5)
+@worker.run
+def train(state, extra):
+    return extra, worker.rank(), worker.world_size(), list(state.steps(8)), type(state.model).__name__
+print(train(state, "x"))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert result.stdout == "('x', 0, 1, [5, 6, 7], 'DistributedDataParallel')\n", result.stderr
+
+
+def test_importing_it_imports_nothing_of_the_agents():
+    program = """
+import sys
+import torch.distributed, torch.nn.parallel
+before = set(sys.modules)
+from elasticd import worker
+print(sorted({m.partition(".")[0] for m in set(sys.modules) - before}))
+print(sorted(m for m in sys.modules if m.startswith("elasticd.") and not m.startswith("elasticd.worker")))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert result.stderr == ""
+    assert result.stdout.splitlines()[1] == "['elasticd.core', 'elasticd.core.link']"
