@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
@@ -87,6 +89,33 @@ def test_process_1_passes_signals_on() -> None:
     os.kill(outside_pid_of(pod), signal.SIGTERM)
     assert pod.wait(PATIENCE_S) == 143
     pod.communicate()
+
+
+@in_a_pod
+def test_a_ctrl_c_on_the_terminal_reaches_the_agent_once() -> None:
+    """The kernel sends it to all in the foreground, so process 1 must not send it on as well."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.execvp(POD[0], [*POD, sys.executable, PROGRAM, "count"])
+    try:
+        _read_until(terminal, b"ready")
+        os.write(terminal, b"\x03")
+        _read_until(terminal, b"got 1")
+        (inside,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(inside), signal.SIGTERM)  # after which none can be on its way any more
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 1, "as many as it got"
+    finally:
+        os.close(terminal)
+
+
+def _read_until(terminal: int, word: bytes) -> None:
+    said = b""
+    while word not in said:
+        assert select.select([terminal], [], [], PATIENCE_S)[0], said
+        said += os.read(terminal, 1024)
 
 
 def test_any_other_process_stays_one() -> None:

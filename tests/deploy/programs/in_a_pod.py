@@ -31,3 +31,11 @@ match sys.argv[1]:
                 sys.exit(0)
             select.select([], [], [], 0.02)
         sys.exit(f"{orphan} is still a zombie")
+    case "count":
+        got: list[int] = []
+        signal.signal(signal.SIGINT, lambda *_: got.append(1))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(got)))
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+            print("got", len(got), flush=True)
