@@ -24,6 +24,9 @@ _COMMANDS = {
     "scale": "elasticd.cli.steer:scale",
     "drain": "elasticd.cli.steer:drain",
     "stop": "elasticd.cli.steer:stop",
+    "top": "elasticd.cli.top:top",
+    "events": "elasticd.cli.history:events",
+    "logs": "elasticd.cli.history:logs",
     "ckpt": "elasticd.cli.checkpoints:ckpt",
     "doctor": "elasticd.cli.doctor.command:doctor",
 }

@@ -340,11 +340,13 @@ class SlotTime:
 @dataclass(frozen=True, slots=True)
 class NodeLedger:
     """Where a node's time went in this run, up to ``at`` (seconds since the epoch). Key ``ledger/<node>``,
-    no lease: it outlives the agent, whose next incarnation goes on with it. Written rarely."""
+    no lease: it outlives the agent, whose next incarnation goes on with it. Written rarely. ``run``: the
+    create_revision of the job's spec, which another run of the same name has another of."""
 
     node: str
     at: float
     slots: tuple[SlotTime, ...] = ()
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Ledger:
     def close(self, now: float) -> Ledger:
         return Ledger({slot: account.close(now) for slot, account in self.slots.items()})
 
-    def record(self, node: str, now: float) -> NodeLedger:
+    def record(self, node: str, now: float, run: int = 0) -> NodeLedger:
         """What to keep in etcd. To the millisecond, as that is enough and much shorter."""
         times = tuple(
             SlotTime(
@@ -151,7 +151,7 @@ class Ledger:
             )
             for slot, account in sorted(self.slots.items())
         )
-        return NodeLedger(node, now, times)
+        return NodeLedger(node, now, times, run)
 
     def resume(self, kept: NodeLedger, began_at: float) -> Ledger:
         """This ledger, begun at ``began_at``, as the continuation of what an earlier agent of this node

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -18,22 +17,9 @@ from torch.distributed.elastic.multiprocessing.api import (
 from elasticd.daemon.config import LogOptions
 from elasticd.daemon.errors import CannotStart
 from elasticd.procs.output import LogDest
+from elasticd.telemetry.runs import state_dir
 
 RUNS_KEPT = 50
-
-
-def state_dir() -> Path:
-    """Where runs keep what outlives them: ``$XDG_STATE_HOME/elasticd``, or a temporary folder where
-    there is no home to write to."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(home) / "elasticd"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.gettempdir()) / f"elasticd-state-{os.getuid()}"
 
 
 def logs_specs(options: LogOptions) -> LogsSpecs:

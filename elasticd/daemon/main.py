@@ -44,7 +44,8 @@ from elasticd.procs.keeper import Warden
 from elasticd.procs.linux import started_at
 from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
-from elasticd.telemetry import final, log
+from elasticd.telemetry import final, log, runs
+from elasticd.telemetry.events import EventFile
 from elasticd.telemetry.http import HttpServer
 from elasticd.telemetry.termination import TerminationLog
 from elasticd.telemetry.view import PlainView, View
@@ -164,7 +165,15 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
 
         meter = Meter(config, driver, store, step_times, began_at)
         timekeeper = Timekeeper(config, driver, store, step_times, began_at)
-        publisher = Publisher(config, driver, store, procs.progress, view, meter, pages, sampler, timekeeper)
+        events = cleanup.enter_context(
+            EventFile(
+                destinations.run_folder,
+                lambda folder: runs.note(runs.state_dir(), config.job, config.node, began_at, folder),
+            )
+        )
+        publisher = Publisher(
+            config, driver, store, procs.progress, view, meter, pages, sampler, timekeeper, events
+        )
         served_at = _serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))
         spec = WorkerSpec(
@@ -300,10 +309,14 @@ def why_silent(why: str, access: EtcdAccess) -> str:
 
 
 def _last_words(
-    config: RunConfig, last: Round | None, left: Leave, lasted_s: float, spent: Mapping[str, float]
+    config: RunConfig,
+    last: Round | None,
+    left: Leave,
+    lasted_s: float,
+    spent: Mapping[str, float] | None = None,
 ) -> str:
     if last is not None:
-        return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s, spent=spent)
+        return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s, spent=spent or {})
     if left.code > 128:
         return f"{config.job}: {config.node} {left.why}."
     return f"elasticd: {left.why}."

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
 from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
-from elasticd.core.reasons import Reason, WorkersHung
+from elasticd.core.reasons import Reason, WorkersHung, WorkersStarted
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import Meter
@@ -21,6 +21,7 @@ from elasticd.daemon.pages import Pages, Published
 from elasticd.daemon.sampler import Sampler, Samples
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.telemetry import words
+from elasticd.telemetry.events import EventFile, event
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import View
 
@@ -47,6 +48,7 @@ class Publisher:
         pages: Pages,
         sampler: Sampler,
         timekeeper: Timekeeper,
+        events: EventFile,
     ) -> None:
         self._config = config
         self._driver = driver
@@ -57,6 +59,7 @@ class Publisher:
         self._pages = pages
         self._sampler = sampler
         self._timekeeper = timekeeper
+        self._file = events
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._paces: dict[tuple[str, int], Pace] = {}
         self._others: Mapping[str, Progress] = {}
@@ -70,6 +73,11 @@ class Publisher:
     def note(self, reason: Reason, now: float) -> None:
         """Something happened: an event for the live view, and maybe one to count."""
         self._events.append(Event(now, words.sentence(reason, now)))
+        crew = self._driver.state.crew
+        slots = (
+            {"slots": crew.member.slots} if isinstance(reason, WorkersStarted) and crew is not None else {}
+        )
+        self._file.write(event(reason, now, self._config.job, self._config.node, **slots))
         self._meter.note(reason, self._read, now)
         if isinstance(reason, WorkersHung):
             self._timekeeper.hung(reason.round)
@@ -78,6 +86,7 @@ class Publisher:
     def routine(self, now: float) -> float:
         if now < self._due:
             return self._due
+        self._file.nudge()
         self._due = now + (SHOW_S if self._view.live else WRITE_S)
         mine = self._read()
         snapshot = self._snapshot(mine, now)

@@ -14,7 +14,7 @@ from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import StepTimes
 
-WRITE_S = 30.0
+WRITE_FIRST_S, WRITE_MOST_S = 3.0, 30.0  # in between a tenth of what there is to tell of
 FAREWELL_S = 2.0  # for the last write, and for what the other nodes write last
 
 
@@ -32,7 +32,8 @@ class Timekeeper:
         self._began_at = began_at
         self._kept: NodeLedger | None = None  # what an earlier agent of this node left; set by the store
         self._resumed = False
-        self._write_due = began_at + WRITE_S
+        self._run = 0
+        self._write_due = began_at + WRITE_FIRST_S
         self._round = (0, Phase.WAITING)
         self.ledger = Ledger().see(dict.fromkeys(self._slots(), Kind.RENDEZVOUS), began_at)
         store.watch(self._key, self._own_seen)
@@ -51,14 +52,16 @@ class Timekeeper:
         by_slot = {beat.slot: beat for beat in beats}
         self.ledger = self.ledger.see(self._last_steps(by_slot), now)
         self.ledger = self.ledger.see({s: self._seen(s, by_slot.get(s)) for s in self._slots()}, now)
+        if state.spec is not None:
+            self._run = state.seen["spec"].created
         if not self._resumed and state.joined and state.round is not None and not state.over:
             self._resumed = True
-            if self._kept is not None:
+            if self._kept is not None and self._kept.run == self._run:
                 self.ledger = self.ledger.resume(self._kept, self._began_at)
         round = (state.round.number, state.round.phase) if state.round else self._round
         if now >= self._write_due or round != self._round:
             self._round = round
-            self._write_due = now + WRITE_S
+            self._write_due = now + min(max((now - self._began_at) / 10, WRITE_FIRST_S), WRITE_MOST_S)
             self._write(now, lambda answer: None)
 
     def hung(self, round: int) -> None:
@@ -100,7 +103,7 @@ class Timekeeper:
         """Write the last of it; what each node has written that took part. Takes a few seconds at most:
         the other nodes of a job that has ended are given time to write theirs."""
         self.ledger = self.ledger.close(now)
-        mine = self.ledger.record(self._config.node, now)
+        mine = self.ledger.record(self._config.node, now, self._run)
         if self._config.etcd is None:
             return (mine,)
         written = threading.Event()
@@ -115,7 +118,7 @@ class Timekeeper:
         state = self._driver.state
         if state.own is None or state.own.fact is None or state.silent or not self._resumed:
             return False
-        record = self.ledger.record(self._config.node, now)
+        record = self.ledger.record(self._config.node, now, self._run)
         guard = StillThere(state.me.key, state.own.created)
         self._store.transact((guard,), (Put(self._key, record),), answered)
         return True

@@ -25,9 +25,9 @@ _GAP = 3  # between columns of slots
 SLOT_ROWS_MAX = 8
 
 
-def render(snapshot: Snapshot, width: int, height: int) -> list[str]:
+def render(snapshot: Snapshot, width: int, height: int, rows_max: int = SLOT_ROWS_MAX) -> list[str]:
     """Lines with ANSI colours, each narrower than ``width`` cells; never more than half of
-    ``height``, whatever the number of slots."""
+    ``height``, whatever the number of slots, nor more than ``rows_max`` lines of them."""
     room = max(1, height // 2)
     usable = max(8, width - 1)  # a full last column makes some terminals wrap
     lines: list[Text] = [Text("─" * usable, style="dim")] if room > 2 else []
@@ -35,7 +35,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> list[str]:
     if snapshot.waiting and len(lines) < room:
         lines.append(Text(f" {snapshot.waiting}", style="yellow"))
     events = snapshot.events[-3:] if room > 8 else snapshot.events[-1:]
-    lines += _slots(snapshot.slots, usable, min(SLOT_ROWS_MAX, room - len(lines) - len(events)))
+    lines += _slots(snapshot.slots, usable, min(rows_max, room - len(lines) - len(events)))
     for event in events[: max(0, room - len(lines))]:
         clock = time.strftime("%H:%M:%S", time.localtime(event.at))
         lines.append(Text.assemble((f" {clock} ", "dim"), event.text))

@@ -369,6 +369,7 @@ def event(reason: r.Reason) -> LogEvent:
                 "rank": value.exit.rank,
                 "code": value.exit.code,
                 "message": first_line(value.exit.message),
+                "log": value.exit.log,
             }
         elif isinstance(value, Verdict):
             flat |= {

@@ -1,0 +1,134 @@
+"""``elasticd events`` and ``elasticd logs``: what the runs on this machine have written, during and after."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.options import Whole
+from elasticd.telemetry import events as files
+from elasticd.telemetry import runs, words
+from elasticd.telemetry.events import Event
+
+_STYLES = {"warning": "yellow", "error": "red"}
+_STREAMS = ("stdout.log", "stderr.log")
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Go on, and show each event as it happens.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: the lines as they are in the file.")
+def events(job: str | None, follow: bool, as_json: bool) -> None:
+    """Show what happened to JOB, as its agents on this machine noted it.
+
+    Without JOB: the one that ran last.
+    """
+    job, _ = _known(job)
+    state = runs.state_dir()
+    seen: Iterable[Event]
+    if follow:
+        seen = files.follow(lambda: _folders(state, job), runs.jobs_place(state, job))
+    else:
+        seen = files.read(_folders(state, job))
+    for event in seen:
+        click.echo(json.dumps(event) if as_json else _line(event))
+        sys.stdout.flush()
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--slot", type=Whole(0), help="Only of the worker in this slot.")
+@click.option("--node", help="Only of this node, where several ran here.")
+@click.option("--failed", is_flag=True, help="Of the worker that failed last.")
+def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> None:
+    """Print what the workers of JOB printed last, on this machine.
+
+    Without JOB: of the one that ran last.
+    """
+    job, known = _known(job)
+    if failed:
+        _print([_log_of_failure(job, _folders(runs.state_dir(), job))])
+        return
+    newest = {run.node: run for run in known}  # of each node's runs the last
+    if node is not None and node not in newest:
+        raise Complaint(f"no agent of {job} named {node} ran here: there is {words.listing(sorted(newest))}")
+    found = [
+        path
+        for name, run in sorted(newest.items())
+        if node in (None, name)
+        for path in _outputs(run.folder, slot)
+    ]
+    if not found:
+        whose = f" in slot {slot}" if slot is not None else ""
+        raise Complaint(f"nothing is kept of what a worker of {job}{whose} printed here")
+    _print(found)
+
+
+def _known(job: str | None) -> tuple[str, list[runs.KnownRun]]:
+    state = runs.state_dir()
+    there = runs.jobs(state)
+    if job is None and not there:
+        raise Complaint("no run has left anything on this machine")
+    name = there[-1] if job is None else job
+    known = runs.of_job(state, name)
+    if not known:
+        have = f"there are {words.listing(there[::-1], most=10)}" if there else "nothing is"
+        raise Complaint(f"nothing of a job named {name} is kept on this machine: {have}")
+    return name, known
+
+
+def _folders(state: Path, job: str) -> list[Path]:
+    return [run.folder for run in runs.of_job(state, job)]
+
+
+def _line(event: Event) -> str:
+    at = datetime.fromtimestamp(float(event["at"])).astimezone()
+    text = f"{at:%Y-%m-%d %H:%M:%S}  {event.get('node', '')}  {event.get('text') or event['event']}"
+    style = _STYLES.get(str(event.get("level")))
+    return click.style(text, fg=style) if style else text
+
+
+def _log_of_failure(job: str, folders: list[Path]) -> Path:
+    failures = [e for e in files.read(folders) if e["event"] == "failure.charged"]
+    if not failures:
+        raise Complaint(f"no failure of {job} is known on this machine")
+    last = failures[-1]
+    log = Path(str(last.get("log") or os.devnull))
+    if not log.is_dir() and not log.is_file():
+        raise Complaint(f"{last['text']}; its output is not here but on {last.get('failed_node')}")
+    return log
+
+
+def _outputs(folder: Path, slot: int | None) -> Iterator[Path]:
+    """The folders of the newest attempt's workers, by local rank as torch has it."""
+    started = [e for e in files.read([folder]) if e["event"] == "workers.started" and e.get("slots")]
+    attempts = [int(e["round"]) - 1 for e in started]
+    for event, attempt in sorted(zip(started, attempts, strict=True), key=lambda pair: -pair[1]):
+        place = folder / f"attempt_{attempt}"
+        if place.is_dir():
+            for local_rank, its_slot in enumerate(event["slots"]):
+                if slot in (None, its_slot) and (place / str(local_rank)).is_dir():
+                    yield place / str(local_rank)
+            return
+
+
+def _print(places: Iterable[Path]) -> None:
+    """Files, or folders that hold a worker's streams, each under its name."""
+    out = sys.stdout.buffer
+    for place in places:
+        paths = [place / name for name in _STREAMS] if place.is_dir() else [place]
+        for path in paths:
+            if path.exists() and os.path.getsize(path):
+                click.echo(click.style(f"==> {path} <==", bold=True))
+                sys.stdout.flush()
+                with path.open("rb") as file:
+                    shutil.copyfileobj(file, out)
+                out.flush()

@@ -1,0 +1,112 @@
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from elasticd.core.facts import Cause, Exit, Failure
+from elasticd.core.reasons import FailureCharged, RoundFormed
+from elasticd.telemetry import events, runs
+from elasticd.telemetry.events import EventFile, event
+
+FORMED = RoundFormed(1, 4, 2, Cause.START)
+
+
+def formed(at: float) -> events.Event:
+    return event(FORMED, at, "job", "a")
+
+
+def test_an_event_says_when_where_and_what_in_words_and_in_fields() -> None:
+    failed = FailureCharged(Failure("b", Exit(1, 3, -9, 5.0, "oom\nmore", log="/logs/3")), 1, 10)
+    told = event(failed, 7.25, "job", "a", extra=1)
+    assert (told["at"], told["event"], told["level"]) == (7.25, "failure.charged", "warning")
+    assert (told["job"], told["node"], told["failed_node"], told["slot"], told["rank"]) == (
+        "job",
+        "a",
+        "b",
+        1,
+        3,
+    )
+    assert (told["log"], told["extra"]) == ("/logs/3", 1)
+    assert "rank 3 (slot 1 on b) was killed by SIGKILL" in told["text"]
+    json.dumps(told)
+
+
+def test_what_happened_before_there_was_a_folder_is_written_once_there_is_one(tmp_path: Path) -> None:
+    place: list[Path] = []
+    opened: list[Path] = []
+    with EventFile(lambda: place[0] if place else None, opened.append) as file:
+        file.write(formed(1))
+        file.nudge()
+        place.append(tmp_path)
+        file.nudge()
+        file.write(formed(2))
+    assert [e["at"] for e in events.read([tmp_path])] == [1, 2]
+    assert opened == [tmp_path]
+
+
+def test_a_folder_that_is_gone_stops_nobody(tmp_path: Path) -> None:
+    with EventFile(lambda: tmp_path / "gone", lambda _: None) as file:
+        file.write(formed(1))
+        file.write(formed(2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_events_of_several_folders_are_in_the_order_of_their_times(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "gone")]
+    for folder, times in zip(folders, ((1, 4), (2, 3)), strict=False):
+        folder.mkdir()
+        lines = [json.dumps(formed(at)) for at in times]
+        (folder / events.FILE).write_text("\n".join([*lines, "not json", "[1]", '{"at": 9}', lines[0][:20]]))
+    assert [e["at"] for e in events.read(folders)] == [1, 2, 3, 4]
+
+
+def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Path) -> None:
+    state, folder, later = tmp_path / "state", tmp_path / "first", tmp_path / "later"
+    for f in (folder, later):
+        f.mkdir()
+    runs.note(state, "job", "a", 1.0, folder)
+    seen: list[float] = []
+    changed = threading.Condition()
+
+    def look() -> None:
+        for what in events.follow(
+            lambda: [r.folder for r in runs.of_job(state, "job")], runs.jobs_place(state, "job")
+        ):
+            with changed:
+                seen.append(what["at"])
+                changed.notify_all()
+
+    def until(holds: Callable[[], bool]) -> None:
+        with changed:
+            assert changed.wait_for(holds, 30), seen
+
+    (folder / events.FILE).write_text(json.dumps(formed(1)) + "\n")
+    threading.Thread(target=look, daemon=True).start()
+    until(lambda: seen == [1])
+    with (folder / events.FILE).open("a") as file:
+        line = json.dumps(formed(2))
+        file.write(line[:10])
+        file.flush()
+        file.write(line[10:] + "\n")
+    until(lambda: seen == [1, 2])
+    (later / events.FILE).write_text(json.dumps(formed(3)) + "\n")
+    runs.note(state, "job", "b", 2.0, later)
+    until(lambda: seen == [1, 2, 3])
+
+
+def test_runs_are_found_by_the_name_of_their_job_and_forgotten_with_their_folder(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    assert runs.jobs(state) == [] and runs.of_job(state, "job") == []
+    for n in range(3):
+        (tmp_path / str(n)).mkdir()
+        runs.note(state, "job", f"node-{n}", 100.0 + n, tmp_path / str(n))
+    (tmp_path / "1").rmdir()
+    assert [(r.began_at, r.node) for r in runs.of_job(state, "job")] == [(100.0, "node-0"), (102.0, "node-2")]
+    assert runs.jobs(state) == ["job"]
+
+
+def test_only_so_many_runs_of_a_job_are_remembered(tmp_path: Path) -> None:
+    for n in range(runs.RUNS_KEPT + 5):
+        runs.note(tmp_path / "state", "job", "a", 1000.0 + n, tmp_path)
+    known = runs.of_job(tmp_path / "state", "job")
+    assert len(known) == runs.RUNS_KEPT and known[0].began_at == 1005.0
