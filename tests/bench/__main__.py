@@ -1,4 +1,4 @@
-"""``python -m tests.bench recovery | node-loss | forming | overhead | hang | checkpoint``:
+"""``python -m tests.bench recovery | goodput | node-loss | forming | overhead | hang | checkpoint``:
 each prints its ratios."""
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ def recovery(workers: int, kills: int) -> None:
     from tests.bench.recovery import recovery as measure
 
     click.echo(measure(workers, kills))
+
+
+@main.command()
+@click.option("--workers", default=4)
+@click.option("--seconds", default=180.0)
+@click.option("--every", default=20.0, help="Seconds between kills.")
+@click.option("--torchrun/--no-torchrun", default=True)
+def goodput(workers: int, seconds: float, every: float, torchrun: bool) -> None:
+    """Steps made while a worker is killed every so often, of those of an undisturbed run."""
+    from tests.bench.goodput import goodput as measure
+
+    click.echo(measure(workers, seconds, every, torchrun))
 
 
 @main.command("node-loss")
