@@ -171,6 +171,9 @@ class World:
                 dist.destroy_process_group()
             except RuntimeError:  # it was broken already
                 pass
+        # Part of the names under which groups find each other; a failed attempt leaves it counted, and
+        # newcomers count from 0.
+        dist.distributed_c10d._world.group_count = 0
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class Crew:
         self.hands: list[Hand] = []
         self.round = 0
         self.members: list[Hand] = []
-        self.closing = False
+        self.closing = self.aborting = False
         self.stores: list[dist.TCPStore] = []
         self.least = 1
         self.settled: list[tuple[int, int]] = []  # each round's number and size
@@ -104,7 +104,7 @@ class Crew:
     def form(self, *hands: Hand) -> None:
         """The next round, of these. All must be waiting."""
         self.round += 1
-        self.closing = False
+        self.closing = self.aborting = False
         self.members = list(hands)
         self.stores = [*self.stores[-1:], self._host()]
         for rank, hand in enumerate(hands):
@@ -116,6 +116,7 @@ class Crew:
     def close(self, planned: bool = False) -> None:
         """End the round; the next forms of itself, of all who wait then."""
         self.closing = True
+        self.aborting = not planned
         for hand in self.members:
             self._tell(hand, Leave(self.round, planned))
 
@@ -153,9 +154,10 @@ class Crew:
         alive = [h for h in self.members if h.status is None]
         if not self.round or not self.members:
             return
-        if not self.closing and any(h.status is not None or h.round != self.round for h in self.members):
-            if not alive or all(h.done or h.status == 0 for h in self.members):
-                return
+        if not alive or all(h.done or h.status == 0 for h in self.members):
+            return
+        lost = any(h.status is not None for h in self.members)
+        if (not self.closing and any(h.round != self.round for h in alive)) or (lost and not self.aborting):
             self.close()
         if self.closing and all(h.round != self.round or h.shunned for h in alive):
             ready = [h for h in self.hands if h.waiting is not None and h.status is None and not h.shunned]

@@ -148,3 +148,13 @@ def test_a_worker_whose_agent_is_gone_ends_and_says_so(crew, tmp_path):
     crew.all_ended()
     assert hand.status == 1
     assert "the agent of this worker is gone" in (tmp_path / "0.err").read_text().splitlines()[-1]
+
+
+def test_newcomers_find_survivors_of_a_group_that_never_came_about(crew, tmp_path, undisturbed):
+    for i in range(3):
+        crew.start(work, str(tmp_path), str(i), Accident("forming", 0) if i == 1 else NOTHING)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands[:2])
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {1}, undisturbed)
+    assert crew.settled == [(1, 2), (2, 2)]
