@@ -9,7 +9,8 @@ Worker to saver:
 * ``torn``: ``buffer``. It is about to be written into.
 * ``save``: ``plan buffer step name at``. It holds this rank's whole shard.
 * ``miss``: ``name step why``. This rank will not hand over what others do.
-* ``recall``: what is held in memory; the answer is a ``held`` for each shard, and ``that_is_all``.
+* ``recall``: ``path``. What is held in memory of the newest world that is over; the answer is a
+  ``held`` for each shard, and ``that_is_all``.
 
 Saver to worker: ``free`` (``plan buffer``: it is on disk, or never will be), ``committed`` (``name step
 took_s size``), ``failed`` (``name step why``), ``held`` (``rank world step name size``, and the
@@ -134,11 +135,11 @@ class Memory:
     """A shard's place in memory, which outlives the process that filled it for as long as another
     holds it, and is gone when nobody does. Not a file, so that it cannot be left behind."""
 
-    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, size: int, *, writable: bool, now: bool = False) -> None:
         self.fd = fd
         self.size = size
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)  # pay for the pages now
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable or now else 0)  # pay for the pages now
         self.map = mmap.mmap(fd, max(size, 1), flags=flags, prot=protection)
         self.view = memoryview(self.map)[:size]
 

@@ -110,6 +110,21 @@ class _World:
     def commits(self) -> bool:
         return 0 in self.locals
 
+    def newest_held(self) -> tuple[int, str] | None:
+        """The newest step, and its name, of which all shards of this node are whole in memory."""
+        common = [set(plan.holds.values()) for plan in self.plans.values()]
+        if not self.locals <= self.plans.keys() or not common:
+            return None
+        return max(set.intersection(*common), default=None)
+
+    def forget_all_but_newest(self) -> None:
+        """It is over: what is of no use any more is given back."""
+        newest = self.newest_held()
+        for plan in self.plans.values():
+            for buffer in [b for b in plan.buffers if plan.holds.get(b) != newest or newest is None]:
+                del plan.buffers[buffer]
+                plan.holds.pop(buffer, None)
+
 
 @dataclass(slots=True, eq=False)
 class _Client:
@@ -292,11 +307,15 @@ class Saver:
         self._settle_if_failed(world, gathering)
 
     def _hear_recall(self, client: _Client, message: Message, _: list[int]) -> None:
+        """Only of worlds that are over: what others still write into is not to be read."""
         path = Path(message["path"])
-        for world in self._worlds:
-            if world.path == path and world is not client.world:
-                for rank, plan in world.plans.items():
-                    for buffer, (step, name) in plan.holds.items():
+        over = [w for w in self._worlds if w.path == path and not w.clients and w.newest_held()]
+        if over:
+            world = max(over, key=lambda w: (w.round, w.newest_held()))
+            step, name = world.newest_held() or (0, "")
+            for rank, plan in world.plans.items():
+                for buffer, held in plan.holds.items():
+                    if held == (step, name):
                         note: Message = {"rank": rank, "world": world.size, "round": world.round}
                         note |= {"step": step, "name": name, "size": plan.size}
                         client.line.send({"is": "held", **note}, (plan.buffers[buffer].fd, plan.paper_fd))
@@ -313,6 +332,8 @@ class Saver:
         if world.clients.get(client.rank) is client:
             del world.clients[client.rank]
         world.gone.add(client.rank)
+        if not world.clients:
+            world.forget_all_but_newest()
         for gathering in list(world.gatherings.values()):
             self._miss_those_gone(world, gathering)
             self._settle_if_failed(world, gathering)

@@ -37,6 +37,7 @@ from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Keep
 from elasticd.worker.collect import Flat, flatten, restore
 from elasticd.worker.layout import Held, Shard, lay_out
+from elasticd.worker.recall import recall
 from elasticd.worker.target import Target, box, parts_of
 from elasticd.worker.together import Together
 
@@ -96,6 +97,7 @@ class Checkpoints:
 
     ``skipped`` counts saves that were left out as the disk had not caught up, ``failed`` those that
     came to nothing (``last_error`` says why), ``newest`` is what was last seen to be committed.
+    ``from_memory``: the last ``load`` took the state from this node's memory, not from disk.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, last: int = 3, every: int = 0) -> None:
@@ -114,6 +116,7 @@ class Checkpoints:
         self.failed = 0
         self.last_error = ""
         self.newest: Committed | None = None
+        self.from_memory = False
 
     # ------------------------------------------------------------ saving
 
@@ -362,11 +365,18 @@ class Checkpoints:
     def load(self, state: dict[str, Any], *, required: bool = False) -> int | None:
         """Fill ``state`` from the newest checkpoint that is whole; its step, or None if there is none.
 
+        Under an agent that is what all workers of a node that died had handed over last, in its
+        memory; else the newest that was committed to disk.
+
         Tensors are filled in place. A damaged checkpoint is reported by name, and the one before
         it taken. Raises NoCheckpoint if ``required`` and none is whole, or if there are some and
         none of them is; ValueError where the checkpoint is whole and not of such a state.
         """
         together = self._in_this_world()
+        self.from_memory = False
+        held = self._recall(together, state)
+        if held is not None:
+            return held
         wrong: dict[str, str] = {}  # by name, what is
         while True:
             # Read anew each time: what a saver still had to do may have come in between.
@@ -391,6 +401,33 @@ class Checkpoints:
             told = "; ".join(whole) or f"none was ever committed in {self._path}"
             raise NoCheckpoint(f"no checkpoint is whole: {told}")
         return None
+
+    def _recall(self, together: Together, state: dict[str, Any]) -> int | None:
+        """Fill ``state`` from this node's memory, if the whole of a state that is no older than what
+        was committed is there on every node; its step."""
+        recalled = recall(os.environ.get("ELASTICD_SAVER", ""), self._path)
+        known, _ = self._committed(together)
+        newest = (known.newest.round, known.newest.step) if known.newest else (0, 0)
+        mine = (recalled.name, recalled.round, recalled.step) if recalled else ("", 0, 0)
+        said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode(mine))]
+        name, round_, step = said[0]
+        if not name or any(its[0] != name for its in said) or (round_, step) < newest:
+            return None
+        flat, misfit = Flat(), ""
+        try:
+            assert recalled is not None
+            target = Target.of(state, recalled.index)
+            recalled.fill(target.wishes)
+            flat = target.finish()
+        except ValueError as error:
+            misfit = str(error)
+        if misfits := [m for raw in together.gather(misfit.encode()) if (m := raw.decode())]:
+            raise ValueError(misfits[0])
+        restore(state, flat)
+        self.from_memory = True
+        if together.rank == 0:
+            _log.info("step %d is resumed from memory", step)
+        return int(step)
 
     def _read(self, state: dict[str, Any], saved: Saved) -> tuple[Flat, str, str]:
         """What it holds; else what is wrong with it, or why it is not of such a state."""

@@ -21,7 +21,7 @@ from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled
 
 TRIES = 100
-TRIES_OF_WORKERS = 40  # each begins with a load
+TRIES_OF_WORKERS = 25  # each begins with a load
 
 
 @pytest.fixture

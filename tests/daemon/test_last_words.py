@@ -60,7 +60,7 @@ def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
     config = RunConfig(
         "j", "n", "127.0.0.1", Limits(1, 1), 1, Command(CommandKind.SCRIPT, "job.py"), fingerprint="f"
     )
-    assert _last_words(config, None, Leave(code, "drained"), 1.0) == "j: n drained."
+    assert _last_words(config, None, Leave(code, "drained"), 1.0, {}) == "j: n drained."
 
 
 @pytest.mark.parametrize(("said", "heard"), [("debug", "DEBUG"), ("", "None")])

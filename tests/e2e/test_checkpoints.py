@@ -12,7 +12,7 @@ from elasticd.checkpoint.pointer import FilePointer
 PROGRAM = Path(__file__).parent / "programs" / "checkpointed.py"
 
 
-def test_a_job_goes_on_from_its_last_checkpoint_and_leaves_no_saver(tmp_path):
+def test_a_job_goes_on_from_what_its_node_has_in_memory_and_commits_it_all(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "TORCHELASTIC_"))}
     command = ["elasticd", "run", "--standalone", "--nproc-per-node", "2", str(PROGRAM), str(tmp_path)]
     job = subprocess.run(
@@ -24,7 +24,7 @@ def test_a_job_goes_on_from_its_last_checkpoint_and_leaves_no_saver(tmp_path):
     )
     assert job.returncode == 0, job.stderr[-3000:]
     for rank in range(2):
-        assert (tmp_path / f"began-{rank}").read_text().split() == ["0", "6"]
+        assert (tmp_path / f"began-{rank}").read_text().splitlines() == ["0 disk", "6 memory"]
     assert [s.step for s in FilePointer(tmp_path / "run").read().saved] == [9, 10]
     assert sorted(p.name[5:15] for p in (tmp_path / "run").iterdir() if p.is_dir()) == [
         "0000000009",

@@ -1,0 +1,59 @@
+"""The memory of those who trained here before, which the node's saver has kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd.checkpoint import handover
+from elasticd.checkpoint.handover import Gone, Memory, Paper
+from elasticd.checkpoint.manifest import Index, decode_index
+from elasticd.checkpoint.reading import Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """All shards of one state. They were handed over whole, so they are of one step."""
+
+    name: str
+    round: int
+    step: int
+    index: Index
+    shards: dict[int, Memory]
+
+    def fill(self, wishes: Iterable[Wish]) -> None:
+        for wish in wishes:
+            wish.into[:] = self.shards[wish.file].view[wish.at : wish.end]
+
+
+def recall(saver: str, path: Path) -> Recalled | None:
+    """What the saver of that name holds of the checkpoints at ``path``; None unless it is a whole
+    state, as it is where the world was on this node alone."""
+    if not saver:
+        return None
+    found: Recalled | None = None
+    try:
+        line = handover.connect(saver)
+    except Gone:
+        return None
+    try:
+        line.send({"is": "recall", "path": str(path)})
+        while heard := line.receive():
+            message, files = heard
+            if message["is"] != "held":
+                break
+            memory, paper = files
+            if found is None:
+                index = decode_index(Paper.of(paper).index)
+                found = Recalled(message["name"], message["round"], message["step"], index, {})
+            os.close(paper)
+            found.shards[message["rank"]] = Memory(memory, message["size"], writable=False, now=True)
+    except Gone:
+        return None
+    finally:
+        line.close()
+    if found is None or len(found.shards) != len(found.index.files):
+        return None
+    return found

@@ -1,0 +1,111 @@
+"""Restarted workers take the state from the memory that their saver has kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.worker.checkpoint import Checkpoints
+from tests.checkpoint.conftest import assert_same, tensors_of, training
+from tests.checkpoint.faults import Helper, check, filled
+
+
+@pytest.fixture
+def forker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helper]:
+    with Helper("forker.py") as helper:
+        name, pid = helper.saver(linger_s=60.0)
+        monkeypatch.setenv("ELASTICD_SAVER", name)
+        monkeypatch.setenv("SAVER_PID", str(pid))
+        yield helper
+
+
+def save(path: Path, *steps: int) -> None:
+    """By workers that end then."""
+    checkpoints = Checkpoints(path)
+    for step in steps:
+        assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+
+
+def held_by(pid: int) -> int:
+    """Bytes of shards that the process keeps."""
+    found = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = f"/proc/{pid}/fd/{fd}"
+            if "elasticd-shard" in os.readlink(target):
+                found.add((os.stat(target).st_ino, os.stat(target).st_size))
+        except FileNotFoundError:
+            continue
+    return sum(size for _, size in found)
+
+
+def test_the_state_is_there_though_the_disk_is_not(forker, tmp_path):
+    save(tmp_path / "run", 1, 2)
+    shutil.rmtree(tmp_path / "run" / FilePointer(tmp_path / "run").read().saved[-1].name)
+    state = filled(0)
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.load(state) == 2 and checkpoints.from_memory
+    check(state, 2)
+    checkpoints.close()
+
+
+def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
+    first = Checkpoints(tmp_path / "run")
+    assert first.save(training(2), 2) and first.wait()
+    first.close()
+    state, second = training(7), Checkpoints(tmp_path / "run")
+    assert second.load(state) == 2 and second.from_memory
+    assert_same(state, tensors_of(training(2)))
+    assert state["progress"]["position"] == 2
+    second.close()
+
+
+def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.save(filled(1), 1) and checkpoints.wait()
+    checkpoints._say({"is": "torn", "buffer": 0})  # and there it was killed
+    checkpoints.close()
+    state, after = filled(0), Checkpoints(tmp_path / "run")
+    assert after.load(state) == 1 and not after.from_memory
+    check(state, 1)
+    after.close()
+
+
+def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, monkeypatch):
+    save(tmp_path / "run", 1)
+    ours = os.environ["ELASTICD_SAVER"]
+    name, _ = forker.saver()
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    save(tmp_path / "run", 5)  # elsewhere
+    monkeypatch.setenv("ELASTICD_SAVER", ours)
+    state, after = filled(0), Checkpoints(tmp_path / "run")
+    assert after.load(state) == 5 and not after.from_memory
+    after.close()
+
+
+def test_another_folder_s_memory_is_not_taken(forker, tmp_path):
+    save(tmp_path / "run", 1)
+    assert Checkpoints(tmp_path / "other").load(filled(0)) is None
+
+
+def test_memory_is_given_back_once_it_is_of_no_use(forker, tmp_path):
+    pid = int(os.environ["SAVER_PID"])
+    checkpoints = Checkpoints(tmp_path / "run")
+    for step in (1, 2, 3):
+        assert checkpoints.save(filled(step), step) and checkpoints.wait()
+    size = held_by(pid) // 2
+    assert size >= filled(0)["w"].nbytes  # two shards while it trains
+    checkpoints.close()
+    after = Checkpoints(tmp_path / "run")
+    assert after.load(filled(0)) == 3
+    assert held_by(pid) == size  # one of those who are gone
+    for step in (4, 5):
+        assert after.save(filled(step), step) and after.wait()
+        assert held_by(pid) <= 2 * size
+    after.close()
