@@ -195,7 +195,7 @@ def test_every_selector_selects_something(name: str) -> None:
         *[n["spec"]["podSelector"] for n in of_kind(objects, "NetworkPolicy")],
         *[c["labelSelector"] for p in pods(objects) for c in p.spec.get("topologySpreadConstraints", ())],
     ]
-    for rule in policy_rules(objects):
+    for rule in policy_rules(objects, "ingress", "egress"):
         selectors += [p["podSelector"] for p in rule.get("from", rule.get("to", ())) if "podSelector" in p]
     if name == "existing-etcd":  # its etcd is elsewhere; what lets pods to one within does no harm
         selectors = [s for s in selectors if s["matchLabels"]["app.kubernetes.io/name"] != "etcd"]
@@ -206,9 +206,9 @@ def test_every_selector_selects_something(name: str) -> None:
         assert matches(made["spec"]["selector"], made["spec"]["template"]["metadata"]["labels"])
 
 
-def policy_rules(objects: tuple[Object, ...]) -> list[Object]:
+def policy_rules(objects: tuple[Object, ...], *ways: str) -> list[Object]:
     policies = of_kind(objects, "NetworkPolicy")
-    return [r for p in policies for way in ("ingress", "egress") for r in p["spec"].get(way, ())]
+    return [r for p in policies for way in ways for r in p["spec"].get(way, ())]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -246,6 +246,11 @@ def test_ports_agree(name: str) -> None:
             if matches(policy["spec"]["podSelector"], made.labels):
                 for rule in policy["spec"].get("ingress", ()):
                     assert {p["port"] for p in rule.get("ports", ())} <= set(named)
+    for rule in policy_rules(objects, "egress"):
+        for peer in (p["podSelector"] for p in rule.get("to", ()) if "podSelector" in p):
+            for made in (m for m in pods(objects) if matches(peer, m.labels)):
+                named = {p["name"] for p in made.container["ports"]}
+                assert {p["port"] for p in rule.get("ports", ())} <= named
     agent = trainers(name)
     assert facts_and_env(agent, 0)["ELASTICD_HTTP"] == f"0.0.0.0:{port_named(agent, 'http')}"
 
@@ -277,6 +282,25 @@ def test_the_job_looks_for_etcd_where_it_is_and_is_let_there(name: str) -> None:
         for member in cluster[0].split(","):
             own, _, url = member.partition("=")
             assert url == f"https://{own}.etcd:{port_named(etcd, 'peer')}"
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if n != "existing-etcd"])
+def test_what_a_policy_lets_out_another_lets_in(name: str) -> None:
+    objects = overlay(name)
+    job, etcd = trainers(name), stores(name)[0]
+    wanted = [(job, job, None), (job, etcd, "client")]
+    wanted += [(etcd, etcd, "peer")] if etcd.count > 1 else []
+    for source, target, port in wanted:
+        for way, own, other, side in (("egress", source, target, "to"), ("ingress", target, source, "from")):
+            policies = [p["spec"] for p in of_kind(objects, "NetworkPolicy")]
+            rules = [r for p in policies if matches(p["podSelector"], own.labels) for r in p.get(way, ())]
+            assert any(
+                matches(peer["podSelector"], other.labels)
+                and ("ports" not in rule or port in {p["port"] for p in rule["ports"]})
+                for rule in rules
+                for peer in rule.get(side, ())
+                if "podSelector" in peer
+            ), f"{way}: {source.name} to {target.name}, port {port}"
 
 
 # ---------------------------------------------------------------- the real command lines
@@ -424,6 +448,7 @@ def test_a_job_is_elastic_and_its_policy_is_that_of_the_exit_codes(name: str) ->
         for rule in rules:
             assert rule["onExitCodes"]["containerName"] == container["name"]
             assert rule["onExitCodes"]["operator"] == "In"
+            assert not set(actions) & set(rule["onExitCodes"]["values"]), "said twice"
             actions |= dict.fromkeys(rule["onExitCodes"]["values"], rule["action"])
         assert {code for code, action in actions.items() if action == "FailJob"} == FINAL
         assert {code for code, action in actions.items() if action == "Ignore"} == RETRIED
