@@ -157,7 +157,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             say=say,
         )
         pages = Pages(clock)
-        sampler = cleanup.enter_context(Sampler())
+        sampler = cleanup.enter_context(Sampler(visible_devices(config.slots)))
 
         def step_times(slot: int, after: int) -> tuple[float, ...]:
             offset_s = clock() - time.monotonic()

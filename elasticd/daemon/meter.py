@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elasticd.core.facts import Cause, Phase, Round, SlotProgress
+from elasticd.core.facts import Cause, Checkpoint, Phase, Round, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.outage import Standstill
+from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
     FailureCharged,
     Reason,
@@ -26,6 +27,7 @@ from elasticd.daemon.driver import Driver
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.book import Book
+from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.snapshot import SlotState, Snapshot
 
 # When the steps of a slot's worker after a given one were, in seconds since the epoch; perhaps not all.
@@ -62,6 +64,10 @@ class Meter:
         self._still = Standstill()
         self._last_step_at = 0.0
         self._own_cpu_s = 0.0
+        self._checkpoint: Checkpoint | None = None
+        self._listed = False
+        self._saved: set[str] | None = None  # names of those that were there when last looked at
+        store.watch("checkpoint", self._checkpoint_seen)
         self.book = book = Book()
         book.set("elasticd_agent_uptime_seconds", began_at)
         for name in (
@@ -132,6 +138,7 @@ class Meter:
         self._update_slots(snapshot)
         self._update_job(snapshot, now)
         self._update_etcd()
+        self._update_checkpoint()
 
     def used(self, slot: int, pid: int, used: Usage) -> None:
         """What the slot's worker uses, if it still is that one."""
@@ -146,6 +153,26 @@ class Meter:
         self.book.set("elasticd_agent_resident_memory_bytes", used.resident_bytes)
         self.book.add("elasticd_agent_cpu_seconds_total", max(0.0, used.cpu_s - self._own_cpu_s))
         self._own_cpu_s = used.cpu_s
+
+    def gpu(self, slot: int, reading: GpuReading) -> None:
+        """What the GPU of the slot said last."""
+        for name, value in (
+            ("utilization_ratio", reading.utilization),
+            ("memory_used_bytes", reading.memory_used),
+            ("memory_size_bytes", reading.memory_size),
+            ("temperature_celsius", reading.celsius),
+            ("power_watts", reading.watts),
+        ):
+            if value is None:
+                self.book.forget(f"elasticd_gpu_{name}", slot)
+            else:
+                self.book.set(f"elasticd_gpu_{name}", value, slot)
+        for kind, held in reading.throttled.items():
+            self.book.set("elasticd_gpu_throttled", held, slot, kind)
+        for kind, count in reading.ecc.items():
+            self.book.count_to("elasticd_gpu_ecc_errors_total", count, slot, kind)
+        for xid in reading.xids:
+            self.book.add("elasticd_gpu_xid_errors_total", 1, slot, xid)
 
     def _update_slots(self, snapshot: Snapshot) -> None:
         for line in snapshot.slots:
@@ -242,6 +269,26 @@ class Meter:
         for kind in ("member", "waiting", "draining", "lost"):
             book.set("elasticd_members", kinds[kind], kind)
         book.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))
+
+    def _update_checkpoint(self) -> None:
+        found = self._checkpoint
+        names = {saved.name for saved in found.saved} if found is not None else set()
+        if self._saved is not None and self._driver.state.leads is not None:
+            self.book.add("elasticd_checkpoints_total", len(names - self._saved), "committed")
+        if self._listed:
+            self._saved = names
+        newest = found.newest if found is not None else None
+        if newest is not None:
+            self.book.set("elasticd_checkpoint_age_seconds", newest.at)
+            self.book.set("elasticd_checkpoint_step", newest.step)
+            self.book.set("elasticd_checkpoint_size_bytes", newest.size)
+
+    def _checkpoint_seen(self, news: Seen) -> None:
+        """On the store's thread."""
+        for entry in news.entries:
+            if entry.key == "checkpoint":
+                self._checkpoint = entry.fact if isinstance(entry.fact, Checkpoint) else None
+        self._listed = True
 
     def _update_etcd(self) -> None:
         for _ in range(len(self._store.requests_s)):

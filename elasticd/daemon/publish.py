@@ -112,6 +112,8 @@ class Publisher:
                 self._meter.used_itself(samples.itself)
             for slot, (pid, used) in samples.workers.items():
                 self._meter.used(slot, pid, used)
+            for slot, reading in samples.gpus.items():
+                self._meter.gpu(slot, reading)
         self._pages.publish(Published(snapshot, self._meter.book.copy(), self._unready(), now))
 
     def _unready(self) -> str:

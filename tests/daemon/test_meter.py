@@ -1,0 +1,99 @@
+"""What the agent measures, from a state made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elasticd.core import agent
+from elasticd.core.facts import Checkpoint, Leadership, Limits, Saved, Spec
+from elasticd.core.ports import Changes, Entry, Listing, Seen
+from elasticd.daemon.config import Command, CommandKind, RunConfig
+from elasticd.daemon.meter import Meter
+from elasticd.procs.usage import Usage
+from elasticd.telemetry.book import Book
+from elasticd.telemetry.gpus import GpuReading
+
+CONFIG = RunConfig("job", "a", "127.0.0.1", Limits(1, 2), 2, Command(CommandKind.SCRIPT, "job.py"), "f")
+ME = agent.Identity("a", "a#1", "127.0.0.1", (0, 1), "host", 1)
+
+
+class Store:
+    """Takes watches, and gives what the test says was seen."""
+
+    def __init__(self) -> None:
+        self.requests_s: list[float] = []
+        self.leases: list[str] = []
+        self.seen: dict[str, Callable[[Seen], None]] = {}
+
+    def watch(self, key: str, seen: Callable[[Seen], None]) -> None:
+        self.seen[key] = seen
+
+
+def meter(*, leads: bool = True) -> tuple[Meter, Store]:
+    state = agent.start(ME, Spec(Limits(1, 2), Limits(1, 2), "job.py", "f"), 0, 600.0, "etcd")
+    driver = SimpleNamespace(
+        state=SimpleNamespace(me=state.me, leads=Leadership("a", "a#1") if leads else None)
+    )
+    store = Store()
+    made = Meter(CONFIG, cast(Any, driver), cast(Any, store), lambda slot, after: (), 0.0)
+    return made, store
+
+
+def checkpoints(*names: str) -> Entry:
+    saved = tuple(Saved(n, 10 * i, 1, 2, 1000.0 + i, 4096, "d") for i, n in enumerate(names, 1))
+    return Entry("checkpoint", Checkpoint("/c", saved), 5, 5)
+
+
+def value(book: Book, name: str, *labels: object) -> Any:
+    return book.get(f"elasticd_{name}", *labels)
+
+
+def test_checkpoints_are_counted_as_they_come_and_the_newest_is_described() -> None:
+    made, store = meter()
+    store.seen["checkpoint"](Listing((), 1))
+    made._update_checkpoint()
+    assert value(made.book, "checkpoint_step") is None, "nothing is said before there is one"
+    store.seen["checkpoint"](Changes((checkpoints("a", "b"),)))
+    made._update_checkpoint()
+    store.seen["checkpoint"](Changes((checkpoints("b", "c"),)))
+    made._update_checkpoint()
+    assert value(made.book, "checkpoints_total", "committed") == 3
+    assert value(made.book, "checkpoint_step") == 20
+    assert value(made.book, "checkpoint_age_seconds") == 1002.0
+    assert value(made.book, "checkpoint_size_bytes") == 4096
+
+
+def test_checkpoints_of_before_are_not_counted_again_and_only_the_leader_counts() -> None:
+    made, store = meter()
+    store.seen["checkpoint"](Listing((checkpoints("a"),), 1))
+    made._update_checkpoint()
+    made._update_checkpoint()
+    assert not value(made.book, "checkpoints_total", "committed")
+    follower, store = meter(leads=False)
+    store.seen["checkpoint"](Listing((), 1))
+    follower._update_checkpoint()
+    store.seen["checkpoint"](Changes((checkpoints("a"),)))
+    follower._update_checkpoint()
+    assert not value(follower.book, "checkpoints_total", "committed")
+
+
+def test_what_a_gpu_no_longer_says_is_not_told_on() -> None:
+    made, _ = meter()
+    made.gpu(0, GpuReading(utilization=0.5, ecc={"corrected": 4}, throttled={"power": True}, xids=(79, 79)))
+    assert value(made.book, "gpu_utilization_ratio", 0) == 0.5
+    assert value(made.book, "gpu_xid_errors_total", 0, 79) == 2
+    assert value(made.book, "gpu_ecc_errors_total", 0, "corrected") == 4
+    made.gpu(0, GpuReading(ecc={"corrected": 6}))
+    assert value(made.book, "gpu_utilization_ratio", 0) is None
+    assert value(made.book, "gpu_ecc_errors_total", 0, "corrected") == 6
+
+
+def test_the_agents_own_time_only_grows() -> None:
+    made, _ = meter()
+    for used_s in (2.0, 5.0, 4.0):
+        made.used_itself(Usage(1 << 20, used_s))
+    assert value(made.book, "agent_cpu_seconds_total") == pytest.approx(5.0)
