@@ -187,6 +187,8 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
                 )
             elif slot in kept_out:
                 slots.append(SlotReport(slot, SlotState.QUARANTINED, quarantined_until=kept_out[slot]))
+            elif node is not None and slot in node.ready:
+                slots.append(SlotReport(slot, SlotState.READY))
             else:
                 slots.append(SlotReport(slot, SlotState.IDLE))
         if node is None:

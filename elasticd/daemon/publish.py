@@ -220,6 +220,10 @@ class Publisher:
         return SlotLine(node, beat.slot, what, beat.rank, beat.pid, beat.step, per_s)
 
     def _idle_state(self, node: str, slot: int, now: float) -> SlotState:
+        if slot in self._driver.state.waiting:
+            return SlotState.READY
+        if slot in self._driver.state.starting:
+            return SlotState.STARTING
         view = self._driver.view
         out = view.budget.quarantines if view else ()
         away = any(q.node == node and q.slot == slot and q.until > now for q in out)

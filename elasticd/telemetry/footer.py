@@ -14,6 +14,7 @@ from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
 
 _STATE_STYLES: dict[SlotState, str] = {
     SlotState.IDLE: "dim",
+    SlotState.READY: "cyan",
     SlotState.STARTING: "yellow",
     SlotState.RUNNING: "green",
     SlotState.STOPPING: "yellow",

@@ -10,6 +10,7 @@ from elasticd.core.facts import Limits
 
 class SlotState(StrEnum):
     IDLE = "idle"  # offered, but without a worker
+    READY = "ready"  # its worker waits to take part in a round
     STARTING = "starting"  # its worker has made no step yet
     RUNNING = "running"
     STOPPING = "stopping"
