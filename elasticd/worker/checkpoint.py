@@ -402,6 +402,15 @@ class Checkpoints:
             raise NoCheckpoint(f"no checkpoint is whole: {told}")
         return None
 
+    def load_plain(self, state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+        """Fill ``state`` from one checkpoint that plain ``torch.distributed.checkpoint`` wrote. It has
+        no checksums, so damage may go unnoticed; what its pickles may do is restricted.
+
+        Raises BadCheckpoint, and ValueError where it is not of such a state."""
+        from elasticd.worker.plaindcp import load_plain
+
+        load_plain(Path(folder), state, self._in_this_world())
+
     def _recall(self, together: Together, state: dict[str, Any]) -> int | None:
         """Fill ``state`` from this node's memory, if the whole of a state that is no older than what
         was committed is there on every node; its step."""

@@ -16,7 +16,7 @@ class Together:
         self.rank = dist.get_rank() if self.world is not None else 0
         self.size = dist.get_world_size() if self.world is not None else 1
         # One of our own, on the CPU: ours must not be taken for the training's messages.
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self.group = dist.new_group(backend="gloo") if self.size > 1 else None
 
     @property
     def over(self) -> bool:
@@ -25,20 +25,20 @@ class Together:
 
     def least(self, values: Sequence[int]) -> list[int]:
         """The least of each over all ranks."""
-        if self._group is None:
+        if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group)
         return [int(v) for v in tensor]
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What each rank has to say, by rank."""
-        if self._group is None:
+        if self.group is None:
             return [mine]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
         most = max(int(s) for s in sizes)
         padded = torch.frombuffer(bytearray(mine.ljust(max(most, 1), b"\0")), dtype=torch.uint8)
         said = [torch.empty(max(most, 1), dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(said, padded, group=self._group)
+        dist.all_gather(said, padded, group=self.group)
         return [s.numpy().tobytes()[: int(n)] for s, n in zip(said, sizes, strict=True)]

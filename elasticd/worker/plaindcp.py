@@ -1,0 +1,70 @@
+"""Reading what plain ``torch.distributed.checkpoint`` wrote: no checksums are there to verify, but
+nothing of it is unpickled without restriction, as ``dcp.load`` itself would."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from elasticd.checkpoint import metadata
+from elasticd.checkpoint.manifest import METADATA, BadCheckpoint
+from elasticd.worker.collect import flatten, prepare_optimizers, restore
+from elasticd.worker.together import Together
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        found = _metadata(Path(self.path))
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        path = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
+
+
+def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
+    """Fill ``state``, as ``Checkpoints.load`` takes it. Raises BadCheckpoint, ValueError."""
+    shapes = {
+        key: (saved.properties.dtype, tuple(saved.size))
+        for key, saved in _metadata(folder).state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+    prepare_optimizers(state, shapes)
+    before = flatten(state)
+    leaves = {**before.tensors, **before.objects}
+    try:
+        dcp.load(
+            leaves,
+            storage_reader=_Reader(folder),
+            planner=_Planner(),
+            process_group=together.group,
+            no_dist=together.group is None,
+        )
+    except CheckpointException as error:
+        [first, *_] = error.failures.values()
+        raise ValueError(f"{folder} cannot be loaded: {first[0]}") from error
+    for key in before.objects:
+        before.objects[key] = leaves[key]
+    restore(state, before)
+
+
+def _metadata(folder: Path) -> Metadata:
+    try:
+        raw = (folder / METADATA).read_bytes()
+    except OSError as error:
+        raise BadCheckpoint(f"{folder / METADATA} cannot be read: {error.strerror}") from error
+    return metadata.read(raw, str(folder / METADATA))

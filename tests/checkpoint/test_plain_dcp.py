@@ -1,0 +1,75 @@
+"""What plain DCP wrote is loaded too, and runs nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from elasticd.checkpoint.manifest import BadCheckpoint
+from tests.checkpoint.conftest import assert_same, tensors_of, training
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+def plain(folder: Path, seed: int, **more: object) -> Path:
+    state = training(seed)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    rest = {key: state[key] for key in ("progress", "table")}
+    dcp.save({"model": model, "optimizer": optimizer, **rest, **more}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def wanted(seed: int) -> dict[str, object]:
+    state = training(seed)
+    del state["schedule"]
+    return state
+
+
+def test_a_plain_checkpoint_fills_the_same_state(opened, tmp_path):
+    state = wanted(7)
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=1.0)  # it never stepped
+    opened().load_plain(state, plain(tmp_path / "plain", 3))
+    assert_same(state, tensors_of(wanted(3)))
+    assert state["progress"] == {"position": 3, "name": "seed 3"}
+    assert state["optimizer"].param_groups[0]["lr"] == training(3)["optimizer"].param_groups[0]["lr"]
+
+
+def test_an_object_in_it_that_would_run_something_runs_nothing(opened, tmp_path):
+    mark = tmp_path / "ran"
+    folder = plain(tmp_path / "plain", 3, evil=Evil(mark))
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        opened().load_plain({"evil": 0}, folder)
+    assert not mark.exists()
+
+
+def test_metadata_that_would_run_something_runs_nothing(opened, tmp_path):
+    mark = tmp_path / "ran"
+    folder = plain(tmp_path / "plain", 3)
+    out = io.BytesIO()
+    pickle.dump(Evil(mark), out)
+    (folder / ".metadata").write_bytes(out.getvalue())
+    with pytest.raises(BadCheckpoint, match="which DCP's metadata never does"):
+        opened().load_plain(wanted(7), folder)
+    assert not mark.exists()
+
+
+def test_another_shape_or_a_missing_part_is_refused(opened, tmp_path):
+    folder = plain(tmp_path / "plain", 3)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        opened().load_plain({"nothing": torch.zeros(3)}, folder)
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        opened().load_plain({"nothing": torch.zeros(3)}, tmp_path / "nowhere")
