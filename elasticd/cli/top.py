@@ -15,7 +15,7 @@ from elasticd.cli.control import find, places
 from elasticd.cli.options import etcd_options
 from elasticd.cli.report import JobReport
 from elasticd.core.facts import Limits
-from elasticd.telemetry import footer, words
+from elasticd.telemetry import words
 from elasticd.telemetry.snapshot import Event, SlotLine, Snapshot
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -49,6 +49,8 @@ def top(job: str | None, **etcd: Any) -> None:
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()
     if last:
+        from elasticd.telemetry import footer
+
         click.echo("\n".join(footer.render(snapshot(last[-1], time.time()), 80, 24)))
 
 
@@ -56,6 +58,8 @@ def _draw(report: JobReport, last: list[JobReport]) -> None:
     last[:] = [report]
     size = os.get_terminal_size(1) if sys.stdout.isatty() else shutil.get_terminal_size()
     room = size.lines - 1
+    from elasticd.telemetry import footer  # and with it rich, which --help need not wait for
+
     lines = footer.render(snapshot(report, time.time()), size.columns, 2 * room, rows_max=room)
     sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in lines[:room]) + "\x1b[J")
     sys.stdout.flush()
