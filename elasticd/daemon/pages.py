@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticd import __version__
-from elasticd.telemetry import exposition, statuspage
+from elasticd.telemetry import exposition, statuspage, words
 from elasticd.telemetry.book import Measured
 from elasticd.telemetry.http import Answer, Page
 from elasticd.telemetry.snapshot import Snapshot
@@ -83,13 +83,15 @@ class Pages:
         last = self._last
         if last is None:
             return _starting()
-        text = statuspage.render(last.snapshot, last.unready, last.at, __version__)
+        told = words.spent(time_spent(last.measured))
+        text = statuspage.render(last.snapshot, last.unready, last.at, __version__, told)
         return Answer(text.encode(errors="replace"), "text/html; charset=utf-8")
 
 
 def as_json(published: Published) -> dict[str, Any]:
-    """The snapshot's fields, beside ``schema``, ``version``, ``at`` and ``unready``. Fields may be added,
-    never renamed or removed, while ``schema`` stays the same."""
+    """The snapshot's fields, beside ``schema``, ``version``, ``at``, ``unready``, and ``time``: what this
+    node's slots spent it on, in seconds by kind. Fields may be added, never renamed or removed, while
+    ``schema`` stays the same."""
     s = published.snapshot
     return {
         "schema": SCHEMA,
@@ -100,7 +102,17 @@ def as_json(published: Published) -> dict[str, Any]:
         **asdict(s),
         "step": s.step,
         "steps_per_s": s.steps_per_s,
+        "time": time_spent(published.measured),
     }
+
+
+def time_spent(measured: Measured) -> dict[str, float]:
+    """By all slots of this node together, in seconds by kind."""
+    spent: dict[str, float] = {}
+    for (_, kind), seconds in measured.values.get("elasticd_time_seconds_total", {}).items():
+        assert isinstance(seconds, float)
+        spent[kind] = spent.get(kind, 0.0) + seconds
+    return spent
 
 
 def _starting() -> Answer:

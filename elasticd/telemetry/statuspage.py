@@ -30,9 +30,9 @@ footer{margin-top:2rem;font-size:.85rem}a{color:inherit}
 """
 
 
-def render(s: Snapshot, unready: str, at: float, version: str) -> str:
+def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") -> str:
     """``unready``: why this node takes no part, or empty. ``at``: when this was so, seconds since the
-    epoch."""
+    epoch. ``spent``: what became of its slots' time, in words."""
     tiles = [
         ("phase", s.phase),
         ("world", f"{s.world_size} <small class=dim>of {s.limits.min} to {s.limits.max}</small>"),
@@ -53,6 +53,7 @@ def render(s: Snapshot, unready: str, at: float, version: str) -> str:
             "<div class=tiles>",
             *(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for name, value in tiles),
             "</div>",
+            f"<p class=dim>This node: {escape(spent)}.</p>" if spent else "",
             *notes,
             "<h2>Slots</h2><div class=wide><table><tr><th>node<th>slot<th class=s>state<th>rank<th>step",
             "<th>steps/s<th>pid</tr>",

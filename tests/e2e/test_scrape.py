@@ -124,7 +124,8 @@ def test_a_scrape_tells_of_each_slot_and_of_the_worker_that_was_killed(cluster: 
     assert (status["job"], status["round"], status["ready"]) == (run, 2, True)
     assert [s["pid"] for s in status["slots"] if s["node"] == "a"] == [p.pid for p in second.on("a")]
     assert fetch(f"{url_of(a)}healthz") == fetch(f"{url_of(a)}readyz") == "ok\n"
-    assert run in fetch(url_of(a))
+    assert status["time"]["productive"] > 0
+    assert run in fetch(url_of(a)) and "productive of" in fetch(url_of(a))
     cluster.finishes(a, b)
     for agent in (a, b):
         with pytest.raises(urllib.error.URLError):

@@ -59,6 +59,11 @@ def test_the_page_says_how_the_job_is_and_needs_nothing_else() -> None:
     assert not read.fetched and "script" not in read.tags and "http" not in page.replace("http-equiv", "")
 
 
+def test_the_page_says_what_became_of_the_time() -> None:
+    assert "This node: 9 % &amp; rising." in render(snapshot(), "", AT, "1", "9 % & rising")
+    assert "This node" not in render(snapshot(), "", AT, "1")
+
+
 def test_what_is_waited_for_is_said_first() -> None:
     page = render(snapshot(waiting="waiting for 1 more worker"), "this node is leaving the job", AT, "1")
     assert page.index("leaving") < page.index("waiting for 1 more worker") < page.index("Slots")
