@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -312,28 +311,31 @@ class State:
 
 
 def _watch(model: DistributedDataParallel, world: World) -> None:
-    """Add gradients up as DistributedDataParallel does, and note if it fails, whoever catches that."""
+    """Count the backward passes through the model, and those that got to their end: of one whose sum
+    failed there is no second count, whoever caught the exception. The end is a callback that a
+    callback asks for, and so comes after the one in which DistributedDataParallel waits for its sums."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-    def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        def added(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            try:
-                return future.value()[0]
-            except RuntimeError as failure:
-                world.broken = failure
-                raise
-
-        try:
-            work = dist.all_reduce(bucket.buffer().div_(world.size), async_op=True)
-        except RuntimeError as failure:
-            world.broken = failure
-            raise
+    def end() -> None:
         world.sums += 1
-        assert work is not None
-        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(added)
-        return summed
 
-    add_up.__annotations__.clear()  # it looks at them, and knows none that are strings
-    try:
-        model.register_comm_hook(None, add_up)
-    except RuntimeError:  # the script's own wrap has one
-        pass
+    def begin(_: torch.Tensor) -> None:
+        world.sums_begun += 1
+        queue(lambda: queue(end))
+
+    def forward(_: nn.Module, __: Any, output: Any) -> None:
+        if model.require_backward_grad_sync:
+            tensor = _first_with_gradient(output)
+            if tensor is not None:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    model.register_forward_hook(forward)
+
+
+def _first_with_gradient(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    parts = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    )
+    return next((t for t in map(_first_with_gradient, parts) if t is not None), None)

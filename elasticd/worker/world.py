@@ -42,7 +42,7 @@ class World:
         self.size = int(enter.env["WORLD_SIZE"])
         self.over = False
         self.broken: BaseException | None = None
-        self.sums = 0  # reductions since the last commit
+        self.sums_begun = self.sums = 0  # backward passes since the last commit, and those that ended well
         self._address = enter.env["MASTER_ADDR"], int(enter.env["MASTER_PORT"])
         self._lock = threading.Lock()
         self._step = 0
@@ -90,13 +90,13 @@ class World:
 
     def vouch(self) -> None:
         """Raises WorldChanged unless what all ranks have added up for this step has arrived. Where
-        nothing is known of that, since others than our DistributedDataParallel did it, ask them."""
+        nothing is known of that, since no DistributedDataParallel of ours did it, ask them."""
         if self.broken is not None:
             raise WorldChanged from self.broken
-        if self.sums == 0 and self.size > 1:
+        if self.size > 1 and (self.sums == 0 or self.sums != self.sums_begun):
             with self.or_over():
                 dist.all_reduce(torch.zeros(1))
-        self.sums = 0
+        self.sums_begun = self.sums = 0
 
     def passed(self, step: int) -> bool:
         """Whether the world ends with this commit."""
