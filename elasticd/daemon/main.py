@@ -124,6 +124,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
                 and config.numa_binding is None
             ),
             say=logger.info,
+            warn=logger.warning,
             duplicate_stdout=config.logs.duplicate_stdout,
             duplicate_stderr=config.logs.duplicate_stderr,
             clock=clock,

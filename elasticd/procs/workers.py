@@ -57,8 +57,8 @@ class LocalProcs:
     ``zygote``: whether Python workers may be forked from a process that has imported what they
     import, once it is known what that is; ``command`` is then one of Python, and alike for all but
     for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it, and of workers
-    that enter rounds (``worker.entered``), are done (``worker.done``), are cut off (``worker.unlinked``), or
-    crash once they have finished (``worker.crashed_at_exit``).
+    that enter rounds (``worker.entered``), are done (``worker.done``) or are cut off (``worker.unlinked``).
+    ``warn``: is told, likewise, of those that crash once they have finished (``worker.crashed_at_exit``).
     ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
     ``fence`` is told the time by, which must not jump as the machine's may.
     """
@@ -78,6 +78,7 @@ class LocalProcs:
         whole_group: bool = False,
         zygote: bool = False,
         say: Say = lambda event, **fields: None,
+        warn: Say = lambda event, **fields: None,
         duplicate_stdout: Sequence[str] = (),
         duplicate_stderr: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
@@ -95,6 +96,7 @@ class LocalProcs:
         self._whole_group = whole_group
         self._duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
         self._say = say
+        self._warn = warn
         self._linked: Callable[[int], None] = lambda slot: None
         self._waiting: Callable[[int, int, int], None] = lambda slot, round_number, steps: None
         self._lock = threading.Lock()
@@ -408,7 +410,7 @@ class LocalProcs:
             number, exited, exit = worker.round, worker.exited, worker.judge(end)
         if end.code != exit.code:
             why = f"Python crashed as it was taken down ({signals.Signals(-end.code).name})"
-            self._say("worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished")
+            self._warn("worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished")
         exited(number, exit)
 
 

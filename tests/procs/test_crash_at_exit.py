@@ -29,7 +29,7 @@ class News:
 
 def run(bench: Bench, *argv: str) -> tuple[int, list[dict[str, Any]]]:
     news = News()
-    bench.start(bench.procs([sys.executable, *argv], say=news.say))
+    bench.start(bench.procs([sys.executable, *argv], warn=news.say))
     (exit,) = bench.wait()
     return exit.code, news.crashes()
 
@@ -46,7 +46,7 @@ def test_a_script_that_ran_to_its_end_has_finished_whatever_python_comes_to(
 
 def test_so_has_one_that_was_forked(bench: Bench) -> None:
     news = News()
-    ran = both(bench, [CRASH, "end", "SIGABRT"], say=news.say)
+    ran = both(bench, [CRASH, "end", "SIGABRT"], warn=news.say)
     assert [r.exits[0].code for r in ran] == [0, 0], ran
     assert len(news.crashes()) == 2
 

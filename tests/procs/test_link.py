@@ -95,6 +95,7 @@ def test_a_process_that_goes_on_has_the_environment_and_the_prefix_of_its_new_ra
     party = Party(bench, LINKED, reify=reify)
     party.procs.standby((Assignment(10, 3, 3, {"RANK": "3", "BEHAVE": "obeys"}),), party._exited)
     party.until(lambda: party.waits)
+    bench.console.wait_for(b"[default3]:started, afresh\n")  # its pipe is not the link: this may come later
     party.procs.start(7, (Assignment(10, 0, 0, {"RANK": "0", "BEHAVE": "obeys"}),), party._exited)
     bench.console.wait_for(b"[default0]:round 7 rank 0\n")
     assert bench.console.lines()[0] == b"[default3]:started, afresh"
