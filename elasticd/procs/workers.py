@@ -410,7 +410,9 @@ class LocalProcs:
             number, exited, exit = worker.round, worker.exited, worker.judge(end)
         if end.code != exit.code:
             why = f"Python crashed as it was taken down ({signals.Signals(-end.code).name})"
-            self._warn("worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished")
+            self._warn(
+                "worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished"
+            )
         exited(number, exit)
 
 

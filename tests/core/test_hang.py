@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.core.hang import (
@@ -211,6 +211,7 @@ looks = st.builds(
 worlds = st.lists(looks, max_size=6, unique_by=lambda look: look.rank)
 
 
+@settings(max_examples=50)
 @given(worlds, gaps, patiences)
 def test_only_who_was_late_and_not_moving_is_blamed(
     seen: list[Look], known: list[float], patience: Patience

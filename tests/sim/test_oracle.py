@@ -14,6 +14,7 @@ from elasticd.core.facts import Round
 from elasticd.core.messages import Leave
 from elasticd.core.ports import Put, StillThere, Unchanged
 from elasticd.daemon.driver import Driver
+from tests.sim import schedule as schedules
 from tests.sim import test_schedules
 from tests.sim.cluster import SimAgent
 from tests.sim.procs import SimProcs, World
@@ -131,7 +132,11 @@ LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soo
     _release_unasked: frozenset({"drain", "scale"}),
     _never_enough: frozenset({"bad_slot", "user_failure"}),
     _no_fence: frozenset({"cut", "pause"}),
+    _finished_too_early: frozenset({"user_failure"}),
 }
+# A leader that waits for no release forms round after round, which is dear to simulate: some seconds of it
+# are enough, and this seed is one of the cheap ones among those that show it.
+HURRIED: dict[Break, int] = {_release_unasked: 16}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,11 @@ def test_a_breakage_turns_an_invariant_red(
     break_it: Break, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = LIKELY.get(break_it)
-    for seed in range(SEEDS):
+    if break_it in HURRIED:
+        monkeypatch.setattr(schedules, "FAULTS_S", 10.0)
+        monkeypatch.setattr(schedules, "STEP_BOUND_S", 20.0)
+    first = HURRIED.get(break_it, 0)
+    for seed in range(first, first + SEEDS):
         schedule = draw(seed, kinds=kinds)
         with monkeypatch.context() as patch:
             break_it(patch)
