@@ -135,11 +135,11 @@ class Memory:
     """A shard's place in memory, which outlives the process that filled it for as long as another
     holds it, and is gone when nobody does. Not a file, so that it cannot be left behind."""
 
-    def __init__(self, fd: int, size: int, *, writable: bool, now: bool = False) -> None:
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
         self.fd = fd
         self.size = size
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable or now else 0)  # pay for the pages now
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)  # pay for the pages now
         self.map = mmap.mmap(fd, max(size, 1), flags=flags, prot=protection)
         self.view = memoryview(self.map)[:size]
 

@@ -75,12 +75,18 @@ def _silent(_: int) -> None:
 
 
 def fill(
-    path: Path, manifest: Manifest, wishes: Iterable[Wish], progress: Callable[[int], None] = _silent
+    path: Path,
+    manifest: Manifest,
+    wishes: Iterable[Wish],
+    progress: Callable[[int], None] = _silent,
+    *,
+    readers: int = 1,
 ) -> None:
     """Read what is wished for, and verify it. Blocks that lie wholly within a wish are read to where
     they are wanted. Raises BadCheckpoint; then what was wished for is in no defined state.
 
-    ``progress``: called, from several threads, with bytes that have been read since.
+    ``progress``: called, from several threads, with bytes that have been read since. ``readers``: how
+    many processes of this machine read at the same time, and share its processors.
     """
     by_file: dict[int, list[Wish]] = {}
     for wish in wishes:
@@ -91,7 +97,7 @@ def fill(
         for number, these in by_file.items()
         for first, some in _by_block(these, manifest.block)
     ]
-    threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0))))
+    threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // readers))
     folder = path / manifest.name
     runs = _runs(tasks, threads)
     if len(runs) <= 1:

@@ -415,21 +415,24 @@ class Checkpoints:
         """Fill ``state`` from this node's memory, if the whole of a state that is no older than what
         was committed is there on every node; its step."""
         recalled = recall(os.environ.get("ELASTICD_SAVER", ""), self._path)
-        known, _ = self._committed(together)
-        newest = (known.newest.round, known.newest.step) if known.newest else (0, 0)
-        mine = (recalled.name, recalled.round, recalled.step) if recalled else ("", 0, 0)
-        said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode(mine))]
-        name, round_, step = said[0]
-        if not name or any(its[0] != name for its in said) or (round_, step) < newest:
-            return None
-        flat, misfit = Flat(), ""
         try:
-            assert recalled is not None
-            target = Target.of(state, recalled.index)
-            recalled.fill(target.wishes)
-            flat = target.finish()
-        except ValueError as error:
-            misfit = str(error)
+            known, _ = self._committed(together)
+            newest = (known.newest.round, known.newest.step) if known.newest else (0, 0)
+            mine = (recalled.name, recalled.round, recalled.step) if recalled else ("", 0, 0)
+            said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode(mine))]
+            name, round_, step = said[0]
+            if recalled is None or any(its[0] != name for its in said) or (round_, step) < newest:
+                return None
+            flat, misfit = Flat(), ""
+            try:
+                target = Target.of(state, recalled.index)
+                recalled.fill(target.wishes)
+                flat = target.finish()
+            except ValueError as error:
+                misfit = str(error)
+        finally:
+            if recalled is not None:
+                recalled.close()
         if misfits := [m for raw in together.gather(misfit.encode()) if (m := raw.decode())]:
             raise ValueError(misfits[0])
         restore(state, flat)
@@ -443,7 +446,8 @@ class Checkpoints:
         try:
             manifest = open_manifest(self._path, saved)
             target = Target.of(state, manifest.index)
-            fill(self._path, manifest, target.wishes)
+            readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            fill(self._path, manifest, target.wishes, readers=readers)
             return target.finish(), "", ""
         except BadCheckpoint as error:
             return Flat(), str(error), ""

@@ -67,13 +67,18 @@ def prepare_optimizers(state: Mapping[str, Any], shapes: Mapping[str, tuple[torc
     for name, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, state)
+            prefix = f"{name}.state."
+            saved: dict[str, dict[str, tuple[torch.dtype, Path]]] = {}
+            for key, what in shapes.items():
+                if key.startswith(prefix):
+                    parameter_name, _, slot = key.removeprefix(prefix).rpartition(".")
+                    saved.setdefault(parameter_name, {})[slot] = what
             for group in value.param_groups:
                 for parameter in group["params"]:
-                    prefix = f"{name}.state.{names[parameter]}."
                     have = value.state[parameter]
-                    for key, (dtype, shape) in shapes.items():
-                        if key.startswith(prefix) and key.removeprefix(prefix) not in have:
-                            have[key.removeprefix(prefix)] = _empty_like(parameter, dtype, shape, group)
+                    for slot, (dtype, shape) in saved.get(names[parameter], {}).items():
+                        if slot not in have:
+                            have[slot] = _empty_like(parameter, dtype, shape, group)
 
 
 def _empty_like(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.checkpoint import handover
-from elasticd.checkpoint.handover import Gone, Memory, Paper
+from elasticd.checkpoint.handover import Gone, Paper
 from elasticd.checkpoint.manifest import Index, decode_index
 from elasticd.checkpoint.reading import Wish
 
@@ -21,11 +21,19 @@ class Recalled:
     round: int
     step: int
     index: Index
-    shards: dict[int, Memory]
+    shards: dict[int, int]  # open files, by rank
 
     def fill(self, wishes: Iterable[Wish]) -> None:
+        """Read, not mapped: mapping so many pages to read them once costs as much as the copy."""
         for wish in wishes:
-            wish.into[:] = self.shards[wish.file].view[wish.at : wish.end]
+            into, at = wish.into, wish.at
+            while into:
+                read = os.preadv(self.shards[wish.file], [into], at)
+                into, at = into[read:], at + read
+
+    def close(self) -> None:
+        for fd in self.shards.values():
+            os.close(fd)
 
 
 def recall(saver: str, path: Path) -> Recalled | None:
@@ -49,11 +57,12 @@ def recall(saver: str, path: Path) -> Recalled | None:
                 index = decode_index(Paper.of(paper).index)
                 found = Recalled(message["name"], message["round"], message["step"], index, {})
             os.close(paper)
-            found.shards[message["rank"]] = Memory(memory, message["size"], writable=False, now=True)
+            found.shards[message["rank"]] = memory
     except Gone:
-        return None
+        pass  # what is missing is seen below
     finally:
         line.close()
-    if found is None or len(found.shards) != len(found.index.files):
+    if found is not None and len(found.shards) != len(found.index.files):
+        found.close()
         return None
     return found
