@@ -280,8 +280,8 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         m.node for m in round.members if _present(view, m) and not _released(view, m, round.number)
     )
     if holding:
-        if missing and round.planned:
-            # Whoever still saves may be waiting for the lost node in a collective.
+        if round.planned and (missing or budgets.first_failure(round, view.reports.values())):
+            # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
             return _write(view, replace(round, planned=False), view.budget)
         return Plan(reasons=(AwaitingRelease(holding),))
     if not all(_surely_gone(view, node, now) for node in missing):

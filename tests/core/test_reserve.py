@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.core import world
+from elasticd.core import leader, world
 from elasticd.core.agent.reserve import RETRY_FIRST_S
-from elasticd.core.facts import Cause, Limits, Node, Phase, Round
+from elasticd.core.facts import Cause, Limits, Node, Phase, Report, Round
 from elasticd.core.messages import (
     CloseRound,
     StartStandbys,
@@ -17,7 +17,7 @@ from elasticd.core.messages import (
     WorkerWaiting,
 )
 from elasticd.core.reasons import StandbyFailed, StandbyReady
-from tests.core.build import NOW, exit, members, node, round, spec
+from tests.core.build import NOW, exit, members, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put
 
 IN_PLACE = replace(spec(1, 4), inplace=True)
@@ -146,3 +146,19 @@ def test_survivors_are_seated_before_newcomers_and_spares_only_in_their_place() 
     assert [m.slots for m in formed] == [(0, 1), (0, 1)]
     with_spare = [replace(free[0], slots=(0, 2, 3), most=2), free[1]]
     assert [m.slots for m in world.form(with_spare, last, Limits(1, 8), (), NOW)] == [(0, 2), (0, 1)]
+
+
+def test_a_worker_that_dies_while_all_leave_in_good_order_has_them_leave_at_once() -> None:
+    one = working()
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    one.exits(1, exit(1, 1, code=-9))
+    assert not one.one(CloseRound).planned
+    told = put(one.wrote(Tag.REPORT).writes[0])
+    assert isinstance(told, Report) and told.exits[0].code == -9
+
+
+def test_and_so_does_the_leader_for_all_other_nodes() -> None:
+    closes = replace(closing(ROUND, Cause.GREW, planned=True), since=NOW)
+    nodes = [node("a", 2), node("b", 2)]
+    there = view(IN_PLACE, closes, nodes, [report("b", 1, exit(0, 2, code=-9))])
+    assert written(leader.decide(there, NOW), "round") == replace(closes, planned=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from elasticd.core.agent.crew import stop
+from elasticd.core.agent.crew import part, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import evict
 from elasticd.core.agent.reserve import lost_from_reserve
@@ -176,7 +176,9 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         return
     if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
         return
-    own_doing = crew.stopping or exit.fenced
+    # Whoever dies while all leave at a commit they have yet to agree on is missed by the others.
+    missed = crew.parting and crew.planned and exit.failed and exit.code != -SIGTERM
+    own_doing = (crew.stopping and not missed) or exit.fenced
     do.crew(
         alive=crew.alive - {exit.slot},
         fenced=crew.fenced or exit.fenced,
@@ -185,6 +187,8 @@ def _exited(do: Doing, event: WorkerExited) -> None:
     )
     if not own_doing:
         do.reasons.append(WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message))
+    if missed:
+        part(do, False, SIGTERM, do.state.policy_source.policy.broken_s)
 
 
 def _signalled(do: Doing, signal: int) -> None:
