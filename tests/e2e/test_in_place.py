@@ -79,18 +79,25 @@ def residents(cluster: Cluster) -> Residents:
     return Residents(cluster)
 
 
-def test_survivors_of_a_killed_worker_keep_their_process_and_every_step(residents: Residents) -> None:
+def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and_every_step(
+    residents: Residents,
+) -> None:
     residents.cluster.limits = (2, 3)
     (a,) = residents.start("a", slots=3)
     first, before = residents.world(3)
     os.kill(before[0].pid, signal.SIGKILL)  # rank 0, which is nothing special
     smaller, survivors = residents.world(2, after=first)
     assert [p.pid for p in survivors] == [p.pid for p in before[1:]]
-    _, after = residents.world(3, after=smaller)
+    second, after = residents.world(3, after=smaller)
     assert {p.pid for p in after} > {p.pid for p in survivors}
+    after[1].tell("go_wrong", text="the loss is not a number")
+    smaller, survivors = residents.world(2, after=second)
+    assert survivors == [after[0], after[2]]
+    residents.world(3, after=smaller)
     residents.finish(a)
-    (charged,) = a.find("failure.charged")
-    assert charged["code"] == -signal.SIGKILL
+    killed, raised = a.find("failure.charged")
+    assert killed["code"] == -signal.SIGKILL
+    assert "the loss is not a number" in raised["message"]
 
 
 def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents) -> None:
@@ -131,19 +138,6 @@ def test_a_node_that_is_lost_costs_the_others_no_step(residents: Residents) -> N
     assert rest == [p for p in before if p.node == other.name]
     assert other.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
     residents.finish(other)
-
-
-def test_an_exception_of_one_worker_is_charged_and_all_others_go_on(residents: Residents) -> None:
-    residents.cluster.limits = (2, 3)
-    (a,) = residents.start("a", slots=3)
-    first, before = residents.world(3)
-    before[1].tell("go_wrong", text="the loss is not a number")
-    smaller, survivors = residents.world(2, after=first)
-    assert survivors == [before[0], before[2]]
-    (charged,) = a.find("failure.charged")
-    assert "the loss is not a number" in charged["message"]
-    residents.world(3, after=smaller)
-    residents.finish(a)
 
 
 def test_scaling_restarts_nobody(residents: Residents) -> None:

@@ -131,7 +131,7 @@ def _steps_alone(patch: pytest.MonkeyPatch) -> None:
 LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soon shows
     _release_unasked: frozenset({"drain", "scale"}),
     _never_enough: frozenset({"bad_slot", "user_failure"}),
-    _no_fence: frozenset({"cut", "pause"}),
+    _no_fence: frozenset({"pause"}),
     _finished_too_early: frozenset({"user_failure"}),
 }
 # A leader that waits for no release forms round after round, which is dear to simulate: some seconds of it

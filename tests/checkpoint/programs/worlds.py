@@ -1,11 +1,12 @@
-"""Rank N of three processes that train and resume in one world after the other.
+"""Three processes that train and resume in one world after the other.
 
-Usage: worlds.py RANK FOLDER. Each stage is a world of its own size and kind; all must see the same
+Usage: worlds.py FOLDER. Each stage is a world of its own size and kind; all must see the same
 numbers. What is saved in one is loaded in the next, by ours and by plain DCP.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.worker.checkpoint import Checkpoints, _savers
 
-RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+FOLDER = Path(sys.argv[1])
 RUN = FOLDER / "run"
 torch.set_num_threads(1)
+peers: list[int] = []
+for RANK in (1, 2, 0):  # forked, so that torch is imported once
+    if RANK == 0:
+        break
+    if not (pid := os.fork()):
+        peers.clear()
+        break
+    peers.append(pid)
 
 
 def made(kind: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -111,3 +120,7 @@ for n, (world, how) in enumerate(
 
 for saver in _savers:
     saver.wait(60.0)
+
+for peer in peers:
+    _, status = os.waitpid(peer, 0)
+    assert status == 0, f"a peer ended with {os.waitstatus_to_exitcode(status)}"
