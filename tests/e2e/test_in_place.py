@@ -111,7 +111,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents
     residents.finish(a)
 
 
-def test_a_node_that_leaves_or_comes_restarts_nobody_elsewhere(residents: Residents) -> None:
+def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(residents: Residents) -> None:
     residents.cluster.limits = (1, 4)
     a, b = residents.start("a", "b", slots=1)
     first, before = residents.world(2)
@@ -119,10 +119,18 @@ def test_a_node_that_leaves_or_comes_restarts_nobody_elsewhere(residents: Reside
     alone, rest = residents.world(1, after=first)
     assert b.end() == 128 + signal.SIGTERM
     (c,) = residents.start("c", slots=2)
-    _, grown = residents.world(3, after=alone)
+    three, grown = residents.world(3, after=alone)
     stayed = next(p for p in before if p.node == "a")
     assert rest == [stayed] and stayed in grown
     assert not a.find("worker.ended")
+
+    scale = ("scale", residents.cluster.job, "--min=1")
+    assert residents.cluster.command(*scale, "--max=2").code == 0
+    two, kept = residents.world(2, after=three)
+    assert set(kept) < set(grown)
+    assert residents.cluster.command(*scale, "--max=3").code == 0
+    _, again = residents.world(3, after=two)
+    assert set(kept) < set(again)
     residents.finish(a, c)
     assert residents.cluster.round.restarts == 0
 
@@ -138,17 +146,3 @@ def test_a_node_that_is_lost_costs_the_others_no_step(residents: Residents) -> N
     assert rest == [p for p in before if p.node == other.name]
     assert other.find("round.formed")[-1]["cause"] == Cause.NODE_LOST
     residents.finish(other)
-
-
-def test_scaling_restarts_nobody(residents: Residents) -> None:
-    residents.cluster.limits = (1, 3)
-    (a,) = residents.start("a", slots=3)
-    first, before = residents.world(3)
-    assert residents.cluster.command("scale", residents.cluster.job, "--min=1", "--max=2").code == 0
-    second, rest = residents.world(2, after=first)
-    assert set(rest) < set(before)
-    assert residents.cluster.command("scale", residents.cluster.job, "--min=1", "--max=3").code == 0
-    _, again = residents.world(3, after=second)
-    assert set(rest) < set(again)
-    residents.finish(a)
-    assert not a.find("failure.charged")

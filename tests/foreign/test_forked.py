@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 from .conftest import PATIENCE_S, PROGRAMS, Launcher, Running
 
 READY = "zygote.ready"
@@ -26,11 +24,9 @@ def test_a_restarted_job_is_forked_by_itself(elasticd: Launcher) -> None:
     assert ended.printed("rank 0 attempt 1 forked", "rank 1 attempt 1 forked")
 
 
-@pytest.mark.parametrize("how", ["option", "environment"])
-def test_a_job_that_asks_for_fresh_starts_has_them(elasticd: Launcher, how: str) -> None:
+def test_a_job_that_asks_for_fresh_starts_has_them(elasticd: Launcher) -> None:
     (elasticd.folder / "crash").touch()
-    words, env = (["--fresh-start"], {}) if how == "option" else ([], {"ELASTICD_FRESH_START": "1"})
-    ended = elasticd.run(*words, PROGRAMS / "crash_when_told.py", restarts=3, env=env)
+    ended = elasticd.run("--fresh-start", PROGRAMS / "crash_when_told.py", restarts=3)
     assert ended.status == 0, ended.err
     assert ended.printed("rank 0 attempt 1 fresh", "rank 1 attempt 1 fresh")
     assert READY not in ended.err
