@@ -1,0 +1,67 @@
+"""What a PromQL expression asks for, as far as its text tells: metrics, and the labels they must have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elasticd.telemetry.catalog import BY_NAME, Type
+
+EVERY_SAMPLE = {"run", "node"}
+SCRAPED = {"job", "instance"}  # set by Prometheus
+
+
+@dataclass(frozen=True)
+class Selector:
+    """``name[a="b"]``: a metric's name as it is written, and its matchers."""
+
+    name: str
+    matchers: tuple[tuple[str, str, str], ...]
+
+
+def selectors(expr: str) -> Iterator[Selector]:
+    """Of metrics of ours. Names with a colon are recorded, see ``recorded``."""
+    for name, braces in re.findall(r"(?<![:\w])(elasticd_\w+)(?![:\w])(\{[^}]*\})?", expr):
+        yield Selector(name, tuple(re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', braces)))
+
+
+def recorded(expr: str) -> set[str]:
+    """Names of recording rules in it."""
+    return set(re.findall(r"\b\w+:elasticd_\w+:\w+", expr))
+
+
+def grouped(expr: str) -> set[str]:
+    """All labels that it aggregates by."""
+    return {
+        label.strip()
+        for group in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expr)
+        for label in group.split(",")
+    } - {""}
+
+
+def complaints(expr: str) -> list[str]:
+    """What of it is not in the catalogue."""
+    found = []
+    known: set[str] = set(EVERY_SAMPLE | SCRAPED)
+    for selector in selectors(expr):
+        base = re.sub(r"_(bucket|sum|count)$", "", selector.name)
+        metric = BY_NAME.get(base if selector.name not in BY_NAME else selector.name)
+        if metric is None or (metric.type is Type.HISTOGRAM) != (metric.name != selector.name):
+            found.append(f"there is no {selector.name}")
+            continue
+        labels = EVERY_SAMPLE | SCRAPED | set(metric.labels)
+        labels |= {"le"} if selector.name.endswith("_bucket") else set()
+        known |= labels
+        for label, how, value in selector.matchers:
+            if label not in labels:
+                found.append(f"{selector.name} has no label {label}")
+            elif metric.values and label == metric.labels[-1] and how in ("=", "!="):
+                found += [] if value in metric.values else [f"{selector.name}: {label} is never {value}"]
+            elif metric.values and label == metric.labels[-1]:
+                for part in value.split("|"):
+                    if not any(re.fullmatch(part, v) for v in metric.values):
+                        found.append(f"{selector.name}: {label} is never {part}")
+    if not recorded(expr):
+        found += [f"nothing has a label {label}" for label in sorted(grouped(expr) - known)]
+    return found
