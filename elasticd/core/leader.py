@@ -288,6 +288,9 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         until = view.absence_counts_from
         return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))
 
+    if all(_finished(view, m, round.number) for m in round.members):
+        # Their run functions had all returned when the round was closed: the job is done.
+        return _end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
     failure = budgets.first_failure(round, view.reports.values())
@@ -418,6 +421,16 @@ def _released(view: View, member: Member, number: int) -> bool:
 def _fenced(view: View, member: Member, number: int) -> bool:
     assert view.nodes is not None
     return view.nodes[member.node].node.fenced >= number
+
+
+def _finished(view: View, member: Member, number: int) -> bool:
+    assert view.reports is not None
+    report = view.reports.get(member.node)
+    return (
+        report is not None
+        and report.finished
+        and (report.incarnation, report.round) == (member.incarnation, number)
+    )
 
 
 def _leaving(view: View, spec: Spec, member: Member) -> bool:

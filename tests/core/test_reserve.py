@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elasticd.core import leader, world
 from elasticd.core.agent.reserve import RETRY_FIRST_S
-from elasticd.core.facts import Cause, Limits, Node, Phase, Report, Round
+from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
 from elasticd.core.messages import (
     CloseRound,
     StartStandbys,
@@ -162,3 +162,17 @@ def test_and_so_does_the_leader_for_all_other_nodes() -> None:
     nodes = [node("a", 2), node("b", 2)]
     there = view(IN_PLACE, closes, nodes, [report("b", 1, exit(0, 2, code=-9))])
     assert written(leader.decide(there, NOW), "round") == replace(closes, planned=False)
+
+
+def test_a_job_whose_workers_had_all_finished_when_its_round_was_closed_is_over() -> None:
+    one = working()
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    one.exits(1, exit(0, 0, code=0))
+    one.exits(1, exit(1, 1, code=0))
+    told = one.state.report
+    assert told is not None and told.finished
+    closed = closing(ROUND, Cause.GREW, planned=True)
+    nodes = [replace(node(name, 2), released=1) for name in "ab"]
+    there = view(IN_PLACE, closed, nodes, [report("a", 1, finished=True), report("b", 1, finished=True)])
+    ended = written(leader.decide(there, NOW), "round")
+    assert isinstance(ended, Round) and ended.outcome is Outcome.SUCCEEDED

@@ -92,6 +92,7 @@ class SimAgent:
         self.stores = SimRoundStores(cluster, name)
         self.left: Leave | None = None
         self.signalled = False
+        slots += setup.job.spares  # which are beside those to train on, as on the command line
         me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), f"machine-{name}", self.pid)
         wanted = Spec(setup.limits, setup.limits, "job.py", "f", setup.policy)
         setting = environment.Setting("job")

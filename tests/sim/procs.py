@@ -271,7 +271,7 @@ class SimWorker:
 
     def come_out(self) -> None:
         """Leave the world, if it is in one, and wait for the next."""
-        if self.stopping or self.stuck:
+        if self.stopping or self.stuck or self.finishing:
             return
         self._leave_world()
         self.acts = False

@@ -57,8 +57,8 @@ def absorb(do: Doing, event: Event) -> None:
             _lease(do, news)
         case WorkerExited():
             _exited(do, event)
-        case WorkerLinked():
-            do.set(inplace=True)
+        case WorkerLinked(slot):
+            do.set(inplace=True, linked=state.linked | {slot})
         case WorkerWaiting():
             _waits(do, event)
         case PortReserved(port):
@@ -171,6 +171,8 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
 def _exited(do: Doing, event: WorkerExited) -> None:
     crew = do.state.crew
     exit = event.exit
+    linked = exit.slot in do.state.linked
+    do.set(linked=do.state.linked - {exit.slot})
     if exit.slot in do.state.reserve:
         lost_from_reserve(do, exit)
         return
@@ -183,6 +185,7 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         alive=crew.alive - {exit.slot},
         fenced=crew.fenced or exit.fenced,
         steps=max(crew.steps, event.steps),
+        done=crew.done | {exit.slot} if linked and crew.parting and not exit.failed else crew.done,
         failures=crew.failures if own_doing or not exit.failed else (*crew.failures, exit),
     )
     if not own_doing:

@@ -33,7 +33,7 @@ class Identity:
 class Crew:
     """The workers here, of one round. ``alive``: slots whose worker still acts in it: it has neither
     ended nor left the round to wait for the next. ``parting``: they were told to leave it, planned
-    or not."""
+    or not; ``done``: those that ended well instead, as all of them had finished by then."""
 
     round: Round
     member: Member
@@ -47,10 +47,13 @@ class Crew:
     steps: int = 0
     parting: bool = False
     planned: bool = False
+    done: frozenset[int] = frozenset()
 
     @property
     def finished(self) -> bool:
-        return not (self.alive or self.failures or self.stopping or self.fenced)
+        if self.alive or self.failures or self.fenced:
+            return False
+        return not self.stopping or self.done == set(self.member.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ class State:
     """All an agent knows. ``wanted`` is the spec its command line asks for.
 
     ``spares``: how many workers more than the world needs this node keeps waiting, if it can.
-    ``inplace``: a worker of this job keeps its process from round to round. ``waiting``: slots whose
+    ``inplace``: a worker of this job keeps its process from round to round; ``linked``: slots of those
+    here that do. ``waiting``: slots whose
     process waits for a round; ``starting``: those whose process, started outside any round, is on its
     way there; ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
     until when, a slot's process did not get there.
@@ -93,6 +97,7 @@ class State:
     store_name: str = "etcd"
     spares: int = 0
     inplace: bool = False
+    linked: frozenset[int] = frozenset()
     waiting: frozenset[int] = frozenset()
     starting: frozenset[int] = frozenset()
     dismissed: frozenset[int] = frozenset()
