@@ -57,6 +57,7 @@ class HttpServer:
         self.host = host
         self.port: int = listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="elasticd-http", daemon=True)
         self._thread.start()
 
@@ -74,23 +75,24 @@ class HttpServer:
     def close(self) -> None:
         """Stop listening and drop who is being answered."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join()
 
     def _run(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, sock=listener, limit=REQUEST_MAX_BYTES)
-            )
-            self._loop.run_forever()
-            server.close()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.run_until_complete(self._serve_all(listener))
         finally:
             self._loop.close()
             listener.close()
+
+    async def _serve_all(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._serve, sock=listener, limit=REQUEST_MAX_BYTES)
+        await self._over.wait()
+        server.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1

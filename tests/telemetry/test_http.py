@@ -116,9 +116,20 @@ def test_an_address_of_another_machine_cannot_be_served() -> None:
 
 def test_it_leaves_no_port_and_no_thread(server: HttpServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as idle:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as later:
+            later.sendall(b"GET /nowhere HTTP/1.0\r\n\r\n")
+            assert later.recv(1), "so the idle one was taken in before"
         server.close()
         assert idle.recv(1) == b""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port), timeout=30)
     assert "elasticd-http" not in {thread.name for thread in threading.enumerate()}
     server.close()
+
+
+def test_one_that_is_closed_at_once_ends_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    for _ in range(50):
+        HttpServer("127.0.0.1", 0, {}).close()
+    assert not failed
