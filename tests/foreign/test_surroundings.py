@@ -12,7 +12,7 @@ from .conftest import PROGRAMS, Launcher
 PER_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 # What elasticd says beyond torchrun.
-OURS = {"ELASTICD_LINK", "ELASTICD_PAGE", "ELASTICD_ROUND", "ELASTICD_SLOT"}
+OURS = {"ELASTICD_LINK", "ELASTICD_PAGE", "ELASTICD_ROUND", "ELASTICD_SAVER", "ELASTICD_SLOT"}
 
 
 def described(launcher: Launcher, way: str) -> list[dict[str, Any]]:

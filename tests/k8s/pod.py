@@ -132,6 +132,10 @@ def start(
                 os.chown(source, 0, owner)
                 source.chmod(0o2770)
         binds.append((str(source), target, readonly))
+        for ours in {ROOT, Path(sys.prefix)}:  # a clone under /tmp is to be seen through the pod's own
+            if ours.is_relative_to(target):
+                (source / ours.relative_to(target)).mkdir(parents=True, exist_ok=True)
+                binds.append((str(ours), str(ours), True))
     told = {
         "hostname": name,
         "folder": str(folder / "root"),
