@@ -1,0 +1,267 @@
+"""Writes dashboards/*.json: python deploy/grafana/generate.py (needs grafana-foundation-sdk)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import StackingMode
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableRefresh
+
+SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
+RUN = '{run=~"$run"}'
+SLOT = '{run=~"$run", node=~"$node"}'
+FAULT = "{{cause}}"
+WORKER = "{{node}}/{{slot}}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """``queries``: pairs of an expression and its legend. ``now``: one number instead of a curve."""
+
+    title: str
+    queries: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    help: str = ""
+    stacked: bool = False
+    now: bool = False
+    most: float | None = None
+
+
+@dataclass(frozen=True)
+class Board:
+    """A dashboard, and the variables one chooses by: a label, and the metric whose values it takes."""
+
+    name: str
+    title: str
+    panels: tuple[Panel, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def now(title: str, expr: str, unit: str = "short") -> Panel:
+    return Panel(title, ((expr, "{{run}}"),), unit, now=True)
+
+
+RUNS = ("run", "elasticd_round")
+NODES = ("node", 'elasticd_round{run=~"$run"}')
+
+JOB = Board(
+    "job",
+    "elasticd: a job",
+    (
+        now("Workers", f"run:elasticd_world_size:max{RUN}"),
+        now("Goodput, last hour", f"run:elasticd_goodput:ratio1h{RUN}", "percentunit"),
+        now("Since the last step", f"run:elasticd_last_step_age_seconds:min{RUN}", "s"),
+        now("Restarts left", f"min by (run) (elasticd_restart_budget_left{RUN})"),
+        now("Age of the newest checkpoint", f"min by (run) (elasticd_checkpoint_age_seconds{RUN})", "s"),
+        now("Round", f"max by (run) (elasticd_round{RUN})"),
+        Panel(
+            "World size",
+            (
+                (f"run:elasticd_world_size:max{RUN}", "{{run}} now"),
+                (f"max by (run) (elasticd_world_min{RUN})", "{{run}} min"),
+                (f"max by (run) (elasticd_world_max{RUN})", "{{run}} max"),
+            ),
+        ),
+        Panel("Steps a second", ((f"run:elasticd_steps:rate1m{RUN}", "{{run}}"),), "ops"),
+        Panel(
+            "Where the time goes",
+            ((f"run_kind:elasticd_time_seconds:rate5m{RUN}", "{{run}} {{kind}}"),),
+            help="Slots in each kind of time, on average of five minutes; all together are all slots.",
+            stacked=True,
+        ),
+        Panel("Goodput", ((f"run:elasticd_goodput:ratio5m{RUN}", "{{run}}"),), "percentunit", most=1),
+        Panel(
+            "Rounds, by why they began",
+            ((f"sum by (run, cause) (increase(elasticd_rounds_total{RUN}[5m])) > 0", "{{run}} {{cause}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "From a fault to the next step",
+            (
+                (
+                    (
+                        f"sum by (run, cause) (increase(elasticd_recover_seconds_sum{RUN}[15m])) "
+                        f"/ (sum by (run, cause) (increase(elasticd_recover_seconds_count{RUN}[15m])) > 0)"
+                    ),
+                    "{{run}} recovered from {{cause}}",
+                ),
+                (
+                    (
+                        f"sum by (run, cause) (increase(elasticd_detect_seconds_sum{RUN}[15m])) "
+                        f"/ (sum by (run, cause) (increase(elasticd_detect_seconds_count{RUN}[15m])) > 0)"
+                    ),
+                    "{{run}} detected {{cause}}",
+                ),
+            ),
+            "s",
+            "The mean of those of a quarter of an hour.",
+        ),
+        Panel(
+            "Nodes, by state",
+            ((f"max by (run, kind) (elasticd_members{RUN})", "{{run}} {{kind}}"),),
+            stacked=True,
+        ),
+        Panel("Phase", ((f"max by (run, kind) (elasticd_job_phase{RUN}) == 1", "{{run}} {{kind}}"),)),
+        Panel(
+            "Size of the newest checkpoint",
+            ((f"max by (run) (elasticd_checkpoint_size_bytes{RUN})", "{{run}}"),),
+            "bytes",
+        ),
+        Panel(
+            "etcd: 99 of 100 requests within",
+            ((f"run_node:elasticd_etcd_request_seconds:p99_5m{RUN}", "{{run}} {{node}}"),),
+            "s",
+        ),
+    ),
+    (RUNS,),
+)
+
+WORKERS = Board(
+    "workers",
+    "elasticd: health of workers",
+    (
+        Panel("Up", ((f"elasticd_worker_up{SLOT}", WORKER),), most=1),
+        Panel("Since the last step", ((f"elasticd_worker_last_step_age_seconds{SLOT}", WORKER),), "s"),
+        Panel("Steps a second", ((f"rate(elasticd_worker_steps_total{SLOT}[1m])", WORKER),), "ops"),
+        Panel(
+            "Time of a step, mean",
+            (
+                (
+                    (
+                        f"rate(elasticd_step_seconds_sum{SLOT}[1m]) "
+                        f"/ (rate(elasticd_step_seconds_count{SLOT}[1m]) > 0)"
+                    ),
+                    WORKER,
+                ),
+            ),
+            "s",
+        ),
+        Panel(
+            "Restarts within five minutes, by cause",
+            ((f"increase(elasticd_worker_restarts_total{SLOT}[5m]) > 0", f"{WORKER} {FAULT}"),),
+        ),
+        Panel(
+            "Exits within five minutes",
+            ((f"increase(elasticd_worker_exits_total{SLOT}[5m]) > 0", f"{WORKER} {{{{kind}}}}"),),
+        ),
+        Panel("Hung", ((f"increase(elasticd_hangs_total{SLOT}[15m])", WORKER),)),
+        Panel(
+            "State",
+            ((f"elasticd_slot_state{SLOT} == 1", f"{WORKER} {{{{kind}}}}"),),
+        ),
+        Panel("Memory", ((f"elasticd_worker_resident_memory_bytes{SLOT}", WORKER),), "bytes"),
+        Panel("CPUs in use", ((f"rate(elasticd_worker_cpu_seconds_total{SLOT}[1m])", WORKER),)),
+        Panel("GPU in use", ((f"elasticd_gpu_utilization_ratio{SLOT}", WORKER),), "percentunit", most=1),
+        Panel(
+            "GPU memory in use",
+            ((f"elasticd_gpu_memory_used_bytes{SLOT} / elasticd_gpu_memory_size_bytes{SLOT}", WORKER),),
+            "percentunit",
+            most=1,
+        ),
+        Panel("GPU temperature", ((f"elasticd_gpu_temperature_celsius{SLOT}", WORKER),), "celsius"),
+        Panel("GPU power", ((f"elasticd_gpu_power_watts{SLOT}", WORKER),), "watt"),
+        Panel(
+            "GPU held down", ((f"elasticd_gpu_throttled{SLOT} == 1", f"{WORKER} {{{{kind}}}}"),), stacked=True
+        ),
+        Panel(
+            "GPU errors",
+            (
+                (f"elasticd_gpu_xid_errors_total{SLOT}", f"{WORKER} XID {{{{kind}}}}"),
+                (f"elasticd_gpu_ecc_errors_total{SLOT}", f"{WORKER} memory, {{{{kind}}}}"),
+            ),
+        ),
+    ),
+    (RUNS, NODES),
+)
+
+FLEET = Board(
+    "fleet",
+    "elasticd: all jobs",
+    (
+        now("Jobs", "count(run:elasticd_world_size:max)"),
+        now("Workers", "sum(run:elasticd_world_size:max)"),
+        now("Agents scraped", 'sum(up{job="elasticd"})'),
+        now("Alerts", 'count(ALERTS{alertstate="firing"}) or vector(0)'),
+        Panel("World size", (("run:elasticd_world_size:max", "{{run}}"),), stacked=True),
+        Panel("Goodput", (("run:elasticd_goodput:ratio5m", "{{run}}"),), "percentunit", most=1),
+        Panel(
+            "Faults of the last 15 minutes",
+            (("sum by (run) (run_cause:elasticd_faults:increase15m)", "{{run}}"),),
+        ),
+        Panel("Since the last step", (("run:elasticd_last_step_age_seconds:min", "{{run}}"),), "s"),
+        Panel(
+            "Where the time goes",
+            (("sum by (kind) (run_kind:elasticd_time_seconds:rate5m)", "{{kind}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Age of the newest checkpoint",
+            (("min by (run) (elasticd_checkpoint_age_seconds)", "{{run}}"),),
+            "s",
+        ),
+        Panel(
+            "Alerts that fire",
+            (('ALERTS{alertstate="firing"}', "{{alertname}} {{run}} {{node}} {{slot}}"),),
+            stacked=True,
+        ),
+        Panel("etcd answers", (("min by (run) (elasticd_etcd_up)", "{{run}}"),), most=1),
+        Panel(
+            "CPUs that agents use",
+            (("sum by (run) (rate(elasticd_agent_cpu_seconds_total[1m]))", "{{run}}"),),
+        ),
+        Panel(
+            "Memory of agents", (("sum by (run) (elasticd_agent_resident_memory_bytes)", "{{run}}"),), "bytes"
+        ),
+    ),
+)
+
+BOARDS = (JOB, WORKERS, FLEET)
+
+
+def drawn(panel: Panel, number: int, numbers_wide: int) -> stat.Panel | timeseries.Panel:
+    if panel.now:
+        built: stat.Panel | timeseries.Panel = stat.Panel().height(4).span(numbers_wide)
+    else:
+        stacking = common.StackingConfig().mode(StackingMode.NORMAL if panel.stacked else StackingMode.NONE)
+        built = timeseries.Panel().height(8).span(12).min(0).fill_opacity(40 if panel.stacked else 5)
+        built = built.stacking(stacking)
+        if panel.most is not None:
+            built = built.max(panel.most)
+    built = built.id(number).title(panel.title).description(panel.help).unit(panel.unit).datasource(SOURCE)
+    for letter, (expr, legend) in zip("ABCDEF", panel.queries, strict=False):
+        query = prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(letter)
+        built = built.with_target(query.instant() if panel.now else query.range())
+    return built
+
+
+def text_of(board: Board) -> str:
+    """The JSON of it."""
+    made = dashboard.Dashboard(board.title).uid(f"elasticd-{board.name}").tags(["elasticd"]).editable()
+    made = made.time("now-1h", "now").refresh("10s").tooltip(DashboardCursorSync.CROSSHAIR)
+    made = made.with_variable(dashboard.DatasourceVariable("source").label("source").type("prometheus"))
+    for label, of in board.variables:
+        variable = dashboard.QueryVariable(label).label(label).datasource(SOURCE)
+        variable = variable.query(f"label_values({of}, {label})").refresh(
+            VariableRefresh.ON_TIME_RANGE_CHANGED
+        )
+        made = made.with_variable(variable.multi(True).include_all(True).all_value(".+"))
+    wide = 24 // max(1, sum(panel.now for panel in board.panels))  # the numbers fill one row
+    for number, panel in enumerate(board.panels, 1):
+        made = made.with_panel(drawn(panel, number, wide))
+    return JSONEncoder(sort_keys=True, indent=2).encode(made.build()) + "\n"
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    for board in BOARDS:
+        yield Path(__file__).parent / "dashboards" / f"{board.name}.json", text_of(board)
+
+
+if __name__ == "__main__":
+    for path, text in files():
+        path.write_text(text)
+        print(path, file=sys.stderr)
