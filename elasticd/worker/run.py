@@ -45,6 +45,11 @@ def run(
         address = os.environ.get(ADDRESS)
         if not address:
             return _run_alone(state, call, timeout)
+        if _link.cache_info().currsize:
+            raise RuntimeError(
+                "a run function has returned already, and with it this worker's part in the job: have one "
+                "that trains it all"
+            )
         if dist.is_initialized():
             raise RuntimeError(
                 "there is a process group already: elasticd.worker makes one for each world, so leave out "

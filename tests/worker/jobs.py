@@ -188,6 +188,12 @@ def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **o
     journal.write(outcome=outcome(state))
 
 
+def work_twice(address: str, folder: str, name: str) -> None:
+    """A script in two parts, which are two jobs."""
+    work(address, folder, name, steps=2)
+    work(address, folder, name, steps=2)
+
+
 def train_whatever_happens(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
     """Skips what fails, as some scripts do."""
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())

@@ -19,6 +19,7 @@ from tests.worker.jobs import (
     run_out_of_memory,
     train_with_own_randomness,
     work,
+    work_twice,
 )
 from tests.worker.test_survival import assert_exact, begin
 
@@ -148,6 +149,15 @@ def test_a_worker_whose_agent_is_gone_ends_and_says_so(crew, tmp_path):
     crew.all_ended()
     assert hand.status == 1
     assert "the agent of this worker is gone" in (tmp_path / "0.err").read_text().splitlines()[-1]
+
+
+def test_a_second_run_function_is_refused_in_one_sentence(crew, tmp_path):
+    hand = crew.start(work_twice, str(tmp_path), "0")
+    crew.all_waiting(hand)
+    crew.form(hand)
+    crew.all_ended()
+    assert hand.status == 1
+    assert "a run function has returned already" in (tmp_path / "0.err").read_text().splitlines()[-1]
 
 
 def test_newcomers_find_survivors_of_a_group_that_never_came_about(crew, tmp_path, undisturbed):
