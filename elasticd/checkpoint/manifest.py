@@ -67,7 +67,7 @@ class File(msgspec.Struct, frozen=True):
     digests: list[str]
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class _Head(msgspec.Struct, frozen=True):
     """``at``: seconds since the epoch. ``files``: the shards as in the index, and ``METADATA``."""
 
     v: int
@@ -78,6 +78,9 @@ class Manifest(msgspec.Struct, frozen=True):
     at: float
     block: int
     files: list[File]
+
+
+class Manifest(_Head, frozen=True):
     index: Index
 
     @property
@@ -85,17 +88,9 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(f.size for f in self.files)
 
 
-class _Unread(msgspec.Struct, frozen=True):
+class _Unread(_Head, frozen=True):
     """A manifest as the saver writes it: it need not read the index."""
 
-    v: int
-    name: str
-    step: int
-    round: int
-    world: int
-    at: float
-    block: int
-    files: list[File]
     index: msgspec.Raw
 
 

@@ -137,6 +137,16 @@ def run_out_of_memory() -> None:
     raise MemoryError("no room for the state")
 
 
+def commit(state: worker.State, journal: Journal) -> None:
+    """Noted also where the world ends with it."""
+    committed = state.step
+    try:
+        state.commit()
+    finally:
+        if state.step > committed:
+            journal.write(committed=state.step)
+
+
 def train(state: worker.State, journal: Journal, accident: Accident, steps: int = STEPS) -> None:
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
     model, optimizer = state.model, state.optimizer
@@ -156,12 +166,7 @@ def train(state: worker.State, journal: Journal, accident: Accident, steps: int 
         accident("stepped", step)
         state.schedule.step()
         state.seen.append(step)
-        committed = state.step
-        try:
-            state.commit()
-        finally:
-            if state.step > committed:
-                journal.write(committed=state.step)
+        commit(state, journal)
         accident("committed", step)
 
 
@@ -212,12 +217,7 @@ def train_whatever_happens(state: worker.State, journal: Journal, accident: Acci
         optimizer.step()
         state.schedule.step()
         state.seen.append(step)
-        committed = state.step
-        try:
-            state.commit()
-        finally:
-            if state.step > committed:
-                journal.write(committed=state.step)
+        commit(state, journal)
 
 
 def train_without_commit(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:

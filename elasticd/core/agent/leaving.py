@@ -66,9 +66,8 @@ def finish_leaving(do: Doing) -> None:
     if leave is None:
         return
     if not do.state.empty:
-        grace_s = do.state.policy_source.policy.broken_s
-        stop(do, SIGTERM, grace_s)
-        dismiss(do, grace_s)
+        stop(do, SIGTERM, do.state.policy_source.policy.broken_s)
+        dismiss(do)
         return
     do.set(gone=True, crew=None)
     do.actions.append(leave)

@@ -6,7 +6,7 @@ process to start: survivors go on at once, and replacements join at a commit poi
 
 from __future__ import annotations
 
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Doing, Setback, State
+from elasticd.core.agent.state import SIGTERM, Doing, Setback, State
 from elasticd.core.facts import Exit, Phase
 from elasticd.core.messages import StartStandbys, StopWorkers
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
@@ -19,14 +19,14 @@ def keep_reserve(do: Doing) -> None:
     state = do.state
     if not _wanted_at_all(state):
         if state.departure is not None and state.crew is None:
-            dismiss(do, state.policy_source.policy.broken_s)
+            dismiss(do)
         return
     wanted, full = _wanted(state)
     have = len(state.reserve)
     if have > wanted and full:
         surplus = [s for s in sorted(state.reserve, reverse=True) if s not in state.dismissed]
         surplus = surplus[: have - len(state.dismissed) - wanted]
-        _dismiss(do, surplus, SIGTERM, state.policy_source.policy.broken_s)
+        _dismiss(do, surplus)
     busy = state.reserve | (state.crew.alive if state.crew else frozenset())
     chosen: list[int] = []
     for slot in state.me.slots:
@@ -95,12 +95,12 @@ def lost_from_reserve(do: Doing, exit: Exit) -> None:
     )
 
 
-def dismiss(do: Doing, grace_s: float) -> None:
+def dismiss(do: Doing) -> None:
     """End everybody who waits."""
-    _dismiss(do, sorted(do.state.reserve - do.state.dismissed), SIGTERM if grace_s else SIGKILL, grace_s)
+    _dismiss(do, sorted(do.state.reserve - do.state.dismissed))
 
 
-def _dismiss(do: Doing, slots: list[int], signal: int, grace_s: float) -> None:
+def _dismiss(do: Doing, slots: list[int]) -> None:
     if slots:
         do.set(dismissed=do.state.dismissed | set(slots))
-        do.actions.append(StopWorkers(signal, grace_s, tuple(slots)))
+        do.actions.append(StopWorkers(SIGTERM, do.state.policy_source.policy.broken_s, tuple(slots)))
