@@ -7,133 +7,33 @@ is written, checked and committed all the same. It imports no torch: it moves by
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
 import selectors
 import socket
-import sys
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
-
-import msgspec
 
 from elasticd.checkpoint import disk
+from elasticd.checkpoint.committing import Committer, Committing, told
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
-from elasticd.checkpoint.manifest import (
-    MANIFEST,
-    METADATA,
-    BadCheckpoint,
-    File,
-    digest,
-    encode,
-    parse_folder,
-    shard_name,
-)
+from elasticd.checkpoint.jobs import Jobs
+from elasticd.checkpoint.manifest import BadCheckpoint, File, parse_folder
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.worlds import Gathering, Plan, World
 from elasticd.core.facts import Saved
-from elasticd.core.retention import Commit, Keep, Refused
-
-_log = logging.getLogger(__name__)
-_OTHERS_S: Final = 600.0  # how long the shards of other nodes may take
-_LOOK_S: Final = 0.1  # how often to look for them: a shared disk tells nobody
-_ALONE_S: Final = 30.0  # the same, once our own workers of that world are gone
-_NICE: Final = 19
-_T = TypeVar("_T")
-
-
-class Committer(Protocol):
-    """Makes a checkpoint that is on disk the newest. See ``FilePointer``."""
-
-    def commit(self, new: Saved, keep: Keep, fence: int) -> Commit: ...
-
-
-class _Receipt(msgspec.Struct, frozen=True):
-    """What the savers of other nodes leave beside their shards for the one that commits."""
-
-    file: File | None = None
-    why: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class _Plan:
-    """How one rank's shard is laid out, and the memory it comes in."""
-
-    size: int
-    paper: Paper
-    paper_fd: int
-    buffers: dict[int, Memory] = field(default_factory=dict)
-    holds: dict[int, tuple[int, str]] = field(default_factory=dict)  # buffer: (step, name) if whole
-
-    def __del__(self) -> None:
-        os.close(self.paper_fd)
-
-
-@dataclass(slots=True, eq=False)
-class _Gathering:
-    """A checkpoint on its way: whose shards are on disk."""
-
-    name: str
-    step: int
-    at: float
-    began: float
-    paper: Paper
-    files: dict[int, File] = field(default_factory=dict)
-    writing: set[int] = field(default_factory=set)
-    why: str = ""  # it came to nothing
-    committing: bool = False
-    settled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _World:
-    """Those who save together, as far as they are served here."""
-
-    path: Path
-    token: str
-    round: int
-    fence: int
-    size: int
-    locals: frozenset[int]
-    keep: Keep
-    clients: dict[int, _Client] = field(default_factory=dict)
-    plans: dict[int, _Plan] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
-    gatherings: dict[str, _Gathering] = field(default_factory=dict)
-
-    @property
-    def commits(self) -> bool:
-        return 0 in self.locals
-
-    def newest_held(self) -> tuple[int, str] | None:
-        """The newest step, and its name, of which all shards of this node are whole in memory."""
-        common = [set(plan.holds.values()) for plan in self.plans.values()]
-        if not self.locals <= self.plans.keys() or not common:
-            return None
-        return max(set.intersection(*common), default=None)
-
-    def forget_all_but_newest(self) -> None:
-        """It is over: what is of no use any more is given back."""
-        newest = self.newest_held()
-        for plan in self.plans.values():
-            for buffer in [b for b in plan.buffers if plan.holds.get(b) != newest or newest is None]:
-                del plan.buffers[buffer]
-                plan.holds.pop(buffer, None)
+from elasticd.core.retention import Keep, Refused
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
     line: Line
-    world: _World | None = None
+    world: World | None = None
     rank: int = -1
-    plan: _Plan | None = None
+    plan: Plan | None = None
     number: int = -1
-    waiting: deque[tuple[Message, tuple[int, ...]]] = field(default_factory=deque)
 
 
 class Saver:
@@ -153,17 +53,14 @@ class Saver:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._listener = listener
-        self._committer_of = committer_of
-        self._pace = pace
+        self._committing = Committing(committer_of, pace)
         self._linger_s = linger_s
         self._first_s = first_s
         self._say = say
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
-        self._worlds: list[_World] = []
-        self._jobs = 0
-        self._done: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._worlds: list[World] = []
+        self._jobs = Jobs()
         self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)), "write")
         self._committers = ThreadPoolExecutor(8, "commit")
 
@@ -171,7 +68,7 @@ class Saver:
         """Until there is nobody to serve."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._jobs.fd, selectors.EVENT_READ)
         idle_since = time.monotonic()
         linger_s = None if self._linger_s is None else self._first_s
         try:
@@ -189,16 +86,14 @@ class Saver:
                     if key.fileobj is self._listener:
                         self._accept()
                         linger_s = self._linger_s
-                    elif key.fd == self._wake:
-                        os.eventfd_read(self._wake)
                     elif key.data in self._clients:
                         self._hear(key.data)
-                while self._done:
-                    self._done.popleft()()
+                self._jobs.finish()
         finally:
             self._writers.shutdown(cancel_futures=True)
             self._committers.shutdown(cancel_futures=True)
             self._selector.close()
+            self._jobs.close()
 
     # ------------------------------------------------------------ the workers
 
@@ -237,14 +132,14 @@ class Saver:
             keep = Keep(int(message["last"]), int(message["every"]))
             locals_ = frozenset(map(int, message["locals"]))
             round_, fence = int(message["round"]), int(message["fence"])
-            world = _World(path, token, round_, fence, int(message["world"]), locals_, keep)
+            world = World(path, token, round_, fence, int(message["world"]), locals_, keep)
             self._worlds.append(world)
         client.world, client.rank = world, int(message["rank"])
-        world.clients[client.rank] = client
+        world.lines[client.rank] = client.line
 
     def _hear_plan(self, client: _Client, message: Message, files: list[int]) -> None:
         [fd] = files
-        plan = _Plan(int(message["size"]), Paper.of(fd), fd)
+        plan = Plan(int(message["size"]), Paper.of(fd), fd)
         client.plan, client.number = plan, int(message["plan"])
         if client.world is not None:
             client.world.plans[client.rank] = plan
@@ -268,23 +163,23 @@ class Saver:
         self._forget_older(world)
         gathering = world.gatherings.get(name)
         if gathering is None:
-            gathering = _Gathering(name, step, float(message["at"]), time.monotonic(), plan.paper)
+            gathering = Gathering(name, step, float(message["at"]), time.monotonic(), plan.paper)
             world.gatherings[name] = gathering
         if rank == 0:
             gathering.paper = plan.paper
         self._miss_those_gone(world, gathering)
         if gathering.why:
-            self._reply(client, {"is": "free", "plan": message["plan"], "buffer": buffer})
+            _reply(client.line, {"is": "free", "plan": message["plan"], "buffer": buffer})
             self._settle_if_failed(world, gathering)
             return
         gathering.writing.add(rank)
 
         def written(outcome: File | BaseException) -> None:
             gathering.writing.discard(rank)
-            self._reply(client, {"is": "free", "plan": message["plan"], "buffer": buffer})
+            _reply(client.line, {"is": "free", "plan": message["plan"], "buffer": buffer})
             if isinstance(outcome, BaseException):
                 gathering.why = (
-                    gathering.why or f"the shard of rank {rank} could not be written: {_told(outcome)}"
+                    gathering.why or f"the shard of rank {rank} could not be written: {told(outcome)}"
                 )
             else:
                 gathering.files[rank] = outcome
@@ -292,7 +187,7 @@ class Saver:
             self._advance(world)
 
         folder = world.path / name
-        self._run(self._writers, lambda: self._write(world, folder, rank, memory), written)
+        self._jobs.run(self._writers, lambda: self._committing.write(world, folder, rank, memory), written)
 
     def _hear_miss(self, client: _Client, message: Message, _: list[int]) -> None:
         world, name = client.world, str(message["name"])
@@ -301,7 +196,7 @@ class Saver:
         gathering = world.gatherings.get(name)
         if gathering is None:
             paper = client.plan.paper if client.plan else Paper(b"", b"")
-            gathering = _Gathering(name, int(message["step"]), time.time(), time.monotonic(), paper)
+            gathering = Gathering(name, int(message["step"]), time.time(), time.monotonic(), paper)
             world.gatherings[name] = gathering
         gathering.why = gathering.why or f"rank {client.rank} could not copy: {message['why']}"
         self._settle_if_failed(world, gathering)
@@ -309,7 +204,7 @@ class Saver:
     def _hear_recall(self, client: _Client, message: Message, _: list[int]) -> None:
         """Only of worlds that are over: what others still write into is not to be read."""
         path = Path(message["path"])
-        over = [w for w in self._worlds if w.path == path and not w.clients and w.newest_held()]
+        over = [w for w in self._worlds if w.path == path and not w.lines and w.newest_held()]
         if over:
             world = max(over, key=lambda w: (w.round, w.newest_held()))
             step, name = world.newest_held() or (0, "")
@@ -329,22 +224,22 @@ class Saver:
         world = client.world
         if world is None:
             return
-        if world.clients.get(client.rank) is client:
-            del world.clients[client.rank]
+        if world.lines.get(client.rank) is client.line:
+            del world.lines[client.rank]
         world.gone.add(client.rank)
-        if not world.clients:
+        if not world.lines:
             world.forget_all_but_newest()
         for gathering in list(world.gatherings.values()):
             self._miss_those_gone(world, gathering)
             self._settle_if_failed(world, gathering)
 
-    def _miss_those_gone(self, world: _World, gathering: _Gathering) -> None:
+    def _miss_those_gone(self, world: World, gathering: Gathering) -> None:
         """Whoever is gone and has not handed over never will."""
         missed = world.gone - gathering.files.keys() - gathering.writing
         if missed and not gathering.why:
             gathering.why = f"rank {min(missed)} was gone before it had handed over"
 
-    def _advance(self, world: _World) -> None:
+    def _advance(self, world: World) -> None:
         """Commit the oldest if all of it is here: in order, or the older one would be refused."""
         first = next(iter(world.gatherings.values()), None)
         if first is None or first.why or first.committing or not world.locals <= first.files.keys():
@@ -353,131 +248,32 @@ class Saver:
             self._forget(world, first)
             return
         first.committing = True
-        self._run(
+        self._jobs.run(
             self._committers,
-            lambda: self._commit(world, first),
+            lambda: self._committing.commit(world, first),
             lambda outcome: self._settle(world, first, outcome),
         )
 
-    def _plan(self, client: _Client, message: Message) -> _Plan:
+    def _plan(self, client: _Client, message: Message) -> Plan:
         if client.plan is None or client.number != message["plan"]:
             raise ValueError(f"plan {message['plan']} is not known")
         return client.plan
 
-    def _reply(self, client: _Client, message: Message) -> None:
-        if client in self._clients:
-            with contextlib.suppress(Gone):  # it is noticed where we read
-                client.line.send(message, wait=False)
-
     # ------------------------------------------------------------ memory
 
-    def _forget_older(self, newest: _World) -> None:
+    def _forget_older(self, newest: World) -> None:
         """Once a world has handed over, the memory of those before it is given back."""
         if newest.locals <= {rank for rank, plan in newest.plans.items() if plan.holds}:
             for world in [w for w in self._worlds if w.path == newest.path and w is not newest]:
-                if not world.clients and not world.gatherings:
+                if not world.lines and not world.gatherings:
                     self._worlds.remove(world)
 
-    # ------------------------------------------------------------ the disk
+    # ------------------------------------------------------------ what became of them
 
-    def _run(
-        self,
-        pool: ThreadPoolExecutor,
-        job: Callable[[], _T],
-        then: Callable[[_T | BaseException], None],
-    ) -> None:
-        """Run it in a thread, and what follows in the loop."""
-
-        def finished(future: Future[_T]) -> None:
-            error = future.exception()
-            outcome: _T | BaseException = future.result() if error is None else error
-
-            def close() -> None:
-                self._jobs -= 1
-                then(outcome)
-
-            self._done.append(close)
-            os.eventfd_write(self._wake, 1)
-
-        self._jobs += 1
-        pool.submit(job).add_done_callback(finished)
-
-    def _write(self, world: _World, folder: Path, rank: int, memory: Memory) -> File:
-        disk.make_folder(folder)
-        receipt = folder / f"{shard_name(rank)}.receipt"
-        try:
-            file = disk.write_file(folder / shard_name(rank), memory.view, self._pace)
-        except OSError as error:
-            if not world.commits:
-                with contextlib.suppress(OSError):
-                    disk.replace_file(receipt, msgspec.json.encode(_Receipt(why=_told(error))))
-            raise
-        if not world.commits:
-            disk.replace_file(receipt, msgspec.json.encode(_Receipt(file)))
-        return file
-
-    def _commit(self, world: _World, gathering: _Gathering) -> Saved:
-        folder = world.path / gathering.name
-        files = dict(gathering.files)
-        for rank in sorted(set(range(world.size)) - files.keys()):
-            files[rank] = self._elsewhere(world, gathering, rank)
-        metadata = disk.write_file(folder / METADATA, memoryview(gathering.paper.metadata))
-        listed = [*(files[rank] for rank in sorted(files)), metadata]
-        manifest = encode(
-            gathering.name,
-            gathering.step,
-            world.round,
-            world.size,
-            gathering.at,
-            listed,
-            gathering.paper.index,
-        )
-        disk.sync_folder(folder)
-        disk.write_file(folder / MANIFEST, memoryview(manifest))
-        disk.sync_folder(folder)
-        size = sum(f.size for f in listed) + len(manifest)
-        saved = Saved(
-            gathering.name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest)
-        )
-        made = self._committer_of(world.path).commit(saved, world.keep, world.fence)
-        for old in made.dropped:
-            disk.remove_folder(world.path / old.name)
-        self._sweep(world, made, saved)
-        return saved
-
-    def _elsewhere(self, world: _World, gathering: _Gathering, rank: int) -> File:
-        """What another node's saver says of its shard, once it is there."""
-        receipt = world.path / gathering.name / f"{shard_name(rank)}.receipt"
-        alone_since: float | None = None
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                said = msgspec.json.decode(receipt.read_bytes(), type=_Receipt)
-                if said.file is None:
-                    raise TimeoutError(f"the shard of rank {rank} could not be written: {said.why}")
-                receipt.unlink()
-                return said.file
-            now = time.monotonic()
-            alone_since = None if world.clients else alone_since or now
-            waited_s = _OTHERS_S if alone_since is None else alone_since + _ALONE_S - gathering.began
-            if now > gathering.began + waited_s:
-                raise TimeoutError(f"the shard of rank {rank}, which is on another node, never came")
-            time.sleep(_LOOK_S)
-
-    def _sweep(self, world: _World, made: Commit, new: Saved) -> None:
-        """Remove what was begun and can never be committed any more."""
-        committed = {s.name for s in made.checkpoint.saved}
-        for entry in os.scandir(world.path):
-            there = parse_folder(entry.name)
-            if there is None or entry.name in committed:
-                continue
-            # Whoever still writes there would be refused, by the rule of ``retention.commit``.
-            if (there.round, there.step) <= (new.round, new.step):
-                disk.remove_folder(Path(entry.path))
-
-    def _settle(self, world: _World, gathering: _Gathering, outcome: Saved | BaseException) -> None:
+    def _settle(self, world: World, gathering: Gathering, outcome: Saved | BaseException) -> None:
         if isinstance(outcome, BaseException):
             refused = isinstance(outcome, Refused | BadCheckpoint | TimeoutError)
-            gathering.why = str(outcome) if refused else f"it could not be committed: {_told(outcome)}"
+            gathering.why = str(outcome) if refused else f"it could not be committed: {told(outcome)}"
             self._settle_if_failed(world, gathering)
             return
         self._forget(world, gathering)
@@ -496,15 +292,16 @@ class Saver:
             f"committed step {outcome.step} as {outcome.name} ({outcome.size / 1e6:.1f} MB, {took_s:.2f} s)"
         )
 
-    def _settle_if_failed(self, world: _World, gathering: _Gathering) -> None:
+    def _settle_if_failed(self, world: World, gathering: Gathering) -> None:
         """Once nothing writes there any more, say so, and remove what was written."""
         if not gathering.why or gathering.writing or gathering.settled:
             return
         gathering.settled = True
         if world.commits:
-            folder = world.path / gathering.name
-            self._run(
-                self._committers, lambda: disk.remove_folder(folder), lambda _: self._forget(world, gathering)
+            self._jobs.run(
+                self._committers,
+                lambda: self._committing.discard(world, gathering),
+                lambda _: self._forget(world, gathering),
             )
         else:
             self._forget(world, gathering)
@@ -513,41 +310,15 @@ class Saver:
         )
         self._say(f"step {gathering.step} was not saved as {gathering.name}: {gathering.why}")
 
-    def _forget(self, world: _World, gathering: _Gathering) -> None:
+    def _forget(self, world: World, gathering: Gathering) -> None:
         world.gatherings.pop(gathering.name, None)
         self._advance(world)
 
-    def _tell(self, world: _World, message: Message) -> None:
-        for client in list(world.clients.values()):
-            self._reply(client, message)
+    def _tell(self, world: World, message: Message) -> None:
+        for line in world.lines.values():
+            _reply(line, message)
 
 
-def _told(error: BaseException) -> str:
-    return (
-        f"{error.strerror} ({error.filename})"
-        if isinstance(error, OSError) and error.filename
-        else str(error)
-    )
-
-
-def be_modest() -> None:
-    """Take what processor and disk time the training leaves."""
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def main(fd: int, options: str = "{}") -> None:
-    """The process: serve a listening socket that it was given. ``options``: JSON of ``linger_s``
-    and ``bytes_s`` (how much to write per second at most)."""
-    given: dict[str, Any] = json.loads(options)
-    be_modest()
-    bytes_s = given.get("bytes_s")
-    pace = disk.Pace(bytes_s, time.monotonic, time.sleep) if bytes_s else None
-
-    def say(sentence: str) -> None:
-        print(f"elasticd saver: {sentence}", file=sys.stderr, flush=True)
-
-    listener = socket.socket(fileno=fd)
-    Saver(listener, pace=pace, linger_s=given.get("linger_s", 0.0), say=say).serve()
+def _reply(line: Line, message: Message) -> None:
+    with contextlib.suppress(Gone):  # it is noticed where we read
+        line.send(message, wait=False)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from elasticd.checkpoint import handover
+from elasticd.checkpoint.alone import be_modest, say
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.saver import Saver, be_modest
+from elasticd.checkpoint.saver import Saver
 from elasticd.core.facts import Checkpoint, Round, Saved
 from elasticd.core.ports import Applied, Put, Unchanged
 from elasticd.core.retention import Commit, Keep, Refused, commit
@@ -194,9 +195,6 @@ def main() -> None:
     be_modest()
     access, job = access_of(os.environ)
     settle(access, job)
-
-    def say(sentence: str) -> None:
-        print(f"elasticd saver: {sentence}", file=sys.stderr, flush=True)
 
     listener = socket.socket(fileno=0)
     Saver(listener, committer_of=lambda path: EtcdPointer(access, job, path), linger_s=None, say=say).serve()

@@ -46,7 +46,7 @@ _BUFFERS: Final = 2
 _ROOT = str(Path(__file__).parents[2])
 _PROGRAM = (
     "import sys; sys.path.append({root!r}); "
-    "from elasticd.checkpoint.saver import main; main({fd}, {options!r})"
+    "from elasticd.checkpoint.alone import main; main({fd}, {options!r})"
 )
 _savers: list[subprocess.Popen[bytes]] = []  # they outlive us; kept so that nobody complains of it
 

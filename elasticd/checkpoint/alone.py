@@ -1,0 +1,40 @@
+"""The saver as a process of its own, where no agent has one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any, Final
+
+from elasticd.checkpoint import disk
+from elasticd.checkpoint.saver import Saver
+
+_NICE: Final = 19
+
+
+def be_modest() -> None:
+    """Take what processor and disk time the training leaves."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def say(sentence: str) -> None:
+    """To whoever looks at what the process writes."""
+    print(f"elasticd saver: {sentence}", file=sys.stderr, flush=True)
+
+
+def main(fd: int, options: str = "{}") -> None:
+    """Serve a listening socket that it was given. ``options``: JSON of ``linger_s`` and ``bytes_s``
+    (how much to write per second at most)."""
+    given: dict[str, Any] = json.loads(options)
+    be_modest()
+    bytes_s = given.get("bytes_s")
+    pace = disk.Pace(bytes_s, time.monotonic, time.sleep) if bytes_s else None
+    listener = socket.socket(fileno=fd)
+    Saver(listener, pace=pace, linger_s=given.get("linger_s", 0.0), say=say).serve()

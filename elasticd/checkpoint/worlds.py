@@ -1,0 +1,77 @@
+"""Who saves together, and what they have handed over: what the saver knows, without any effect."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elasticd.checkpoint.handover import Line, Memory, Paper
+from elasticd.checkpoint.manifest import File
+from elasticd.core.retention import Keep
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """How one rank's shard is laid out, and the memory it comes in."""
+
+    size: int
+    paper: Paper
+    paper_fd: int
+    buffers: dict[int, Memory] = field(default_factory=dict)
+    holds: dict[int, tuple[int, str]] = field(default_factory=dict)  # buffer: (step, name) if whole
+
+    def __del__(self) -> None:
+        os.close(self.paper_fd)
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """A checkpoint on its way: whose shards are on disk."""
+
+    name: str
+    step: int
+    at: float
+    began: float
+    paper: Paper
+    files: dict[int, File] = field(default_factory=dict)
+    writing: set[int] = field(default_factory=set)
+    why: str = ""  # it came to nothing
+    committing: bool = False
+    settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class World:
+    """Those who save together, as far as they are served here."""
+
+    path: Path
+    token: str
+    round: int
+    fence: int
+    size: int
+    locals: frozenset[int]
+    keep: Keep
+    lines: dict[int, Line] = field(default_factory=dict)  # to its workers, by rank, while they are there
+    plans: dict[int, Plan] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    gatherings: dict[str, Gathering] = field(default_factory=dict)
+
+    @property
+    def commits(self) -> bool:
+        return 0 in self.locals
+
+    def newest_held(self) -> tuple[int, str] | None:
+        """The newest step, and its name, of which all shards of this node are whole in memory."""
+        common = [set(plan.holds.values()) for plan in self.plans.values()]
+        if not self.locals <= self.plans.keys() or not common:
+            return None
+        return max(set.intersection(*common), default=None)
+
+    def forget_all_but_newest(self) -> None:
+        """It is over: what is of no use any more is given back."""
+        newest = self.newest_held()
+        for plan in self.plans.values():
+            for buffer in [b for b in plan.buffers if plan.holds.get(b) != newest or newest is None]:
+                del plan.buffers[buffer]
+                plan.holds.pop(buffer, None)
