@@ -1,0 +1,57 @@
+"""A global batch of constant size, whatever the world: cut into virtual ranks, which are dealt onto
+the workers that are there.
+
+    global batch        0 1 2 3 4 5 6 7 8 9 10 11
+    virtual ranks       0     1     2      3
+    a world of three    worker 0 | worker 1 | worker 2
+                        0        | 1        | 2 and 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker's model sees at once: samples of one virtual rank.
+
+    ``samples``: which of the global batch, counted from its first. ``weight``: what a mean over them
+    counts for in the mean over the global batch. ``opens`` and ``closes``: whether it is the first and
+    the last of its virtual rank; ``last``: whether it is the last of its worker.
+    """
+
+    virtual_rank: int
+    samples: range
+    weight: float
+    opens: bool
+    closes: bool
+    last: bool
+
+
+def cut(count: int, parts: int) -> tuple[range, ...]:
+    """``range(count)`` in so many neighbouring pieces whose sizes differ by at most one."""
+    return tuple(range(i * count // parts, (i + 1) * count // parts) for i in range(parts))
+
+
+def deal(virtual_ranks: int, world: int) -> tuple[range, ...]:
+    """The virtual ranks of each worker, by rank. A world larger than that leaves some with none."""
+    return cut(virtual_ranks, world)
+
+
+def parts_of(rank: int, world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1) -> list[Part]:
+    """What the worker of that rank computes of a global batch of ``samples``, in order; nothing where
+    the batch is too short to reach all. Each virtual rank's samples come in ``accumulate`` pieces.
+
+    How samples are put together depends on the batch alone, not on the world.
+    """
+    batch = cut(samples, virtual_ranks)
+    cuts = []
+    for v in deal(virtual_ranks, world)[rank]:
+        first = batch[v].start
+        pieces = [range(first + p.start, first + p.stop) for p in cut(len(batch[v]), accumulate) if p]
+        cuts += [(v, piece, piece is pieces[0], piece is pieces[-1]) for piece in pieces]
+    return [
+        Part(v, piece, len(piece) / samples, opens, closes, last=i == len(cuts) - 1)
+        for i, (v, piece, opens, closes) in enumerate(cuts)
+    ]
