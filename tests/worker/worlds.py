@@ -1,0 +1,53 @@
+"""Worlds of plain processes that train together, without an agent."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PATIENCE_S = 100.0
+
+
+def in_world(size: int, folder: Path, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``job(*args)`` returns in each process, by rank. It is called in a process group."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.worker.jobs"])
+    store = folder / f"store-{size}"
+    ends = []
+    for rank in range(size):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_take_part, args=(theirs, str(store), rank, size, job, args))
+        process.start()
+        theirs.close()
+        ends.append((process, mine))
+    try:
+        answers = []
+        for _, mine in ends:
+            assert mine.poll(PATIENCE_S), "no answer"
+            answers.append(mine.recv())
+        return answers
+    finally:
+        store.unlink(missing_ok=True)
+        for process, mine in ends:
+            process.kill()
+            process.join()
+            mine.close()
+
+
+def _take_part(
+    answer: Connection, store: str, rank: int, size: int, job: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    answer.send(job(*args))
+    answer.close()
+    dist.barrier()  # nobody goes while others still need it
