@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,22 @@ def rule_id(rule: dict[str, Any]) -> str:
 def test_promtool_takes_the_configuration_and_the_rules() -> None:
     code, said = run("promtool", "check", "config", HERE / "prometheus.yml")
     assert code == 0 and f"{len(RULES)} rules found" in said, said
+
+
+def test_the_rules_for_the_prometheus_operator_are_made_of_these() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", "import generate, sys; print(generate.text_of(sys.stdin.read()), end='')"],
+        input=(HERE / "rules.yml").read_text(),
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert made.returncode == 0, made.stderr
+    assert (HERE / "prometheus-rule.yaml").read_text() == made.stdout, (
+        "run python deploy/prometheus/generate.py, for the cluster to have the same rules"
+    )
 
 
 def test_amtool_takes_the_example_of_an_alertmanager() -> None:

@@ -3,7 +3,6 @@ replaced as their manifests say. Time passes only in ``until``."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import shutil
@@ -249,9 +248,9 @@ class Cluster:
     def close(self) -> None:
         """End what still runs, as a power cut would. Then nothing may be left."""
         for one in self.here():
-            with contextlib.suppress(ProcessLookupError):
-                one.signal(signal.SIGKILL)
+            one.signal(signal.SIGKILL)
         for one in self.all:
+            os.close(one.pidfd)
             one.process.wait()  # process 1 ends after all others of its namespace, and this after it
             if one.process.stdout is not None:
                 one.process.stdout.close()

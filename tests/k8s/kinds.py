@@ -104,6 +104,7 @@ KINDS: dict[tuple[str, str], Schema] = {
         fields(
             ("selector",),
             selector=SELECTOR,
+            jobLabel=text(),
             podTargetLabels=many(text()),
             podMetricsEndpoints=many(
                 fields(

@@ -40,6 +40,7 @@ class Pod:
     env: Mapping[str, str]
     process: subprocess.Popen[bytes]
     pid: int  # of its process 1, seen from here
+    pidfd: int  # of the same
     lines: list[str] = field(default_factory=list)
     begun: bytes = b""  # of the next line
     deleted: bool = False
@@ -52,9 +53,9 @@ class Pod:
         return f"<{self.name} {self.address} {'gone' if self.code is not None else 'here'}: {self.code}>"
 
     def signal(self, number: int) -> None:
-        """To its process 1."""
-        if self.code is None:
-            os.kill(self.pid, number)
+        """To its process 1; who has ended meanwhile hears nothing."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def execute(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """As ``kubectl exec`` does."""
@@ -158,10 +159,11 @@ def start(
     said = process.stdout.readline()
     assert said.strip().isdigit(), said + process.stdout.read()
     pid = int(said)
+    pidfd = os.pidfd_open(pid)  # it cannot have been reaped: it waits for our word
     network.plug(pid, address)
     process.stdin.write(b"go\n")
     process.stdin.close()
-    return Pod(name, index, made, address, folder, env, process, pid)
+    return Pod(name, index, made, address, folder, env, process, pid, pidfd)
 
 
 def setpriv(spec: Object) -> list[str]:

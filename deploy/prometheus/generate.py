@@ -1,0 +1,25 @@
+"""Writes prometheus-rule.yaml, which is rules.yml as the Prometheus operator takes it (kustomize can put a
+file into a ConfigMap, but not into another kind of object): python deploy/prometheus/generate.py."""
+
+from pathlib import Path
+
+HERE = Path(__file__).parent
+HEAD = """\
+# Made of rules.yml by generate.py: change that, and run this.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: elasticd
+  labels:
+    app.kubernetes.io/part-of: elasticd
+spec:
+"""
+
+
+def text_of(rules: str) -> str:
+    """The same rules, comments and all."""
+    return HEAD + "".join(f"  {line}" if line.strip() else line for line in rules.splitlines(keepends=True))
+
+
+if __name__ == "__main__":
+    (HERE / "prometheus-rule.yaml").write_text(text_of((HERE / "rules.yml").read_text()))

@@ -1,0 +1,75 @@
+"""What the Prometheus operator and Grafana get in a cluster is what ``deploy/`` has, to the letter."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.k8s.manifests import K8S, ROOT, Object, build, matches, of_kind, overlay, pods
+
+DEPLOY = ROOT / "deploy"
+RULES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())["groups"]
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+
+
+def test_the_rules_are_those_of_deploy() -> None:
+    (rule,) = of_kind(overlay("monitoring"), "PrometheusRule")
+    assert rule["spec"] == {"groups": RULES}
+
+
+def dashboard_maps(objects: tuple[Object, ...]) -> list[Object]:
+    return [
+        m for m in of_kind(objects, "ConfigMap") if m["metadata"].get("labels", {}).get("grafana_dashboard")
+    ]
+
+
+def test_the_dashboards_are_the_very_files_of_deploy() -> None:
+    shown = {text for m in dashboard_maps(overlay("monitoring")) for text in m["data"].values()}
+    assert shown == {path.read_text() for path in DASHBOARDS}
+
+
+def test_dashboards_do_not_overwrite_each_other_or_others() -> None:
+    """Grafana's sidecar writes each key as a file, all into one folder."""
+    maps = dashboard_maps(overlay("monitoring"))
+    keys = [key for m in maps for key in m["data"]]
+    assert len(set(keys)) == len(keys) == len(DASHBOARDS)
+    assert all(re.fullmatch(r"elasticd-[a-z]+\.json", key) for key in keys)
+    for made in maps:
+        assert "binaryData" not in made and len(str(made["data"])) < 250_000, "what `kubectl apply` can note"
+
+
+def test_targets_bear_the_job_that_the_rules_ask_for() -> None:
+    """The operator calls a target's job <namespace>/<name> unless it is told a label to take it from."""
+    asked = set(re.findall(r'\bup\{job="([^"]+)"\}', str(RULES)))
+    assert asked
+    objects = overlay("monitoring")
+    told = {
+        made.labels[monitor["spec"]["jobLabel"]]
+        for monitor in of_kind(objects, "PodMonitor")
+        for made in pods(objects)
+        if matches(monitor["spec"]["selector"], made.labels)
+    }
+    assert asked <= told
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert told <= {config["job_name"] for config in scraped}, "as outside of Kubernetes"
+
+
+@pytest.mark.parametrize("base", ["gpu", "spot", "pool", "existing-etcd", "kueue", "kubeflow"])
+def test_any_overlay_can_be_watched(base: str, tmp_path: Path) -> None:
+    made = {
+        "resources": [os.path.relpath(K8S / "overlays" / base, tmp_path)],
+        "components": [os.path.relpath(K8S / "components" / "monitoring", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(made))
+    objects = build(str(tmp_path))
+    assert len(of_kind(objects, "PrometheusRule")) == 1 and len(dashboard_maps(objects)) == len(DASHBOARDS)
+    (trains,) = [p for p in pods(objects) if p.trains]
+    ports = {p["name"] for p in trains.container["ports"]}
+    watched = [m for m in of_kind(objects, "PodMonitor") if matches(m["spec"]["selector"], trains.labels)]
+    assert [e["port"] for m in watched for e in m["spec"]["podMetricsEndpoints"]] == ["http"]
+    assert "http" in ports
