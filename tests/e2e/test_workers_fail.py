@@ -99,6 +99,7 @@ def test_a_slot_that_always_fails_alone_is_left_out_and_the_others_go_on(cluster
     cluster.direct(direct)
     options = ["--quarantine-after=2", "--quarantine=1000"]
     (a,) = cluster.start("a", options=options)
+    cluster.until_said(a, "job.waiting")  # were b first, too few would be left without its slot 1
     (b,) = cluster.start("b", slots=2, options=options)
     cluster.until_anyone_said("slot.quarantined", slot=1)
     world = cluster.world(2)
@@ -121,7 +122,7 @@ def test_a_quarantined_slot_is_taken_back_when_its_time_is_over(cluster: Cluster
     cluster.direct(direct)
     (a,) = cluster.start("a", slots=2, options=["--quarantine-after=2", "--quarantine=2"])
     cluster.until_said(a, "slot.quarantined", slot=1)
-    alone = cluster.world(1)
-    both = cluster.world(2, after=alone)
+    alone = cluster.until_said(a, "round.formed", world_size=1)
+    both = cluster.world(2, after=alone["round"])
     assert cluster.round.cause is Cause.GREW and both.restarts == 2
     cluster.finishes(a)

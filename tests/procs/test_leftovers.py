@@ -32,8 +32,15 @@ def test_what_a_killed_owner_left_goes_and_what_a_living_one_has_stays(tmp_path:
     stranger = tmp_path / "elasticd-of-somebody-else"
     stranger.mkdir()
     env = {**os.environ, "ELASTICD_PAGE": str(gone / "round1-slot0")}
-    orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], env=env)
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
+        assert orphan.stdout is not None
+        orphan.stdout.readline()  # /proc shows its environment only some time after its start
         dead.kill()
         dead.wait()
         sweep(tmp_path, "ELASTICD_PAGE")
