@@ -1,0 +1,147 @@
+"""The order in which an epoch uses its samples: a pure function of seed, epoch and position, the same in
+every worker, process and version of torch, whatever has happened before.
+
+An epoch has as many positions as the order is long. Nothing is kept from one position to the next, so
+going on in the middle costs what going on at the start does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from math import isfinite
+from struct import unpack
+from typing import Any, Final, Protocol
+
+_ROUNDS: Final = 6  # three make a Feistel network a permutation that looks random, four a strong one
+_BITS_MIN: Final = 6
+_MASK_64: Final = (1 << 64) - 1
+
+
+class Order(Protocol):
+    """``facts``: what tells it from another order, in JSON's types."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    def at(self, epoch: int, positions: range) -> list[int]:
+        """The indices of the samples at these positions of the epoch."""
+        ...
+
+
+class BadOrder(ValueError):
+    """No order can be made of that. The message says why, in a sentence."""
+
+
+class Sequential:
+    """As the samples lie."""
+
+    def __init__(self, length: int) -> None:
+        self.length = _checked(length)
+        self.facts: dict[str, Any] = {"kind": "sequential", "length": length}
+
+    def at(self, epoch: int, positions: range) -> list[int]:
+        return list(positions)
+
+
+class Shuffled:
+    """Each sample once, mixed anew in each epoch: a Feistel network permutes the numbers of so many
+    bits, and is walked on from a result that is none of ours until one is. Needs no memory."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length = _checked(length)
+        self.facts: dict[str, Any] = {"kind": "shuffled", "length": length, "seed": seed}
+        self._seed = seed
+        self._bits = max(_BITS_MIN, (length - 1).bit_length())
+
+    def at(self, epoch: int, positions: range) -> list[int]:
+        keys = _keys(self._seed, epoch)
+        rounds = list(zip(keys[::2], keys[1::2], strict=True))
+        half = self._bits // 2
+        low, high = (1 << half) - 1, (1 << self._bits - half) - 1
+        found = []
+        for position in positions:
+            number = position
+            while True:
+                left, right = number >> half, number & low
+                for key, other in rounds:
+                    left ^= _mixed(right ^ key) & high
+                    right ^= _mixed(left ^ other) & low
+                number = left << half | right
+                if number < self.length:
+                    break
+            found.append(number)
+        return found
+
+
+class Weighted:
+    """Each position draws a sample by itself, with replacement: the more weight, the more often."""
+
+    def __init__(self, weights: Sequence[float], seed: int, draws: int | None = None) -> None:
+        """Raises BadOrder. ``draws``: the length of an epoch; as many as there are weights."""
+        given = array("d", map(float, weights))
+        _checked(len(given))
+        wrong = next((i for i, w in enumerate(given) if not (isfinite(w) and w >= 0)), None)
+        if wrong is not None:
+            raise BadOrder(f"the weight of sample {wrong} is {given[wrong]}: give a number that is 0 or more")
+        self._until = array("d", accumulate(given))
+        if not self._until[-1] > 0 or not isfinite(self._until[-1]):
+            raise BadOrder(f"the weights add up to {self._until[-1]}, and nothing can be drawn by that")
+        self.length = _checked(len(given) if draws is None else draws)
+        self._seed = seed
+        self._last = max(i for i, w in enumerate(given) if w > 0)
+        digest = blake2b(given.tobytes(), digest_size=8).hexdigest()
+        self.facts: dict[str, Any] = {
+            "kind": "weighted",
+            "length": self.length,
+            "seed": seed,
+            "samples": len(given),
+            "weights": digest,
+        }
+
+    def at(self, epoch: int, positions: range) -> list[int]:
+        first, second = _keys(self._seed, epoch)[:2]
+        scale = self._until[-1] * 2.0**-53
+        drawn = (_mixed(_mixed(position ^ first) ^ second) >> 11 for position in positions)
+        return [min(bisect_right(self._until, number * scale), self._last) for number in drawn]
+
+
+def known(facts: dict[str, Any]) -> Order | None:
+    """The order of these facts, where they are enough to make it again."""
+    match facts:
+        case {"kind": "sequential", "length": int(length)} if length > 0:
+            return Sequential(length)
+        case {"kind": "shuffled", "length": int(length), "seed": int(seed)} if length > 0:
+            return Shuffled(length, seed)
+    return None
+
+
+def chance_of(seed: int, epoch: int, position: int) -> int:
+    """63 bits to seed what happens to the sample at a position by chance."""
+    return _mixed(_mixed(position ^ _keys(seed, epoch)[2]) ^ _keys(seed, epoch)[3]) >> 1
+
+
+def _checked(length: int) -> int:
+    if length < 1:
+        raise BadOrder("there are no samples to train with: the dataset is empty")
+    return length
+
+
+@lru_cache(maxsize=8)
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    digest = blake2b(f"elasticd {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return unpack(f"<{_ROUNDS}Q", digest)
+
+
+def _mixed(number: int) -> int:
+    """SplitMix64's finalizer: every bit of the result depends on every bit."""
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK_64
+    return number ^ number >> 31
