@@ -253,7 +253,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     # who and where
     _ours("--job", help="Name of the job; the same on all its nodes."),
     _ours("--node", help="Name of this node; the host's by default."),
-    _ours("--address", help="Address at which other nodes reach this one."),
+    _ours("--address", help="Address at which other nodes reach this one; gloo and NCCL use its interface."),
     etcd_options,
     # patience
     _ours(

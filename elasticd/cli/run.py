@@ -19,6 +19,7 @@ import click
 
 from elasticd.cli import script as scripts
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.interfaces import network_environment
 from elasticd.cli.machine import (
     Machine,
     ThisMachine,
@@ -139,10 +140,12 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:
         env["OMP_NUM_THREADS"] = "1"
         notes.append("OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun")
+    address = _address(options, met.etcd)
+    env |= network_environment(address, environ, asked=options.said("address", "local_addr") > Said.NOWHERE)
     config = RunConfig(
         job=met.job or _new_name(script.stem, met.etcd, size.limits, size.slots),
         node=check_name("node", options.node if options.node is not None else default_node_name()),
-        address=_address(options, met.etcd),
+        address=address,
         limits=size.limits,
         slots=size.slots,
         command=script.command,

@@ -80,3 +80,20 @@ def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str
     if member.slots == tuple(range(len(member.slots))):
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+
+def over_interface(
+    name: str, inherited: Mapping[str, str], *, asked: bool, host_is_named: bool
+) -> dict[str, str]:
+    """What has gloo and NCCL talk over this network interface, as far as nobody has told them otherwise.
+
+    Left alone, gloo goes by what the host's own name resolves to: with ``host_is_named`` an address that
+    others can reach, else loopback, where it would never meet them. NCCL takes what looks fastest. So both
+    are told where somebody ``asked`` to be reached at that interface's address, and gloo where it has to be.
+    """
+    told = {}
+    if asked or not host_is_named:
+        told["GLOO_SOCKET_IFNAME"] = name
+    if asked:
+        told["NCCL_SOCKET_IFNAME"] = f"={name}"  # that one alone, and not all whose names begin so
+    return {variable: value for variable, value in told.items() if variable not in inherited}

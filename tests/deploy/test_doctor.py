@@ -320,6 +320,28 @@ def test_a_machine_of_few_ports_and_no_network_is_told() -> None:
     assert ("wrong", "no interface but loopback is up") in said.about("network")
 
 
+@pytest.mark.skipif(not may(*OWN_NET), reason="no network namespace may be made here")
+def test_a_machine_whose_name_is_not_known_is_as_fit_as_its_workers_are_told_an_interface(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    (tmp_path / "order").write_text("hosts: files\n")
+    setup = (
+        f"mount --bind {tmp_path}/hosts /etc/hosts; mount --bind {tmp_path}/order /etc/nsswitch.conf; "
+        "ip link set lo up; ip link add near0 type veth peer name far0; ip link set near0 up; "
+        'ip addr add 10.9.8.7/24 dev near0; exec "$@"'
+    )
+    inside = (*OWN_NET, "sh", "-c", setup, "sh")
+    env = {"PYTHON_EXEC": sys.executable}
+    said = doctor("--etcd", "http://10.9.8.1:2379", "--address", "10.9.8.7", inside=inside, env=env)
+    ((grade, network),) = said.about("network")
+    assert grade == "fine" and network.endswith("gloo uses near0")
+    assert [grade for grade, _ in said.about("torch")] == ["fine"]
+    none = {**env, "GLOO_SOCKET_IFNAME": ""}
+    said = doctor("--etcd", "http://10.9.8.1:2379", "--address", "10.9.8.7", inside=inside, env=none)
+    assert [grade for grade, _ in said.about("network")] == ["wrong"]
+
+
 def test_a_port_for_metrics_that_somebody_else_holds_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]

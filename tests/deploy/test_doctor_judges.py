@@ -275,9 +275,9 @@ def test_interfaces_are_such_that_gloo_and_nccl_meet_others(
     assert worst(judge.network(facts, own)).says == says
 
 
-def test_what_to_do_about_gloo_names_the_very_interface() -> None:
+def test_who_is_told_that_gloo_would_use_loopback_is_told_of_the_address() -> None:
     finding = worst(judge.network(NetworkFacts((LO, ETH), "h", ()), REMOTE))
-    assert finding.do.startswith("set GLOO_SOCKET_IFNAME=eth0")
+    assert finding.do.startswith("give --address an address of this machine")
 
 
 # ---------------------------------------------------------------- memory and limits

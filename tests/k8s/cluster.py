@@ -107,7 +107,14 @@ class Controller:
 class Cluster:
     """What ``kubectl apply`` would make of these objects, on this machine."""
 
-    def __init__(self, folder: Path, objects: tuple[Object, ...], secrets: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        objects: tuple[Object, ...],
+        secrets: Mapping[str, Path],
+        *,
+        own_names: bool = True,
+    ) -> None:
         folder.mkdir()
         folder.chmod(0o755)
         self.network = Network()
@@ -117,7 +124,7 @@ class Cluster:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         programs = f"{find_etcd().parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self._places = Places(folder, folder / "resolv.conf", secrets, programs)
+        self._places = Places(folder, folder / "resolv.conf", own_names, secrets, programs)
         self._claims = folder / "claims"
         self._claims.mkdir()
         manifests = {(o["kind"], o["metadata"]["name"]): o for o in objects}

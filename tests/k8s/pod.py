@@ -22,10 +22,12 @@ PROGRAM = Path(__file__).parent / "programs" / "container.py"
 
 @dataclass(frozen=True)
 class Places:
-    """Where on this machine the things are that pods are given."""
+    """Where on this machine the things are that pods are given. ``own_names``: a pod's own name resolves,
+    as it does but on a host's network."""
 
     folder: Path
     resolver: Path
+    own_names: bool
     secrets: Mapping[str, Path]
     path: str  # of programs, as the image has it
 
@@ -38,6 +40,7 @@ class Pod:
     address: str
     folder: Path
     env: Mapping[str, str]
+    own_names: list[str]  # what the kubelet writes into its /etc/hosts
     process: subprocess.Popen[bytes]
     pid: int  # of its process 1, seen from here
     pidfd: int  # of the same
@@ -65,9 +68,8 @@ class Pod:
         return subprocess.run(command, env=dict(self.env), capture_output=True, text=True, timeout=60)
 
     def names(self, known: list[str]) -> None:
-        """Have these lines stand for the cluster's DNS; the kubelet itself adds the pod's own name."""
-        lines = ["127.0.0.1 localhost", f"{self.address} {self.name}", *known]
-        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        """Have these lines stand for the cluster's DNS, beside those of its own."""
+        (self.folder / "hosts").write_text("\n".join([*self.own_names, *known]) + "\n")
 
     def workers(self) -> list[int]:
         """The training processes inside, as this machine numbers them."""
@@ -105,7 +107,8 @@ def start(
     address = network.next_address()
     folder = places.folder / name
     (folder / "root").mkdir(parents=True)
-    (folder / "hosts").write_text(f"{address} {name}\n")
+    own_names = ["127.0.0.1 localhost", *([f"{address} {name}"] if places.own_names else [])]
+    (folder / "hosts").write_text("\n".join(own_names) + "\n")
     (folder / "termination-log").touch(0o666)
     (folder / "termination-log").chmod(0o666)
     env = {"PATH": places.path, "LANG": "C.UTF-8"} | made.env({**facts, "status.podIP": address})
@@ -163,7 +166,7 @@ def start(
     network.plug(pid, address)
     process.stdin.write(b"go\n")
     process.stdin.close()
-    return Pod(name, index, made, address, folder, env, process, pid, pidfd)
+    return Pod(name, index, made, address, folder, env, own_names, process, pid, pidfd)
 
 
 def setpriv(spec: Object) -> list[str]:

@@ -45,7 +45,7 @@ def kustomization(overlay: str, arguments: list[str]) -> dict[str, Any]:
 
 
 class Rehearsal:
-    def __init__(self, folder: Path, overlay: str, steps: int) -> None:
+    def __init__(self, folder: Path, overlay: str, steps: int, *, own_names: bool) -> None:
         mine = folder / "overlay"
         mine.mkdir()
         made = kustomization(overlay, [*SMALL.split(), f"--steps={steps}"])
@@ -55,7 +55,8 @@ class Rehearsal:
         objects = build(str(mine))
         etcd = next(s for s in of_kind(objects, "StatefulSet") if s["metadata"]["name"] == "etcd")
         members = [f"etcd-{i}.etcd" for i in range(etcd["spec"]["replicas"])]
-        self.cluster = Cluster(folder / "cluster", objects, certificates(folder / "secrets", members))
+        secrets = certificates(folder / "secrets", members)
+        self.cluster = Cluster(folder / "cluster", objects, secrets, own_names=own_names)
 
     # ------------------------------------------------------------ what is seen
 
@@ -136,14 +137,20 @@ def of() -> str:
 
 
 @pytest.fixture
-def rehearsal(tmp_path: Path, of: str, steps: int) -> Iterator[Rehearsal]:
+def own_names() -> bool:
+    """Whether a pod's own name resolves, in the pod itself."""
+    return True
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path, of: str, steps: int, own_names: bool) -> Iterator[Rehearsal]:
     (tmp_path / "tried").mkdir()
     if reason := why_not(tmp_path / "tried"):
         pytest.skip(reason)
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o001 == 0:
             folder.chmod(folder.stat().st_mode | 0o001)  # pods run as another user
-    made = Rehearsal(tmp_path, of, steps)
+    made = Rehearsal(tmp_path, of, steps, own_names=own_names)
     try:
         yield made
     finally:
@@ -153,6 +160,7 @@ def rehearsal(tmp_path: Path, of: str, steps: int) -> Iterator[Rehearsal]:
 SNAPSHOT_EVERY = 10  # steps: what a crash may cost
 
 
+@pytest.mark.parametrize("own_names", [False], ids=["of_names_that_do_not_resolve"])
 def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster
     rehearsal.trains_with(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from elasticd.cli.doctor.machine_facts import (
     look_at_shared_memory,
 )
 from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
+from elasticd.cli.interfaces import network_environment
 from elasticd.cli.machine import default_node_name, routed_address
 from elasticd.cli.options import Seconds, etcd_options
 from elasticd.cli.run import http_place
@@ -85,12 +87,13 @@ def _examination(
     node_ttl_s: float,
     http: tuple[str, int] | None,
 ) -> Iterator[Finding]:
+    endpoints = [host_and_port(e) for e in access.endpoints] if access is not None else []
+    own = address or (routed_address(endpoints) or default_node_name() if endpoints else "127.0.0.1")
+    told = network_environment(own, os.environ, asked=address is not None)
     with ThreadPoolExecutor() as pool:  # each waits for somebody else
-        torch = pool.submit(ask_torch)
+        torch = pool.submit(ask_torch, told)
         imports = pool.submit(ask_imports, script, module=module) if script is not None else None
         examined = examine(access) if access is not None else None
-        endpoints = [host_and_port(e) for e in access.endpoints] if access is not None else []
-        own = address or (routed_address(endpoints) or default_node_name() if endpoints else "127.0.0.1")
         reached = look_at_address(own.strip("[]"), endpoints, _peers(access, examined, job, own))
         if examined is not None:
             yield from judge.etcd(examined, node_ttl_s)
@@ -100,7 +103,7 @@ def _examination(
         yield from judge.ports(look_at_ports())
         if http is not None:
             yield from judge.http(look_at_http(*http))
-        yield from judge.network(look_at_network(), reached)
+        yield from judge.network(look_at_network({**os.environ, **told}), reached)
         yield from judge.shared_memory(look_at_shared_memory())
         yield from judge.limits(look_at_limits())
         yield from judge.gpus(look_at_driver(), torch.result())

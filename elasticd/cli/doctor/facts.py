@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticd.cli.interfaces import Interface
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -68,17 +70,9 @@ class LimitFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
-    name: str
-    up: bool
-    loopback: bool
-    addresses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class NetworkFacts:
     """``host_addresses``: what the machine's own name resolves to, which gloo goes by unless told an
-    interface. ``gloo`` and ``nccl``: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or empty."""
+    interface. ``gloo`` and ``nccl``: the workers' GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or empty."""
 
     interfaces: tuple[Interface, ...]
     host: str

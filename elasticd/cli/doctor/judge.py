@@ -13,13 +13,13 @@ from elasticd.cli.doctor.facts import (
     DriverFacts,
     HttpFacts,
     ImportFacts,
-    Interface,
     LimitFacts,
     MemoryFacts,
     NetworkFacts,
     PortFacts,
     TorchFacts,
 )
+from elasticd.cli.interfaces import Interface
 from elasticd.etcd.examine import Certificate, Endpoint, Examined
 
 MIB, GIB = 2**20, 2**30
@@ -258,12 +258,11 @@ def network(facts: NetworkFacts, own: AddressFacts) -> Iterator[Finding]:
         resolved = facts.host_addresses
         if not resolved or all(a == "::1" or a.startswith("127.") for a in resolved):
             said = f"resolves to {', '.join(resolved)}" if resolved else "does not resolve"
-            mine = next((i.name for i in facts.interfaces if own.address in i.addresses), "eth0")
             findings.append(
                 _wrong(
                     "network",
                     f"gloo would use loopback, as this machine's name {facts.host} {said}",
-                    f"set GLOO_SOCKET_IFNAME={mine}, or correct the name in /etc/hosts",
+                    "give --address an address of this machine, or correct its name in /etc/hosts",
                 )
             )
     if several and not any(i.up and not i.loopback for i in facts.interfaces):

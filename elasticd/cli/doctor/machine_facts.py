@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
-import fcntl
 import http.client
-import ipaddress
 import os
 import re
 import resource
 import socket
-import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,16 +17,15 @@ from elasticd.cli.doctor.facts import (
     DriverFacts,
     Gpu,
     HttpFacts,
-    Interface,
     LimitFacts,
     MemoryFacts,
     NetworkFacts,
     Peer,
     PortFacts,
 )
+from elasticd.cli.interfaces import host_addresses, interfaces, is_loopback
 
 _CONNECT_S = 3.0
-_SIOCGIFADDR = 0x8915
 
 
 # ---------------------------------------------------------------- address and ports
@@ -60,7 +55,7 @@ def _is_loopback(host: str) -> bool:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found)
+    return bool(found) and all(map(is_loopback, found))
 
 
 def _listen_and_connect(address: str) -> str:
@@ -159,46 +154,15 @@ def _unlimited(number: int) -> int:
 # ---------------------------------------------------------------- network
 
 
-def look_at_network(environ: Mapping[str, str] = os.environ) -> NetworkFacts:
-    host = socket.gethostname()
-    try:
-        named = sorted({str(i[4][0]) for i in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
-    except OSError:
-        named = []
+def look_at_network(environ: Mapping[str, str]) -> NetworkFacts:
+    """``environ``: that of the workers."""
     return NetworkFacts(
-        interfaces=tuple(_interface(name) for _, name in socket.if_nameindex()),
-        host=host,
-        host_addresses=tuple(named),
+        interfaces=interfaces(),
+        host=socket.gethostname(),
+        host_addresses=host_addresses(),
         gloo=environ.get("GLOO_SOCKET_IFNAME", ""),
         nccl=environ.get("NCCL_SOCKET_IFNAME", ""),
     )
-
-
-def _interface(name: str) -> Interface:
-    try:
-        flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
-    except (OSError, ValueError):
-        flags = 1
-    addresses = [*_ipv4(name), *_ipv6(name)]
-    return Interface(name, up=bool(flags & 1), loopback=bool(flags & 8), addresses=tuple(addresses))
-
-
-def _ipv4(name: str) -> list[str]:
-    request = array.array("b", struct.pack("256s", name.encode()[:15]))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            fcntl.ioctl(probe, _SIOCGIFADDR, request)
-        except OSError:
-            return []
-    return [socket.inet_ntoa(request.tobytes()[20:24])]
-
-
-def _ipv6(name: str) -> list[str]:
-    try:
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    except OSError:
-        return []
-    return [str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[5] == name]
 
 
 # ---------------------------------------------------------------- GPUs

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from elasticd.cli.doctor.facts import ImportFacts, Missing, TorchFacts
@@ -16,9 +17,10 @@ _PROBES = Path(__file__).parent / "probes"
 PROBE_S = 180.0  # a first import of torch over a network file system takes minutes
 
 
-def ask_torch() -> TorchFacts:
-    """Import it, use each GPU, form a group of one with gloo and with NCCL."""
-    said = _ask("of_torch.py", [])
+def ask_torch(told: Mapping[str, str]) -> TorchFacts:
+    """Import it, use each GPU, form a group of one with gloo and with NCCL. ``told``: what the environment
+    of workers has besides ours."""
+    said = _ask("of_torch.py", [], told)
     if "failed" in said:
         return TorchFacts(_python(), error=said["failed"])
     return TorchFacts(**said)
@@ -36,10 +38,11 @@ def _python() -> str:
     return os.environ.get("PYTHON_EXEC") or sys.executable
 
 
-def _ask(probe: str, words: Sequence[str]) -> dict[str, Any]:
+def _ask(probe: str, words: Sequence[str], told: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [_python(), str(_PROBES / probe), *words],
+            env={**os.environ, **told},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,0 +1,117 @@
+"""The network interfaces of this machine, and which of them its workers are to talk over."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from elasticd.core.environment import over_interface
+
+_UP, _LOOPBACK = 0x1, 0x8  # IFF_*
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    name: str
+    up: bool
+    loopback: bool
+    addresses: tuple[str, ...] = ()
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """All there are, in the kernel's order, with all their addresses."""
+    flags: dict[str, int] = {}
+    addresses: dict[str, list[str]] = {}
+    for name, own_flags, address in _entries():
+        flags[name] = own_flags
+        addresses.setdefault(name, []).extend([address] if address else [])
+    return tuple(
+        Interface(name, bool(own & _UP), bool(own & _LOOPBACK), tuple(addresses[name]))
+        for name, own in flags.items()
+    )
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this address; empty for a host's name, and for loopback, by
+    which nobody else can be reached."""
+    try:
+        wanted = ipaddress.ip_address(address.strip("[]").partition("%")[0])
+    except ValueError:
+        return ""
+    found = (i.name for i in interfaces() if not i.loopback and str(wanted) in i.addresses)
+    return "" if wanted.is_loopback else next(found, "")
+
+
+def host_addresses() -> tuple[str, ...]:
+    """What the machine's own name resolves to; empty where it does not."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(sorted({str(info[4][0]) for info in found}))
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def network_environment(address: str, environ: Mapping[str, str], *, asked: bool) -> dict[str, str]:
+    """What the workers of a node with this address are to be told besides ``environ``. ``asked``: somebody
+    named the address, and it was not guessed."""
+    interface = interface_of(address)
+    if not interface:
+        return {}
+    named = asked or not all(map(is_loopback, host_addresses()))
+    return over_interface(interface, environ, asked=asked, host_is_named=named)
+
+
+# ---------------------------------------------------------------- getifaddrs(3)
+
+
+class _SockAddr(ctypes.Structure):
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))
+
+
+class _IfAddrs(ctypes.Structure):
+    pass
+
+
+_IfAddrs._fields_ = (
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SockAddr)),
+    ("netmask", ctypes.c_void_p),
+    ("other", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+)
+
+
+def _entries() -> Iterator[tuple[str, int, str]]:
+    """Name, flags and address, one for each address; the address is empty where it is none of IP."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_IfAddrs)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    try:
+        entry = first
+        while entry:
+            it = entry.contents
+            yield it.name.decode(errors="replace"), it.flags, _ip(it.address)
+            entry = it.next
+    finally:
+        libc.freeifaddrs(first)
+
+
+def _ip(address: ctypes._Pointer[_SockAddr]) -> str:
+    if not address:
+        return ""
+    match address.contents.family:
+        case socket.AF_INET:  # a port of 2 bytes before it
+            return str(ipaddress.IPv4Address(bytes(address.contents.data[2:6])))
+        case socket.AF_INET6:  # a port of 2, and the flow's 4
+            return str(ipaddress.IPv6Address(bytes(address.contents.data[6:22])))
+    return ""
