@@ -14,6 +14,7 @@ import click
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import Whole
+from elasticd.procs.linux import started_at
 from elasticd.telemetry import events as files
 from elasticd.telemetry import runs, words
 from elasticd.telemetry.events import Event
@@ -29,13 +30,13 @@ _STREAMS = ("stdout.log", "stderr.log")
 def events(job: str | None, follow: bool, as_json: bool) -> None:
     """Show what happened to JOB, as its agents on this machine noted it.
 
-    Without JOB: the one that ran last.
+    Without JOB: the one that ran last. With --follow it ends when the last of these agents has.
     """
-    job, _ = _known(job)
+    job, _ = known_runs(job)
     state = runs.state_dir()
     seen: Iterable[Event]
     if follow:
-        seen = files.follow(lambda: _folders(state, job), runs.jobs_place(state, job))
+        seen = files.follow(lambda: _folders(state, job), runs.jobs_place(state, job), _process)
     else:
         seen = files.read(_folders(state, job))
     for event in seen:
@@ -53,7 +54,7 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
 
     Without JOB: of the one that ran last.
     """
-    job, known = _known(job)
+    job, known = known_runs(job)
     if failed:
         _print([_log_of_failure(job, _folders(runs.state_dir(), job))])
         return
@@ -72,7 +73,8 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
     _print(found)
 
 
-def _known(job: str | None) -> tuple[str, list[runs.KnownRun]]:
+def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
+    """The job, by default the one that ran last, and its agents' parts. Raises Complaint."""
     state = runs.state_dir()
     there = runs.jobs(state)
     if job is None and not there:
@@ -87,6 +89,27 @@ def _known(job: str | None) -> tuple[str, list[runs.KnownRun]]:
 
 def _folders(state: Path, job: str) -> list[Path]:
     return [run.folder for run in runs.of_job(state, job)]
+
+
+def living(started: Event) -> bool:
+    """Whether the agent that wrote this as its first event still is there."""
+    found = _process(started)
+    if found is not None:
+        os.close(found)
+    return found is not None
+
+
+def _process(started: Event) -> int | None:
+    """A descriptor of the agent that wrote this, while it lives."""
+    pid = int(started.get("pid") or 0)
+    try:
+        found = os.pidfd_open(pid)
+    except (OSError, ValueError):
+        return None
+    if started_at(pid) != started.get("pid_started"):  # somebody else has its number now
+        os.close(found)
+        return None
+    return found
 
 
 def _line(event: Event) -> str:

@@ -27,6 +27,7 @@ _COMMANDS = {
     "top": "elasticd.cli.top:top",
     "events": "elasticd.cli.history:events",
     "logs": "elasticd.cli.history:logs",
+    "report": "elasticd.cli.review:report",
     "ckpt": "elasticd.cli.checkpoints:ckpt",
     "doctor": "elasticd.cli.doctor.command:doctor",
 }

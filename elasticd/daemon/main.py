@@ -8,18 +8,20 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from elasticd import __version__
 from elasticd.core import agent as agents
 from elasticd.core.agent import Identity
 from elasticd.core.environment import Setting, assignments, standbys
-from elasticd.core.facts import Phase, Round, Spec
+from elasticd.core.facts import NodeLedger, Phase, Round, Spec
 from elasticd.core.ledger import totals
 from elasticd.core.messages import KeeperLost, Leave, StoreComplained
 from elasticd.core.reasons import Reason
+from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.daemon.driver import Driver
@@ -44,8 +46,8 @@ from elasticd.procs.keeper import Warden
 from elasticd.procs.linux import started_at
 from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
-from elasticd.telemetry import final, log, runs
-from elasticd.telemetry.events import EventFile
+from elasticd.telemetry import final, log, runs, words
+from elasticd.telemetry.events import ENDED, STARTED, Event, EventFile, of_agent
 from elasticd.telemetry.http import HttpServer
 from elasticd.telemetry.termination import TerminationLog
 from elasticd.telemetry.view import PlainView, View
@@ -173,7 +175,17 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             )
         )
         publisher = Publisher(
-            config, driver, store, procs.progress, view, meter, pages, sampler, timekeeper, events
+            config,
+            driver,
+            store,
+            procs.progress,
+            view,
+            meter,
+            pages,
+            sampler,
+            timekeeper,
+            events,
+            Chronicle(events, began_at),
         )
         served_at = _serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))
@@ -185,6 +197,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             args=config.command.args,
             max_restarts=config.policy.restarts_max,
         )
+        events.write(_started(config, access, began_at))
         logger.info(
             "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at
         )
@@ -203,8 +216,12 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         if last is not None:
             _pass_on_error_file(config, last, procs.error_file)
         ended_at = clock()
-        spent = totals(timekeeper.farewell(ended_at))
-    return left.code, _last_words(config, last, left, ended_at - began_at, spent)
+        ledgers = timekeeper.farewell(ended_at)
+        publisher.farewell(ended_at)
+        spent = totals(ledgers)
+        said = _last_words(config, last, left, ended_at - began_at, spent)
+        events.write(_ended(config, last, left, said, ledgers, ended_at))
+    return left.code, said
 
 
 def both(one: Callable[[float], float], other: Callable[[float], float]) -> Callable[[float], float]:
@@ -291,6 +308,48 @@ class _Console:
 
     def is_terminal(self, stream: int) -> bool:
         return os.isatty(stream)
+
+
+# ---------------------------------------------------------------- the first and the last event
+
+
+def _started(config: RunConfig, access: EtcdAccess, at: float) -> Event:
+    script = os.path.basename(config.command.target)
+    return of_agent(
+        STARTED,
+        at,
+        config.job,
+        config.node,
+        f"{config.node} offers {words.count(config.slots, 'slot')} for {script}",
+        pid=os.getpid(),
+        pid_started=started_at(os.getpid()),
+        version=__version__,
+        script=config.command.target,
+        slots=config.slots,
+        spares=config.spares,
+        min=config.limits.min,
+        max=config.limits.max,
+        etcd=access.url if config.etcd is not None else "embedded",
+    )
+
+
+def _ended(
+    config: RunConfig, last: Round | None, left: Leave, said: str, ledgers: Sequence[NodeLedger], at: float
+) -> Event:
+    """``time``: of every node that has told its own, in seconds by kind. ``outcome``: of the job, if it
+    is over."""
+    over = {"outcome": last.outcome, "rounds": last.number, "restarts": last.restarts} if last else {}
+    return of_agent(
+        ENDED,
+        at,
+        config.job,
+        config.node,
+        words.first_line(said),
+        code=left.code,
+        why=(last.why if last is not None else "") or left.why,
+        time={ledger.node: totals([ledger]) for ledger in ledgers},
+        **over,
+    )
 
 
 # ---------------------------------------------------------------- last words

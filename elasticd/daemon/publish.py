@@ -13,6 +13,7 @@ from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
 from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
 from elasticd.core.reasons import Reason, WorkersHung, WorkersStarted
+from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import Meter
@@ -49,6 +50,7 @@ class Publisher:
         sampler: Sampler,
         timekeeper: Timekeeper,
         events: EventFile,
+        chronicle: Chronicle,
     ) -> None:
         self._config = config
         self._driver = driver
@@ -60,6 +62,7 @@ class Publisher:
         self._sampler = sampler
         self._timekeeper = timekeeper
         self._file = events
+        self._chronicle = chronicle
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._paces: dict[tuple[str, int], Pace] = {}
         self._others: Mapping[str, Progress] = {}
@@ -74,10 +77,12 @@ class Publisher:
         """Something happened: an event for the live view, and maybe one to count."""
         self._events.append(Event(now, words.sentence(reason, now)))
         crew = self._driver.state.crew
-        slots = (
-            {"slots": crew.member.slots} if isinstance(reason, WorkersStarted) and crew is not None else {}
+        more = (
+            {"slots": crew.member.slots, "cause": crew.round.cause}
+            if isinstance(reason, WorkersStarted) and crew is not None
+            else {}
         )
-        self._file.write(event(reason, now, self._config.job, self._config.node, **slots))
+        self._file.write(event(reason, now, self._config.job, self._config.node, **more))
         self._meter.note(reason, self._read, now)
         if isinstance(reason, WorkersHung):
             self._timekeeper.hung(reason.round)
@@ -91,11 +96,19 @@ class Publisher:
         mine = self._read()
         snapshot = self._snapshot(mine, now)
         self._measure(snapshot, mine, now)
+        self._chronicle.note(snapshot, self._timekeeper.ledger, self._meter.book, now)
         self._view.show(snapshot)
         if now >= self._write_due:
             self._write_progress(mine)
             self._write_due = now + WRITE_S
         return self._due
+
+    def farewell(self, now: float) -> None:
+        """What there is to say of the last moments, once the ledger is closed."""
+        mine = self._read()
+        snapshot = self._snapshot(mine, now)
+        self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
+        self._chronicle.note(snapshot, self._timekeeper.ledger, self._meter.book, now, last=True)
 
     # ------------------------------------------------------------ to who asks over HTTP
 

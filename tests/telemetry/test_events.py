@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,18 @@ def test_what_happened_before_there_was_a_folder_is_written_once_there_is_one(tm
     assert opened == [tmp_path]
 
 
+def test_the_course_lies_beside_the_events_and_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
+    with EventFile(lambda: tmp_path, lambda _: None) as file:
+        file.write(formed(1))
+        for at in (1, 2):
+            file.note({"at": at, "round": 3})
+    with (tmp_path / events.COURSE).open("a") as half:
+        half.write('{"at": 3, "rou')
+    assert [line["at"] for line in events.read_course(tmp_path)] == [1, 2]
+    assert [e["event"] for e in events.read([tmp_path])] == ["round.formed"]
+    assert events.read_course(tmp_path / "gone") == []
+
+
 def test_a_folder_that_is_gone_stops_nobody(tmp_path: Path) -> None:
     with EventFile(lambda: tmp_path / "gone", lambda _: None) as file:
         file.write(formed(1))
@@ -70,7 +83,9 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
 
     def look() -> None:
         for what in events.follow(
-            lambda: [r.folder for r in runs.of_job(state, "job")], runs.jobs_place(state, "job")
+            lambda: [r.folder for r in runs.of_job(state, "job")],
+            runs.jobs_place(state, "job"),
+            lambda started: os.dup(ends[started["pid"]]),
         ):
             with changed:
                 seen.append(what["at"])
@@ -80,8 +95,14 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
         with changed:
             assert changed.wait_for(holds, 30), seen
 
-    (folder / events.FILE).write_text(json.dumps(formed(1)) + "\n")
-    threading.Thread(target=look, daemon=True).start()
+    def agent(number: int, at: float) -> str:
+        return json.dumps(events.of_agent(events.STARTED, at, "job", "a", "here", pid=number)) + "\n"
+
+    pipes = [os.pipe() for _ in range(2)]
+    ends = dict(enumerate(read for read, _ in pipes))  # readable once the agent is gone
+    (folder / events.FILE).write_text(agent(0, 1))
+    following = threading.Thread(target=look, daemon=True)
+    following.start()
     until(lambda: seen == [1])
     with (folder / events.FILE).open("a") as file:
         line = json.dumps(formed(2))
@@ -89,9 +110,20 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
         file.flush()
         file.write(line[10:] + "\n")
     until(lambda: seen == [1, 2])
-    (later / events.FILE).write_text(json.dumps(formed(3)) + "\n")
+    (later / events.FILE).write_text(agent(1, 3))
     runs.note(state, "job", "b", 2.0, later)
     until(lambda: seen == [1, 2, 3])
+    os.close(pipes[0][1])  # one agent ends; the other goes on
+    with (later / events.FILE).open("a") as file:
+        file.write(json.dumps(formed(4)) + "\n")
+    until(lambda: seen == [1, 2, 3, 4])
+    with (later / events.FILE).open("a") as file:
+        file.write(json.dumps(formed(5)) + "\n")
+    os.close(pipes[1][1])
+    following.join(30)
+    assert not following.is_alive() and seen == [1, 2, 3, 4, 5], "it ends with the last agent"
+    for read, _ in pipes:
+        os.close(read)
 
 
 def test_runs_are_found_by_the_name_of_their_job_and_forgotten_with_their_folder(tmp_path: Path) -> None:

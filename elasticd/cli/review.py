@@ -1,0 +1,82 @@
+"""``elasticd report``: what became of a run, on a page and in the terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from elasticd import __version__
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.history import known_runs, living
+from elasticd.telemetry import events as files
+from elasticd.telemetry import reviewpage, reviewtext, runs
+from elasticd.telemetry.events import Event
+from elasticd.telemetry.review import Part, review
+
+PAGE = "report.html"
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option(
+    "--out",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to write the page; else report.html in the folder of the run.",
+)
+@click.option("--text", is_flag=True, help="Only print it; write no page.")
+def report(run: str | None, out: Path | None, text: bool) -> None:
+    """Tell what became of RUN: what was lost to what, its rounds, failures, hangs and checkpoints.
+
+    RUN is a job, of which its last run on this machine is told, or the folder of a run. Without it: the
+    job that ran last. The page is one HTML file that needs no network. Of a run that crashed, as far as
+    it went.
+    """
+    folders = _folders(run)
+    parts = []
+    for folder in folders:
+        told = files.read([folder])
+        alive = any(living(e) for e in told if e["event"] == files.STARTED)
+        parts.append(Part(told, files.read_course(folder), alive))
+    try:
+        found = review(parts)
+    except ValueError:
+        raise Complaint(f"nothing was written of this run in {folders[-1]}") from None
+    click.echo("\n".join(reviewtext.lines(found)))
+    if text:
+        return
+    page = out or folders[-1] / PAGE
+    try:
+        page.write_text(reviewpage.render(found, __version__, time.time()), encoding="utf-8")
+    except OSError as error:
+        raise Complaint(f"{page} cannot be written: {error.strerror}; say where with --out FILE") from error
+    click.echo(f"\nThe page: {page}")
+
+
+def _folders(run: str | None) -> list[Path]:
+    if run is not None and (os.sep in run or os.path.isdir(run)):
+        folder = Path(run)
+        if not (folder / files.FILE).exists():
+            raise Complaint(f"{folder} is not the folder of a run: there is no {files.FILE} in it")
+        return [folder]
+    _, known = known_runs(run)
+    last: list[runs.KnownRun] = []
+    ended = False
+    place = ""
+    for one in known:
+        told = files.read([one.folder])
+        first = next((e for e in told if e["event"] == files.STARTED), {})
+        where = str(first.get("etcd", "embedded"))
+        if ended or where == "embedded" or where != place:
+            last = []
+        last.append(one)
+        place, ended = where, any(map(_over, told))
+    return [one.folder for one in last]
+
+
+def _over(event: Event) -> bool:
+    """Whether the whole job is, so that whoever comes later is of another run of that name."""
+    return event["event"] == "job.ended" or (event["event"] == files.ENDED and bool(event.get("outcome")))

@@ -1,0 +1,55 @@
+"""Notes the course of the run in its folder: numbers now and then, for who looks at it afterwards.
+
+Every second at first, and rarer the longer the run lasts: a few thousand lines tell of a week.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticd.core.ledger import Ledger
+from elasticd.telemetry.book import Book
+from elasticd.telemetry.events import EventFile
+from elasticd.telemetry.snapshot import Snapshot
+
+FIRST_S = 1.0
+SHARE = 400  # of the time that there is to tell of
+
+
+class Chronicle:
+    """``note`` whenever something was measured. ``began_at``: of the agent, seconds since the epoch."""
+
+    def __init__(self, file: EventFile, began_at: float) -> None:
+        self._file = file
+        self._began_at = began_at
+        self._due = began_at
+        self._before: tuple[int, str] | None = None
+
+    def note(self, s: Snapshot, ledger: Ledger, book: Book, now: float, *, last: bool = False) -> None:
+        """One line, if it is due or something has changed. ``last``: in any case."""
+        if now < self._due and (s.round, s.phase) == self._before and not last:
+            return
+        self._before = (s.round, s.phase)
+        self._due = now + max(FIRST_S, (now - self._began_at) / SHARE)
+        slots: dict[str, dict[str, Any]] = {}
+        states = {line.slot: line for line in s.slots if line.node == s.node}
+        for slot, account in sorted(ledger.slots.items()):
+            line = states.get(slot)
+            slots[str(slot)] = {
+                "rank": line.rank if line is not None else None,
+                "state": str(line.state) if line is not None else None,
+                "steps": book.get("elasticd_worker_steps_total", slot) or 0,
+                "spent": {str(kind): round(seconds, 3) for kind, seconds in account.spent.items()},
+            }
+        self._file.note(
+            {
+                "at": round(now, 3),
+                "round": s.round,
+                "phase": s.phase,
+                "world": s.world_size,
+                "min": s.limits.min,
+                "max": s.limits.max,
+                "step": s.step,
+                "slots": slots,
+            }
+        )

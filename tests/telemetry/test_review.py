@@ -1,0 +1,161 @@
+"""What is told of a run, from lines made by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from elasticd.core.facts import Cause, Exit, Failure, Outcome
+from elasticd.core.reasons import FailureCharged, JobEnded, Reason, RoundClosing, RoundFormed
+from elasticd.telemetry import reviewpage, reviewtext
+from elasticd.telemetry.events import ENDED, STARTED, Event, event, of_agent
+from elasticd.telemetry.review import Part, Review, review
+
+FAILURE = Failure("a", Exit(1, 1, -9, 20.0, "<b>boom</b>", log="/logs/1"))
+
+
+def started(node: str = "a", at: float = 0.0) -> Event:
+    return of_agent(STARTED, at, "train", node, "here", script="job.py", slots=2, min=1, max=4, version="1")
+
+
+def told(at: float, reason: Reason, node: str = "a") -> Event:
+    return event(reason, at, "train", node)
+
+
+def line(at: float, round: int, world: int, *slots: Mapping[str, Any], phase: str = "live") -> dict[str, Any]:
+    named = {str(n): dict(s) for n, s in enumerate(slots)}
+    return {"at": at, "round": round, "phase": phase, "world": world, "min": 1, "max": 4, "slots": named}
+
+
+def slot(steps: int, **spent: float) -> dict[str, Any]:
+    return {"steps": steps, "spent": spent}
+
+
+def two_rounds(*more: Event) -> Part:
+    """The first lives from 2 to 20, the second from 25 to 40; its beginning costs 5 s of each slot."""
+    events = [
+        started(),
+        told(2, RoundFormed(1, 2, 1, Cause.START)),
+        told(20, RoundClosing(1, Cause.WORKER_FAILED, failure=FAILURE)),
+        told(20.1, FailureCharged(FAILURE, 1, 10)),
+        told(25, RoundFormed(2, 2, 1, Cause.WORKER_FAILED)),
+        *more,
+    ]
+    course = [
+        line(1, 0, 0, slot(0, rendezvous=1), slot(0, rendezvous=1), phase="waiting"),
+        line(5, 1, 2, slot(20, rendezvous=2, productive=3), slot(20, rendezvous=2, productive=3)),
+        line(19, 1, 2, slot(160, rendezvous=2, productive=17), slot(160, rendezvous=2, productive=17)),
+        line(
+            26,
+            2,
+            2,
+            slot(170, rendezvous=2, productive=19, restarting=5),
+            slot(170, rendezvous=2, productive=19, restarting=5),
+        ),
+        line(
+            40,
+            2,
+            2,
+            slot(310, rendezvous=2, productive=33, restarting=5),
+            slot(300, rendezvous=2, productive=33, restarting=5),
+        ),
+    ]
+    return Part(events, course)
+
+
+def ended(time: dict[str, dict[str, float]]) -> Event:
+    return of_agent(ENDED, 40, "train", "a", "it ended.", code=0, outcome="succeeded", time=time)
+
+
+def test_what_was_lost_is_told_by_the_round_whose_beginning_cost_it() -> None:
+    found = review([two_rounds(told(39, JobEnded(Outcome.SUCCEEDED, "every worker finished")))])
+    assert [(r.number, r.began_at, r.ended_at, r.world) for r in found.rounds] == [
+        (1, 2, 20, 2),
+        (2, 25, 40, 2),
+    ]
+    assert [r.lost_s for r in found.rounds] == [4.0, 10.0]
+    assert sum(r.lost_s or 0 for r in found.rounds) == sum(found.spent.values()) - found.spent["productive"]
+    assert found.rounds[0].ended_by == "a worker failed: rank 1 on a"
+    assert [f.cost_s for f in found.failures] == [10.0]
+    assert found.goodput == pytest.approx(66 / 80)
+    assert found.outcome == "the job finished: every worker finished" and found.went_well
+
+
+def test_steps_and_their_times_are_told_by_slot() -> None:
+    found = review([two_rounds()])
+    assert [(s.slot, s.steps) for s in found.slots] == [(0, 310), (1, 300)]
+    assert found.slots[0].step_s == pytest.approx(33 / 310)
+    (first, _) = found.step_times
+    known = [value for _, value in first.points if value is not None]
+    assert known and all(value == pytest.approx(0.1, rel=0.4) for value in known)
+
+
+def test_the_size_of_the_world_is_told_over_time() -> None:
+    assert review([two_rounds()]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
+
+
+def test_a_run_that_crashed_is_told_as_far_as_it_went() -> None:
+    found = review([two_rounds()])
+    assert not found.went_well and "the agent on a died without a word" in found.outcome
+    assert found.ended_at == 40 and found.agents[0].fate == "died without a word"
+    assert any("died without a word" in text for text in reviewtext.lines(found))
+    still = review([Part(two_rounds().events, two_rounds().course, alive=True)])
+    assert still.outcome == "the job still runs" and still.agents[0].fate == "still runs"
+
+
+def test_a_run_without_a_single_number_is_told_all_the_same() -> None:
+    found = review([Part([started(), told(2, RoundFormed(1, 2, 1, Cause.START))], [])])
+    assert len(found.rounds) == 1 and found.goodput is None
+    assert "nothing was measured" in reviewpage.render(found, "1", 0)
+    with pytest.raises(ValueError, match="nothing was written"):
+        review([Part([], [])])
+
+
+def test_what_other_nodes_told_at_the_end_is_in_the_sums() -> None:
+    time = {"a": {"productive": 66.0}, "b": {"productive": 14.0, "hung": 20.0}}
+    found = review([two_rounds(ended(time))])
+    assert found.spent["productive"] == 80 and found.spent["hung"] == 20 and found.unseen == ("b",)
+    assert any("Of b only the sums" in text for text in reviewpage.notes(found))
+
+
+def test_an_agent_that_came_back_counts_its_steps_on() -> None:
+    part = two_rounds()
+    again = Part(
+        [started(at=41)], [line(44, 3, 1, slot(10, productive=34)), line(50, 3, 1, slot(70, productive=40))]
+    )
+    found = review([part, again])
+    assert found.slots[0].steps == 310 + 70 and found.slots[0].spent == {"productive": 40.0}
+    assert len(found.agents) == 2
+
+
+def test_what_all_nodes_noted_is_told_once() -> None:
+    hung = {"event": "workers.hung", "at": 30, "round": 2, "conclusion": "rank 1", "text": "t", "node": "a"}
+    found = review([two_rounds(hung), Part([{**hung, "node": "b"}], [])])
+    assert len(found.hangs) == 1
+
+
+def page(found: Review) -> str:
+    return reviewpage.render(found, "1.2", 50.0)
+
+
+def test_the_page_needs_nothing_but_itself_and_shows_no_markup_of_others() -> None:
+    text = page(review([two_rounds()]))
+    assert not re.search(r"(src|href)=|<script|@import|url\(|https?:", text)
+    assert "<b>boom</b>" not in text and "&lt;b&gt;boom&lt;/b&gt;" in text
+    assert text.count("<svg class=plot") == 3 and "job.py" in text
+
+
+def test_of_very_many_rounds_the_page_leaves_some_out_and_says_so() -> None:
+    events = [started(), *(told(n, RoundFormed(n, 2, 1, Cause.GREW)) for n in range(1, 1001))]
+    text = page(review([Part(events, [])]))
+    assert "800 more in between are left out" in text and len(text) < 100_000
+
+
+def test_the_text_says_it_in_a_screenful() -> None:
+    found = review([two_rounds(ended({}))])
+    lines = reviewtext.lines(found)
+    assert len(lines) < 40 and lines[0] == "train: it ended"
+    assert any(re.search(r"starting and losing workers +10.0 s", text) for text in lines)
