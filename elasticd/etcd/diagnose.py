@@ -36,7 +36,7 @@ def _diagnose(access: EtcdAccess, endpoint: str) -> StoreError | None:
     except socket.gaierror as error:
         return StoreUnavailable(f"the host of etcd endpoint {endpoint} is not known ({error.strerror})")
     except ConnectionRefusedError:
-        return StoreUnavailable(f"nothing listens at {endpoint}: is etcd running there?")
+        return StoreUnavailable(f"nothing listens at {endpoint}; start etcd there or correct the address")
     except OSError as error:
         return StoreUnavailable(f"etcd endpoint {endpoint} cannot be reached ({error.strerror or error})")
     with sock:

@@ -156,7 +156,7 @@ def test_nobody_listening_says_so() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{sock.getsockname()[1]}"
-        with pytest.raises(StoreUnavailable, match=f"nothing listens at {endpoint}: is etcd running"):
+        with pytest.raises(StoreUnavailable, match=f"nothing listens at {endpoint}; start etcd there"):
             check(EtcdAccess((endpoint,)))
 
 
