@@ -11,9 +11,10 @@ import select
 import shutil
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from rich.text import Text
 
@@ -29,7 +30,7 @@ _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 _SYNC, _UNSYNC = "\x1b[?2026h", "\x1b[?2026l"  # terminals that know it draw all at once
 
 
-class View(Protocol):
+class View(ABC):
     """Where a run's output goes.
 
     ``live``: whether workers must write through ``write`` (else they may inherit the streams).
@@ -37,27 +38,36 @@ class View(Protocol):
 
     live: bool
 
+    @abstractmethod
     def show(self, snapshot: Snapshot) -> None:
         """Replace what the live view shows. Never blocks."""
 
+    @abstractmethod
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
         """Pass on a worker's output; ``stream`` is 1 or 2, ``source`` tells its writers apart.
 
         Blocks while the terminal is slower than the writers.
         """
 
+    @abstractmethod
     def line(self, text: str) -> None:
         """Print a log line to stderr. The live view never blocks here."""
 
+    @abstractmethod
     def close(self) -> None:
         """Take the live view down, everything written. May be called twice."""
 
     def finish(self, text: str) -> None:
         """``close``, then print the last screen to stderr."""
+        self.close()
+        if text:
+            self.line(text)
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> View:
@@ -68,7 +78,7 @@ def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -
     return LiveView()
 
 
-class PlainView:
+class PlainView(View):
     """No live view: bytes pass as they came."""
 
     live = False
@@ -94,19 +104,8 @@ class PlainView:
     def close(self) -> None:
         pass
 
-    def finish(self, text: str) -> None:
-        self.close()
-        if text:
-            self.line(text)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class LiveView:
+class LiveView(View):
     """A few lines at the bottom of the terminal; all else is printed above them.
 
     One thread paints; the others hand over what is to be printed. It starts with the first
@@ -172,17 +171,6 @@ class LiveView:
         if self._painter is not None:
             self._painter.join()
             sys.stdout, sys.stderr = self._stdio
-
-    def finish(self, text: str) -> None:
-        self.close()
-        if text:
-            self.line(text)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---------------------------------------------------------------- with the lock held
 
