@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from elasticd.core.ports import Held, LeaseNews, Lost, Silent
 from elasticd.etcd._client3 import rpc
+from elasticd.etcd.clerk import Clerk
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.errors import LeaseGone, StoreError, StoreUnavailable, TokenExpired
 from elasticd.etcd.reach import Lookout
@@ -65,15 +65,13 @@ class Keeper:
         self._connection = connection
         self._clock = clock
         self._silent = silent
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._clerk = Clerk("etcd-lease", self._handle, self._ask_due, self._idle_s)
         self._leases: dict[Lease, None] = {}
         self._cut_off: bool | None = None  # None: not known yet
         self._lookout = Lookout(
-            connection.access.endpoints, lambda verdict: self._inbox.put(("verdict", None, verdict))
+            connection.access.endpoints, lambda verdict: self._clerk.tell("verdict", None, verdict)
         )
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="etcd-lease", daemon=True)
-        self._thread.start()
+        self._clerk.start()
 
     def hold(
         self, ttl_s: float, news: Callable[[LeaseNews], None], failed: Callable[[StoreError], None]
@@ -81,16 +79,16 @@ class Keeper:
         """Take a lease and keep it. ``news`` and ``failed`` (etcd says no, and why) are called on
         the keeper's thread and must not block."""
         lease = Lease(ttl_s, news, failed)
-        self._inbox.put(("hold", lease, None))
+        self._clerk.tell("hold", lease, None)
         return lease
 
     def check(self, lease: Lease) -> None:
         """There is reason to think that it is gone: ask now."""
-        self._inbox.put(("check", lease, None))
+        self._clerk.tell("check", lease, None)
 
     def release(self, lease: Lease, timeout_s: float) -> None:
         """Stop keeping it, and give it back if etcd answers in time: its keys vanish at once."""
-        self._inbox.put(("release", lease, None))
+        self._clerk.tell("release", lease, None)
         lease._settled.wait(timeout_s)
         if lease._id:
             try:
@@ -101,28 +99,16 @@ class Keeper:
 
     def close(self) -> None:
         """End the thread. Leases that are still held run out."""
-        self._closed = True
-        self._inbox.put(("close", None, None))
+        self._clerk.close()
         self._lookout.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5.0)
 
     # ---- the thread
 
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                self._handle(*self._inbox.get(timeout=self._idle_s()))
-                while not self._inbox.empty():
-                    self._handle(*self._inbox.get())
-            except queue.Empty:
-                pass
-            except Exception:  # noqa: BLE001  (nothing may end this thread)
-                _log.exception("keeping leases: unexpected; going on")
-            now = self._clock()
-            for lease in self._leases:
-                if not lease._asking and not lease._closing and lease._due <= now:
-                    self._ask(lease, now)
+    def _ask_due(self) -> None:
+        now = self._clock()
+        for lease in self._leases:
+            if not lease._asking and not lease._closing and lease._due <= now:
+                self._ask(lease, now)
 
     def _idle_s(self) -> float:
         due = [lease._due for lease in self._leases if not lease._asking and not lease._closing]
@@ -141,7 +127,7 @@ class Keeper:
             method,
             request,
             timeout_s=timeout_s,
-            done=lambda result: self._inbox.put(("answer", lease, (now, result))),
+            done=lambda result: self._clerk.tell("answer", lease, (now, result)),
         )
 
     def _handle(self, what: str, lease: Lease, content: Any) -> None:

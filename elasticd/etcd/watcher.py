@@ -5,7 +5,7 @@ its watches go on from the last revision they have seen, perhaps at another endp
 longer keeps that revision, they list again. A stream that has been quiet is asked for its
 progress, and broken if it does not answer.
 
-One thread decides (``_run``), fed by a queue; another per stream does nothing but read. No
+One thread decides, the clerk; another per stream does nothing but read. No
 callback of gRPC and no answer can hold it up, and no exception ends it.
 """
 
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from elasticd.etcd import kv
 from elasticd.etcd._client3 import rpc
+from elasticd.etcd.clerk import Clerk
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.errors import (
     Compacted,
@@ -87,13 +88,13 @@ class Watch:
 class _Stream:
     """A watch stream: requests go in through a queue, what comes out goes to the watcher."""
 
-    def __init__(self, connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, connection: Connection, tell: Callable[..., None]) -> None:
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.opening: deque[Watch] = deque()  # etcd answers in the order it was asked
         self.open: dict[int, Watch] = {}
         self.heard_at = time.monotonic()
         self.asked_at: float | None = None
-        self._inbox = inbox
+        self._tell = tell
         self._call, self._translate = connection.stream("watch", iter(self.requests.get, None))
         threading.Thread(target=self._read, name="etcd-watch-read", daemon=True).start()
 
@@ -101,11 +102,11 @@ class _Stream:
         error: Exception | None = None
         try:
             for response in self._call:
-                self._inbox.put(("response", self, response))
+                self._tell("response", self, response)
         except Exception as raised:  # noqa: BLE001  (nothing may end this thread)
             error = raised
         failure = self._translate(error) if error else StoreUnavailable("etcd ended the watch stream")
-        self._inbox.put(("broken", self, failure))
+        self._tell("broken", self, failure)
 
     def close(self) -> None:
         self._call.cancel()
@@ -117,55 +118,36 @@ class Watcher:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._clerk = Clerk("etcd-watch", self._handle, self._act, self._idle_s, self._leave)
         self._watches: dict[Watch, None] = {}
         self._waiting: dict[Watch, None] = {}  # those to be listed or opened when it is time
         self._stream: _Stream | None = None
         self._stream_retries = 0
         self._stream_at = 0.0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="etcd-watch", daemon=True)
-        self._thread.start()
+        self._clerk.start()
 
     def watch(self, key: bytes, prefix: bool, follower: Follower) -> Callable[[], None]:
         """Start a watch; returns the call that ends it."""
         watch = Watch(key, prefix, follower)
-        self._inbox.put(("add", watch, None))
+        self._clerk.tell("add", watch, None)
 
         def end() -> None:
             watch._ended = True  # nothing is delivered from now on
-            self._inbox.put(("end", watch, None))
+            self._clerk.tell("end", watch, None)
 
         return end
 
     def suspect(self) -> None:
         """etcd seems to be silent: have the stream prove that it works, now."""
-        self._inbox.put(("suspect", None, None))
+        self._clerk.tell("suspect", None, None)
 
     def close(self) -> None:
         """End all watches and the threads."""
-        self._closed = True
-        self._inbox.put(("close", None, None))
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5.0)
+        self._clerk.close()
 
     # ---- the thread
 
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                self._handle(*self._inbox.get(timeout=self._idle_s()))
-                while not self._inbox.empty():
-                    self._handle(*self._inbox.get())
-            except queue.Empty:
-                pass
-            except Exception:  # noqa: BLE001  (nothing may end this thread)
-                _log.exception("watching etcd: unexpected; going on")
-            try:
-                self._act()
-            except Exception:  # noqa: BLE001  (nothing may end this thread)
-                _log.exception("watching etcd: unexpected; going on")
-                time.sleep(RETRY_MIN_S)  # never spin
+    def _leave(self) -> None:
         if self._stream:
             self._stream.close()
 
@@ -235,7 +217,7 @@ class Watcher:
             "range",
             kv.range_request(watch.key, prefix=watch.prefix),
             timeout_s=self._connection.access.timeout_s,
-            done=lambda result: self._inbox.put(("listed", watch, result)),
+            done=lambda result: self._clerk.tell("listed", watch, result),
         )
 
     def _listed(self, watch: Watch, result: Any) -> None:
@@ -262,7 +244,7 @@ class Watcher:
             if now < self._stream_at:
                 return
             try:
-                self._stream = _Stream(self._connection, self._inbox)
+                self._stream = _Stream(self._connection, self._clerk.tell)
             except StoreError as error:
                 self._broken(error)
                 return

@@ -134,7 +134,9 @@ def _grant() -> Any:
 
 def test_an_etcd_that_is_away_is_worth_another_try() -> None:
     said = doctor("--etcd", "http://127.0.0.1:1", env={"PYTHON_EXEC": sys.executable})
-    assert said.about("etcd") == [("wrong", "nothing listens at 127.0.0.1:1; start etcd there or correct the address")]
+    assert said.about("etcd") == [
+        ("wrong", "nothing listens at 127.0.0.1:1; start etcd there or correct the address")
+    ]
     assert said.code == 4, said
 
 
