@@ -34,6 +34,7 @@ class Link:
         self._world: World | None = None
         self._enter: Enter | None = None
         self._told = 0  # the newest round that the agent wants left
+        self._asked = 0  # the newest that it wants left in good order
         self._closed = 0  # the newest round that is over
         self._gone = ""
         threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()
@@ -60,8 +61,11 @@ class Link:
         with self._news:
             self._world = world
             closed = self._closed >= world.number
+            asked = self._asked >= world.number
         if closed:
             world.abort()
+        elif asked:
+            world.ask_to_leave()
 
     def closes(self, round: int, within_s: float) -> bool:
         """Wait until the agent wants the round left. False: it said nothing of the kind."""
@@ -94,12 +98,11 @@ class Link:
     def _ask(self, round: int) -> None:
         with self._news:
             self._told = max(self._told, round)
+            self._asked = max(self._asked, round)
             world = self._world
             self._news.notify_all()
         if world is not None and world.number == round:
             world.ask_to_leave()
-        elif world is None or world.number < round:
-            self._close(round)  # not joined yet: there is nothing to leave in good order
 
     def _close(self, round: int) -> None:
         with self._news:

@@ -15,9 +15,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from elasticd.core.link import Enter
 
@@ -25,6 +27,7 @@ FORMING_S_MAX = 10.0  # all are known to be there, and connect
 STORE_S_MAX = 15.0  # torch looks up the names of both ends of each connection, and DNS may be slow
 _LEFT = "left"
 _FOREVER = timedelta(days=30)  # ended by the agent's word, not by a clock
+_make_group = c10d._new_process_group_helper  # what all process groups of a process are made by
 
 
 class WorldChanged(BaseException):
@@ -48,6 +51,7 @@ class World:
         self._step = 0
         self._last_step: int | None = None
         self._leaving = False
+        self._leaves_early = False
         self._awaited = ""
         self._formed = False
         self._connections: set[tuple[int, str]] = set()
@@ -67,17 +71,22 @@ class World:
                 self._store.compare_set("all", "", "here")
             if self._await("all") != "here":
                 raise WorldChanged
-            with self._connecting():
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                    store=dist.PrefixStore("group", self._store),
-                    rank=self.rank,
-                    world_size=self.size,
-                    timeout=timedelta(seconds=FORMING_S_MAX),
-                )
+            self._know_groups()
+            _survive_the_communicator()
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                store=dist.PrefixStore("group", self._store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=FORMING_S_MAX),
+            )
             for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
                 _world_group()._get_backend(torch.device(kind))._set_default_timeout(timeout)
-        self._formed = True
+        with self._lock:
+            self._formed = True
+            leaves_early = self._leaves_early
+        if leaves_early:
+            self.ask_to_leave()
 
     # ------------------------------------------------------------ training
 
@@ -124,12 +133,11 @@ class World:
 
     def ask_to_leave(self) -> None:
         """Leave at the first commit that no worker has passed yet. Each says where it is, and stops
-        at its next commit until all have said so."""
-        if not self._formed:
-            self.abort()
-            return
+        at its next commit until all have said so. While they still join, they join first, so that
+        whoever lacks the state gets it."""
         with self._lock:
-            if self._leaving:
+            self._leaves_early = not self._formed
+            if self._leaves_early or self._leaving:
                 return
             self._leaving = True
             step = self._step
@@ -166,14 +174,16 @@ class World:
 
     def forget(self) -> None:
         """Take the group down, which may wait for its threads."""
+        c10d._new_process_group_helper = _make_group
         if dist.is_initialized():
             try:
                 dist.destroy_process_group()
             except RuntimeError:  # it was broken already
-                pass
+                with contextlib.suppress(RuntimeError):
+                    c10d._abort_process_group()
         # Part of the names under which groups find each other; a failed attempt leaves it counted, and
         # newcomers count from 0.
-        dist.distributed_c10d._world.group_count = 0
+        c10d._world.group_count = 0
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
@@ -218,11 +228,18 @@ class World:
                 self._connections |= set(_sockets()) - self._others
                 self._others = None
 
+    def _know_groups(self) -> None:
+        """Those that the script makes beside ours, too."""
+
+        def connecting(*args: Any, **kwargs: Any) -> Any:
+            with self._connecting():
+                return _make_group(*args, **kwargs)
+
+        c10d._new_process_group_helper = connecting
+
     def _cut(self) -> None:
         if torch.cuda.is_available():
-            for group in list(dist.distributed_c10d._world.pg_map):
-                with contextlib.suppress(RuntimeError):
-                    group.abort()
+            _abort_communicators()
         with self._lock:
             now = set(_sockets())
             mine = self._connections if self._others is None else self._connections | (now - self._others)
@@ -242,6 +259,30 @@ def is_of_the_group(failure: BaseException | None) -> bool:
         seen.add(id(failure))
         failure = failure.__cause__ or failure.__context__
     return False
+
+
+def _survive_the_communicator() -> None:
+    """Torch's watchdog ends the process when a NCCL communicator fails, as torchrun wants it to; here
+    the agent says what becomes of the world, and the process outlives it."""
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+
+
+def _abort_communicators() -> None:
+    """All as one, the youngest first, as torch does it: aborted one by one, NCCL's may wait for each
+    other. Kernels that wait for another GPU end; the CUDA context stays."""
+    groups = sorted(c10d._world.pg_names, key=lambda group: c10d._world.pg_names[group], reverse=True)
+    world: Any = dist.group.WORLD
+    nccl: Any = None
+    with contextlib.suppress(RuntimeError, AttributeError):  # there is no such backend, or no world
+        nccl = world._get_backend(torch.device("cuda"))
+    if nccl is not None:
+        nccl._group_start()
+    for group in groups:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    if nccl is not None:
+        nccl._group_end()
 
 
 def _world_group() -> dist.ProcessGroup:

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,18 @@ def commit(state: worker.State, journal: Journal) -> None:
             journal.write(committed=state.step)
 
 
-def train(state: worker.State, journal: Journal, accident: Accident, steps: int = STEPS) -> None:
+def train(
+    state: worker.State,
+    journal: Journal,
+    accident: Accident,
+    steps: int = STEPS,
+    begins: Callable[[int], None] = lambda step: None,
+) -> None:
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
     model, optimizer = state.model, state.optimizer
     for step in state.steps(steps):
         accident("start", step)
+        begins(step)
         state.drawn += random.random() + np.random.rand()
         batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -228,6 +236,21 @@ def train_without_commit(state: worker.State, journal: Journal, accident: Accide
         state.model(batch).pow(2).mean().backward()
         accident("summed", step)
         state.optimizer.step()
+
+
+def train_with_a_group_of_its_own(
+    state: worker.State, journal: Journal, accident: Accident, steps: int
+) -> None:
+    """Each step begins with a sum in a process group that the script makes."""
+    mine = dist.new_group()
+
+    def meet(step: int) -> None:
+        accident("start", step)
+        sum = dist.all_reduce(torch.zeros(1), group=mine, async_op=True)
+        accident("met", step)
+        sum.wait()
+
+    train(state, journal, Accident(), steps, begins=meet)
 
 
 def train_with_own_randomness(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:

@@ -17,6 +17,7 @@ from tests.worker.jobs import (
     Gate,
     reads,
     run_out_of_memory,
+    train_with_a_group_of_its_own,
     train_with_own_randomness,
     work,
     work_twice,
@@ -85,6 +86,26 @@ def test_a_newcomer_that_dies_while_it_takes_the_state_costs_the_others_nothing(
     assert crew.settled == [(1, 2), (2, 4), (3, 3)]
 
 
+def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_first(
+    crew, tmp_path, undisturbed
+):
+    gate = begin_with_newcomers(crew, tmp_path, 1, 1, {})
+    gate.until_somebody_waits()
+    leaver = crew.hands[0]
+    crew.close(planned=True)
+    gate.open()
+    crew.until(lambda: leaver.round == 2)
+    crew.close(planned=True)
+    leaver.shunned = True
+    crew.until(lambda: leaver.waiting)
+    leaver.process.kill()
+    crew.all_ended()
+    crew.until(lambda: leaver.status is not None)
+    assert_exact(crew, tmp_path, {0}, undisturbed)
+    assert crew.settled == [(1, 1), (2, 2), (3, 1)]
+    assert reads(tmp_path, "1", "entered")[0] == committed_in_round(tmp_path, "0")[4] == 5
+
+
 def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
     accidents = [Accident("sending", 2), Accident("start", 4, gate.wait), NOTHING]
@@ -128,6 +149,25 @@ def test_a_worker_that_wakes_after_it_was_replaced_neither_commits_nor_joins(cre
     sleeper.process.kill()
     crew.until(lambda: sleeper.status is not None)
     assert_exact(crew, tmp_path, {1}, undisturbed)
+
+
+def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_path, undisturbed):
+    """One worker is stopped before it, another is in it."""
+    outside, inside = Gate(tmp_path / "outside"), Gate(tmp_path / "inside")
+    accidents = {1: Accident("start", 4, outside.wait), 0: Accident("met", 4, inside.wait)}
+    begin(crew, tmp_path, 2, accidents, body=train_with_a_group_of_its_own)
+    outside.until_somebody_waits()
+    inside.until_somebody_waits()
+    stopped = crew.hands[1]
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    stopped.shunned = True
+    crew.close()
+    inside.open()
+    crew.all_ended()
+    stopped.process.kill()
+    crew.until(lambda: stopped.status is not None)
+    assert_exact(crew, tmp_path, {1}, undisturbed)
+    assert crew.settled == [(1, 2), (2, 1)]
 
 
 def test_ranks_that_draw_for_themselves_go_on_doing_so(crew, tmp_path):
