@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, Final
 
-from elasticd.checkpoint import disk
+from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.saver import Saver
 
 _NICE: Final = 19
@@ -35,6 +35,6 @@ def main(fd: int, options: str = "{}") -> None:
     given: dict[str, Any] = json.loads(options)
     be_modest()
     bytes_s = given.get("bytes_s")
-    pace = disk.Pace(bytes_s, time.monotonic, time.sleep) if bytes_s else None
+    pace = Pace(bytes_s, time.monotonic, time.sleep) if bytes_s else None
     listener = socket.socket(fileno=fd)
     Saver(listener, pace=pace, linger_s=given.get("linger_s", 0.0), say=say).serve()

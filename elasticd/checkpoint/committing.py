@@ -4,28 +4,26 @@ before the next."""
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
-from elasticd.checkpoint import disk
 from elasticd.checkpoint.handover import Memory
 from elasticd.checkpoint.manifest import MANIFEST, METADATA, File, digest, encode, parse_folder, shard_name
+from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.store import Store
 from elasticd.checkpoint.worlds import Gathering, World
 from elasticd.core.facts import Saved
 from elasticd.core.retention import Commit, Keep
 
 _OTHERS_S: Final = 600.0  # how long the shards of other nodes may take
-_LOOK_S: Final = 0.1  # how often to look for them: a shared disk tells nobody
 _ALONE_S: Final = 30.0  # the same, once our own workers of that world are gone
 
 
 class Committer(Protocol):
-    """Makes a checkpoint that is on disk the newest. See ``FilePointer``."""
+    """Makes a checkpoint that is durable the newest. See ``FilePointer``."""
 
     def commit(self, new: Saved, keep: Keep, fence: int) -> Commit: ...
 
@@ -38,38 +36,37 @@ class _Receipt(msgspec.Struct, frozen=True):
 
 
 class Committing:
-    """``committer_of``: by the path of the checkpoints. All that is here blocks, and is for threads."""
+    """``committer_of``: by the store of the checkpoints. All that is here blocks, and is for threads."""
 
-    def __init__(self, committer_of: Callable[[Path], Committer], pace: disk.Pace | None = None) -> None:
+    def __init__(self, committer_of: Callable[[Store], Committer], pace: Pace | None = None) -> None:
         self._committer_of = committer_of
         self._pace = pace
 
-    def write(self, world: World, folder: Path, rank: int, memory: Memory) -> File:
-        """A shard. Raises OSError, and tells it to the one that commits."""
-        disk.make_folder(folder)
-        receipt = folder / f"{shard_name(rank)}.receipt"
+    def write(self, world: World, name: str, rank: int, memory: Memory) -> File:
+        """A shard of the checkpoint of that name. Raises OSError, and tells it to the one that commits."""
+        shard = f"{name}/{shard_name(rank)}"
         try:
-            file = disk.write_file(folder / shard_name(rank), memory.view, self._pace)
+            file = world.store.write(shard, memory.view, self._pace)
         except OSError as error:
             if not world.commits:
                 with contextlib.suppress(OSError):
-                    disk.replace_file(receipt, msgspec.json.encode(_Receipt(why=told(error))))
+                    world.store.replace(_receipt(shard), msgspec.json.encode(_Receipt(why=told(error))))
             raise
         if not world.commits:
-            disk.replace_file(receipt, msgspec.json.encode(_Receipt(file)))
+            world.store.replace(_receipt(shard), msgspec.json.encode(_Receipt(file)))
         return file
 
     def commit(self, world: World, gathering: Gathering) -> Saved:
         """Once all shards of this node are written. Raises ``retention.Refused``, BadCheckpoint,
         TimeoutError, OSError; then it is not committed."""
-        folder = world.path / gathering.name
+        store, name = world.store, gathering.name
         files = dict(gathering.files)
         for rank in sorted(set(range(world.size)) - files.keys()):
             files[rank] = self._elsewhere(world, gathering, rank)
-        metadata = disk.write_file(folder / METADATA, memoryview(gathering.paper.metadata))
+        metadata = store.write(f"{name}/{METADATA}", memoryview(gathering.paper.metadata))
         listed = [*(files[rank] for rank in sorted(files)), metadata]
         manifest = encode(
-            gathering.name,
+            name,
             gathering.step,
             world.round,
             world.size,
@@ -77,51 +74,53 @@ class Committing:
             listed,
             gathering.paper.index,
         )
-        disk.sync_folder(folder)
-        disk.write_file(folder / MANIFEST, memoryview(manifest))
-        disk.sync_folder(folder)
+        store.sync(name)
+        store.write(f"{name}/{MANIFEST}", memoryview(manifest))
+        store.sync(name)
         size = sum(f.size for f in listed) + len(manifest)
-        saved = Saved(
-            gathering.name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest)
-        )
-        made = self._committer_of(world.path).commit(saved, world.keep, world.fence)
+        saved = Saved(name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest))
+        made = self._committer_of(store).commit(saved, world.keep, world.fence)
         for old in made.dropped:
-            disk.remove_folder(world.path / old.name)
+            store.remove(old.name)
         self._sweep(world, made, saved)
         return saved
 
     def discard(self, world: World, gathering: Gathering) -> None:
         """What was written of one that came to nothing."""
-        disk.remove_folder(world.path / gathering.name)
+        world.store.remove(gathering.name)
 
     def _elsewhere(self, world: World, gathering: Gathering, rank: int) -> File:
         """What another node's saver says of its shard, once it is there."""
-        receipt = world.path / gathering.name / f"{shard_name(rank)}.receipt"
+        receipt = _receipt(f"{gathering.name}/{shard_name(rank)}")
         alone_since: float | None = None
         while True:
             with contextlib.suppress(FileNotFoundError):
-                said = msgspec.json.decode(receipt.read_bytes(), type=_Receipt)
+                said = msgspec.json.decode(world.store.read(receipt), type=_Receipt)
                 if said.file is None:
                     raise TimeoutError(f"the shard of rank {rank} could not be written: {said.why}")
-                receipt.unlink()
+                world.store.remove(receipt)
                 return said.file
             now = time.monotonic()
             alone_since = None if world.lines else alone_since or now
             waited_s = _OTHERS_S if alone_since is None else alone_since + _ALONE_S - gathering.began
             if now > gathering.began + waited_s:
                 raise TimeoutError(f"the shard of rank {rank}, which is on another node, never came")
-            time.sleep(_LOOK_S)
+            time.sleep(world.store.look_s)
 
     def _sweep(self, world: World, made: Commit, new: Saved) -> None:
         """Remove what was begun and can never be committed any more."""
         committed = {s.name for s in made.checkpoint.saved}
-        for entry in os.scandir(world.path):
-            there = parse_folder(entry.name)
-            if there is None or entry.name in committed:
+        for name in world.store.names():
+            there = parse_folder(name)
+            if there is None or name in committed:
                 continue
             # Whoever still writes there would be refused, by the rule of ``retention.commit``.
             if (there.round, there.step) <= (new.round, new.step):
-                disk.remove_folder(Path(entry.path))
+                world.store.remove(name)
+
+
+def _receipt(shard: str) -> str:
+    return f"{shard}.receipt"
 
 
 def told(error: BaseException) -> str:

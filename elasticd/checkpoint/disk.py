@@ -6,10 +6,77 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from elasticd.checkpoint.manifest import BLOCK, File, block_digest
+from elasticd.checkpoint.pace import Pace
+
+
+class Disk:
+    """A folder as a ``store.Store``."""
+
+    look_s: Final = 0.1
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+
+    @property
+    def url(self) -> str:
+        return str(self.path)
+
+    def write(self, name: str, content: memoryview, pace: Pace | None = None) -> File:
+        path = self.path / name
+        make_folder(path.parent)
+        return write_file(path, content, pace)
+
+    def sync(self, folder: str) -> None:
+        sync_folder(self.path / folder)
+
+    def replace(self, name: str, content: bytes) -> None:
+        make_folder((self.path / name).parent)
+        replace_file(self.path / name, content)
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        with os.scandir(self.path / folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries}
+
+    def open(self, name: str) -> OnDisk:
+        return OnDisk(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC))
+
+    def names(self) -> list[str]:
+        return os.listdir(self.path)
+
+    def remove(self, name: str) -> None:
+        path = self.path / name
+        if path.is_dir():
+            remove_folder(path)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def locked(self, name: str) -> AbstractContextManager[None]:
+        make_folder(self.path)
+        return locked(self.path / name)
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """An open file."""
+
+    fd: int
+
+    def read_into(self, into: memoryview, at: int) -> int:
+        return os.preadv(self.fd, [into], at)
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 def make_folder(path: Path) -> None:
@@ -100,19 +167,3 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-class Pace:
-    """Holds a writer to a bandwidth, in bytes per second."""
-
-    def __init__(self, bytes_s: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        self._bytes_s = bytes_s
-        self._clock = clock
-        self._sleep = sleep
-        self._due = 0.0
-
-    def wrote(self, size: int) -> None:
-        now = self._clock()
-        self._due = max(self._due, now) + size / self._bytes_s
-        if self._due > now:
-            self._sleep(self._due - now)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint import disk
 from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
+from elasticd.checkpoint.store import Store, store_at
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Commit, Keep, commit
 
@@ -26,40 +25,38 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class FilePointer:
-    """The file ``committed.json`` in the folder ``path``."""
+    """The file ``committed.json`` in a store, which is given itself or by its path or URL."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, store: Store | str | os.PathLike[str]) -> None:
+        self._store = store_at(store) if isinstance(store, str | os.PathLike) else store
 
     def read(self) -> Checkpoint:
         """Empty where nothing was ever committed. Raises BadCheckpoint, OSError."""
-        file = self._path / POINTER
+        file = f"{self._store.url}/{POINTER}"
         try:
-            raw = file.read_bytes()
+            raw = self._store.read(POINTER)
         except FileNotFoundError:
-            return Checkpoint(str(self._path))
+            return Checkpoint(self._store.url)
         try:
             record = msgspec.json.decode(raw, type=_Record)
         except (msgspec.DecodeError, ValueError) as error:
             raise BadCheckpoint(f"{file} cannot be read: {error}") from error
         if record.v > VERSION:
             raise BadCheckpoint(f"{file} was written by a newer elasticd (version {record.v})")
-        return Checkpoint(str(self._path), record.saved)
+        return Checkpoint(self._store.url, record.saved)
 
     def last_round(self) -> int:
         """The latest round that has committed here, or has begun to save. Raises as ``read``."""
         newest = self.read().newest
         begun = 0
         with contextlib.suppress(FileNotFoundError):
-            begun = max(
-                (there.round for n in os.listdir(self._path) if (there := parse_folder(n))), default=0
-            )
+            begun = max((there.round for n in self._store.names() if (there := parse_folder(n))), default=0)
         return max(begun, newest.round if newest else 0)
 
     def commit(self, new: Saved, keep: Keep, fence: int = 0) -> Commit:
         """``fence``: the round of the job, which a file knows nothing of. Raises ``retention.Refused``,
         BadCheckpoint, OSError; then nothing has changed."""
-        with disk.locked(self._path / f".{POINTER}.lock"):
+        with self._store.locked(f".{POINTER}.lock"):
             made = commit(self.read(), new, keep)
             try:
                 self.write(made.checkpoint)
@@ -72,10 +69,10 @@ class FilePointer:
 
     def forget(self, name: str) -> None:
         """It is none of ours any more. Raises BadCheckpoint, OSError."""
-        with disk.locked(self._path / f".{POINTER}.lock"):
+        with self._store.locked(f".{POINTER}.lock"):
             known = self.read()
             self.write(replace(known, saved=tuple(s for s in known.saved if s.name != name)))
 
     def write(self, checkpoint: Checkpoint) -> None:
         record = msgspec.json.encode(_Record(VERSION, checkpoint.saved))
-        disk.replace_file(self._path / POINTER, record)
+        self._store.replace(POINTER, record)

@@ -7,8 +7,8 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from elasticd.checkpoint.manifest import (
@@ -21,6 +21,7 @@ from elasticd.checkpoint.manifest import (
     decode,
     digest,
 )
+from elasticd.checkpoint.store import Opened, Store
 from elasticd.core.facts import Saved
 
 _THREADS_MAX: Final = 8
@@ -39,34 +40,35 @@ class Wish:
         return self.at + len(self.into)
 
 
-def open_manifest(path: Path, saved: Saved) -> Manifest:
-    """The manifest of a committed checkpoint below ``path``, and every file there in full length.
+def open_manifest(store: Store, saved: Saved) -> Manifest:
+    """The manifest of a committed checkpoint in ``store``, and every file there in full length.
 
     Raises BadCheckpoint, which names the file.
     """
-    folder = path / saved.name
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        raw = store.read(f"{saved.name}/{MANIFEST}")
     except OSError as error:
         raise BadCheckpoint(f"{saved.name}/{MANIFEST} cannot be read: {error.strerror}") from error
     if digest(raw) != saved.digest:
         raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: its checksum is wrong")
     manifest = decode(raw, saved.name)
+    try:
+        sizes = store.sizes(saved.name)
+    except OSError as error:
+        raise BadCheckpoint(f"{saved.name} cannot be read: {error.strerror}") from error
     for file in manifest.files:
-        try:
-            size = (folder / file.name).stat().st_size
-        except OSError as error:
-            raise BadCheckpoint(f"{saved.name}/{file.name} is missing: {error.strerror}") from error
-        if size != file.size:
+        if file.name not in sizes:
+            raise BadCheckpoint(f"{saved.name}/{file.name} is missing")
+        if (size := sizes[file.name]) != file.size:
             raise BadCheckpoint(f"{saved.name}/{file.name} is {size} bytes long, and was {file.size}")
     return manifest
 
 
-def metadata_of(path: Path, manifest: Manifest) -> bytes:
+def metadata_of(store: Store, manifest: Manifest) -> bytes:
     """DCP's metadata, verified; still nothing to unpickle without care."""
     [number] = [n for n, f in enumerate(manifest.files) if f.name == METADATA]
     content = bytearray(manifest.files[number].size)
-    fill(path, manifest, [Wish(number, 0, memoryview(content))])
+    fill(store, manifest, [Wish(number, 0, memoryview(content))])
     return bytes(content)
 
 
@@ -75,7 +77,7 @@ def _silent(_: int) -> None:
 
 
 def fill(
-    path: Path,
+    store: Store,
     manifest: Manifest,
     wishes: Iterable[Wish],
     progress: Callable[[int], None] = _silent,
@@ -98,30 +100,30 @@ def fill(
         for first, some in _by_block(these, manifest.block)
     ]
     threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // readers))
-    folder = path / manifest.name
     runs = _runs(tasks, threads)
     if len(runs) <= 1:
         for run in runs:
-            _read_blocks(folder, manifest, run, progress)
+            _read_blocks(store, manifest, run, progress)
         return
     with ThreadPoolExecutor(len(runs), "read") as pool:
-        jobs = [pool.submit(_read_blocks, folder, manifest, run, progress) for run in runs]
+        jobs = [pool.submit(_read_blocks, store, manifest, run, progress) for run in runs]
         for job in jobs:
             job.result()
 
 
 def verify(
-    path: Path, manifest: Manifest, progress: Callable[[int], None] = _silent
+    store: Store, manifest: Manifest, progress: Callable[[int], None] = _silent
 ) -> Iterator[tuple[File, list[str]]]:
     """Read all of each file; what is wrong with it, in words, nothing if it is as it was saved."""
     scratch = memoryview(bytearray(manifest.block))
     for file in manifest.files:
         wrong = []
+        where = f"{manifest.name}/{file.name}"
         try:
-            with open(path / manifest.name / file.name, "rb", buffering=0) as stream:
+            with closing(store.open(where)) as opened:
                 for n, expected in enumerate(file.digests):
                     block = scratch[: _length(file, n, manifest.block)]
-                    _read_exactly(stream.fileno(), block, n * manifest.block, f"{manifest.name}/{file.name}")
+                    _read_exactly(opened, block, n * manifest.block, where)
                     if block_digest(block) != expected:
                         wrong.append(_wrong(manifest, file, n))
                     progress(len(block))
@@ -156,19 +158,20 @@ def _length(file: File, number: int, block: int) -> int:
 
 
 def _read_blocks(
-    folder: Path, manifest: Manifest, tasks: Sequence[_Task], progress: Callable[[int], None]
+    store: Store, manifest: Manifest, tasks: Sequence[_Task], progress: Callable[[int], None]
 ) -> None:
     scratch: memoryview | None = None
-    name, fd = "", -1
+    name = ""
+    opened: Opened | None = None
     try:
         for file, number, wishes in tasks:
-            where = f"{folder.name}/{file.name}"
+            where = f"{manifest.name}/{file.name}"
             if file.name != name:
-                if fd >= 0:
-                    os.close(fd)
-                name, fd = file.name, -1
+                if opened is not None:
+                    opened.close()
+                name, opened = file.name, None
                 try:
-                    fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                    opened = store.open(where)
                 except OSError as error:
                     raise BadCheckpoint(f"{where} cannot be opened: {error.strerror}") from error
             start = number * manifest.block
@@ -180,7 +183,8 @@ def _read_blocks(
             else:
                 scratch = scratch or memoryview(bytearray(manifest.block))
                 block = scratch[:length]
-            _read_exactly(fd, block, start, where)
+            assert opened is not None
+            _read_exactly(opened, block, start, where)
             if block_digest(block) != file.digests[number]:
                 raise BadCheckpoint(_wrong(manifest, file, number))
             progress(length)
@@ -189,14 +193,14 @@ def _read_blocks(
                     first, last = max(wish.at, start), min(wish.end, start + length)
                     wish.into[first - wish.at : last - wish.at] = block[first - start : last - start]
     finally:
-        if fd >= 0:
-            os.close(fd)
+        if opened is not None:
+            opened.close()
 
 
-def _read_exactly(fd: int, into: memoryview, at: int, where: str) -> None:
+def _read_exactly(opened: Opened, into: memoryview, at: int, where: str) -> None:
     while into:
         try:
-            read = os.preadv(fd, [into], at)
+            read = opened.read_into(into, at)
         except OSError as error:
             raise BadCheckpoint(f"{where} cannot be read: {error.strerror}") from error
         if not read:

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
-from elasticd.checkpoint import disk
 from elasticd.checkpoint.committing import Committer, Committing, told
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
 from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, File, parse_folder
+from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.store import Store, store_at
 from elasticd.checkpoint.worlds import Gathering, Plan, World
 from elasticd.core.facts import Saved
 from elasticd.core.retention import Keep, Refused
@@ -37,7 +37,7 @@ class _Client:
 
 
 class Saver:
-    """Serves those who connect to ``listener``. ``committer_of``: by the path of the checkpoints.
+    """Serves those who connect to ``listener``. ``committer_of``: by the store of the checkpoints.
 
     ``linger_s``: how long to stay when nobody is connected and nothing is left to do; None: for ever.
     """
@@ -46,8 +46,8 @@ class Saver:
         self,
         listener: socket.socket,
         *,
-        committer_of: Callable[[Path], Committer] = FilePointer,
-        pace: disk.Pace | None = None,
+        committer_of: Callable[[Store], Committer] = FilePointer,
+        pace: Pace | None = None,
         linger_s: float | None = 0.0,
         first_s: float = 60.0,
         say: Callable[[str], None] = lambda _: None,
@@ -126,13 +126,13 @@ class Saver:
             self._lose(client)
 
     def _hear_open(self, client: _Client, message: Message, _: list[int]) -> None:
-        path, token = Path(message["path"]), str(message["token"])
-        world = next((w for w in self._worlds if (w.path, w.token) == (path, token)), None)
+        store, token = store_at(message["path"]), str(message["token"])
+        world = next((w for w in self._worlds if (w.store.url, w.token) == (store.url, token)), None)
         if world is None:
             keep = Keep(int(message["last"]), int(message["every"]))
             locals_ = frozenset(map(int, message["locals"]))
             round_, fence = int(message["round"]), int(message["fence"])
-            world = World(path, token, round_, fence, int(message["world"]), locals_, keep)
+            world = World(store, token, round_, fence, int(message["world"]), locals_, keep)
             self._worlds.append(world)
         client.world, client.rank = world, int(message["rank"])
         world.lines[client.rank] = client.line
@@ -186,8 +186,7 @@ class Saver:
             self._settle_if_failed(world, gathering)
             self._advance(world)
 
-        folder = world.path / name
-        self._jobs.run(self._writers, lambda: self._committing.write(world, folder, rank, memory), written)
+        self._jobs.run(self._writers, lambda: self._committing.write(world, name, rank, memory), written)
 
     def _hear_miss(self, client: _Client, message: Message, _: list[int]) -> None:
         world, name = client.world, str(message["name"])
@@ -203,8 +202,8 @@ class Saver:
 
     def _hear_recall(self, client: _Client, message: Message, _: list[int]) -> None:
         """Only of worlds that are over: what others still write into is not to be read."""
-        path = Path(message["path"])
-        over = [w for w in self._worlds if w.path == path and not w.lines and w.newest_held()]
+        path = str(message["path"])
+        over = [w for w in self._worlds if w.store.url == path and not w.lines and w.newest_held()]
         if over:
             world = max(over, key=lambda w: (w.round, w.newest_held()))
             step, name = world.newest_held() or (0, "")
@@ -264,7 +263,7 @@ class Saver:
     def _forget_older(self, newest: World) -> None:
         """Once a world has handed over, the memory of those before it is given back."""
         if newest.locals <= {rank for rank, plan in newest.plans.items() if plan.holds}:
-            for world in [w for w in self._worlds if w.path == newest.path and w is not newest]:
+            for world in [w for w in self._worlds if w.store.url == newest.store.url and w is not newest]:
                 if not world.lines and not world.gatherings:
                     self._worlds.remove(world)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from elasticd.checkpoint.handover import Line, Memory, Paper
 from elasticd.checkpoint.manifest import File
+from elasticd.checkpoint.store import Store
 from elasticd.core.retention import Keep
 
 
@@ -45,7 +45,7 @@ class Gathering:
 class World:
     """Those who save together, as far as they are served here."""
 
-    path: Path
+    store: Store
     token: str
     round: int
     fence: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,29 @@ from typing import Any
 import click
 
 from elasticd.checkpoint import disk, reading
+from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.manifest import BadCheckpoint, Manifest, parse_folder
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.store import BadStore, Store, store_at
 from elasticd.cli.complaint import Complaint
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.telemetry import words
 
 NOT_WHOLE = 5
 
-_folder = click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+def _opened(ctx: click.Context, param: click.Parameter, value: str) -> Store:
+    """A folder that is there, or the address of a store."""
+    try:
+        store = store_at(value)
+    except BadStore as error:
+        raise click.BadParameter(f"{error}.", ctx, param) from error
+    if isinstance(store, Disk) and not store.path.is_dir():
+        raise click.BadParameter(f"Directory '{value}' does not exist.", ctx, param)
+    return store
+
+
+_folder = click.argument("store", metavar="FOLDER", callback=_opened)
 _which = click.argument("which", required=False, metavar="[STEP|NAME]")
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object per checkpoint.")
 
@@ -31,7 +45,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object pe
 def ckpt() -> None:
     """Look at checkpoints, verify, export and remove them.
 
-    FOLDER is where a job's checkpoints are. Without STEP or NAME the newest is meant.
+    FOLDER is where a job's checkpoints are: a path, or an address such as s3://bucket/run1.
+    Without STEP or NAME the newest is meant.
     """
 
 
@@ -59,13 +74,13 @@ class _Looked:
 @ckpt.command()
 @_folder
 @_json
-def ls(folder: Path, as_json: bool) -> None:
+def ls(store: Store, as_json: bool) -> None:
     """List the committed checkpoints, oldest first.
 
     Whole means here that nothing is missing or short; `verify` reads every byte.
     """
-    known = _known(folder)
-    looked = [_look(folder, saved) for saved in known.saved]
+    known = _known(store)
+    looked = [_look(store, saved) for saved in known.saved]
     if as_json:
         for one in looked:
             click.echo(json.dumps(one.as_json()))
@@ -76,14 +91,12 @@ def ls(folder: Path, as_json: bool) -> None:
         for row in rows:
             click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     else:
-        click.echo(f"There is no committed checkpoint in {folder}.", err=True)
+        click.echo(f"There is no committed checkpoint in {store.url}.", err=True)
     for one in looked:
         if one.wrong:
             click.echo(f"elasticd: {one.wrong}.", err=True)
     committed = {saved.name for saved in known.saved}
-    begun = sum(
-        1 for p in folder.iterdir() if p.is_dir() and parse_folder(p.name) and p.name not in committed
-    )
+    begun = sum(1 for name in _names(store) if parse_folder(name) and name not in committed)
     if begun:
         click.echo(
             f"elasticd: {words.count(begun, 'folder')} not committed (being saved, or left over).", err=True
@@ -94,9 +107,9 @@ def ls(folder: Path, as_json: bool) -> None:
 @_folder
 @_which
 @_json
-def show(folder: Path, which: str | None, as_json: bool) -> None:
+def show(store: Store, which: str | None, as_json: bool) -> None:
     """Show what a checkpoint holds: its shards, tensors and objects."""
-    manifest = _whole(folder, which)
+    manifest = _whole(store, which)
     index = manifest.index
     if as_json:
         tensors = {k: {"dtype": t.dtype, "shape": t.shape} for k, t in index.tensors.items()}
@@ -126,7 +139,7 @@ def show(folder: Path, which: str | None, as_json: bool) -> None:
 @_folder
 @_which
 @click.option("--all", "every", is_flag=True, help="All of them, not one.")
-def verify(folder: Path, which: str | None, every: bool) -> int:
+def verify(store: Store, which: str | None, every: bool) -> int:
     """Read every byte of a checkpoint and compare it with its checksums.
 
     Exits with 5 if anything is damaged, and names it.
@@ -134,12 +147,12 @@ def verify(folder: Path, which: str | None, every: bool) -> int:
     if every and which is not None:
         raise Complaint("give a step or --all, not both")
     damaged = 0
-    for saved in _known(folder).saved if every else (_find(folder, which),):
-        looked = _look(folder, saved)
+    for saved in _known(store).saved if every else (_find(store, which),):
+        looked = _look(store, saved)
         wrong = [looked.wrong] if looked.wrong else []
         if looked.manifest is not None:
             with _bar(f"step {saved.step}", looked.manifest.size) as advance:
-                for file, its in reading.verify(folder, looked.manifest, advance):
+                for file, its in reading.verify(store, looked.manifest, advance):
                     del file
                     wrong += its
         for sentence in wrong:
@@ -154,7 +167,7 @@ def verify(folder: Path, which: str | None, every: bool) -> int:
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @_which
 @click.option("--only", multiple=True, metavar="NAME", help="Only this part of the state, such as model.")
-def export(folder: Path, out: Path, which: str | None, only: tuple[str, ...]) -> None:
+def export(store: Store, out: Path, which: str | None, only: tuple[str, ...]) -> None:
     """Write a checkpoint into one file: OUT.safetensors, or OUT.pt for torch.load.
 
     Every byte is verified on the way. A safetensors file holds the tensors only; a torch file is a
@@ -162,7 +175,7 @@ def export(folder: Path, out: Path, which: str | None, only: tuple[str, ...]) ->
     """
     if out.suffix not in (".safetensors", ".pt", ".pth"):
         raise Complaint(f"{out.name} is neither .safetensors nor .pt: what it is to be is told by its end")
-    manifest = _whole(folder, which)
+    manifest = _whole(store, which)
     names = {str(path[0]) for path in manifest.index.paths.values()}
     unknown = [name for name in only if name not in names]
     if unknown:
@@ -177,7 +190,7 @@ def export(folder: Path, out: Path, which: str | None, only: tuple[str, ...]) ->
     try:
         target = Target.of(state, manifest.index)
         with _bar("reading", sum(len(w.into) for w in target.wishes)) as advance:
-            reading.fill(folder, manifest, target.wishes, progress=advance)
+            reading.fill(store, manifest, target.wishes, progress=advance)
         flat = target.finish()
         if out.suffix == ".safetensors":
             _save_safetensors(flat.tensors, fresh, manifest)
@@ -198,56 +211,69 @@ def export(folder: Path, out: Path, which: str | None, only: tuple[str, ...]) ->
 @_folder
 @click.argument("which", metavar="STEP|NAME")
 @click.option("--force", is_flag=True, help="Even if no other one is whole.")
-def rm(folder: Path, which: str, force: bool) -> None:
+def rm(store: Store, which: str, force: bool) -> None:
     """Remove a checkpoint. The only whole one stays, unless forced."""
-    saved = _find(folder, which)
-    others = [s for s in _known(folder).saved if s.name != saved.name]
-    if not force and not any(not _look(folder, other).wrong for other in others):
+    saved = _find(store, which)
+    others = [s for s in _known(store).saved if s.name != saved.name]
+    if not force and not any(not _look(store, other).wrong for other in others):
         raise Complaint(
             f"step {saved.step} is the only checkpoint that is whole: --force removes it all the same"
         )
     try:
-        FilePointer(folder).forget(saved.name)
-        disk.remove_folder(folder / saved.name)
+        FilePointer(store).forget(saved.name)
+        store.remove(saved.name)
     except OSError as error:
-        raise Complaint(f"{error.filename or folder} cannot be changed: {error.strerror}") from error
+        raise Complaint(f"{error.filename or store.url} cannot be changed: {error.strerror}") from error
     click.echo(f"{saved.name}: removed")
 
 
 # ---------------------------------------------------------------- looking
 
 
-def _known(folder: Path) -> Checkpoint:
+def _known(store: Store) -> Checkpoint:
     try:
-        return FilePointer(folder).read()
+        return FilePointer(store).read()
     except BadCheckpoint as error:
         raise Complaint(f"{error}", NOT_WHOLE) from error
     except OSError as error:
-        raise Complaint(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+        raise _unreadable(store, error) from error
 
 
-def _find(folder: Path, which: str | None) -> Saved:
-    saved = _known(folder).saved
+def _names(store: Store) -> Sequence[str]:
+    try:
+        return store.names()
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise _unreadable(store, error) from error
+
+
+def _unreadable(store: Store, error: OSError) -> Complaint:
+    return Complaint(f"{error.filename or store.url} cannot be read: {error.strerror}")
+
+
+def _find(store: Store, which: str | None) -> Saved:
+    saved = _known(store).saved
     if not saved:
-        raise Complaint(f"there is no committed checkpoint in {folder}", NOT_WHOLE)
+        raise Complaint(f"there is no committed checkpoint in {store.url}", NOT_WHOLE)
     if which is None:
         return saved[-1]
     for one in reversed(saved):
         if which in (one.name, str(one.step)):
             return one
     steps = words.listing([str(s.step) for s in saved], most=10)
-    raise Complaint(f"there is no checkpoint {which} in {folder}; there are those of the steps {steps}")
+    raise Complaint(f"there is no checkpoint {which} in {store.url}; there are those of the steps {steps}")
 
 
-def _look(folder: Path, saved: Saved) -> _Looked:
+def _look(store: Store, saved: Saved) -> _Looked:
     try:
-        return _Looked(saved, reading.open_manifest(folder, saved), "")
+        return _Looked(saved, reading.open_manifest(store, saved), "")
     except BadCheckpoint as error:
         return _Looked(saved, None, str(error))
 
 
-def _whole(folder: Path, which: str | None) -> Manifest:
-    looked = _look(folder, _find(folder, which))
+def _whole(store: Store, which: str | None) -> Manifest:
+    looked = _look(store, _find(store, which))
     if looked.manifest is None:
         raise Complaint(looked.wrong, NOT_WHOLE)
     return looked.manifest

@@ -21,6 +21,7 @@ from elasticd.checkpoint import handover
 from elasticd.checkpoint.alone import be_modest, say
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint.store import Store
 from elasticd.core.facts import Checkpoint, Round, Saved
 from elasticd.core.ports import Applied, Put, Unchanged
 from elasticd.core.retention import Commit, Keep, Refused, commit
@@ -40,7 +41,7 @@ PATIENCE_S: Final = 600.0  # with an etcd that is away
 
 
 class EtcdPointer:
-    """What was committed below ``path``, as etcd's key ``checkpoint`` has it.
+    """What was committed in ``store``, as etcd's key ``checkpoint`` has it.
 
     A commit is one transaction, guarded by the round of those who saved: once a later round has
     begun, they may be a world that lives on beside it. While etcd is away a commit waits.
@@ -50,7 +51,7 @@ class EtcdPointer:
         self,
         access: EtcdAccess,
         job: str,
-        path: Path,
+        store: Store,
         *,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -58,8 +59,8 @@ class EtcdPointer:
     ) -> None:
         self._access = access
         self._job = job
-        self._path = path
-        self._file = FilePointer(path)
+        self._url = store.url
+        self._file = FilePointer(store)
         self._patience_s = patience_s
         self._clock = clock
         self._sleep = sleep
@@ -102,7 +103,7 @@ class EtcdPointer:
 
     def _known(self, fact: object) -> Checkpoint:
         """Where etcd is new, or was told of another folder, the file's word is taken."""
-        if isinstance(fact, Checkpoint) and fact.path == str(self._path):
+        if isinstance(fact, Checkpoint) and fact.path == self._url:
             return fact
         return self._file.read()
 
@@ -112,7 +113,7 @@ def settle(access: EtcdAccess, job: str) -> None:
     with contextlib.suppress(StoreError, OSError), Client(access) as client:
         there = client.get(job, _KEY)
         if there is not None and isinstance(there.fact, Checkpoint):
-            FilePointer(Path(there.fact.path)).write(there.fact)
+            FilePointer(there.fact.path).write(there.fact)
 
 
 class SaverService:
@@ -197,4 +198,6 @@ def main() -> None:
     settle(access, job)
 
     listener = socket.socket(fileno=0)
-    Saver(listener, committer_of=lambda path: EtcdPointer(access, job, path), linger_s=None, say=say).serve()
+    Saver(
+        listener, committer_of=lambda store: EtcdPointer(access, job, store), linger_s=None, say=say
+    ).serve()

@@ -33,6 +33,7 @@ from elasticd.checkpoint.handover import Gone, Line, Memory, Paper
 from elasticd.checkpoint.manifest import BadCheckpoint, encode_index, folder_name
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.reading import fill, open_manifest
+from elasticd.checkpoint.store import store_at
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Keep
 from elasticd.worker.collect import Flat, flatten, restore
@@ -101,7 +102,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, last: int = 3, every: int = 0) -> None:
-        self._path = Path(os.path.abspath(path))
+        self._store = store_at(path)
         self._keep = Keep(last, every)
         self._together: Together | None = None
         self._line: Line | None = None
@@ -179,10 +180,10 @@ class Checkpoints:
 
     def _committed(self, together: Together) -> tuple[Checkpoint, str]:
         """As rank 0 sees it, and what is wrong with it: all ranks go by the same."""
-        found, complaint = Checkpoint(str(self._path)), ""
+        found, complaint = Checkpoint(self._store.url), ""
         if together.rank == 0:
             try:
-                found = FilePointer(self._path).read()
+                found = FilePointer(self._store).read()
             except BadCheckpoint as error:
                 complaint = str(error)
             except OSError as error:
@@ -207,7 +208,7 @@ class Checkpoints:
         if together.rank == 0:
             before = 0
             with contextlib.suppress(BadCheckpoint, OSError):  # then no commit works, which is said
-                before = FilePointer(self._path).last_round()
+                before = FilePointer(self._store).last_round()
             numbered = int(os.environ.get("ELASTICD_ROUND", "0"))
             mine |= {
                 "token": os.urandom(4).hex(),
@@ -227,7 +228,7 @@ class Checkpoints:
             line.send(
                 {
                     "is": "open",
-                    "path": str(self._path),
+                    "path": self._store.url,
                     "token": self._token,
                     "rank": together.rank,
                     "world": together.size,
@@ -398,7 +399,7 @@ class Checkpoints:
             wrong[saved.name] = whys[0]
         whole = [complaint] if complaint else [wrong[s.name] for s in reversed(known.saved)]
         if whole or required:
-            told = "; ".join(whole) or f"none was ever committed in {self._path}"
+            told = "; ".join(whole) or f"none was ever committed in {self._store.url}"
             raise NoCheckpoint(f"no checkpoint is whole: {told}")
         return None
 
@@ -414,7 +415,7 @@ class Checkpoints:
     def _recall(self, together: Together, state: dict[str, Any]) -> int | None:
         """Fill ``state`` from this node's memory, if the whole of a state that is no older than what
         was committed is there on every node; its step."""
-        recalled = recall(os.environ.get("ELASTICD_SAVER", ""), self._path)
+        recalled = recall(os.environ.get("ELASTICD_SAVER", ""), self._store.url)
         try:
             known, _ = self._committed(together)
             newest = (known.newest.round, known.newest.step) if known.newest else (0, 0)
@@ -444,10 +445,10 @@ class Checkpoints:
     def _read(self, state: dict[str, Any], saved: Saved) -> tuple[Flat, str, str]:
         """What it holds; else what is wrong with it, or why it is not of such a state."""
         try:
-            manifest = open_manifest(self._path, saved)
+            manifest = open_manifest(self._store, saved)
             target = Target.of(state, manifest.index)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            fill(self._path, manifest, target.wishes, readers=readers)
+            fill(self._store, manifest, target.wishes, readers=readers)
             return target.finish(), "", ""
         except BadCheckpoint as error:
             return Flat(), str(error), ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.handover import Gone, Paper
@@ -36,8 +35,8 @@ class Recalled:
             os.close(fd)
 
 
-def recall(saver: str, path: Path) -> Recalled | None:
-    """What the saver of that name holds of the checkpoints at ``path``; None unless it is a whole
+def recall(saver: str, url: str) -> Recalled | None:
+    """What the saver of that name holds of the checkpoints at ``url``; None unless it is a whole
     state, as it is where the world was on this node alone."""
     if not saver:
         return None
@@ -47,7 +46,7 @@ def recall(saver: str, path: Path) -> Recalled | None:
     except Gone:
         return None
     try:
-        line.send({"is": "recall", "path": str(path)})
+        line.send({"is": "recall", "path": url})
         while heard := line.receive():
             message, files = heard
             if message["is"] != "held":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.ports import Applied, Put
@@ -50,7 +51,7 @@ def committed(client: Client) -> list[int]:
 
 def test_a_commit_is_in_etcd_and_copied_beside_the_checkpoints(server, client, tmp_path):
     round_is(client, 3)
-    pointer = EtcdPointer(server.access, "j", tmp_path)
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
     for step in (1, 2, 3):
         made = pointer.commit(saved(step, 3), Keep(2), 3)
     assert committed(client) == [2, 3] == [s.step for s in FilePointer(tmp_path).read().saved]
@@ -58,7 +59,7 @@ def test_a_commit_is_in_etcd_and_copied_beside_the_checkpoints(server, client, t
 
 
 def test_once_the_next_round_has_begun_those_of_the_last_cannot_commit(server, client, tmp_path):
-    pointer = EtcdPointer(server.access, "j", tmp_path)
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
     round_is(client, 3, Phase.CLOSING)
     pointer.commit(saved(5, 3), Keep(), 3)  # its workers may be dead: what they handed over counts
     round_is(client, 4)
@@ -69,7 +70,7 @@ def test_once_the_next_round_has_begun_those_of_the_last_cannot_commit(server, c
 
 def test_committing_again_what_was_not_answered_changes_nothing(server, client, tmp_path):
     round_is(client, 1)
-    pointer = EtcdPointer(server.access, "j", tmp_path)
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
     pointer.commit(saved(5, 1), Keep(), 1)
     assert pointer.commit(saved(5, 1), Keep(), 1).dropped == ()
     assert committed(client) == [5]
@@ -78,7 +79,7 @@ def test_committing_again_what_was_not_answered_changes_nothing(server, client, 
 def test_a_new_etcd_goes_on_from_what_the_folder_has(server, client, tmp_path):
     FilePointer(tmp_path).commit(saved(7, 9), Keep())
     round_is(client, 1)
-    EtcdPointer(server.access, "j", tmp_path).commit(saved(8, 10), Keep(), 1)
+    EtcdPointer(server.access, "j", Disk(tmp_path)).commit(saved(8, 10), Keep(), 1)
     assert committed(client) == [7, 8]
 
 
@@ -89,7 +90,7 @@ def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_pat
         now[0] += seconds
 
     nobody = EtcdAccess(("127.0.0.1:9",), timeout_s=0.1)
-    pointer = EtcdPointer(nobody, "j", tmp_path, patience_s=1.2, clock=lambda: now[0], sleep=sleep)
+    pointer = EtcdPointer(nobody, "j", Disk(tmp_path), patience_s=1.2, clock=lambda: now[0], sleep=sleep)
     with pytest.raises(TimeoutError, match="etcd cannot be reached"):
         pointer.commit(saved(1, 1), Keep(), 1)
     assert now[0] >= 1.2
@@ -98,7 +99,7 @@ def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_pat
 
 def test_a_copy_that_was_not_written_is_written_later(server, client, tmp_path: Path):
     round_is(client, 1)
-    EtcdPointer(server.access, "j", tmp_path).commit(saved(5, 1), Keep(), 1)
+    EtcdPointer(server.access, "j", Disk(tmp_path)).commit(saved(5, 1), Keep(), 1)
     (tmp_path / "committed.json").unlink()
     settle(server.access, "j")
     assert [s.step for s in FilePointer(tmp_path).read().saved] == [5]

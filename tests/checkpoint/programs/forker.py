@@ -13,7 +13,8 @@ import sys
 import time
 from typing import Any
 
-from elasticd.checkpoint import disk, handover
+from elasticd.checkpoint import handover
+from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.saver import Saver
 
 
@@ -39,7 +40,7 @@ def saver(options: dict[str, Any]) -> None:
     say(f"saver {name} {os.getpid()}")
     if "fail" in options:
         spoil(*options["fail"])
-    pace = disk.Pace(options["bytes_s"], time.monotonic, time.sleep) if "bytes_s" in options else None
+    pace = Pace(options["bytes_s"], time.monotonic, time.sleep) if "bytes_s" in options else None
     Saver(listener, pace=pace, linger_s=options.get("linger_s", 0.0), say=say).serve()
 
 

@@ -1,0 +1,132 @@
+"""A server of S3 for tests, over HTTP, that can be told to fail."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+KEY, SECRET = "AKIAELASTICDTESTS", "never+to/be=seen"
+
+Environ = dict[str, Any]
+Answer = Callable[[str, list[tuple[str, str]]], Any]
+
+
+@dataclass(slots=True)
+class Fault:
+    """``of``: whether a request (method, path and query) is hit; it lets ``fine`` of those pass, then
+    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read) or "slow"."""
+
+    how: str
+    of: Callable[[str, str], bool]
+    fine: int = 0
+    bad: int = 1_000_000
+    slow_s: float = 0.0
+    hits: int = 0
+    seen: threading.Event = field(default_factory=threading.Event)
+
+
+def parts(method: str, url: str) -> bool:
+    """A part of a large file."""
+    return method == "PUT" and "partNumber" in url
+
+
+def writes(method: str, url: str) -> bool:
+    return method in ("PUT", "POST")
+
+
+def everything(method: str, url: str) -> bool:
+    return True
+
+
+class S3Server:
+    """Serves until ``close``. It knows one user, by ``KEY``."""
+
+    def __init__(self) -> None:
+        self._real = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.Lock()
+        self._faults: list[Fault] = []
+        self.requests: list[str] = []
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def fails(self, how: str, of: Callable[[str, str], bool], **when: Any) -> Fault:
+        fault = Fault(how, of, **when)
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def mends(self) -> None:
+        with self._lock:
+            self._faults.clear()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client's process needs to be let in."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_MAX_ATTEMPTS": "3",  # a test need not wait for the usual five
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        }
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _answer(self, environ: Environ, start: Answer) -> Iterable[bytes]:
+        url = f"{environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
+        method = environ["REQUEST_METHOD"]
+        with self._lock:
+            self.requests.append(f"{method} {url}")
+            fault = next((f for f in self._faults if f.of(method, url)), None)
+            if fault is not None:
+                fault.hits += 1
+                if not fault.fine < fault.hits <= fault.fine + fault.bad:
+                    fault = None
+        if fault is not None:
+            fault.seen.set()
+            if fault.how == "slow":
+                time.sleep(fault.slow_s)  # that is the fault
+            else:
+                return self._fail(fault, environ, start)
+        if KEY not in environ.get("HTTP_AUTHORIZATION", ""):
+            return _refusal(
+                start, "403 Forbidden", "InvalidAccessKeyId", "The key does not exist in our records."
+            )
+        return self._real(environ, start)
+
+    def _fail(self, fault: Fault, environ: Environ, start: Answer) -> Iterable[bytes]:
+        if fault.how == "drop":
+            environ["wsgi.input"].read(min(65536, int(environ.get("CONTENT_LENGTH") or 0)))
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionAbortedError
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        return _refusal(
+            start, "500 Internal Server Error", "InternalError", "We encountered an internal error."
+        )
+
+
+def _refusal(start: Answer, status: str, code: str, message: str) -> Iterable[bytes]:
+    start(status, [("Content-Type", "application/xml"), ("Connection", "close")])
+    return [f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
+
+
+class _Quiet(WSGIRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Tests print what they have to say."""

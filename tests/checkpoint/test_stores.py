@@ -1,0 +1,199 @@
+"""What every store promises: the disk, a foldered file system of fsspec's, one in memory, and S3."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import fsspec
+import pytest
+
+from elasticd.checkpoint import remote
+from elasticd.checkpoint.disk import Disk
+from elasticd.checkpoint.manifest import BLOCK, block_digest
+from elasticd.checkpoint.remote import Remote
+from elasticd.checkpoint.store import BadStore, Store, store_at
+from tests.checkpoint.s3server import SECRET, S3Server, everything, parts
+
+BIG = bytes(range(256)) * (24 << 12)  # 24 MiB: two parts on S3
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    server = S3Server()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+@pytest.fixture(params=["disk", "foldered", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    match request.param:
+        case "disk":
+            return Disk(tmp_path / "run")
+        case "foldered":
+            return Remote(fsspec.filesystem("file"), str(tmp_path / "run"), "sftp://host/run", flat=False)
+        case "memory":
+            return Remote.at(f"memory://{tmp_path}/run")
+        case _:
+            request.getfixturevalue("s3")
+            return store_at(f"s3://bucket/{tmp_path.name}/run")
+
+
+def test_what_is_written_is_there_with_what_to_check_it_by(store):
+    file = store.write("step/a", memoryview(BIG))
+    store.sync("step")
+    assert (file.name, file.size) == ("a", len(BIG))
+    assert file.digests == [block_digest(BIG[at : at + BLOCK]) for at in range(0, len(BIG), BLOCK)]
+    store.write("step/empty", memoryview(b""))
+    assert store.sizes("step") == {"a": len(BIG), "empty": 0}
+    assert store.names() == ["step"]
+    opened = store.open("step/a")
+    into = bytearray(100_000)
+    assert opened.read_into(memoryview(into), 5_000_001) == len(into)
+    assert into == BIG[5_000_001 : 5_000_001 + len(into)]
+    opened.close()
+
+
+def test_what_is_replaced_reads_as_the_new_one(store):
+    for content in (b"old", b"and new"):
+        store.replace("pointer", content)
+        assert store.read("pointer") == content
+    assert store.names() == ["pointer"]
+
+
+def test_what_is_not_there_is_said_to_be_missing(store):
+    store.replace("other", b"")
+    with pytest.raises(FileNotFoundError):
+        store.read("pointer")
+    with pytest.raises(FileNotFoundError):
+        store.read("step/a")
+    with pytest.raises(FileNotFoundError):
+        store.open("step/a").read_into(memoryview(bytearray(1)), 0)
+
+
+def test_a_folder_is_removed_with_all_in_it_and_nothing_else(store):
+    for name in ("step-1/a", "step-1/b", "step-10/a"):
+        store.write(name, memoryview(b"x"))
+    store.remove("step-1")
+    store.remove("never there")
+    assert store.names() == ["step-10"]
+    store.write("step-10/b", memoryview(b"x"))
+    store.remove("step-10/a")
+    assert store.sizes("step-10") == {"b": 1}
+
+
+def test_one_at_a_time_has_the_lock(store):
+    with store.locked(".lock"):
+        pass
+    with store.locked(".lock"):
+        pass
+
+
+# ------------------------------------------------------------ S3 alone
+
+
+@pytest.fixture
+def bucket(s3, tmp_path) -> Iterator[Store]:
+    yield store_at(f"s3://bucket/{tmp_path.name}")
+    s3.mends()
+
+
+def uploads(bucket: Store) -> list[str]:
+    """That were begun in parts and are not finished."""
+    begun = boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads", [])
+    return [u["Key"] for u in begun if u["Key"].startswith(bucket.url.removeprefix("s3://bucket/"))]
+
+
+@pytest.mark.parametrize("how", ["500", "drop"])
+def test_a_part_that_fails_is_sent_again(s3, bucket, how):
+    fault = s3.fails(how, parts, bad=1)
+    bucket.write("step/a", memoryview(BIG))
+    assert fault.hits > 2
+    assert bucket.read("step/a") == BIG
+
+
+def test_an_upload_that_fails_leaves_no_file_and_nothing_to_be_paid_for(s3, bucket):
+    s3.fails("500", parts, fine=1)
+    with pytest.raises(OSError, match="internal error") as failed:
+        bucket.write("step/a", memoryview(BIG))
+    assert failed.value.errno == errno.EIO and str(failed.value.filename) == f"{bucket.url}/step/a"
+    s3.mends()
+    assert bucket.names() == []
+    assert not uploads(bucket)
+
+
+def test_uploads_that_nobody_finished_are_found_and_removed(s3, bucket):
+    client = boto3.client("s3")
+    folder = bucket.url.removeprefix("s3://bucket/")
+    for key in (f"{folder}/step-1/a", f"{folder}/step-10/a", f"{folder}-others/x"):
+        client.create_multipart_upload(Bucket="bucket", Key=key)
+    assert bucket.names() == ["step-1", "step-10"]
+    bucket.remove("step-1")
+    assert bucket.names() == ["step-10"]
+    bucket.remove("step-10")
+    assert uploads(bucket) == [f"{folder}-others/x"]
+
+
+def test_a_file_that_is_shorter_there_than_here_is_an_error(s3, bucket, monkeypatch):
+    monkeypatch.setattr(bucket._fs, "info", lambda _: {"size": 5})
+    with pytest.raises(OSError, match="5 of 8 bytes arrived"):
+        bucket.write("step/a", memoryview(b"12345678"))
+
+
+def test_no_bucket_and_no_right_are_told_apart_from_no_server(s3, tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="bucket does not exist"):
+        store_at("s3://no-such-bucket/run").write("step/a", memoryview(b"x"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "SOMEBODY")
+    with pytest.raises(PermissionError, match="does not exist in our records"):
+        store_at("s3://bucket/other").write("step/a", memoryview(b"x"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(PermissionError, match="credentials") as refused:
+        store_at("s3://bucket/third").write("step/a", memoryview(b"x"))
+    assert SECRET not in repr(refused.getrepr(style="long"))
+
+
+def test_a_server_that_hangs_up_on_everything_is_an_error_in_the_end(s3, bucket, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3.fails("drop", everything)
+    with pytest.raises(OSError, match="closed") as failed:
+        Remote.at(bucket.url).read("committed.json")
+    assert failed.value.errno == errno.EIO
+
+
+# ------------------------------------------------------------ addresses
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("nonsense://bucket/x", "no address to keep checkpoints at"),
+        ("simplecache::s3://bucket/x", "names several stores"),
+        (f"s3://KEY:{SECRET}@bucket/x", "holds a secret"),
+    ],
+)
+def test_what_is_no_address_is_refused_in_a_sentence(address, why):
+    with pytest.raises(BadStore, match=why) as refused:
+        store_at(address)
+    assert not set(SECRET.split("/")) & set(re.split(r"[/:@ ]", str(refused.value)))
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(remote.fsspec, "url_to_fs", missing)
+    with pytest.raises(BadStore, match=r"pip install 'elasticd\[s3\]'"):
+        Remote.at("s3://bucket/x")
+
+
+def test_a_file_url_is_the_disk(tmp_path):
+    assert store_at(f"file://{tmp_path}").url == str(tmp_path) == store_at(tmp_path).url
