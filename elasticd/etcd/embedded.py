@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import select
@@ -9,9 +10,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,16 +62,42 @@ def version_of(binary: Path) -> tuple[int, int, int] | None:
 
 
 def spawn_child(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-    """A Spawn: a plain child, in a session of its own so that Ctrl-C does not reach it."""
+    """A Spawn: a child, in a session of its own so that Ctrl-C does not reach it, that ends with us,
+    however we end."""
+    return _starter().submit(_spawn, argv, env, log).result()
+
+
+def _spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
     with log.open("ab") as output:
         return subprocess.Popen(
-            argv,
+            ends_with_us(argv),
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         ).pid
+
+
+@functools.cache
+def _starter() -> ThreadPoolExecutor:
+    """Its one thread lives as long as we do. Linux takes the end of the thread that started a process for
+    the end of its parent, so whoever asks may end before."""
+    return ThreadPoolExecutor(1, thread_name_prefix="elasticd-etcd-starter")
+
+
+# Asks for SIGKILL at its parent's end, sees whether that has been already, and becomes the program.
+_LEASH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ends_with_us(argv: Sequence[str]) -> list[str]:
+    """This command, killed when the thread that starts it ends. Keeps its pid."""
+    return [sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *argv]
 
 
 class Embedded:

@@ -94,7 +94,7 @@ class Member:
     def start(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self.argv, stdout=log, stderr=log, env=env)
+            self.process = subprocess.Popen(embedded.ends_with_us(self.argv), stdout=log, stderr=log, env=env)
 
     def signal(self, number: int) -> None:
         assert self.process is not None

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import os
 import re
+import select
+import shutil
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +19,8 @@ from elasticd.etcd import embedded
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded, find_etcd, spawn_child, version_of
 from elasticd.etcd.errors import StoreUnavailable
+
+PATIENCE_S = 60
 
 
 def test_it_serves_on_loopback_with_its_data_kept_private(etcd: Embedded) -> None:
@@ -100,6 +106,45 @@ def test_one_that_ends_while_starting_says_why(tmp_path: Path) -> None:
             server.start()
     finally:
         server.stop()
+
+
+STARTER = """
+import sys, threading, time
+from elasticd.etcd.embedded import Embedded
+server = Embedded()
+starter = threading.Thread(target=server.start)
+starter.start()
+starter.join()
+print(server.pid, server.folder, flush=True)
+sys.stdin.read()
+print(server.alive, flush=True)
+server.stop()
+"""
+
+
+@pytest.mark.parametrize("way", ["killed", "told"])
+def test_it_ends_with_the_process_that_started_it_and_not_with_the_thread(way: str) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdin is not None and owner.stdout is not None
+    pid, folder = owner.stdout.readline().split()
+    etcd = os.pidfd_open(int(pid))
+    try:
+        if way == "killed":
+            owner.kill()
+        owner.stdin.close()
+        said = owner.stdout.read()
+        assert select.select([etcd], [], [], PATIENCE_S)[0], "it lives on"
+        owner.wait(PATIENCE_S)
+        assert said == ("" if way == "killed" else "True\n"), "alive, though the thread is long gone"
+        assert Path(folder).exists() == (way == "killed")
+    finally:
+        os.close(etcd)
+        owner.kill()
+        owner.stdout.close()
+        owner.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def binary(folder: Path, version: str) -> Path:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from elasticd.cli.options import collect
-from elasticd.cli.run import Planned, plan, run
+from elasticd.cli.run import Planned
 from elasticd.etcd.embedded import find_etcd
+from tests.deploy import commandline
 from tests.k8s.manifests import (
     K8S,
     OVERLAYS,
@@ -322,26 +321,7 @@ def facts_and_env(made: Pods, index: int, address: str = "127.0.0.1") -> dict[st
     )
 
 
-@dataclass(frozen=True)
-class Node:
-    """A machine such as the pod gets."""
-
-    def gpus(self) -> int:
-        return GPUS
-
-    def cores(self) -> int:
-        return 64
-
-    def affinity_cores(self) -> int:
-        return 64
-
-    def torch_devices(self, kind: str) -> int | None:
-        return None
-
-
-def planned(
-    made: Pods, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str] | None = None
-) -> Planned:
+def planned(made: Pods, index: int, tmp_path: Path, args: list[str] | None = None) -> Planned:
     """What the agent of this pod is told, by the parser of the real command; but paths are moved."""
     for file in ("ca.crt", "tls.crt", "tls.key"):
         (tmp_path / file).write_text("x")
@@ -352,19 +332,15 @@ def planned(
     def here(text: str) -> str:
         return text.replace("/etc/elasticd/tls", str(tmp_path)).replace("/opt/elasticd", str(ROOT))
 
-    env = {key: here(value) for key, value in env.items()}
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    with run.make_context("run", [here(word) for word in argv[2:]]) as ctx:
-        return plan(collect(ctx, None), env, Node())
+    return commandline.planned(
+        [here(word) for word in argv[2:]], {key: here(value) for key, value in env.items()}, GPUS
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_real_command_line_takes_what_the_pods_are_told(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_real_command_line_takes_what_the_pods_are_told(name: str, tmp_path: Path) -> None:
     made = trainers(name)
-    first, second = (planned(made, i, tmp_path, monkeypatch) for i in (0, 1))
+    first, second = (planned(made, i, tmp_path) for i in (0, 1))
     assert first.notes == (), "what means nothing had better not be said"
     config = first.config
     assert config.job == "train" == second.config.job
@@ -379,10 +355,8 @@ def test_the_real_command_line_takes_what_the_pods_are_told(
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_variable_of_ours_is_one_of_the_command(name: str) -> None:
-    known = {v for p in run.params for v in ([p.envvar] if isinstance(p.envvar, str) else p.envvar or ())}
-    known |= {"ELASTICD_ETCD_PASSWORD"}
     env = facts_and_env(trainers(name), 0)
-    assert {v for v in env if v.startswith(("ELASTICD_", "PET_"))} <= known
+    assert {v for v in env if v.startswith(("ELASTICD_", "PET_"))} <= commandline.VARIABLES
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -407,19 +381,15 @@ def test_etcd_knows_all_its_flags(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_grace_period_is_longer_than_leaving_takes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_grace_period_is_longer_than_leaving_takes(name: str, tmp_path: Path) -> None:
     made = trainers(name)
-    policy = planned(made, 0, tmp_path, monkeypatch).config.policy
+    policy = planned(made, 0, tmp_path).config.policy
     assert made.spec["terminationGracePeriodSeconds"] >= policy.shutdown_s + 8
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_disruption_budget_is_as_many_pods_as_min_takes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = planned(trainers(name), 0, tmp_path, monkeypatch).config
+def test_the_disruption_budget_is_as_many_pods_as_min_takes(name: str, tmp_path: Path) -> None:
+    config = planned(trainers(name), 0, tmp_path).config
     (budget,) = [b for b in of_kind(overlay(name), "PodDisruptionBudget") if b["metadata"]["name"] == "train"]
     assert budget["spec"]["minAvailable"] == -(-config.limits.min // config.slots)
 
@@ -476,14 +446,14 @@ def test_the_pool_and_kubeflow_run_the_very_pods_of_the_base() -> None:
         assert theirs == ours, name
 
 
-def test_kubeflows_job_says_no_more_than_its_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubeflows_job_says_no_more_than_its_runtime(tmp_path: Path) -> None:
     (job,) = of_kind(overlay("kubeflow"), "TrainJob")
     (runtime,) = of_kind(overlay("kubeflow"), "TrainingRuntime")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert job["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
     made = trainers("kubeflow")
     assert made.container["name"] == "node", "where Trainer looks for the container"
-    asked = planned(made, 0, tmp_path, monkeypatch, job["spec"]["trainer"]["args"]).config
+    asked = planned(made, 0, tmp_path, job["spec"]["trainer"]["args"]).config
     assert asked.command.args == ("--steps=2000",)
 
 
