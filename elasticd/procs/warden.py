@@ -464,6 +464,8 @@ def _read_error(child: _Child, *, wait: bool = False) -> str | None:
         return os.read(child.errors, 4096).decode() or None
     except BlockingIOError:  # still held: its program runs
         return None
+    except ConnectionResetError:  # forked, and killed before it heard its go
+        return None
     finally:
         os.close(child.errors)
         child.errors = -1

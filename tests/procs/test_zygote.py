@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.procs.linux import children
+from elasticd.procs.warden import _Child, _read_error
 from elasticd.procs.workers import LocalProcs
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench, wait_until_ready
@@ -355,3 +357,12 @@ def test_closing_ends_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) 
     bench.warden.close()
     wait_until_gone([zygote])
     assert not procs.page_dir.exists()
+
+
+def test_the_warden_outlives_a_worker_that_is_killed_before_it_heard_its_go() -> None:
+    """What it was sent and did not read comes back as an error of the link."""
+    ours, theirs = socket.socketpair()
+    child = _Child(1, 0, service=False, mark="", whole_group=True, errors=ours.detach())
+    os.write(child.errors, b"g")
+    theirs.close()
+    assert _read_error(child) is None
