@@ -15,8 +15,8 @@ _STYLE = """
 @media(prefers-color-scheme:dark){:root{--dim:#999;--ok:#3fb950;--warn:#d29922;--bad:#f85149;--off:#8b949e}}
 body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.35rem;margin:0}h2{font-size:1rem;margin:1.6rem 0 .4rem}.dim{color:var(--dim)}
-.tiles{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}
-.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .8rem;min-width:6rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:1rem 0}
+.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .7rem}
 .tile b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
 .tile span{color:var(--dim);font-size:.8rem}
 .note{border-left:.25rem solid var(--warn);padding:.3rem .8rem;margin:.8rem 0}
@@ -24,9 +24,13 @@ h1{font-size:1.35rem;margin:0}h2{font-size:1rem;margin:1.6rem 0 .4rem}.dim{color
 th,td{text-align:right;padding:.25rem .6rem;border-bottom:1px solid var(--line);white-space:nowrap}
 th{color:var(--dim);font-weight:400}th:first-child,td:first-child,td.s,th.s{text-align:left}
 .running{color:var(--ok)}.starting,.stopping{color:var(--warn)}.failed,.quarantined{color:var(--bad)}
-.idle,.finished{color:var(--off)}
-ul{list-style:none;padding:0;margin:0}li{padding:.15rem 0}li time{color:var(--dim);margin-right:.8rem}
+.idle,.ready,.finished{color:var(--off)}
+ul{list-style:none;padding:0;margin:0}li{display:flex;gap:.8rem;padding:.15rem 0;overflow-wrap:anywhere}
+li time{flex:none;color:var(--dim);font-variant-numeric:tabular-nums}
 footer{margin-top:2rem;font-size:.85rem}a{color:inherit}
+h1,.note{overflow-wrap:anywhere}td:first-child{max-width:22rem;overflow:hidden;text-overflow:ellipsis}
+@media(max-width:40rem){body{margin-top:1rem}.more{display:none}table{font-size:.9em}
+th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem}}
 """
 
 
@@ -35,28 +39,29 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
     epoch. ``spent``: what became of its slots' time, in words."""
     tiles = [
         ("phase", s.phase),
-        ("world", f"{s.world_size} <small class=dim>of {s.limits.min} to {s.limits.max}</small>"),
+        (f"workers ({s.limits.min} to {s.limits.max})", f"{s.world_size:,}"),
         ("round", str(s.round)),
         ("step", f"{s.step:,}"),
         ("steps/s", "-" if s.steps_per_s is None else f"{s.steps_per_s:.2f}"),
-        ("restarts", f"{s.restarts} <small class=dim>{s.budget_left} left</small>"),
+        (f"restarts ({s.budget_left:,} left)", f"{s.restarts:,}"),
     ]
     notes = [f"<p class=note>{escape(text)}</p>" for text in (unready, s.waiting) if text]
-    events = [f"<li><time>{_clock(e.at)}</time>{escape(e.text)}</li>" for e in reversed(s.events)]
+    told = ((_clock(event.at), escape(event.text)) for event in reversed(s.events))
+    events = [f"<li><time>{at}</time><span>{text}</span></li>" for at, text in told]
     return "".join(
         [
             "<!doctype html><html lang=en><meta charset=utf-8>",
             '<meta name=viewport content="width=device-width">',
             f"<meta http-equiv=refresh content={REFRESH_S}>",
             f"<title>{escape(s.job)}: {escape(s.phase)}</title><style>{_STYLE}</style>",
-            f"<h1>{escape(s.job)}</h1><div class=dim>as {escape(s.node)} knows it, {_clock(at)} UTC</div>",
+            f"<h1>{escape(s.job)}</h1><div class=dim>as {escape(s.node)} knows it at {_clock(at)} UTC</div>",
             "<div class=tiles>",
             *(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for name, value in tiles),
             "</div>",
             f"<p class=dim>This node: {escape(spent)}.</p>" if spent else "",
             *notes,
             "<h2>Slots</h2><div class=wide><table><tr><th>node<th>slot<th class=s>state<th>rank<th>step",
-            "<th>steps/s<th>pid</tr>",
+            "<th class=more>steps/s<th class=more>pid</tr>",
             *map(_row, s.slots),
             "</table></div>",
             f"<h2>What happened</h2><ul>{''.join(events) or '<li class=dim>nothing yet'}</ul>",
@@ -69,9 +74,10 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
 def _row(line: SlotLine) -> str:
     pace = "" if line.steps_per_s is None else f"{line.steps_per_s:.2f}"
     rank = "" if line.rank is None else str(line.rank)
+    node, step = escape(line.node), "" if line.rank is None else f"{line.step:,}"
     return (
-        f"<tr><td>{escape(line.node)}<td>{line.slot}<td class='s {line.state}'>● {line.state}<td>{rank}"
-        f"<td>{f'{line.step:,}' if line.rank is not None else ''}<td>{pace}<td>{line.pid or ''}</tr>"
+        f"<tr><td title='{node}'>{node}<td>{line.slot}<td class='s {line.state}'>● {line.state}<td>{rank}"
+        f"<td>{step}<td class=more>{pace}<td class=more>{line.pid or ''}</tr>"
     )
 
 

@@ -1,0 +1,76 @@
+"""The status page as a browser shows it, served as an agent serves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.facts import Limits
+from elasticd.daemon.pages import Pages, Published
+from elasticd.telemetry.book import Book
+from elasticd.telemetry.http import HttpServer
+from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
+from tests.browser import Browser, needs_chromium
+
+pytestmark = needs_chromium
+
+LONG = "gpu-worker-0123.training.cluster.example"
+
+
+def crowded(node: str) -> Snapshot:
+    """All that the page may have to show at once, with names as long as they get."""
+    now = time.time()
+    slots = [SlotLine(node, n, state, n, 4_194_000 + n, 1_234_567, 9.53) for n, state in enumerate(SlotState)]
+    slots += [SlotLine("b", n, SlotState.IDLE) for n in range(3)]
+    told = (
+        "this node joined the job",
+        "round 7 formed: 6 workers on 2 nodes, as a worker failed",
+        f"rank 3 (slot 3 on {node}) was killed by SIGKILL, which is charged to the restart budget",
+        f"rank 2 on node {node} is in train_gpt.py:188, data loading; the other 7 wait for it in all_reduce",
+        "see " + "/home/somebody/.local/state/elasticd/a-job-of-a-long-name" * 3,
+    )
+    events = tuple(Event(now + 60 * n - 300, text) for n, text in enumerate(told))
+    waiting = "waiting for 2 more workers: 6 are there, 8 are needed at least"
+    limits = Limits(8, 1024)
+    return Snapshot("pretrain-2026-11", node, 7, "waiting", 1000, limits, tuple(slots), 2, 8, waiting, events)
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    pages = Pages(time.time)
+    book = Book()
+    for kind, seconds in (("productive", 7000.0), ("restarting", 150.0), ("rendezvous", 65.0)):
+        book.add("elasticd_time_seconds_total", seconds, 0, kind)
+    unready = "this node is not registered in etcd"
+    pages.publish(Published(crowded(LONG), book.copy(), unready, time.time()))
+    with HttpServer("127.0.0.1", 0, pages.by_path()) as server:
+        yield server
+
+
+def test_it_fits_any_window_and_fetches_and_complains_of_nothing(server: HttpServer, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        for width, dark in ((400, False), (1280, False), (400, True), (1280, True)):
+            picture = tmp_path / f"status-{width}{'-dark' if dark else ''}.png"
+            seen = browser.look(server.url, width, dark=dark, picture=picture)
+            assert seen.title == "pretrain-2026-11: waiting"
+            assert (seen.inner_px, seen.content_px) == (width, width), "nothing is beside the window"
+            assert not seen.scrolling
+            assert seen.asked == [server.url] and not seen.complaints
+            for said in ("quarantined", "1,234,567", "not registered", "waiting for 2 more", "all_reduce"):
+                assert said in seen.text
+            assert picture.read_bytes().startswith(b"\x89PNG") and len(picture.read_bytes()) > 20_000
+
+
+def test_a_page_that_fetches_or_complains_or_is_too_wide_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<title>x</title><img src=http://127.0.0.1:1/none.png><div style='width:700px'>wide</div>"
+        "<script>console.error('oh')</script>"
+    )
+    with Browser(tmp_path / "profile") as browser:
+        seen = browser.look(page.as_uri(), 400)
+    assert seen.content_px > 400 and any("none.png" in url for url in seen.asked)
+    assert any("oh" in said for said in seen.complaints)
