@@ -4,12 +4,14 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticd.etcd.embedded import Embedded
 from tests.e2e.harness import Cluster, await_end
 from tests.e2e.line import Line
+from tests.e2e.prometheus import Prometheus
 
 
 class Etcd:
@@ -87,3 +89,17 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
 def cluster(clusters: Callable[[str | None], Cluster], shared_etcd: str) -> Cluster:
     """Agents on the shared etcd."""
     return clusters(shared_etcd)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Prometheus]]:
+    """Starts a Prometheus that judges by these rules."""
+    made: list[Prometheus] = []
+
+    def start(by: dict[str, Any]) -> Prometheus:
+        made.append(Prometheus(tmp_path / "prometheus", by))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()

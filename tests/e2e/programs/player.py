@@ -41,6 +41,7 @@ class Player:
         self.step = 0
         self.steps_max: int | None = None
         self.on_sigterm = "die"
+        self.step_s = STEP_S
 
     def tell(self, what: str, **fields: Any) -> None:
         line = json.dumps({"is": what, "at": time.monotonic(), **fields})
@@ -68,6 +69,8 @@ class Player:
                 sys.exit(order["code"])
             case "raise":
                 self.go_wrong(order["text"])
+            case "pace":
+                self.step_s = order["step_s"]
             case "print":
                 sys.stdout.write(order["text"])
                 sys.stderr.write(order["error_text"])
@@ -105,7 +108,7 @@ class Player:
             self.step += 1
             self.work()
             self.tell("step", step=self.step)
-            self.heed(STEP_S)
+            self.heed(self.step_s)
 
 
 if __name__ == "__main__":
