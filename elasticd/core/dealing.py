@@ -29,6 +29,31 @@ class Part:
     last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of one step: so many positions of an epoch, from ``first`` on."""
+
+    epoch: int
+    first: int
+    samples: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.samples
+
+
+def next_batch(epoch: int, position: int, *, length: int, size: int, drop_last: bool = False) -> Batch:
+    """What comes after ``position`` samples of an epoch of that length: ``size`` more, or what is left of
+    it, which ``drop_last`` leaves out. Raises ValueError where an epoch has no batch at all."""
+    for begin in ((epoch, position), (epoch + 1, 0)):
+        samples = min(size, length - begin[1])
+        if samples == size or (samples > 0 and not drop_last):
+            return Batch(*begin, samples)
+    raise ValueError(
+        f"an epoch of {length} samples has no whole batch of {size}, and drop_last leaves out what is left"
+    )
+
+
 def cut(count: int, parts: int) -> tuple[range, ...]:
     """``range(count)`` in so many neighbouring pieces whose sizes differ by at most one."""
     return tuple(range(i * count // parts, (i + 1) * count // parts) for i in range(parts))

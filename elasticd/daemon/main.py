@@ -274,7 +274,11 @@ def _setting(config: RunConfig, saver: str) -> Setting:
         devices=visible_devices(config.slots),
         virtual_local_rank=config.virtual_local_rank,
         inherited=dict(os.environ),
-        extra={"ELASTICD_SAVER": saver, **config.env},
+        extra={
+            "ELASTICD_SAVER": saver,
+            "ELASTICD_WORLD_MAX": str(config.limits.max),
+            **config.env,
+        },
     )
 
 

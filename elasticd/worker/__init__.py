@@ -5,14 +5,15 @@ while workers around it die, are replaced, come and go.
 
     @worker.run                                       # entered again after each change of world
     def train(state):
-        for step in state.steps(10_000):
-            loss = loss_of(state.model, batch_of(step, worker.rank(), worker.world_size()))
-            optimizer.zero_grad()
-            loss.backward()
+        for step in state.steps():                    # a global batch each, whatever the world
+            for batch in step:                        # this worker's share of it
+                step.backward(loss_of(state.model, batch))
             optimizer.step()
+            optimizer.zero_grad()
             state.commit()                            # what nobody falls behind of
 
-    train(worker.State(model=model, optimizer=optimizer))
+    data = worker.Data(dataset, global_batch=256, seed=0, epochs=10)
+    train(worker.State(model=model, optimizer=optimizer, data=data))
 
 Under ``elasticd run`` it recovers in place; under torchrun or plain ``python`` the same script runs
 in the world that it finds.
@@ -20,6 +21,7 @@ in the world that it finds.
 
 from typing import TYPE_CHECKING, Any
 
+from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints",
+    "Data",
+    "DataChanged",
     "NoCheckpoint",
     "State",
     "StateLost",

@@ -75,3 +75,35 @@ def _digest(stand: Any) -> int:
     for part in parts:
         summary.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
     return int.from_bytes(summary.digest(), "little") >> 1
+
+
+class Aside:
+    """Random numbers of their own for what is done inside: a source that goes on where it stood, and
+    leaves those outside as they were. Of CUDA's it knows nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self._mine = _sown(seed)
+        self._theirs: Sources = {}
+
+    def __enter__(self) -> None:
+        self._theirs = _here()
+        resume(self._mine)
+
+    def __exit__(self, *_: object) -> None:
+        self._mine = _here()
+        resume(self._theirs)
+
+
+def _here() -> Sources:
+    return {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy": _numpy.note()}
+
+
+def _sown(seed: int) -> Sources:
+    import numpy as np
+
+    _, keys, *rest = np.random.RandomState(np.random.MT19937(seed)).get_state()
+    return {
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "random": random.Random(seed).getstate(),
+        "numpy": (torch.from_numpy(keys), *rest),
+    }

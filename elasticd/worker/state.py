@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 
 from elasticd.core.link import Holds
 from elasticd.worker import chance
+from elasticd.worker.data import Data
+from elasticd.worker.place import rank, world_size
 from elasticd.worker.plain import copied
+from elasticd.worker.reduction import Averaged, Reduction
+from elasticd.worker.step import Step
 from elasticd.worker.world import World, WorldChanged
 
 _SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
@@ -35,6 +39,8 @@ class State:
     no worker has the state, as at the start, one worker calls ``restore(state)``, which may load a
     checkpoint into the objects and returns the step that it is of, or None.
 
+    ``data``: what it is trained with; ``steps`` then yields this worker's share of it.
+
     Others by name: modules and optimizers; objects with ``state_dict`` and ``load_state_dict``, such
     as a scheduler; and plain data (numbers, strings, tensors, containers of them), which is read and
     set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``.
@@ -49,6 +55,7 @@ class State:
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         *,
+        data: Data | None = None,
         wrap: Wrap | None = data_parallel,
         restore: Callable[[State], int | None] | None = None,
         **others: Any,
@@ -66,7 +73,11 @@ class State:
         self._wrapped: Any = model
         self._restore = restore
         self._seeds: dict[str, int] = {}
-        for name, value in {"model": model, "optimizer": optimizer, **others}.items():
+        self._data = data
+        self._reduction: Reduction = Averaged(None)
+        self._open: Step | None = None
+        given = {"model": model, "optimizer": optimizer, "data": data}
+        for name, value in {**given, **others}.items():
             if value is not None or name in others:
                 self._take_in(name, value)
         self._buffers = [
@@ -110,20 +121,53 @@ class State:
         """The model as it is called in the present world."""
         return self._wrapped
 
-    def steps(self, until: int) -> Iterator[int]:
-        """The numbers of the steps that are still to be made, up to ``until``."""
+    def steps(self, until: int | None = None) -> Iterator[Any]:
+        """The steps that are still to be made, up to ``until`` committed ones. With ``data``: a Step each,
+        to the end of its epochs; without: their numbers.
+
+        What is not committed comes again in the next world. A commit may cover several."""
+        if self._data is None:
+            if until is None:
+                raise TypeError("state.steps() without a number needs State(..., data=worker.Data(...))")
+            yield from self._numbers(until)
+            return
+        shares = self._data.shares(rank(), world_size())
+        number = self._step
+        while until is None or self._step < until:
+            if self._world is not None:
+                self._world.check()
+            share = next(shares, None)
+            if share is None:
+                return
+            self._open = Step(number, share, self._reduction)
+            yield self._open
+            self._close_step()
+            number += 1
+
+    def _numbers(self, until: int) -> Iterator[int]:
         for step in range(self._step, until):
             if self._world is not None:
                 self._world.check()
             yield step
 
+    def _close_step(self) -> None:
+        if self._open is not None and not self._open.done:
+            raise RuntimeError(
+                f"the batches of step {self._open.number} were not all used: go through them, as in "
+                "`for batch in step`, before state.commit() and the next step"
+            )
+
     def commit(self) -> None:
         """One step more is done: nobody falls behind of it. Call it after the optimizer's step.
 
         Raises WorldChanged when the world ends here: leave it uncaught."""
+        self._close_step()
         world = self._world
         if world is not None and not self._torn:  # no optimizer has stepped
             world.vouch()
+        if self._data is not None:
+            self._data.advance()
+        self._open = None
         self._keep()
         self._step += 1
         self._torn = False
@@ -161,12 +205,14 @@ class State:
         model = self._modules.get("model")
         if model is not None and self._wrap is not None:
             self._wrapped = self._wrap(model)
+            self._reduction = Averaged(self._wrapped)
             if world is not None and isinstance(self._wrapped, DistributedDataParallel):
                 _watch(self._wrapped, world)
 
     def leave(self) -> None:
         """Out of the world, and back to what is committed, unless an optimizer has begun a step."""
         self._world = None
+        self._open = None
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # whoever still holds it
         self._wrapped = self._modules.get("model")

@@ -1,0 +1,259 @@
+"""The data of a training: each sample of an epoch used once, whatever the sequence of worlds.
+
+The position is part of what a State commits. What was fetched ahead and not committed is fetched again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from elasticd.core.dealing import Batch, Part, next_batch, parts_of
+from elasticd.worker import loading
+from elasticd.worker.loading import Fetched, Indexed, Requests, Share, Stream
+from elasticd.worker.sampling import Listed, Sampler, order_of
+
+VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # what elasticd run tells its workers of --max
+
+
+class DataChanged(ValueError):
+    """The data is not what it was when the training that is to be gone on with was committed. The message
+    says in a sentence what differs."""
+
+
+class Data:
+    """Give it to the State: ``State(..., data=Data(dataset, global_batch=256, seed=0))``.
+
+    dataset: map-style, or iterable (an iterable one must give the same samples each time).
+    global_batch: samples per step of all workers together, whatever their number. It is cut into
+        ``virtual_ranks`` (as many as ``--max``, or as workers that began), which are dealt onto the
+        workers at hand. ``accumulate``: each virtual rank's samples come in so many batches.
+    worker_batch: in its place, samples per step of each worker: the global batch grows with the world.
+    shuffle: mixed anew in each epoch by ``seed``; otherwise as the dataset has it.
+    weights: draw with replacement, by a weight for each sample, ``draws`` an epoch.
+    sampler: an order of your own: indices for one epoch, from a function of the epoch's number, or from
+        an iterable, whose ``set_epoch`` is called if there is one. It must be the same each time.
+    epochs: so many; None: without end. drop_last: leave out what is left of an epoch after whole
+        batches. Otherwise it makes a smaller one, whose samples count the same.
+    loader: further options of torch's DataLoader: num_workers, collate_fn, pin_memory, ...
+
+    Raises TypeError and ValueError for what cannot be meant, and DataChanged where a training goes on
+    with other data than it was committed with.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int | None = None,
+        worker_batch: int | None = None,
+        virtual_ranks: int | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        weights: Sequence[float] | None = None,
+        draws: int | None = None,
+        sampler: Sampler | None = None,
+        epochs: int | None = 1,
+        drop_last: bool = False,
+        **loader: Any,
+    ) -> None:
+        if taken := sorted(loader.keys() & set(loading.OURS)):
+            raise TypeError(
+                f"Data decides on {taken[0]} itself: leave it out, or see help(elasticd.worker.Data)"
+            )
+        if (global_batch is None) == (worker_batch is None):
+            raise TypeError(
+                "give Data either global_batch, the samples of a step in any world, or worker_batch, those "
+                "of each worker"
+            )
+        if virtual_ranks is not None and global_batch is None:
+            raise TypeError(
+                "virtual_ranks are what a global_batch is cut into: with worker_batch there are none"
+            )
+        batch = global_batch if global_batch is not None else worker_batch
+        for name, number in (("the batch", batch), ("accumulate", accumulate), ("epochs", epochs)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}: give a number that is 1 or more")
+        self._global_batch, self._worker_batch = global_batch, worker_batch
+        self._accumulate = accumulate
+        self._seed, self._epochs, self._drop_last = seed, epochs, drop_last
+        self._asked_ranks = virtual_ranks
+        self._virtual_ranks = virtual_ranks or int(
+            os.environ.get(VIRTUAL_RANKS) or os.environ.get("WORLD_SIZE") or 1
+        )
+        self._check_ranks()
+        self._collate = loading.collate_of(loader)
+        self._options = loader
+        self._dataset = dataset
+        self._order = order_of(dataset, seed, shuffle, weights, draws, sampler)
+        if self._order is not None:
+            self._loader: DataLoader[Any] | None = None
+            self._requests = Requests()
+            if drop_last:
+                next_batch(0, 0, length=self._order.length, size=batch or 0, drop_last=True)
+        self._epoch = self._position = 0
+        self._open: Share | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Of the next sample that is not committed."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many samples of the epoch are committed."""
+        return self._position
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What tells this data, its order and its batches from others, in JSON's types."""
+        order = self._order.facts if self._order is not None else {"kind": "stream"}
+        batches = {
+            "global_batch": self._global_batch or 0,
+            "worker_batch": self._worker_batch or 0,
+            "virtual_ranks": self._virtual_ranks if self._global_batch else 0,
+        }
+        return {"order": dict(order), **batches}
+
+    # ------------------------------------------------------------ what a State uses
+
+    def state_dict(self) -> dict[str, Any]:
+        digest = self._order.digest(self._epoch) if isinstance(self._order, Listed) else ""
+        return {"v": 1, "epoch": self._epoch, "position": self._position, "digest": digest, **self.facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises DataChanged."""
+        if self._asked_ranks is None and self._global_batch:
+            self._virtual_ranks = state["virtual_ranks"] or self._virtual_ranks
+        mine, theirs = self.facts, {name: state[name] for name in self.facts}
+        if mine != theirs:
+            raise DataChanged(_difference(mine, theirs))
+        self._check_ranks()
+        if isinstance(self._order, Listed) and self._order.digest(state["epoch"]) != state["digest"]:
+            raise DataChanged(
+                f"the sampler gives another order of epoch {state['epoch']} than the training was committed "
+                "with: it must be a function of the epoch alone"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._open = None
+
+    def shares(self, rank: int, world: int) -> Iterator[Share]:
+        """What the worker of that rank does in each step, from what is committed on. A share is committed
+        by ``advance``, before the next is asked for, or comes again another time."""
+        size = self._global_batch or (self._worker_batch or 0) * world
+        ranks = self._virtual_ranks if self._global_batch else world
+        following = self._shares_of_stream if self._order is None else self._shares_of_indices
+        for share in following(rank, world, size, ranks):
+            self._open = share
+            yield share
+
+    def advance(self) -> None:
+        """The share that was asked for last is used and will not come again."""
+        if self._open is not None:
+            batch = self._open.batch
+            self._epoch, self._position = batch.epoch, batch.end
+            self._open = None
+
+    # ------------------------------------------------------------ batches
+
+    def _shares_of_indices(self, rank: int, world: int, size: int, ranks: int) -> Iterator[Share]:
+        order = self._order
+        assert order is not None
+
+        def batches() -> Iterator[Batch]:
+            epoch, position = self._epoch, self._position
+            while True:
+                batch = next_batch(epoch, position, length=order.length, size=size, drop_last=self._drop_last)
+                if self._epochs is not None and batch.epoch >= self._epochs:
+                    return
+                yield batch
+                epoch, position = batch.epoch, batch.end
+
+        def requests() -> Iterator[Fetched]:
+            for batch in batches():
+                for part in parts(batch):
+                    positions = range(batch.first + part.samples.start, batch.first + part.samples.stop)
+                    yield Fetched(
+                        batch.epoch, batch.first, batch.samples, part, order.at(batch.epoch, positions)
+                    )
+
+        def parts(batch: Batch) -> list[Part]:
+            return parts_of(
+                rank, world, samples=batch.samples, virtual_ranks=ranks, accumulate=self._accumulate
+            )
+
+        self._requests.begin = requests
+        if self._loader is None:
+            indexed = Indexed(self._dataset, self._collate, self._seed)
+            self._loader = loading.loader_of_indexed(indexed, self._requests, self._options)
+        loaded = iter(self._loader)
+        for batch in batches():
+            yield Share(batch, parts(batch), loaded)
+
+    def _shares_of_stream(self, rank: int, world: int, size: int, ranks: int) -> Iterator[Share]:
+        if self._epochs is not None and self._epoch >= self._epochs:
+            return
+        stream = Stream(
+            self._dataset,
+            self._collate,
+            self._seed,
+            epoch=self._epoch,
+            position=self._position,
+            place=(rank, world),
+            size=size,
+            virtual_ranks=ranks,
+            accumulate=self._accumulate,
+            drop_last=self._drop_last,
+        )
+        loaded = iter(loading.loader_of_stream(stream, self._options))
+        for first in loaded:
+            if not first.samples:  # the end of an epoch
+                if self._epochs is not None and first.epoch + 1 >= self._epochs:
+                    return
+                continue
+            parts = parts_of(
+                rank, world, samples=first.samples, virtual_ranks=ranks, accumulate=self._accumulate
+            )
+            yield Share(first.batch, parts, chain([first], loaded))
+
+    def _check_ranks(self) -> None:
+        if self._global_batch is None:
+            return
+        least = self._virtual_ranks * self._accumulate
+        if self._global_batch < least:
+            times = f" in {self._accumulate} pieces each" if self._accumulate > 1 else ""
+            raise ValueError(
+                f"global_batch is {self._global_batch}, too few for {self._virtual_ranks} virtual ranks"
+                f"{times}: give a larger one, or fewer virtual_ranks (as many as --max unless you say so)"
+            )
+
+
+# ---------------------------------------------------------------- what has changed
+
+_MEANINGS = {
+    "kind": "the kind of order",
+    "length": "samples in an epoch",
+    "samples": "samples in the dataset",
+    "seed": "the seed",
+    "weights": "the weights' digest",
+    "global_batch": "global_batch",
+    "worker_batch": "worker_batch",
+    "virtual_ranks": "virtual_ranks",
+}
+
+
+def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """In a sentence: the first thing that is not as it was."""
+    now, then = ({**facts["order"], **facts} for facts in (mine, theirs))
+    for name, meaning in _MEANINGS.items():
+        if now.get(name) != then.get(name):
+            return (
+                f"{meaning}: {now.get(name, 'none')} now, and {then.get(name, 'none')} when the training to "
+                "go on with was committed; go on with the data and the batches of before, or begin anew"
+            )
+    return f"the data is {mine}, and was {theirs}, when the training that is to go on was committed"

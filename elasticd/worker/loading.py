@@ -1,0 +1,204 @@
+"""Samples on their way: torch's DataLoader and its workers, told exactly what to fetch.
+
+What comes back says what it is and which samples were really asked of the dataset. What a loading is
+random about is drawn from a seed of the batch's own: it is the same in whichever process it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from elasticd.core.dealing import Batch, Part, parts_of
+from elasticd.core.order import chance_of
+from elasticd.worker.chance import Aside
+
+OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sampler", "shuffle")
+
+
+class Fetched(NamedTuple):
+    """A part of a global batch, loaded. ``part`` is None where the worker has none of it. ``ids``: the
+    indices that the dataset was asked for; of an iterable one, the positions that were read.
+    ``samples`` is 0 at the end of an epoch whose end only the reader knows."""
+
+    epoch: int
+    first: int
+    samples: int
+    part: Part | None
+    ids: Sequence[int]
+    values: Any = None
+
+    @property
+    def batch(self) -> Batch:
+        return Batch(self.epoch, self.first, self.samples)
+
+
+@dataclass(slots=True)
+class Share:
+    """One worker's part in one global batch, of which ``loaded`` has the parts next."""
+
+    batch: Batch
+    parts: list[Part]
+    loaded: Iterator[Fetched]
+
+    def fetch(self) -> Iterator[Fetched]:
+        for part in self.parts:
+            fetched = next(self.loaded)
+            if (fetched.batch, fetched.part) != (self.batch, part):
+                raise RuntimeError(
+                    f"asked for {part} of {self.batch}, and got {fetched.part} of {fetched.batch}"
+                )
+            yield fetched
+
+
+class Indexed(Dataset[Any]):
+    """A map-style dataset that is asked for a whole part at a time."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset, self._collate, self._seed = dataset, collate, seed
+
+    def __getitems__(self, asked: Fetched) -> Fetched:  # what torch calls with what the sampler yields
+        assert asked.part is not None
+        indices = list(asked.ids)
+        with Aside(chance_of(self._seed, asked.epoch, asked.first + asked.part.samples.start)):
+            if callable(getattr(self.dataset, "__getitems__", None)):
+                samples = self.dataset.__getitems__(indices)
+            else:
+                samples = [self.dataset[index] for index in indices]
+            return asked._replace(ids=indices, values=self._collate(samples))
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset, of which each process reads everything and keeps what is its own.
+
+    ``place``: rank and size of the world. A dataset may have ``set_epoch(epoch)``, and
+    ``iter_from(position)``, which begins in the middle without reading what comes before.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        *,
+        epoch: int,
+        position: int,
+        place: tuple[int, int],
+        size: int,
+        virtual_ranks: int,
+        accumulate: int,
+        drop_last: bool,
+    ) -> None:
+        self.dataset, self._collate, self._seed = dataset, collate, seed
+        self._epoch, self._position, self._place = epoch, position, place
+        self._size, self._virtual_ranks, self._accumulate = size, virtual_ranks, accumulate
+        self._drop_last = drop_last
+
+    def __iter__(self) -> Iterator[Fetched]:
+        """Loading processes take turns."""
+        info = get_worker_info()
+        mine, processes = (info.id, info.num_workers) if info is not None else (0, 1)
+        for turn, (bare, samples) in enumerate(self._all()):
+            if turn % processes == mine:
+                yield self._made(bare, samples)
+
+    def _made(self, bare: Fetched, samples: list[Any]) -> Fetched:
+        if bare.part is None:
+            return bare
+        with Aside(chance_of(self._seed, bare.epoch, bare.ids[0])):
+            return bare._replace(values=self._collate(samples))
+
+    def _all(self) -> Iterator[tuple[Fetched, list[Any]]]:
+        epoch, position = self._epoch, self._position
+        while True:
+            for first, samples in self._batches(epoch, position):
+                position = first + len(samples)
+                head = Fetched(epoch, first, len(samples), None, ())
+                parts = parts_of(
+                    *self._place,
+                    samples=len(samples),
+                    virtual_ranks=self._virtual_ranks,
+                    accumulate=self._accumulate,
+                )
+                for p in parts:
+                    ids = tuple(range(first + p.samples.start, first + p.samples.stop))
+                    yield head._replace(part=p, ids=ids), samples[p.samples.start : p.samples.stop]
+                if not parts:
+                    yield head, []
+            if not position:
+                raise ValueError(
+                    f"the dataset has not a single batch in epoch {epoch}: nothing to train with"
+                )
+            yield Fetched(epoch, position, 0, None, ()), []
+            epoch, position = epoch + 1, 0
+
+    def _batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[Any]]]:
+        chance = Aside(chance_of(self._seed, epoch, -1))
+        with chance:
+            stream = _stream(self.dataset, epoch, position)
+        while True:
+            with chance:
+                samples = list(islice(stream, self._size))
+            if not samples or (self._drop_last and len(samples) < self._size):
+                return
+            yield position, samples
+            position += len(samples)
+
+
+def _stream(dataset: Any, epoch: int, position: int) -> Iterator[Any]:
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    if position and hasattr(dataset, "iter_from"):
+        return iter(dataset.iter_from(position))
+    stream: Iterator[Any] = iter(dataset)
+    passed = sum(1 for _ in islice(stream, position))
+    if passed < position:
+        raise ValueError(
+            f"the dataset ends after {passed} samples of epoch {epoch}, of which {position} were used "
+            "before: an iterable dataset must give the same samples each time"
+        )
+    return stream
+
+
+class Requests:
+    """What to fetch next, as torch's sampler. ``begin`` says from where on; asked when it is iterated."""
+
+    def __init__(self) -> None:
+        self.begin: Callable[[], Iterator[Fetched]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[Any]:  # torch would have it lists
+        return self.begin()
+
+
+def loader_of_indexed(dataset: Indexed, requests: Requests, options: dict[str, Any]) -> DataLoader[Any]:
+    """Its processes stay from world to world."""
+    if options.get("num_workers"):
+        options = {"persistent_workers": True, **options}
+    return DataLoader(
+        dataset, batch_sampler=requests, collate_fn=_as_it_is, generator=torch.Generator(), **options
+    )
+
+
+def loader_of_stream(dataset: Stream, options: dict[str, Any]) -> DataLoader[Any]:
+    """Made anew for each world, as its processes know where to read on."""
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),
+        **{**options, "persistent_workers": False},
+    )
+
+
+def collate_of(options: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    """Takes it out of the DataLoader's options: we call it ourselves."""
+    return options.pop("collate_fn", None) or default_collate
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched

@@ -1,0 +1,107 @@
+"""Which order a dataset's samples are used in, from what a script says of it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from elasticd.core.order import BadOrder, Order, Sequential, Shuffled, Weighted
+
+Sampler = Iterable[int] | Callable[[int], Sequence[int]]
+
+
+class Listed:
+    """The order that a script's own sampler gives. Asked twice for each epoch, to see that it is one."""
+
+    def __init__(self, sampler: Sampler, samples: int) -> None:
+        self._sampler, self._samples = sampler, samples
+        self._epoch, self._indices = -1, array("q")
+        self._indices = self._of(0)
+        self.length = len(self._indices)
+        self.facts: dict[str, Any] = {"kind": "sampler", "length": self.length, "samples": samples}
+
+    def at(self, epoch: int, positions: range) -> list[int]:
+        return self._of(epoch)[positions.start : positions.stop].tolist()
+
+    def digest(self, epoch: int) -> str:
+        return hashlib.blake2b(self._of(epoch).tobytes(), digest_size=16).hexdigest()
+
+    def _of(self, epoch: int) -> array[int]:
+        if epoch != self._epoch:
+            indices = self._asked(epoch)
+            if indices != self._asked(epoch):
+                raise ValueError(
+                    f"the sampler gave two orders when asked twice for epoch {epoch}: it must be a function "
+                    "of the epoch alone, with a seed of its own (or leave it out, and give Data a seed)"
+                )
+            if not indices:
+                raise BadOrder(f"the sampler gave no index for epoch {epoch}: there is nothing to train with")
+            if self._indices and len(indices) != len(self._indices):
+                raise ValueError(
+                    f"the sampler gave {len(indices)} indices for epoch {epoch}, and {len(self._indices)} "
+                    "before: epochs must be of one length"
+                )
+            outside = next((i for i in indices if not 0 <= i < self._samples), None)
+            if outside is not None:
+                raise ValueError(
+                    f"the sampler gave index {outside}, and the dataset has {self._samples} samples"
+                )
+            self._epoch, self._indices = epoch, indices
+        return self._indices
+
+    def _asked(self, epoch: int) -> array[int]:
+        if callable(self._sampler) and not hasattr(self._sampler, "__iter__"):
+            return array("q", map(int, self._sampler(epoch)))
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        return array("q", map(int, self._sampler))
+
+
+def order_of(
+    dataset: Any,
+    seed: int,
+    shuffle: bool | None,
+    weights: Sequence[float] | None,
+    draws: int | None,
+    sampler: Sampler | None,
+) -> Order | Listed | None:
+    """None for an iterable dataset, which has its own. Raises TypeError and ValueError for what makes no
+    order; the arguments are Data's."""
+    said = [
+        name for name, value in (("shuffle", shuffle), ("weights", weights), ("sampler", sampler)) if value
+    ]
+    if len(said) > 1:
+        raise TypeError(
+            f"{said[0]} and {said[1]} exclude each other: each of them is an order of the samples"
+        )
+    if draws is not None and weights is None:
+        raise TypeError("draws says how many samples an epoch draws by weights: give them, too")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if said:
+            raise TypeError(
+                f"an iterable dataset has an order of its own, so {said[0]} means nothing for it: leave it "
+                "out, and mix what it reads"
+            )
+        if not hasattr(dataset, "__iter__"):
+            raise TypeError(
+                f"a {type(dataset).__qualname__} is no dataset: it has neither __getitem__ nor __iter__"
+            )
+        return None
+    try:
+        length = len(dataset)
+    except TypeError:
+        raise TypeError(
+            f"the dataset, a {type(dataset).__qualname__}, has no length: give it __len__, or make it an "
+            "iterable one"
+        ) from None
+    if weights is not None:
+        if len(weights) != length:
+            raise ValueError(f"there are {len(weights)} weights, and the dataset has {length} samples")
+        return Weighted(weights, seed, draws)
+    if sampler is not None:
+        return Listed(sampler, length)
+    return Sequential(length) if shuffle is False else Shuffled(length, seed)

@@ -1,0 +1,80 @@
+"""One step of a training whose data the State has: this worker's share of one global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from elasticd.worker.loading import Fetched, Share
+from elasticd.worker.reduction import Reduction
+
+
+class Step:
+    """What ``state.steps()`` yields. Iterate it, once, for this worker's batches, a part of the global
+    batch each, and call ``backward`` with the loss of each. ``number``: how many steps came before.
+    ``samples``: of the global batch, which is ``position`` samples into its epoch.
+
+    ``taken`` is told what was used and with which losses, before the last of it is added up.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        share: Share,
+        reduction: Reduction,
+        taken: Callable[[Share, list[tuple[Fetched, torch.Tensor]]], None] | None = None,
+    ) -> None:
+        self.number = number
+        self.epoch, self.position, self.samples = share.batch.epoch, share.batch.first, share.batch.samples
+        self.done = False
+        self._share = share
+        self._reduction = reduction
+        self._taken = taken
+        self._begun = False
+        self._fetched: Fetched | None = None
+        self._lost: list[tuple[Fetched, torch.Tensor]] = []
+
+    def __repr__(self) -> str:
+        return f"<step {self.number}: {self.samples} samples from {self.position} of epoch {self.epoch}>"
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            raise RuntimeError(f"the batches of step {self.number} can be gone through once only")
+        self._begun = True
+        for fetched in self._share.fetch():
+            part = fetched.part
+            assert part is not None
+            self._fetched = fetched
+            with self._reduction.part(part):
+                yield fetched.values
+                if self._fetched is not None:
+                    raise RuntimeError(
+                        f"step.backward(loss) was not called for a batch of step {self.number}: call it for "
+                        "each"
+                    )
+        if not self._share.parts and self._taken is not None:
+            self._taken(self._share, [])
+        self._reduction.finish(self._share.parts)
+        self.done = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """In place of ``loss.backward()``. ``loss``: a mean over the samples of the batch at hand.
+        What each worker's gradients come to after the last is the gradient of the mean over the global
+        batch."""
+        fetched = self._fetched
+        if fetched is None:
+            raise RuntimeError("step.backward(loss) belongs into `for batch in step`, once for each batch")
+        if loss.numel() != 1:
+            raise ValueError(
+                "step.backward wants one number, the mean over the batch's samples, and was given a tensor "
+                f"of shape {tuple(loss.shape)}"
+            )
+        assert fetched.part is not None
+        self._fetched = None
+        if self._taken is not None:
+            self._lost.append((fetched._replace(values=None), loss.detach()))
+            if fetched.part.last:
+                self._taken(self._share, self._lost)
+        self._reduction.backward(loss, fetched.part)

@@ -1,0 +1,386 @@
+"""What a training is fed: each sample once, in any sequence of worlds, fetched by torch's DataLoader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
+
+from elasticd import worker
+from elasticd.worker.data import Data, DataChanged
+from elasticd.worker.loading import Share
+
+Loaded = tuple[int, list[int], list[float]]  # virtual rank, samples, what chance added to them
+
+
+class Numbers(Dataset[tuple[int, float]]):
+    """Sample i is i, and a number that augmenting it drew."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, torch.rand(1).item() + random.random() + np.random.rand()
+
+
+class Flow(IterableDataset[tuple[int, float]]):
+    """Of a length that nobody knows before its end, and another in each epoch. ``read``: how often."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for i in range(self.length + self.epoch):
+            yield i, random.random()
+
+
+class Far(Flow):
+    """Refuses to be read from its beginning again."""
+
+    def iter_from(self, position: int) -> Iterator[tuple[int, float]]:
+        return iter([(i, 0.0) for i in range(position, self.length)])
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        raise AssertionError("read from the start")
+
+
+def load(share: Share) -> list[Loaded]:
+    found = []
+    for fetched in share.fetch():
+        ids, drawn = fetched.values
+        assert list(fetched.ids) == ids.tolist()
+        found.append((fetched.part.virtual_rank, ids.tolist(), drawn.tolist()))
+    return found
+
+
+def epoch_in(worlds: list[int], state: dict[str, Any] | None = None, **options: Any) -> list[list[Loaded]]:
+    """The steps of a training whose world is another after each step; a world's workers are as many
+    Datas, of which each takes what the last committed. Two steps are begun in each, and one committed."""
+    steps = []
+    turn = 0
+    while True:
+        world = worlds[turn % len(worlds)]
+        turn += 1
+        loaded: list[Loaded] = []
+        after: list[dict[str, Any]] = []
+        for rank in range(world):
+            data = Data(**options)
+            if state is not None:
+                data.load_state_dict(state)
+            shares = data.shares(rank, world)
+            share = next(shares, None)
+            if share is None:
+                continue
+            loaded += load(share)
+            data.advance()
+            after.append(data.state_dict())
+            ahead = next(shares, None)
+            if ahead is not None:
+                load(ahead)
+        if not after:
+            return steps
+        assert after == after[:1] * world, "all are at the same place"
+        state = after[0]
+        steps.append(loaded)
+
+
+def ids(steps: list[list[Loaded]]) -> list[int]:
+    return [i for step in steps for _, samples, _ in step for i in samples]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "indexed": {"dataset": Numbers(23), "global_batch": 6, "virtual_ranks": 5, "seed": 3},
+    "in pieces": {"dataset": Numbers(23), "global_batch": 6, "virtual_ranks": 2, "accumulate": 3},
+    "iterable": {"dataset": Flow(23), "global_batch": 6, "virtual_ranks": 5, "seed": 3},
+    "weighted": {"dataset": Numbers(23), "global_batch": 6, "virtual_ranks": 3, "weights": range(23)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_worlds_together_are_one_training(kind):
+    """With the same batches, samples, and random augmentations."""
+    alone = epoch_in([1], **KINDS[kind])
+    if kind != "weighted":
+        assert sorted(ids(alone)) == list(range(23))
+    assert epoch_in([2, 3, 5, 1, 7], **KINDS[kind]) == alone
+    assert [sum(len(s) for _, s, _ in step) for step in alone] == [6, 6, 6, 5]
+
+
+@pytest.mark.parametrize("kind", ["indexed", "iterable"])
+def test_workers_of_the_dataloader_change_nothing_but_the_speed(kind):
+    options = {**KINDS[kind], "dataset": type(KINDS[kind]["dataset"])(8)}
+    alone = epoch_in([1], **options)
+    assert epoch_in([2, 1], num_workers=2, prefetch_factor=3, **options) == alone
+
+
+def test_a_new_world_uses_the_same_processes_to_load():
+    data = Data(Numbers(40), global_batch=4, virtual_ranks=2, num_workers=1)
+    seen = []
+    for world in (1, 2):
+        shares = data.shares(0, world)
+        for _ in range(2):
+            load(next(shares))
+            data.advance()
+        seen.append([p.pid for p in data._loader._iterator._workers])
+    assert seen[0] == seen[1]
+    del data._loader
+
+
+def test_loading_draws_no_random_numbers_of_the_trainings():
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = [torch.rand(1).item(), random.random(), np.random.rand()]
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    for kind in KINDS.values():
+        epoch_in([2], **kind)
+    assert [torch.rand(1).item(), random.random(), np.random.rand()] == expected
+
+
+def test_epochs_differ_and_the_last_batch_may_be_left_out():
+    steps = epoch_in([2], dataset=Numbers(10), global_batch=4, virtual_ranks=2, epochs=2, drop_last=True)
+    assert len(steps) == 4
+    first, second = ids(steps[:2]), ids(steps[2:])
+    assert len(set(first)) == len(set(second)) == 8 and first != second
+
+
+def test_an_iterable_datasets_epochs_may_be_of_different_lengths():
+    steps = epoch_in([3], dataset=Flow(10), global_batch=4, virtual_ranks=2, epochs=2)
+    assert ids(steps) == [*range(10), *range(11)]
+
+
+def test_what_is_left_out_of_a_stream_does_not_begin_the_next_epoch():
+    steps = epoch_in([2], dataset=Flow(10), global_batch=4, virtual_ranks=2, epochs=2, drop_last=True)
+    assert ids(steps) == [*range(8), *range(8)]
+
+
+def test_an_iterable_dataset_that_can_begin_in_the_middle_does():
+    data = Data(Far(10), global_batch=4, virtual_ranks=2)
+    state = {**data.state_dict(), "position": 8}
+    assert ids(epoch_in([2], state, dataset=Far(10), global_batch=4, virtual_ranks=2)) == [8, 9]
+
+
+def test_a_batch_may_grow_with_the_world():
+    steps = epoch_in([1, 2, 3], dataset=Numbers(20), worker_batch=3)
+    assert [sum(len(s) for _, s, _ in step) for step in steps] == [3, 6, 9, 2]
+    assert sorted(ids(steps)) == list(range(20))
+
+
+def test_virtual_ranks_are_as_many_as_workers_at_most_and_stay_so(monkeypatch):
+    monkeypatch.setenv("ELASTICD_WORLD_MAX", "3")
+    data = Data(Numbers(20), global_batch=6)
+    assert data.facts["virtual_ranks"] == 3
+    monkeypatch.setenv("ELASTICD_WORLD_MAX", "5")
+    later = Data(Numbers(20), global_batch=6)
+    later.load_state_dict(data.state_dict())
+    assert later.facts["virtual_ranks"] == 3
+
+
+class Twice:
+    """A sampler with an epoch."""
+
+    def __init__(self, *, pure: bool = True, offset: int = 0) -> None:
+        self.epoch, self.pure, self.offset, self.asked = 0, pure, offset, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        turn = self.epoch if self.pure else self.asked
+        return iter([(i + turn + self.offset) % 9 for i in range(9)])
+
+
+@pytest.mark.parametrize("sampler", [Twice(), lambda epoch: [(i + epoch) % 9 for i in range(9)]])
+def test_a_sampler_of_ones_own_is_followed(sampler):
+    steps = epoch_in([2, 3], dataset=Numbers(9), global_batch=3, virtual_ranks=3, sampler=sampler, epochs=2)
+    assert ids(steps) == [*range(9), *range(1, 9), 0]
+
+
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "no batch": (TypeError, "either global_batch", {"global_batch": None}),
+    "two batches": (TypeError, "either global_batch", {"worker_batch": 4}),
+    "batch of nothing": (ValueError, "the batch is 0", {"global_batch": 0}),
+    "more virtual ranks than samples": (
+        ValueError,
+        "global_batch is 4, too few for 5 virtual ranks: give a larger one, or fewer virtual_ranks",
+        {"virtual_ranks": 5},
+    ),
+    "more pieces than samples": (
+        ValueError,
+        "too few for 2 virtual ranks in 3 pieces each",
+        {"global_batch": 5, "virtual_ranks": 2, "accumulate": 3},
+    ),
+    "virtual ranks of nothing": (
+        TypeError,
+        "with worker_batch there are none",
+        {"global_batch": None, "worker_batch": 4, "virtual_ranks": 2},
+    ),
+    "shuffled by the loader": (TypeError, "Data decides on batch_size itself", {"batch_size": 2}),
+    "not a dataset": (TypeError, "a int is no dataset", {"dataset": 3}),
+    "empty": (ValueError, "the dataset is empty", {"dataset": Numbers(0)}),
+    "never a whole batch": (ValueError, "no whole batch", {"global_batch": 10, "drop_last": True}),
+    "two orders": (TypeError, "shuffle and weights exclude", {"shuffle": True, "weights": [1] * 9}),
+    "weights of others": (ValueError, "8 weights, and the dataset has 9", {"weights": [1] * 8}),
+    "draws without weights": (TypeError, "give them, too", {"draws": 3}),
+    "a stream's order": (TypeError, "has an order of its own", {"dataset": Flow(9), "shuffle": True}),
+    "a random sampler": (
+        ValueError,
+        "the sampler gave two orders when asked twice for epoch 0: it must be a function of the epoch alone",
+        {"sampler": RandomSampler(range(9))},
+    ),
+    "a counting sampler": (ValueError, "two orders", {"sampler": Twice(pure=False)}),
+    "a sampler of others": (ValueError, "gave index 9, and the dataset has 9", {"sampler": lambda _: [9]}),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_meant_is_refused_in_a_sentence(what):
+    kind, sentence, options = BAD[what]
+    with pytest.raises(kind, match=sentence) as refused:
+        Data(**{"dataset": Numbers(9), "global_batch": 4, **options})
+    assert "\n" not in str(refused.value)
+
+
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "another length": ("samples in an epoch: 8 now, and 9 when", {"dataset": Numbers(8)}),
+    "another seed": ("the seed: 1 now, and 0 when", {"seed": 1}),
+    "another batch": ("global_batch: 3 now, and 4 when", {"global_batch": 3}),
+    "other virtual ranks": ("virtual_ranks: 4 now, and 2 when", {"virtual_ranks": 4}),
+    "another kind": ("the kind of order: sequential now, and shuffled when", {"shuffle": False}),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_training_does_not_go_on_with_other_data(what):
+    sentence, options = CHANGED[what]
+    before = {"dataset": Numbers(9), "global_batch": 4, "virtual_ranks": 2}
+    state = Data(**before).state_dict()
+    with pytest.raises(DataChanged, match=sentence) as refused:
+        Data(**{**before, **options}).load_state_dict(state)
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_and_samplers_of_before_are_wanted_too():
+    def weighted(last: float) -> Data:
+        return Data(Numbers(3), global_batch=1, virtual_ranks=1, weights=[1, 1, last])
+
+    with pytest.raises(DataChanged, match="the weights' digest"):
+        weighted(2).load_state_dict(weighted(1).state_dict())
+
+    def listed(offset: int) -> Data:
+        return Data(Numbers(9), global_batch=1, virtual_ranks=1, sampler=Twice(offset=offset))
+
+    with pytest.raises(DataChanged, match="the sampler gives another order of epoch 0"):
+        listed(1).load_state_dict(listed(0).state_dict())
+    listed(1).load_state_dict(listed(1).state_dict())
+
+
+# ---------------------------------------------------------------- in a State
+
+
+def state_of(data: Data) -> worker.State:
+    model = nn.Linear(1, 1)
+    made = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data, wrap=None)
+    made.begin()
+    made.agree(1)
+    made.enter(None)
+    return made
+
+
+def loss_of(state: worker.State, batch: Any) -> torch.Tensor:
+    return state.model(batch[0].float()[:, None]).square().mean()
+
+
+def test_the_position_is_committed_with_the_state_and_goes_back_with_it():
+    state = state_of(Data(Numbers(9), global_batch=3, virtual_ranks=3))
+    used = []
+    for step in state.steps():
+        used.append([batch[0].tolist() for batch in step if not step.backward(loss_of(state, batch))])
+        if step.number == 1:
+            state.leave()  # the world ends before that is committed
+            state.enter(None)
+            break
+        state.commit()
+    for step in state.steps():
+        used.append([batch[0].tolist() for batch in step if not step.backward(loss_of(state, batch))])
+        state.commit()
+    assert used[1] == used[2] and len(used) == 4
+    assert sorted(i for step in [used[0], *used[2:]] for part in step for i in part) == list(range(9))
+    assert (state.data.epoch, state.data.position, state.step) == (0, 9, 3)
+    assert list(state.steps()) == []
+
+
+def test_a_commit_may_cover_several_batches():
+    state = state_of(Data(Numbers(9), global_batch=3, virtual_ranks=1))
+    for step in state.steps():
+        for batch in step:
+            step.backward(loss_of(state, batch))
+        if step.number == 1:
+            state.commit()
+    assert (state.step, state.data.position) == (1, 6)
+
+
+def test_steps_can_be_made_up_to_a_number():
+    state = state_of(Data(Numbers(9), global_batch=3, virtual_ranks=1, epochs=None))
+    for step in state.steps(until=7):
+        for batch in step:
+            step.backward(loss_of(state, batch))
+        state.commit()
+    assert (state.step, state.data.epoch, state.data.position) == (7, 2, 3)
+
+
+def test_batches_that_are_not_used_or_not_learned_from_are_not_committed():
+    state = state_of(Data(Numbers(9), global_batch=3, virtual_ranks=3))
+    step = next(state.steps())
+    for _ in step:
+        break
+    with pytest.raises(RuntimeError, match="the batches of step 0 were not all used"):
+        state.commit()
+    with pytest.raises(RuntimeError, match=r"backward\(loss\) was not called for a batch of step 0"):
+        list(next(state.steps()))
+    with pytest.raises(RuntimeError, match="can be gone through once"):
+        list(step)
+    steps = state.steps()
+    next(steps)
+    with pytest.raises(RuntimeError, match="the batches of step 0 were not all used"):
+        next(steps)
+
+
+def test_a_loss_that_is_no_mean_is_refused():
+    state = state_of(Data(Numbers(9), global_batch=3, virtual_ranks=1))
+    step = next(state.steps())
+    with pytest.raises(RuntimeError, match="belongs into"):
+        step.backward(torch.zeros(1))
+    for _ in step:
+        with pytest.raises(ValueError, match=r"was given a tensor of shape \(3,\)"):
+            step.backward(torch.zeros(3))
+        break
+
+
+def test_steps_without_data_need_a_number():
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="needs State"):
+        list(worker.State(model).steps())
+
+
+def test_data_travels_to_newcomers_as_plain_values(tmp_path: Path):
+    state = state_of(Data(Numbers(9), global_batch=3, virtual_ranks=3))
+    path = tmp_path / "state"
+    torch.save(state.data.state_dict(), path)
+    assert torch.load(path, weights_only=True) == state.data.state_dict()
