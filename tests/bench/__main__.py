@@ -96,4 +96,18 @@ def checkpoint(workers: int, megabytes: int, saves: int, folder: Path | None) ->
     click.echo(measure(workers, megabytes, saves, folder))
 
 
+@main.command()
+@click.option("--worlds", default="2,4")
+@click.option("--models", default="small,medium,large")
+@click.option("--virtual-ranks", default="1,2", help="Of each worker.")
+@click.option("--turns", default=8)
+@click.option("--steps", default=20, help="Of each turn.")
+def consistent(worlds: str, models: str, virtual_ranks: str, turns: int, steps: int) -> None:
+    """A step with and without consistent mode, beside plain DDP."""
+    from tests.bench.consistent import consistent as measure
+
+    numbers = [[int(n) for n in text.split(",")] for text in (worlds, virtual_ranks)]
+    click.echo(measure(numbers[0], models.split(","), numbers[1], turns, steps))
+
+
 main()

@@ -1,0 +1,181 @@
+"""Gradients side by side in memory, so that many small ones travel as one, and their way to the sum.
+
+Each worker owns a slice of a bucket: it gets that slice of what all hand in, adds it up in the order
+of elasticd.core.summing, and sends the sum to all. That is as many bytes as the usual all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from elasticd.core.summing import pile_up
+
+FIRST_BYTES = 1 << 20  # as DistributedDataParallel has them: the first is full soon
+BUCKET_BYTES = 25 << 20
+_ALIGNED = 16  # elements
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Exchange:
+    """Who hands in what. ``leaves``: this worker's virtual ranks, as it adds them up; ``all``: what
+    all hand in, as the owner of a slice does; ``counts``: how many that are of each worker."""
+
+    def __init__(self, blocks: Sequence[range], rank: int, virtual_ranks: int) -> None:
+        piles = [pile_up((range(v, v + 1) for v in block), virtual_ranks) for block in blocks]
+        self.rank, self.size = rank, len(blocks)
+        self.leaves = piles[rank]
+        self.counts = [len(pile.left) for pile in piles]
+        self.all = pile_up([subtree for pile in piles for subtree in pile.left], virtual_ranks)
+
+    @property
+    def arriving(self) -> int:
+        """How many other workers' subtrees there are."""
+        return sum(self.counts) - self.counts[self.rank]
+
+
+class Bucket:
+    """Some parameters' gradients. ``members``: their numbers among all parameters; ``likes``: tensors
+    of their shapes, all of one type and on one device. A round of calls for each step, in this order."""
+
+    def __init__(self, members: Sequence[int], likes: Sequence[torch.Tensor], exchange: Exchange) -> None:
+        self.members = members
+        self._exchange = exchange
+        elements = sum(t.numel() for t in likes)
+        self._slice = -(-elements // (exchange.size * _ALIGNED)) * _ALIGNED
+        rows = max(1, exchange.leaves.height)
+        # What is added up so far, subtree by subtree; in the end, the first row is the sum of all.
+        self._rows = likes[0].new_zeros((rows, exchange.size * self._slice))
+        self._views = [_views(row, likes) for row in self._rows]
+        self.arrival_elements = exchange.arriving * self._slice
+        self._arrived = self._rows[:0]
+        self._height = self._leaf = 0
+        self._works: list[dist.Work] = []
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """By member; they last until the next step."""
+        return self._views[0]
+
+    def add(self, gradients: Gradients) -> None:
+        """The next virtual rank's. None stands for zeros."""
+        if self._leaf == len(self._exchange.leaves.sums):
+            self._leaf = self._height = 0
+        halves = self._exchange.leaves.sums[self._leaf]
+        self._leaf += 1
+        self._height += not halves
+        views = self._views[self._height - 1]
+        whole = [g for g in gradients if g is not None]
+        if len(whole) == len(views):
+            (torch._foreach_add_ if halves else torch._foreach_copy_)(views, whole)
+        else:
+            for view, gradient in zip(views, gradients, strict=True):
+                if halves:
+                    view.add_(0 if gradient is None else gradient)  # 0 changes the sign of a negative 0
+                elif gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient)
+        for _ in range(halves - 1):
+            self._height -= 1
+            self._rows[self._height - 1] += self._rows[self._height]
+
+    def hand_in(self, room: torch.Tensor) -> None:
+        """Have each owner get its slice of what this worker has added up. ``room``: for what arrives
+        from others, at least ``arrival_elements``, until ``add_up`` has returned."""
+        exchange = self._exchange
+        self._arrived = room[: self.arrival_elements].view(exchange.arriving, self._slice)
+        arriving = iter(self._arrived)
+        receives = [(next(arriving), peer) for peer in self._peers() for _ in range(exchange.counts[peer])]
+        mine = self._rows[: exchange.counts[exchange.rank]]
+        sends = [(row, peer) for peer in self._peers() for row in mine[:, self._of(peer)]]
+        self._works = _start(sends, receives)
+
+    def add_up(self) -> None:
+        """Wait for them, add up the slice that this worker owns, and send the sum to all."""
+        _finish(self._works)
+        exchange = self._exchange
+        own = self._rows[:, self._of(exchange.rank)]
+        arrived = iter(self._arrived)
+        handed_in = (
+            own[row] if rank == exchange.rank else next(arrived)
+            for rank, count in enumerate(exchange.counts)
+            for row in range(count)
+        )
+        pile: list[torch.Tensor] = []
+        for subtree, halves in zip(handed_in, exchange.all.sums, strict=True):
+            pile.append(subtree)
+            for _ in range(halves):
+                upper = pile.pop()
+                pile[-1] += upper
+        [total] = pile
+        if total.data_ptr() != own[0].data_ptr():
+            own[0].copy_(total)
+        sends = [(own[0], peer) for peer in self._peers()]
+        self._works = _start(sends, [(self._rows[0, self._of(peer)], peer) for peer in self._peers()])
+
+    def gather(self) -> None:
+        """Wait for the sums."""
+        _finish(self._works)
+
+    def _peers(self) -> Iterator[int]:
+        return (peer for peer in range(self._exchange.size) if peer != self._exchange.rank)
+
+    def _of(self, owner: int) -> slice:
+        return slice(owner * self._slice, (owner + 1) * self._slice)
+
+
+def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int]]:
+    """Which of them share a bucket: neighbours in that order, as far as they are of one type and on
+    one device. Buckets come in the order of their last members."""
+    open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    full: list[list[int]] = []
+    places = {number: place for place, number in enumerate(order)}
+    for number in places:
+        kind = tensors[number].dtype, tensors[number].device
+        members = open_.setdefault(kind, [])
+        members.append(number)
+        sizes[kind] = sizes.get(kind, 0) + tensors[number].nbytes
+        if sizes[kind] >= (BUCKET_BYTES if full else FIRST_BYTES):
+            full.append(open_.pop(kind))
+            sizes[kind] = 0
+    return sorted([*full, *open_.values()], key=lambda members: places[members[-1]])
+
+
+def _views(row: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Neighbours, each laid out in memory as the gradients of its like are."""
+    ends = [0]
+    for like in likes:
+        ends.append(ends[-1] + like.numel())
+    return [
+        row[start:end].as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+        for like, (start, end) in zip(likes, pairwise(ends), strict=True)
+    ]
+
+
+_Way = tuple[torch.Tensor, int]  # what, and from or to whom
+
+
+def _start(sends: Sequence[_Way], receives: Sequence[_Way]) -> list[dist.Work]:
+    if not sends and not receives:
+        return []
+    if (sends or receives)[0][0].is_cpu:
+        group = dist.group.WORLD
+        assert group is not None
+        return [
+            *(group.recv([tensor], peer, 0) for tensor, peer in receives),
+            *(group.send([tensor], peer, 0) for tensor, peer in sends),
+        ]
+    together = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
+    together += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
+    return list(dist.batch_isend_irecv(together))  # or NCCL would wait for them one after the other
+
+
+def _finish(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

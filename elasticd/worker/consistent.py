@@ -1,0 +1,232 @@
+"""Consistent mode: what a step computes is the same to the last bit in a world of any size.
+
+Whatever could depend on the world belongs to virtual ranks instead: the order in which gradients are
+added up (elasticd.core.summing), the random numbers that are drawn for a part of the batch, and the
+buffers that it begins with and leaves behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elasticd.core.dealing import Part, deal
+from elasticd.worker import chance
+from elasticd.worker.buckets import Bucket, Exchange, fill
+from elasticd.worker.buffers import Buffers
+from elasticd.worker.world import World
+
+_BETWEEN = -1  # in place of a virtual rank: what is drawn between two steps
+
+
+class Consistent:
+    """The Reduction of consistent mode in the present world; ``close`` it with that.
+
+    ``modules``: whose parameters are trained, not wrapped. ``place``: tells a step from all others,
+    and is the same in any world. ``world``: None where it cannot change.
+
+    Each virtual rank's gradient is computed by itself and added up with others as the tree says, so
+    there are up to log2 of a worker's virtual ranks of them in memory. They are sent off, bucket by
+    bucket, while the backward pass of the last one is still under way.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        virtual_ranks: int,
+        seed: int,
+        place: Callable[[], Sequence[int]],
+        world: World | None = None,
+    ) -> None:
+        self._modules, self._seed, self._place, self._world = modules, seed, place, world
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        blocks = deal(virtual_ranks, size)
+        self._block = blocks[rank]
+        self._exchange = Exchange(blocks, rank, virtual_ranks)
+        self._buffers = Buffers(modules, rank, size)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._parameters: list[nn.Parameter] = []
+        self._under_way = False
+        self.loss: torch.Tensor | None = None  # of the last global batch
+
+    # ------------------------------------------------------------ what a step asks for
+
+    @contextlib.contextmanager
+    def part(self, part: Part) -> Iterator[None]:
+        if not self._under_way:
+            self._begin()
+        if part.opens:
+            self._skip_to(part.virtual_rank)
+            if self._block.index(part.virtual_rank) > 0:
+                self._buffers.put_back()
+            self._loss = None
+            chance.draw_from(self._seed, *self._place(), part.virtual_rank)
+        yield
+        if part.closes and part.virtual_rank != self._block[-1]:
+            self._add(range(len(self._buckets)))
+            self._loss = None
+
+    def backward(self, loss: torch.Tensor, part: Part) -> None:
+        weighted = loss * part.weight
+        mine = weighted.detach()
+        self._loss = mine if self._loss is None else self._loss + mine
+        self._is_last = part.closes and part.virtual_rank == self._block[-1]
+        weighted.backward()  # type: ignore[no-untyped-call]
+
+    def finish(self, parts: list[Part]) -> None:
+        if not self._under_way:
+            self._begin()
+        self._is_last = False
+        with torch.no_grad():
+            if self._block:
+                self._skip_to(self._block[-1])
+            self._buffers.send_round()
+            for _ in range(self._sent, len(self._buckets)):
+                self._send_next()
+            self._buckets[-1].add_up()
+            for bucket in self._buckets:
+                bucket.gather()
+            self._hand_over()
+        self._under_way = False
+        if self._world is not None:
+            self._world.sums += 1
+        chance.draw_from(self._seed, *self._place(), _BETWEEN)
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # ------------------------------------------------------------ the beginning
+
+    def _begin(self) -> None:
+        trained = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
+        if list(trained) != [id(p) for p in self._parameters]:
+            self._lay_out(list(trained.values()))
+        if self._world is not None:
+            self._world.sums_begun += 1
+        self._under_way = True
+        self._sent = 0
+        self._missing = [len(members) for members in self._members]
+        self._seen = bytearray(len(self._parameters))
+        self._next = self._block.start  # the virtual rank that is to be added
+        self._loss = None
+        self._is_last = False
+        self._earlier = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        self._used = bytearray(len(self._parameters))
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._buffers.note()
+        if len(self._block) > 1:
+            self._buffers.keep()
+
+    def _lay_out(self, parameters: list[nn.Parameter]) -> None:
+        """Buckets for these parameters; the last ones first, as the backward pass comes to them."""
+        self.close()
+        self._parameters = parameters
+        # What else is known of a virtual rank, of any of them in the end: its loss, which parameters it
+        # used, which buffers it changed. It travels like one more gradient, with the last bucket.
+        count = len(parameters)
+        self._notes = torch.zeros(1 + count + self._buffers.large, device=parameters[0].device)
+        likes = [*(p.detach() for p in parameters), self._notes]
+        buckets = fill(likes, [*reversed(range(count)), count])
+        self._buckets = [Bucket(members, [likes[i] for i in members], self._exchange) for members in buckets]
+        assert buckets[-1][-1] == count
+        self._members = [[i for i in members if i < count] for members in buckets]
+        self._bucket_of = {i: bucket for bucket, members in enumerate(self._members) for i in members}
+        # Two are under way at once.
+        rooms: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        for number, (bucket, members) in enumerate(zip(self._buckets, buckets, strict=True)):
+            like = likes[members[0]]
+            kind = number % 2, like.dtype, like.device
+            if kind not in rooms or len(rooms[kind]) < bucket.arrival_elements:
+                rooms[kind] = like.new_empty(bucket.arrival_elements)
+        self._rooms = [rooms[n % 2, likes[m[0]].dtype, likes[m[0]].device] for n, m in enumerate(buckets)]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, i))  # type: ignore[no-untyped-call]
+            for i, parameter in enumerate(parameters)
+        ]
+
+    # ------------------------------------------------------------ virtual ranks
+
+    def _skip_to(self, virtual_rank: int) -> None:
+        """Those that had no samples have no gradients."""
+        while self._next < virtual_rank:
+            self._add(range(len(self._buckets)))
+
+    def _add(self, buckets: Sequence[int]) -> None:
+        """Take the gradients of the virtual rank that is done, as far as they are in these buckets."""
+        for bucket in buckets:
+            gradients: list[torch.Tensor | None] = []
+            for i in self._members[bucket]:
+                gradient = self._parameters[i].grad
+                gradients.append(gradient)
+                self._used[i] = gradient is not None
+                self._parameters[i].grad = None
+            if bucket == len(self._buckets) - 1:
+                gradients.append(self._noted())
+                self._next += 1
+            self._buckets[bucket].add(gradients)
+
+    def _noted(self) -> torch.Tensor:
+        count = len(self._parameters)
+        self._notes.zero_()
+        if self._loss is not None:
+            self._notes[0] = self._loss
+            self._notes[1 : 1 + count] = torch.frombuffer(self._used, dtype=torch.uint8)
+            if self._buffers.large:
+                self._notes[1 + count :] = torch.tensor(self._buffers.changed())
+        return self._notes
+
+    def _arrived(self, number: int, parameter: torch.Tensor) -> None:
+        """The backward pass has come to that parameter."""
+        if not self._is_last:
+            return
+        if self._seen[number]:
+            raise RuntimeError(
+                "consistent mode needs each parameter's gradient at once, and one came twice in a backward "
+                "pass: use checkpoint(..., use_reentrant=False)"
+            )
+        self._seen[number] = 1
+        self._missing[self._bucket_of[number]] -= 1
+        while self._sent < len(self._buckets) and not self._missing[self._sent]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        """The next bucket is complete, or nothing more will come. Meanwhile the one before has arrived."""
+        number = self._sent
+        self._sent += 1
+        if self._block:
+            self._add([number])
+        self._buckets[number].hand_in(self._rooms[number])
+        if number:
+            self._buckets[number - 1].add_up()
+
+    # ------------------------------------------------------------ the end
+
+    def _hand_over(self) -> None:
+        """Each parameter gets its sum, unless nobody used it."""
+        for bucket, members in zip(self._buckets, self._members, strict=True):
+            for i, total in zip(members, bucket.sums, strict=False):
+                self._parameters[i].grad = total
+        count = len(self._parameters)
+        notes = self._buckets[-1].sums[-1]
+        self.loss = notes[0].clone()
+        used = notes[1 : 1 + count]
+        if not used.all():
+            for i in (used == 0).nonzero().flatten().tolist():
+                self._parameters[i].grad = None
+        self._buffers.arrive((notes[1 + count :] > 0).tolist())
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                if parameter.grad is None:
+                    parameter.grad = earlier
+                else:
+                    parameter.grad += earlier
+        self._earlier = []
