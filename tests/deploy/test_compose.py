@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,23 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 AGENTS = {name: s for name, s in SERVICES.items() if name.startswith("agent")}
 
-# Of the compose specification, what is used here: a misspelt key is one of no other kind.
-TOP = {"name", "services", "volumes"}
-KEYS = {
-    "image", "build", "command", "environment", "depends_on", "networks", "volumes", "ports", "user",
-    "read_only", "tmpfs", "shm_size", "ulimits", "stop_grace_period", "restart", "healthcheck", "cap_drop",
-    "security_opt",
-}  # fmt: skip
-
 
 def seconds(text: str) -> int:
     return int(text.removesuffix("s"))
 
 
-def test_its_keys_are_those_of_the_specification() -> None:
-    assert {k for k in COMPOSE if not k.startswith("x-")} == TOP
-    for name, service in SERVICES.items():
-        assert set(service) <= KEYS, name
+def judged_by_its_specification(path: Path) -> subprocess.CompletedProcess[str]:
+    checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    return subprocess.run([*checker, str(path)], capture_output=True, text=True, timeout=60)
+
+
+def test_it_is_as_compose_specifies_and_a_wrong_word_would_be_seen(tmp_path: Path) -> None:
+    done = judged_by_its_specification(DEPLOY / "compose.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text((DEPLOY / "compose.yaml").read_text().replace("stop_grace_period:", "stop_grace:"))
+    done = judged_by_its_specification(wrong)
+    assert done.returncode == 1 and "stop_grace" in done.stdout
 
 
 def test_what_is_named_is_there() -> None:

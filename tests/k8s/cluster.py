@@ -47,14 +47,24 @@ class Controller:
         return self.made.kind == "Job"
 
     def set_env(self, name: str, value: str) -> None:
-        """For the pods that are started from now on: ``kubectl set env``, with updates on delete."""
+        """``kubectl set env``: another template, so that the pods there are get replaced by such of it."""
         container = {**self.made.container, "env": [dict(e) for e in self.made.container["env"]]}
         (entry,) = [e for e in container["env"] if e["name"] == name]
         entry["value"] = value
         self.made = replace(self.made, spec={**self.made.spec, "containers": [container]})
 
+    def restart(self) -> None:
+        """``kubectl rollout restart``: a template that differs in nothing that matters."""
+        self.made = replace(self.made)
+
+    @property
+    def settled(self) -> bool:
+        """All are there, of the newest template, and ready."""
+        here = self.pods.values()
+        return len(here) == self.wanted and all(one.made is self.made and one.ready for one in here)
+
     def reconcile(self) -> None:
-        """Start what is missing, delete what is too much."""
+        """Start what is missing, delete what is too much or of an old template."""
         over = bool(self.failed or self.succeeded) and self.is_job
         for index, one in list(self.pods.items()):
             if index >= self.wanted or over:
@@ -62,6 +72,18 @@ class Controller:
         for index in range(0 if over else self.wanted):
             if index not in self.pods and index not in self.held:
                 self.pods[index] = self._start(index)
+        if not self.is_job:
+            self._roll()
+
+    def _roll(self) -> None:
+        """As a StatefulSet is: the last first, each when those after it are ready."""
+        assert self.manifest["spec"].get("updateStrategy", {}).get("type", "RollingUpdate") == "RollingUpdate"
+        for index in reversed(range(self.wanted)):
+            one = self.pods.get(index)
+            if one is not None and one.made is not self.made:
+                self.cluster.delete(one)
+            if one is None or not one.ready:
+                return
 
     def _start(self, index: int) -> Pod:
         self.started += 1

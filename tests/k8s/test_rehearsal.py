@@ -32,7 +32,7 @@ def kustomization(overlay: str, arguments: list[str]) -> dict[str, Any]:
     env = {"SLOTS": 1, "MIN": 1, "MAX": 4, "GROW_COOLDOWN": 1}
     container = {
         "name": "elasticd",
-        "args": ["/opt/elasticd/workers/train_gpt.py", *arguments],
+        "args": arguments,
         "env": [{"name": f"ELASTICD_{name}", "value": str(value)} for name, value in env.items()],
     }
     patch = {
@@ -45,10 +45,10 @@ def kustomization(overlay: str, arguments: list[str]) -> dict[str, Any]:
 
 
 class Rehearsal:
-    def __init__(self, folder: Path, overlay: str, steps: int, *, own_names: bool) -> None:
+    def __init__(self, folder: Path, overlay: str, arguments: list[str], *, own_names: bool) -> None:
         mine = folder / "overlay"
         mine.mkdir()
-        made = kustomization(overlay, [*SMALL.split(), f"--steps={steps}"])
+        made = kustomization(overlay, arguments)
         base = K8S / "base" if overlay == "base" else K8S / "overlays" / overlay
         made["resources"] = [os.path.relpath(base, mine)]
         (mine / "kustomization.yaml").write_text(yaml.safe_dump(made))
@@ -132,6 +132,11 @@ def steps() -> int:
 
 
 @pytest.fixture
+def arguments(steps: int) -> list[str]:
+    return ["/opt/elasticd/workers/train_gpt.py", *SMALL.split(), f"--steps={steps}"]
+
+
+@pytest.fixture
 def of() -> str:
     return "base"
 
@@ -143,14 +148,14 @@ def own_names() -> bool:
 
 
 @pytest.fixture
-def rehearsal(tmp_path: Path, of: str, steps: int, own_names: bool) -> Iterator[Rehearsal]:
+def rehearsal(tmp_path: Path, of: str, arguments: list[str], own_names: bool) -> Iterator[Rehearsal]:
     (tmp_path / "tried").mkdir()
     if reason := why_not(tmp_path / "tried"):
         pytest.skip(reason)
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o001 == 0:
             folder.chmod(folder.stat().st_mode | 0o001)  # pods run as another user
-    made = Rehearsal(tmp_path, of, steps, own_names=own_names)
+    made = Rehearsal(tmp_path, of, arguments, own_names=own_names)
     try:
         yield made
     finally:
@@ -175,6 +180,17 @@ def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     rehearsal.trains_with(3, after=round)
     rehearsal.never_went_back()  # what is told beforehand costs nothing
 
+    deleted, round = cluster.of("train")[0], rehearsal.round
+    cluster.delete(deleted)
+    assert rehearsal.gone(deleted) == 143
+    rehearsal.trains_with(3, after=round)
+    rehearsal.never_went_back()
+    assert {e["node"] for one in cluster.of("train") for e in one.events("agent.started")} == {
+        "train-0",
+        "train-1",
+        "train-2",
+    }, "who comes under an index that was there before is that node"
+
     lost, round = cluster.of("train")[0], rehearsal.round
     cluster.lose(lost)
     assert rehearsal.gone(lost) == 137
@@ -188,7 +204,6 @@ def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     assert not cluster.controllers["train"].failed and not cluster.controllers["train"].counted
 
 
-@pytest.mark.slow
 def test_a_pod_that_is_cut_off_costs_the_others_nothing_and_comes_back(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster
     cluster.scale("train", 3)
@@ -211,16 +226,14 @@ def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(reh
     rehearsal.trains_with(2)
     round = rehearsal.round
 
-    def serves() -> bool:
-        return len(cluster.of("etcd")) == 3 and all(one.ready for one in cluster.of("etcd"))
-
-    cluster.until(serves, "etcd is ready")
-    for index in (2, 1, 0):  # as a StatefulSet is rolled: the last first, each when the one before is ready
-        old = cluster.of("etcd")[index]
-        cluster.delete(old)
-        assert rehearsal.gone(old) in (0, 143)
-        cluster.until(serves, "etcd is ready again")
+    cluster.until(lambda: etcd.settled, "etcd is ready")
+    old = cluster.of("etcd")
+    etcd.restart()
+    for one in reversed(old):
+        assert rehearsal.gone(one) in (0, 143)
         rehearsal.goes_on()
+    cluster.until(lambda: etcd.settled, "etcd is ready again")
+    rehearsal.goes_on()
     assert rehearsal.round == round, "training was not even interrupted"
 
     lost = cluster.of("etcd")[1]
@@ -237,9 +250,9 @@ def test_training_goes_on_while_etcd_is_rolled_and_a_member_is_lost_for_good(reh
     assert well.execute("etcdctl", "member", "remove", dead).returncode == 0
     add = ("etcdctl", "member", "add", "etcd-1", "--peer-urls=https://etcd-1.etcd:2380")
     cluster.until(lambda: well.execute(*add).returncode == 0, "a new member is taken")
-    etcd.set_env("INITIAL_CLUSTER_STATE", "existing")
+    etcd.set_env("INITIAL_CLUSTER_STATE", "existing")  # which rolls the others, too
     etcd.held.clear()
-    cluster.until(serves, "etcd is ready with its new member")
+    cluster.until(lambda: etcd.settled, "etcd is ready with its new member")
     rehearsal.goes_on()
     assert rehearsal.round == round
 
@@ -278,6 +291,34 @@ def test_a_job_that_is_done_ends_on_all_pods_and_says_so(rehearsal: Rehearsal, s
     cluster.until(lambda: cluster.of("train") == [], "no pod is left")
     assert rehearsal.step == steps
     assert job.started == 2, "none was started again"
+
+
+NO_DATA = ["/opt/elasticd/workers/train_gpt.py", "--data=/no/such/data"]
+NO_SCRIPT = ["/opt/elasticd/workers/no_such_script.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (NO_DATA, 1, ["First to fail in its last round: rank", "cannot read /no/such/data"]),
+        (NO_SCRIPT, 2, ["no_such_script.py"]),
+    ],
+    ids=["the_script_fails", "there_is_no_script"],
+)
+def test_a_job_that_cannot_come_right_is_given_up_and_its_pods_say_why(
+    rehearsal: Rehearsal, code: int, words: list[str]
+) -> None:
+    cluster, job = rehearsal.cluster, rehearsal.cluster.controllers["train"]
+    cluster.until(lambda: bool(job.failed), "the Job has failed")
+    assert job.failed.endswith(f"ended with {code}")
+    cluster.until(lambda: cluster.of("train") == [], "no pod is left")
+    ended = [one for one in cluster.all if one.made.name == "train"]
+    assert len(ended) == 2, "none was started again"
+    assert {one.code for one in ended} <= {code, 143}
+    for one in ended:
+        if one.code == code:
+            assert all(word in one.last_words for word in words), one.last_words
 
 
 @pytest.mark.slow

@@ -296,7 +296,7 @@ def _named_interfaces(variable: str, told: str, there: Sequence[Interface]) -> I
 
 
 def shared_memory(facts: MemoryFacts) -> Iterator[Finding]:
-    """DataLoader workers hand over batches in it, NCCL and gloo data, and the saver checkpoints."""
+    """DataLoader workers hand over batches in it, NCCL and gloo data."""
     do = f"make it larger: docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory at {SHM}"
     says = f"{_size(facts.free_bytes)} of {_size(facts.size_bytes)} are free in {SHM}"
     if facts.error:
