@@ -64,6 +64,7 @@ class RunOptions:
     hang_ceiling: float | None = None
     fresh_start: bool = False
     spares: int = 0
+    checkpoints: str | None = None
     http: str | None = None
     plain: bool = False
     log_format: str = "auto"
@@ -344,6 +345,12 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         default=0,
         help="Workers that wait to replace others at once, where scripts use elasticd.worker.  [0]",
         metavar="N",
+    ),
+    # what outlives them
+    _ours(
+        "--checkpoints",
+        help="Folder that all nodes can write to, where a worker.State keeps what is committed.",
+        metavar="PATH",
     ),
     # what is shown
     _ours(

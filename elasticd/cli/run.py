@@ -142,6 +142,8 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         notes.append("OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun")
     address = _address(options, met.etcd)
     env |= network_environment(address, environ, asked=options.said("address", "local_addr") > Said.NOWHERE)
+    if options.checkpoints:
+        env["ELASTICD_CHECKPOINTS"] = _absolute(options.checkpoints)
     config = RunConfig(
         job=met.job or _new_name(script.stem, met.etcd, size.limits, size.slots),
         node=check_name("node", options.node if options.node is not None else default_node_name()),
@@ -166,6 +168,11 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         env=env,
     )
     return Planned(config, tuple(notes))
+
+
+def _absolute(place: str) -> str:
+    """A folder as workers find it from wherever they are; a URL as it is."""
+    return place if "://" in place else os.path.abspath(place)
 
 
 def _check_together(options: RunOptions) -> None:

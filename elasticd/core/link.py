@@ -87,10 +87,12 @@ class Enter:
 @dataclass(frozen=True, slots=True)
 class Leave:
     """The round closes. ``planned``: leave it at a commit that all its workers agree on; otherwise
-    at once, in the middle of whatever it is doing. A planned leave may be followed by the other."""
+    at once, in the middle of whatever it is doing. A planned leave may be followed by the other.
+    ``going``: this worker will be in no later round, and what it has in memory is lost with it."""
 
     round: int
     planned: bool
+    going: bool = False
 
 
 FromWorker = Hello | Waiting | Entered | Done
@@ -130,8 +132,8 @@ def decode(line: bytes) -> Message:
             isinstance(v, str) for v in env.values()
         ):
             return Enter(n, env)
-        case {"is": "leave", "round": int(n), "planned": bool(planned)}:
-            return Leave(n, planned)
+        case {"is": "leave", "round": int(n), "planned": bool(planned), **more}:
+            return Leave(n, planned, more.get("going") is True)
     raise LinkError(f"not a message of the link between worker and agent: {bytes(line[:200])!r}")
 
 

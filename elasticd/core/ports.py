@@ -200,11 +200,12 @@ class Procs(Protocol):
         """Start processes that belong to no round (0), to wait for one. Their environment's ranks are
         only likely ones."""
 
-    def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
+    def part(self, planned: bool, signal: int, grace_s: float, part_s: float, going: bool = False) -> None:
         """Have every worker that acts leave its round. Linked ones are told to (``planned``: at a
         commit point that all ranks agree on, else at once), and get SIGKILL if they have neither left
-        nor ended after ``part_s``; the others are stopped by the signal, with ``grace_s``. May be
-        called again, with ``planned`` no longer true."""
+        nor ended after ``part_s``; the others are stopped by the signal, with ``grace_s``. ``going``: the
+        former are told besides that they will be in no later round. May be called again, with ``planned`` no
+        longer true."""
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
         """Send the signal to the workers of these slots, or to all there are, and SIGKILL to what is

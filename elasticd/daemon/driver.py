@@ -205,8 +205,8 @@ class Driver:
                 if hosts_store:
                     self._stores.open(round.world_size)
                 self._procs.start(round.number, self._assign(round, member), self._exited)
-            case CloseRound(planned, signal, grace_s, part_s):
-                self._procs.part(planned, signal, grace_s, part_s)
+            case CloseRound(planned, signal, grace_s, part_s, going):
+                self._procs.part(planned, signal, grace_s, part_s, going)
             case StopWorkers(signal, grace_s, slots):
                 self._procs.stop(signal, grace_s, slots)
             case StartStandbys(slots):

@@ -133,13 +133,13 @@ class LocalProcs:
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
         self._start_afresh(0, assignments, exited)
 
-    def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
+    def part(self, planned: bool, signal: int, grace_s: float, part_s: float, going: bool = False) -> None:
         with self._lock:
             told: list[Worker] = []
             others: list[Worker] = []
             for worker in self._workers.values():
                 if worker.acts:
-                    leave = wire.Leave(worker.round, planned)
+                    leave = wire.Leave(worker.round, planned, going)
                     worker.parted = worker.talk.linked and not worker.stopping and worker.tell(leave)
                     (told if worker.parted else others).append(worker)
             self._warden.stop_workers(0, part_s, [worker.id for worker in told])

@@ -104,6 +104,7 @@ class Checkpoints:
     def __init__(self, path: str | os.PathLike[str], *, last: int = 3, every: int = 0) -> None:
         self._store = store_at(path)
         self._keep = Keep(last, every)
+        self._in_step = False
         self._together: Together | None = None
         self._line: Line | None = None
         self._token = ""
@@ -153,6 +154,14 @@ class Checkpoints:
         self._copy(flat, blobs, step)
         return True
 
+    def due(self, step: int) -> bool:
+        """Whether what is committed with this step is to be saved: the same answer on all ranks."""
+        return step > 0
+
+    def keep_in_step(self) -> None:
+        """Between steps only will there be saves and loads, while no rank sends anything else."""
+        self._in_step = True
+
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Until what this rank handed over is committed or has failed; False after the timeout."""
         deadline = time.monotonic() + timeout_s
@@ -194,7 +203,7 @@ class Checkpoints:
     def _in_this_world(self) -> Together:
         if self._together is None or self._together.over:
             self.close()
-            self._together = Together()
+            self._together = Together(in_step=self._in_step)
             self._pending.clear()
         return self._together
 

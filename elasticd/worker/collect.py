@@ -5,9 +5,10 @@ Keys are those of ``torch.distributed.checkpoint.state_dict``, so that plain DCP
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
 Path = tuple[str | int, ...]
+_WHOLE: Final = "elasticd: in one piece"
+_WHOLE_MAX: Final = 1 << 20  # bytes of tensors in it, which are better written by whoever has the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ def restore(state: dict[str, Any], flat: Flat) -> None:
             _restore_optimizer(value, loaded or {}, _names(value, state))
         elif name in nested:
             if _loads(value):
-                value.load_state_dict(loaded)
+                value.load_state_dict(_as_it_was(loaded))
             else:
-                state[name] = loaded
+                state[name] = _as_it_was(loaded)
 
 
 def prepare_optimizers(state: Mapping[str, Any], shapes: Mapping[str, tuple[torch.dtype, Path]]) -> None:
@@ -97,7 +100,38 @@ def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
         return {_plain(key): leaf for key, leaf in _bare(value).state_dict().items()}
     if isinstance(value, torch.optim.Optimizer):
         return _optimizer_state(value, _names(value, state))
-    return value.state_dict() if _loads(value) else value
+    return _whole_where_odd(value.state_dict() if _loads(value) else value)
+
+
+def _whole_where_odd(value: Any) -> Any:
+    """DCP cuts mappings apart by key, and forgets which keys were no strings, which mappings were empty,
+    and their types. Where that would change what comes back, it gets them in one piece, marked."""
+    if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
+        return value
+    if isinstance(value, list):
+        return [_whole_where_odd(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    plain = value and type(value) in (dict, OrderedDict) and all(type(key) is str for key in value)
+    if plain or _tensor_bytes(value) > _WHOLE_MAX:
+        return {key: _whole_where_odd(v) for key, v in value.items()}
+    return (_WHOLE, value)
+
+
+def _as_it_was(value: Any) -> Any:
+    """The same without the marks."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == _WHOLE:
+        return value[1]
+    if isinstance(value, dict):
+        return {key: _as_it_was(v) for key, v in value.items()}
+    return [_as_it_was(v) for v in value] if isinstance(value, list) else value
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_tensor_bytes, parts))
 
 
 def _loads(value: Any) -> bool:

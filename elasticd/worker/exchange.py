@@ -61,6 +61,9 @@ def agree(state: State, world: World) -> None:
     standings = _tell(Standing(state.holds, state.agreed, state.step), world)
     choice = choose(standings)
     if choice.fresh:
+        if state.resume(world):
+            state.agree(world.number)
+            return
         torn = [s.step for s in standings if s.holds is Holds.TORN]
         if torn and not state.can_restore:
             raise StateLost(_why_lost(max(torn)))

@@ -35,6 +35,7 @@ class Link:
         self._enter: Enter | None = None
         self._told = 0  # the newest round that the agent wants left
         self._asked = 0  # the newest that it wants left in good order
+        self._going = False  # for good
         self._closed = 0  # the newest round that is over
         self._gone = ""
         threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()
@@ -65,7 +66,7 @@ class Link:
         if closed:
             world.abort()
         elif asked:
-            world.ask_to_leave()
+            world.ask_to_leave(self._going)
 
     def closes(self, round: int, within_s: float) -> bool:
         """Wait until the agent wants the round left. False: it said nothing of the kind."""
@@ -79,8 +80,8 @@ class Link:
             while data := self._socket.recv(65536):
                 for message in lines.feed(data):
                     match message:
-                        case Leave(round, planned=True):
-                            self._ask(round)
+                        case Leave(round, planned=True, going=going):
+                            self._ask(round, going)
                         case Leave(round):
                             self._close(round)
                         case Enter(round):
@@ -95,14 +96,14 @@ class Link:
             self._gone = gone
             self._news.notify_all()
 
-    def _ask(self, round: int) -> None:
+    def _ask(self, round: int, going: bool) -> None:
         with self._news:
             self._told = max(self._told, round)
-            self._asked = max(self._asked, round)
+            self._asked, self._going = max(self._asked, round), going
             world = self._world
             self._news.notify_all()
         if world is not None and world.number == round:
-            world.ask_to_leave()
+            world.ask_to_leave(going)
 
     def _close(self, round: int) -> None:
         with self._news:

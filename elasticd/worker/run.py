@@ -81,7 +81,9 @@ def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:
     except WorldChanged as failed:
         raise failed.__cause__ or failed from None
     state.enter(None)
-    return call()
+    result = call()
+    state.finish()
+    return result
 
 
 def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
@@ -102,6 +104,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             state.enter(world)
             link.say(Entered(round, state.step, formed - started, time.monotonic() - formed))
             result = call()
+            state.finish()
             if world.end():
                 link.say(Done(round))
                 return result

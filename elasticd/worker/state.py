@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,12 +14,17 @@ from torch.optim import Optimizer
 from elasticd.core.link import Holds
 from elasticd.worker import chance
 from elasticd.worker.data import Data
+from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
 from elasticd.worker.plain import copied
 from elasticd.worker.reduction import Averaged, Reduction
 from elasticd.worker.step import Step
 from elasticd.worker.world import World, WorldChanged
 
+if TYPE_CHECKING:
+    from elasticd.worker.checkpoint import Checkpoints
+
+CHECKPOINTS = "ELASTICD_CHECKPOINTS"  # where they go, unless the script says so itself
 _SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
 
 Wrap = Callable[[nn.Module], Any]
@@ -35,9 +41,14 @@ class State:
     """A model, its optimizer, and whatever else training goes on from.
 
     ``model``: the module itself, not wrapped. ``state.model`` is what to call: wrapped for the world
-    at hand by ``wrap`` (None: not wrapped; gradients are the script's to add up). ``restore``: where
-    no worker has the state, as at the start, one worker calls ``restore(state)``, which may load a
-    checkpoint into the objects and returns the step that it is of, or None.
+    at hand by ``wrap`` (None: not wrapped; gradients are the script's to add up).
+
+    ``checkpoints``: what is committed is kept in a ``Checkpoints`` or below a folder (by default the
+    one that ``elasticd run --checkpoints`` names): when they are due, when all workers go, and at the
+    end. Where no worker has the state any more, it comes from the memory of this node, or of another,
+    or from the newest checkpoint. ``restore``: where there is none either, as at the start, one worker
+    calls ``restore(state)``, which may load something into the objects and returns the step that it
+    is of, or None.
 
     ``data``: what it is trained with; ``steps`` then yields this worker's share of it.
 
@@ -58,6 +69,7 @@ class State:
         data: Data | None = None,
         wrap: Wrap | None = data_parallel,
         restore: Callable[[State], int | None] | None = None,
+        checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> None:
         self._plain: dict[str, Any] = {}
@@ -72,6 +84,7 @@ class State:
         self._wrap = wrap
         self._wrapped: Any = model
         self._restore = restore
+        self._lasting = _lasting(checkpoints or os.environ.get(CHECKPOINTS))
         self._seeds: dict[str, int] = {}
         self._data = data
         self._reduction: Reduction = Averaged(None)
@@ -171,7 +184,10 @@ class State:
         self._keep()
         self._step += 1
         self._torn = False
-        if world is not None and world.passed(self._step):
+        ends = world is not None and world.passed(self._step)
+        if self._lasting is not None and not (world is not None and world.over):
+            self._lasting.passed(self._parts(), world, ends)
+        if ends:
             raise WorldChanged
 
     def __getattr__(self, name: str) -> Any:
@@ -238,6 +254,30 @@ class State:
         """All have the same, which is whole."""
         self._agreed = round
         self._torn = False
+
+    def resume(self, world: World) -> bool:
+        """All workers of the world together: have the newest state that was kept anywhere."""
+        if self._lasting is None:
+            return False
+        found = self._lasting.resume(self._parts(), world, else_asks=self._restore is not None)
+        if found is None:
+            return False
+        self._plain.update(found.plain)
+        self._step = found.step
+        chance.resume(dict(found.random))
+        self._keep()
+        return True
+
+    def finish(self) -> None:
+        """All workers' run functions have come to their end."""
+        if self._lasting is not None:
+            self._lasting.finished(self._parts(), self._world)
+
+    def _parts(self) -> Parts:
+        things = {**self._modules, **self._optimizers, **self._stateful}
+        kept = self._kept
+        assert kept is not None
+        return Parts(things, self._plain, self._seeds, self._step, kept["random"])
 
     @property
     def can_restore(self) -> bool:
@@ -354,6 +394,15 @@ class State:
         self._versions = [
             (0, 0) if (b := owner.get(name)) is None else (id(b), b._version) for owner, name in self._buffers
         ]
+
+
+def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lasting | None:
+    if not checkpoints:
+        return None
+    from elasticd.worker.checkpoint import Checkpoints  # imports much that nothing else here needs
+
+    made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+    return Lasting(made)
 
 
 def _watch(model: DistributedDataParallel, world: World) -> None:

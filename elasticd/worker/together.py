@@ -9,14 +9,18 @@ import torch.distributed as dist
 
 
 class Together:
-    """The ranks of the present world, or this process alone if there is none."""
+    """The ranks of the present world, or this process alone if there is none.
 
-    def __init__(self) -> None:
+    ``in_step``: nobody sends anything else meanwhile, so that the world's own group will do, which
+    whoever ends the world knows how to end."""
+
+    def __init__(self, *, in_step: bool = False) -> None:
         self.world = dist.group.WORLD if dist.is_initialized() else None
         self.rank = dist.get_rank() if self.world is not None else 0
         self.size = dist.get_world_size() if self.world is not None else 1
         # One of our own, on the CPU: ours must not be taken for the training's messages.
-        self.group = dist.new_group(backend="gloo") if self.size > 1 else None
+        own = None if self.size == 1 or in_step else dist.new_group(backend="gloo")
+        self.group = self.world if self.size > 1 and in_step else own
 
     @property
     def over(self) -> bool:

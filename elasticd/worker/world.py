@@ -52,6 +52,7 @@ class World:
         self._last_step: int | None = None
         self._leaving = False
         self._leaves_early = False
+        self._going = False
         self._awaited = ""
         self._formed = False
         self._connections: set[tuple[int, str]] = set()
@@ -86,7 +87,7 @@ class World:
             self._formed = True
             leaves_early = self._leaves_early
         if leaves_early:
-            self.ask_to_leave()
+            self.ask_to_leave(self._going)
 
     # ------------------------------------------------------------ training
 
@@ -120,6 +121,17 @@ class World:
                 return True
         return self.over or step >= self._last_step
 
+    def nobody_stays(self) -> bool:
+        """Whether the world has just ended in good order, for workers none of whom will be in a later
+        one. All ranks ask. Raises WorldChanged if it ends otherwise meanwhile."""
+        if self.over or self._last_step is None or self._step < self._last_step:
+            return False
+        staying = torch.tensor(float(not self._going))
+        if self.size > 1:
+            with self.or_over():
+                dist.all_reduce(staying)
+        return not staying
+
     def end(self) -> bool:
         """Whether all run functions have returned. They have for all workers, or for none."""
         try:
@@ -131,12 +143,13 @@ class World:
 
     # ------------------------------------------------------------ leaving
 
-    def ask_to_leave(self) -> None:
+    def ask_to_leave(self, going: bool) -> None:
         """Leave at the first commit that no worker has passed yet. Each says where it is, and stops
         at its next commit until all have said so. While they still join, they join first, so that
-        whoever lacks the state gets it."""
+        whoever lacks the state gets it. ``going``: this worker will be in no later world."""
         with self._lock:
             self._leaves_early = not self._formed
+            self._going = going
             if self._leaves_early or self._leaving:
                 return
             self._leaving = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,33 @@ def test_everything_comes_back_as_it_was_saved(saved, tmp_path):
     assert state["progress"] == {"position": 2, "name": "seed 2"}
     assert state["schedule"].state_dict() == training(2)["schedule"].state_dict()
     assert state["optimizer"].param_groups[0]["lr"] == training(2)["optimizer"].param_groups[0]["lr"]
+
+
+def test_what_dcp_would_cut_apart_comes_back_as_it_was(opened):
+    class Sampler:
+        def __init__(self, seen: dict[int, int]) -> None:
+            self.seen = seen
+
+        def state_dict(self) -> dict[str, object]:
+            return {"seen": self.seen, "left": [{}, {1: 2}], "of": 3}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            assert state["left"] == [{}, {1: 2}] and state["of"] == 3
+            self.seen = state["seen"]
+
+    optimizer = torch.optim.SGD([torch.zeros(2)])
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    checkpoints = opened()
+    plain = {"counts": {3: 4}, "empty": {}, "both": {"a": {}, "b": torch.ones(2)}}
+    assert checkpoints.save({"schedule": schedule, "sampler": Sampler({7: 8}), "plain": plain}, 1)
+    assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
+    state = {"schedule": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1]), "sampler": Sampler({})}
+    state["plain"] = {"both": {"b": torch.zeros(2)}}
+    assert checkpoints.load(state) == 1
+    assert state["schedule"].milestones == Counter({2: 2, 5: 1})
+    assert state["sampler"].seen == {7: 8}
+    assert state["plain"]["counts"] == {3: 4} and state["plain"]["empty"] == {}
+    assert state["plain"]["both"]["a"] == {} and torch.equal(state["plain"]["both"]["b"], torch.ones(2))
 
 
 def test_an_optimizer_that_never_stepped_gets_its_state(saved):

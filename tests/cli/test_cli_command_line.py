@@ -468,6 +468,13 @@ def test_the_shutdown_time_is_also_read_from_torchs_variable(job: str) -> None:
     assert planned("--shutdown-timeout", "3", job, environ=environ).config.policy.shutdown_s == 3
 
 
+def test_where_checkpoints_go_is_told_to_workers_whatever_folder_they_are_in(job: str) -> None:
+    assert "ELASTICD_CHECKPOINTS" not in planned(job).config.env
+    assert planned("--checkpoints=run", job).config.env["ELASTICD_CHECKPOINTS"] == os.path.abspath("run")
+    there = planned("--checkpoints", "s3://bucket/run", job).config.env["ELASTICD_CHECKPOINTS"]
+    assert there == "s3://bucket/run"
+
+
 def test_workers_are_forked_unless_told_otherwise(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not planned(job).config.fresh_start
     assert planned("--fresh-start", job).config.fresh_start

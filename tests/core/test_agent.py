@@ -25,6 +25,7 @@ from elasticd.core.facts import (
 )
 from elasticd.core.messages import (
     CheckProcess,
+    CloseRound,
     Fence,
     KeeperLost,
     LeaseChanged,
@@ -661,6 +662,21 @@ def test_a_signal_announces_the_departure_and_leaves_the_end_of_the_round_to_the
     assert not one.all_of(Leave)
     one.exits(1, exit(1, 3, code=0))
     assert one.one(Leave) == Leave(130, "drained")
+
+
+def test_workers_that_keep_their_process_hear_whether_they_take_part_in_a_later_round() -> None:
+    for cause, leaves, going in [
+        (Cause.NODE_DRAINED, True, True),
+        (Cause.NODE_DRAINED, False, False),
+        (Cause.GREW, False, False),
+        (Cause.STOPPED, False, True),
+    ]:
+        one = Agent.working(SECOND)
+        one.sees("spec", replace(spec(), inplace=True))
+        if leaves:
+            one.told(Signalled(SIGTERM))
+        one.sees("round", closing(SECOND, cause, planned=True))
+        assert one.one(CloseRound).going is going, cause
 
 
 def test_another_signal_is_passed_on_to_the_workers() -> None:

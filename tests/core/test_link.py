@@ -31,7 +31,7 @@ messages = st.one_of(
     st.builds(
         Enter, round=naturals, env=st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=4)
     ),
-    st.builds(Leave, round=naturals, planned=st.booleans()),
+    st.builds(Leave, round=naturals, planned=st.booleans(), going=st.booleans()),
 )
 
 
@@ -45,6 +45,10 @@ def test_messages_arrive_as_they_were_sent_however_the_stream_is_cut(said, size)
 
 def test_a_field_of_a_later_version_is_passed_over():
     assert decode(b'{"is": "done", "round": 3, "mood": "good"}') == Done(3)
+
+
+def test_an_agent_that_does_not_say_who_goes_means_that_nobody_need_be_gone():
+    assert decode(b'{"is": "leave", "round": 3, "planned": true}') == Leave(3, planned=True, going=False)
 
 
 @pytest.mark.parametrize(

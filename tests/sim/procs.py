@@ -409,7 +409,7 @@ class SimProcs:
         worker.begin()
         return worker
 
-    def part(self, planned: bool, signal: int, grace_s: float, part_s: float) -> None:
+    def part(self, planned: bool, signal: int, grace_s: float, part_s: float, going: bool = False) -> None:
         for worker in [w for w in self.workers.values() if w.acts]:
             if worker.part(planned):
                 worker.kill_after(part_s)

@@ -113,12 +113,12 @@ class Crew:
             self._tell(hand, Enter(self.round, self._environment(rank)))
         self.settled.append((self.round, len(hands)))
 
-    def close(self, planned: bool = False) -> None:
-        """End the round; the next forms of itself, of all who wait then."""
+    def close(self, planned: bool = False, going: tuple[Hand, ...] = ()) -> None:
+        """End the round; the next forms of itself, of all who wait then. ``going``: not of these."""
         self.closing = True
         self.aborting = not planned
         for hand in self.members:
-            self._tell(hand, Leave(self.round, planned))
+            self._tell(hand, Leave(self.round, planned, hand in going))
 
     def until(self, condition: Callable[[], Any]) -> None:
         """See to the workers until it holds."""
@@ -129,6 +129,17 @@ class Crew:
             for key, _ in self._selector.select(left):
                 key.data()
             self._go_on()
+
+    def hand_over(self, *newcomers: Hand) -> None:
+        """Have them go on alone from the next commit."""
+        self.all_waiting(*newcomers)
+        going = tuple(self.members)
+        for hand in going:
+            hand.shunned = True
+        self.close(planned=True, going=going)
+        self.until(lambda: all(hand.waiting is not None for hand in going))
+        for hand in going:
+            hand.process.kill()
 
     def grow(self, *newcomers: Hand) -> None:
         """Take them in at the next commit."""

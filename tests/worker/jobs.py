@@ -181,6 +181,9 @@ def train(
 def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **options: Any) -> None:
     """A whole script. Without an address: in a world of its own."""
     begin(address, folder, name)
+    os.environ.pop("ELASTICD_SAVER", None)
+    if saver := options.pop("saver", ""):
+        os.environ["ELASTICD_SAVER"] = saver
     journal = Journal(folder, name)
     if accident.point in ("sending", "receiving"):
         trip_on_the_way(accident)

@@ -76,8 +76,15 @@ def part(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
         return
     part_s = do.state.policy_source.policy.part_s
     do.crew(stopping=True, grace_s=grace_s, parting=True, planned=planned)
-    do.actions.append(CloseRound(planned, signal, grace_s, part_s))
+    do.actions.append(CloseRound(planned, signal, grace_s, part_s, _going(do)))
     do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
+
+
+def _going(do: Doing) -> bool:
+    """Whether this node's workers end with the round, so that what they have in memory does too."""
+    state = do.state
+    stopped = state.round is not None and state.round.closing is Cause.STOPPED
+    return stopped or state.departure is not None
 
 
 def _cause(do: Doing, crew: Crew) -> Cause:
