@@ -11,6 +11,7 @@ import time
 from typing import Any, Final
 
 from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.report import Report, sentence
 from elasticd.checkpoint.saver import Saver
 
 _NICE: Final = 19
@@ -24,9 +25,10 @@ def be_modest() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def say(sentence: str) -> None:
+def say(words: str) -> None:
     """To whoever looks at what the process writes."""
-    print(f"elasticd saver: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody looks any more
+        print(f"elasticd saver: {words}", file=sys.stderr, flush=True)
 
 
 def main(fd: int, options: str = "{}") -> None:
@@ -37,4 +39,9 @@ def main(fd: int, options: str = "{}") -> None:
     bytes_s = given.get("bytes_s")
     pace = Pace(bytes_s, time.monotonic, time.sleep) if bytes_s else None
     listener = socket.socket(fileno=fd)
-    Saver(listener, pace=pace, linger_s=given.get("linger_s", 0.0), say=say).serve()
+
+    def tell(report: Report) -> None:
+        if words := sentence(report):
+            say(words)
+
+    Saver(listener, pace=pace, linger_s=given.get("linger_s", 0.0), say=say, report=tell).serve()

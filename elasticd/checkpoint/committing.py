@@ -25,7 +25,11 @@ _ALONE_S: Final = 30.0  # the same, once our own workers of that world are gone
 class Committer(Protocol):
     """Makes a checkpoint that is durable the newest. See ``FilePointer``."""
 
-    def commit(self, new: Saved, keep: Keep, fence: int) -> Commit: ...
+    def witness(self, fence: int) -> bool:
+        """Whether it is still that round. Blocks until that is known, or nobody can tell any more."""
+
+    def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
+        """``in_time``: it was handed over before the round that came after ``fence`` began."""
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -40,7 +44,23 @@ class Committing:
 
     def __init__(self, committer_of: Callable[[Store], Committer], pace: Pace | None = None) -> None:
         self._committer_of = committer_of
+        self._committers: dict[str, Committer] = {}
         self._pace = pace
+
+    def _committer(self, store: Store) -> Committer:
+        return self._committers.get(store.url) or self._committers.setdefault(
+            store.url, self._committer_of(store)
+        )
+
+    def open(self, world: World) -> None:
+        """What there is to be prepared, before it is waited for."""
+        self._committer(world.store).witness(world.fence)
+
+    def witness(self, world: World) -> bool:
+        """To be asked when a checkpoint has been handed over: workers that live on when the next
+        round has begun can have nothing committed, but what they handed over before it did counts,
+        however long it takes to write it and whatever has become of them."""
+        return self._committer(world.store).witness(world.fence)
 
     def write(self, world: World, name: str, rank: int, memory: Memory) -> File:
         """A shard of the checkpoint of that name. Raises OSError, and tells it to the one that commits."""
@@ -79,7 +99,8 @@ class Committing:
         store.sync(name)
         size = sum(f.size for f in listed) + len(manifest)
         saved = Saved(name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest))
-        made = self._committer_of(store).commit(saved, world.keep, world.fence)
+        in_time = gathering.witness is not None and gathering.witness.result()
+        made = self._committer(store).commit(saved, world.keep, world.fence, in_time=in_time)
         for old in made.dropped:
             store.remove(old.name)
         self._sweep(world, made, saved)

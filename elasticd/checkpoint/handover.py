@@ -7,7 +7,8 @@ Worker to saver:
 * ``plan``: ``plan size``, and a file with what is the same for all its saves (``Paper``).
 * ``buffer``: ``plan buffer``, and the memory in which shards will lie.
 * ``torn``: ``buffer``. It is about to be written into.
-* ``save``: ``plan buffer step name at``. It holds this rank's whole shard.
+* ``skip``: ``step``. It was not copied, since both buffers are still being written.
+* ``save``: ``plan buffer step name at blocked_s``. It holds this rank's whole shard.
 * ``miss``: ``name step why``. This rank will not hand over what others do.
 * ``recall``: ``path``. What is held in memory of the newest world that is over; the answer is a
   ``held`` for each shard, and ``that_is_all``.

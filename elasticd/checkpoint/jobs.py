@@ -40,10 +40,14 @@ class Jobs:
                 then(outcome)
 
             self._done.append(close)
-            os.eventfd_write(self.fd, 1)
+            self.wake()
 
         self._running += 1
         pool.submit(job).add_done_callback(finished)
+
+    def wake(self) -> None:
+        """As if something were done."""
+        os.eventfd_write(self.fd, 1)
 
     def finish(self) -> None:
         """Do what follows from all that is done."""

@@ -53,9 +53,14 @@ class FilePointer:
             begun = max((there.round for n in self._store.names() if (there := parse_folder(n))), default=0)
         return max(begun, newest.round if newest else 0)
 
-    def commit(self, new: Saved, keep: Keep, fence: int = 0) -> Commit:
-        """``fence``: the round of the job, which a file knows nothing of. Raises ``retention.Refused``,
-        BadCheckpoint, OSError; then nothing has changed."""
+    def witness(self, fence: int) -> bool:
+        """A file knows nothing of rounds."""
+        del fence
+        return True
+
+    def commit(self, new: Saved, keep: Keep, fence: int = 0, *, in_time: bool = False) -> Commit:
+        """Both ``fence`` and ``in_time`` are of rounds, which a file knows nothing of. Raises
+        ``retention.Refused``, BadCheckpoint, OSError; then nothing has changed."""
         with self._store.locked(f".{POINTER}.lock"):
             made = commit(self.read(), new, keep)
             try:

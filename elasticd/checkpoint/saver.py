@@ -21,6 +21,7 @@ from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, File, parse_folder
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.report import Fate, Report
 from elasticd.checkpoint.store import Store, store_at
 from elasticd.checkpoint.worlds import Gathering, Plan, World
 from elasticd.core.facts import Saved
@@ -51,18 +52,27 @@ class Saver:
         linger_s: float | None = 0.0,
         first_s: float = 60.0,
         say: Callable[[str], None] = lambda _: None,
+        report: Callable[[Report], None] = lambda _: None,
     ) -> None:
         self._listener = listener
         self._committing = Committing(committer_of, pace)
         self._linger_s = linger_s
         self._first_s = first_s
         self._say = say
+        self._report = report
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
         self._worlds: list[World] = []
         self._jobs = Jobs()
+        self._leaves = False
         self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)), "write")
         self._committers = ThreadPoolExecutor(8, "commit")
+        self._witnesses = ThreadPoolExecutor(2, "witness")
+
+    def leave(self) -> None:
+        """Return from ``serve`` once nothing is left to do. Signal handlers may call this."""
+        self._leaves = True
+        self._jobs.wake()
 
     def serve(self) -> None:
         """Until there is nobody to serve."""
@@ -73,7 +83,10 @@ class Saver:
         linger_s = None if self._linger_s is None else self._first_s
         try:
             while True:
-                if self._clients or self._jobs:
+                leaves = self._leaves and not self._jobs
+                if leaves:
+                    timeout: float | None = 0.0  # what was said before is heard first
+                elif self._clients or self._jobs:
                     idle_since = time.monotonic()
                     timeout = None
                 elif linger_s is None:
@@ -82,7 +95,10 @@ class Saver:
                     timeout = idle_since + linger_s - time.monotonic()
                     if timeout <= 0:
                         return
-                for key, _ in self._selector.select(timeout):
+                ready = self._selector.select(timeout)
+                if leaves and not ready:
+                    return
+                for key, _ in ready:
                     if key.fileobj is self._listener:
                         self._accept()
                         linger_s = self._linger_s
@@ -92,6 +108,7 @@ class Saver:
         finally:
             self._writers.shutdown(cancel_futures=True)
             self._committers.shutdown(cancel_futures=True)
+            self._witnesses.shutdown(cancel_futures=True)
             self._selector.close()
             self._jobs.close()
 
@@ -134,6 +151,8 @@ class Saver:
             round_, fence = int(message["round"]), int(message["fence"])
             world = World(store, token, round_, fence, int(message["world"]), locals_, keep)
             self._worlds.append(world)
+            if world.commits:
+                self._witnesses.submit(self._committing.open, world)
         client.world, client.rank = world, int(message["rank"])
         world.lines[client.rank] = client.line
 
@@ -165,6 +184,10 @@ class Saver:
         if gathering is None:
             gathering = Gathering(name, step, float(message["at"]), time.monotonic(), plan.paper)
             world.gatherings[name] = gathering
+            if world.commits:
+                gathering.witness = self._witnesses.submit(self._committing.witness, world)
+        if rank == min(world.locals):
+            self._report(Report(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
         if rank == 0:
             gathering.paper = plan.paper
         self._miss_those_gone(world, gathering)
@@ -199,6 +222,10 @@ class Saver:
             world.gatherings[name] = gathering
         gathering.why = gathering.why or f"rank {client.rank} could not copy: {message['why']}"
         self._settle_if_failed(world, gathering)
+
+    def _hear_skip(self, client: _Client, message: Message, _: list[int]) -> None:
+        if client.world is not None and client.world.commits and client.rank == 0:
+            self._report(Report(Fate.SKIPPED, int(message["step"])))
 
     def _hear_recall(self, client: _Client, message: Message, _: list[int]) -> None:
         """Only of worlds that are over: what others still write into is not to be read."""
@@ -287,9 +314,7 @@ class Saver:
                 "size": outcome.size,
             },
         )
-        self._say(
-            f"committed step {outcome.step} as {outcome.name} ({outcome.size / 1e6:.1f} MB, {took_s:.2f} s)"
-        )
+        self._report(Report(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
 
     def _settle_if_failed(self, world: World, gathering: Gathering) -> None:
         """Once nothing writes there any more, say so, and remove what was written."""
@@ -307,7 +332,8 @@ class Saver:
         self._tell(
             world, {"is": "failed", "name": gathering.name, "step": gathering.step, "why": gathering.why}
         )
-        self._say(f"step {gathering.step} was not saved as {gathering.name}: {gathering.why}")
+        if world.commits:
+            self._report(Report(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
 
     def _forget(self, world: World, gathering: Gathering) -> None:
         world.gatherings.pop(gathering.name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from elasticd.checkpoint.handover import Line, Memory, Paper
@@ -36,6 +37,7 @@ class Gathering:
     paper: Paper
     files: dict[int, File] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
+    witness: Future[bool] | None = None  # whether its round was the job's when it was handed over
     why: str = ""  # it came to nothing
     committing: bool = False
     settled: bool = False

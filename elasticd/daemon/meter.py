@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from elasticd.checkpoint.report import Fate, Report
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.outage import Standstill
@@ -54,8 +55,15 @@ class Meter:
     holds the sums."""
 
     def __init__(
-        self, config: RunConfig, driver: Driver, store: TimedStore, step_times: StepTimes, began_at: float
+        self,
+        config: RunConfig,
+        driver: Driver,
+        store: TimedStore,
+        step_times: StepTimes,
+        began_at: float,
+        saves: deque[Report] | None = None,
     ) -> None:
+        self._saves: deque[Report] = deque() if saves is None else saves
         self._step_times = step_times
         self._driver = driver
         self._store = store
@@ -139,6 +147,7 @@ class Meter:
         self._update_job(snapshot, now)
         self._update_etcd()
         self._update_checkpoint()
+        self._update_saves()
 
     def used(self, slot: int, pid: int, used: Usage) -> None:
         """What the slot's worker uses, if it still is that one."""
@@ -282,6 +291,18 @@ class Meter:
             self.book.set("elasticd_checkpoint_age_seconds", newest.at)
             self.book.set("elasticd_checkpoint_step", newest.step)
             self.book.set("elasticd_checkpoint_size_bytes", newest.size)
+
+    def _update_saves(self) -> None:
+        """What this node's saver has told. Who commits tells of all but the copies, which are this node's."""
+        for _ in range(len(self._saves)):
+            save = self._saves.popleft()
+            match save.fate:
+                case Fate.COPIED:
+                    self.book.observe("elasticd_checkpoint_blocked_seconds", save.blocked_s)
+                case Fate.COMMITTED:
+                    self.book.observe("elasticd_checkpoint_duration_seconds", save.took_s)
+                case Fate.SKIPPED | Fate.FAILED:
+                    self.book.add("elasticd_checkpoints_total", 1, save.fate)
 
     def _checkpoint_seen(self, news: Seen) -> None:
         """On the store's thread."""

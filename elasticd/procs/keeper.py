@@ -190,13 +190,15 @@ class Warden:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         stdin: int | None = None,
+        output: int | None = None,
         log_path: str | Path = os.devnull,
         ended: Callable[[Ended], None] = lambda _: None,
     ) -> int:
         """Start a helper process (such as etcd) that must not outlive the agent; returns its pid.
 
-        Its output is appended to ``log_path``; ``stdin`` is a file that it gets a copy of. Waits until
-        the program runs; raises ``KeeperError`` if it cannot. The fence and ``stop_workers`` leave it alone.
+        Its output is appended to ``log_path``, or goes to ``output``; that and ``stdin`` are files that
+        it gets a copy of. Waits until the program runs; raises ``KeeperError`` if it cannot. The fence
+        and ``stop_workers`` leave it alone.
         """
         answered = threading.Event()
         outcome: list[int | Ended] = []
@@ -212,7 +214,8 @@ class Warden:
                 answer(end)
 
         try:
-            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            log = os.dup(output) if output is not None else os.open(log_path, flags, 0o600)
         except OSError as error:
             raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
         given = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if stdin is None else os.dup(stdin)

@@ -129,6 +129,7 @@ class Checkpoints:
         Raises ValueError where ranks differ in the step, TypeError for objects that could not be
         loaded again. Whatever happens to the disk raises nothing: see ``failed``.
         """
+        began = time.monotonic()
         together = self._in_this_world()
         flat = flatten(state)
         self._listen()
@@ -149,9 +150,10 @@ class Checkpoints:
             self._make_plan(flat, shape, blobs)
         elif not agreed[2]:
             self.skipped += 1
+            self._say({"is": "skip", "step": step})
             return False
         self._seq += 1
-        self._copy(flat, blobs, step)
+        self._copy(flat, blobs, step, began)
         return True
 
     def due(self, step: int) -> bool:
@@ -276,7 +278,7 @@ class Checkpoints:
         finally:
             os.close(paper)
 
-    def _copy(self, flat: Flat, blobs: Mapping[str, bytes], step: int) -> None:
+    def _copy(self, flat: Flat, blobs: Mapping[str, bytes], step: int, began: float) -> None:
         plan = self._plan
         assert plan is not None
         name = folder_name(step, self._round, self._token, self._seq)
@@ -302,7 +304,7 @@ class Checkpoints:
         buffer.busy = True
         self._pending.add(name)
         note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
-        self._say({"is": "save", **note})
+        self._say({"is": "save", **note, "blocked_s": time.monotonic() - began})
 
     def _pickled(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         made = {}

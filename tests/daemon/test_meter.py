@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from elasticd.checkpoint.report import Fate, Report
 from elasticd.core import agent
 from elasticd.core.facts import Checkpoint, Leadership, Limits, Saved, Spec
 from elasticd.core.ports import Changes, Entry, Listing, Seen
@@ -97,3 +98,22 @@ def test_the_agents_own_time_only_grows() -> None:
     for used_s in (2.0, 5.0, 4.0):
         made.used_itself(Usage(1 << 20, used_s))
     assert value(made.book, "agent_cpu_seconds_total") == pytest.approx(5.0)
+
+
+def test_what_the_saver_reports_is_counted() -> None:
+    made, _ = meter()
+    made._saves.extend(
+        [
+            Report(Fate.COPIED, 1, blocked_s=0.03),
+            Report(Fate.COPIED, 2, blocked_s=0.05),
+            Report(Fate.COMMITTED, 1, took_s=0.7),
+            Report(Fate.FAILED, 2, why="it was full"),
+            Report(Fate.SKIPPED, 3),
+            Report(Fate.SKIPPED, 4),
+        ]
+    )
+    made._update_saves()
+    assert [value(made.book, "checkpoints_total", kind) for kind in ("skipped", "failed")] == [2, 1]
+    assert sum(value(made.book, "checkpoint_blocked_seconds").counts) == 2
+    assert sum(value(made.book, "checkpoint_duration_seconds").counts) == 1
+    assert not made._saves

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elasticd.checkpoint import handover
 from elasticd.checkpoint.disk import Disk
+from elasticd.checkpoint.handover import Line, Memory, Paper
+from elasticd.checkpoint.manifest import Index, encode_index, folder_name
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.report import Fate, Report
+from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint.store import Store
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.ports import Applied, Put
-from elasticd.core.retention import Keep, Refused
-from elasticd.daemon.saver import EtcdPointer, settle
+from elasticd.core.retention import Commit, Keep, Refused
+from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
@@ -103,3 +112,97 @@ def test_a_copy_that_was_not_written_is_written_later(server, client, tmp_path: 
     (tmp_path / "committed.json").unlink()
     settle(server.access, "j")
     assert [s.step for s in FilePointer(tmp_path).read().saved] == [5]
+
+
+def test_what_was_handed_over_in_time_is_committed_though_the_next_round_has_begun(server, client, tmp_path):
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
+    round_is(client, 3, Phase.CLOSING)
+    assert pointer.witness(3)  # when it was handed over
+    round_is(client, 5)
+    pointer.commit(saved(6, 3), Keep(), 3, in_time=True)
+    assert committed(client) == [6]
+    assert not pointer.witness(3)  # whoever of that round lives on comes too late
+    pointer.commit(saved(2, 5), Keep(), 5)
+    with pytest.raises(Refused, match="round 5 has committed since"):
+        pointer.commit(saved(7, 3), Keep(), 3, in_time=True)
+    assert committed(client) == [6, 2]
+    pointer.close()
+
+
+def test_nobody_is_taken_for_in_time_while_etcd_is_away(tmp_path):
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    nobody = EtcdAccess(("127.0.0.1:9",), timeout_s=0.1)
+    pointer = EtcdPointer(nobody, "j", Disk(tmp_path), patience_s=1.2, clock=lambda: now[0], sleep=sleep)
+    assert not pointer.witness(1)
+    assert now[0] >= 1.2
+    pointer.close()
+
+
+def hands_over(saver: str, store: str, round: int, step: int) -> Line:
+    """A world of one worker."""
+    line = handover.connect(saver)
+    name = folder_name(step, round, f"{step:08x}", 1)
+    line.send({"is": "open", "path": store, "token": f"{step:08x}", "rank": 0, "world": 1, "round": round,
+               "fence": round, "locals": [0], "last": 3, "every": 0})  # fmt: skip
+    paper = Paper(encode_index(Index([], {}, {}, {})), b"not looked at").file()
+    line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
+    memory = Memory.make(64)
+    line.send({"is": "buffer", "plan": 1, "buffer": 0}, (memory.fd,))
+    line.send({"is": "save", "plan": 1, "buffer": 0, "step": step, "name": name, "at": 1.0})
+    os.close(paper)
+    return line
+
+
+class Watched(EtcdPointer):
+    """Says when it has asked for the round, and commits only when it may."""
+
+    def __init__(self, access: EtcdAccess, store: Store) -> None:
+        super().__init__(access, "j", store)
+        self.witnessed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.may_commit = threading.Event()
+
+    def witness(self, fence: int) -> bool:
+        in_time = super().witness(fence)
+        self.witnessed.put(in_time)
+        return in_time
+
+    def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
+        self.may_commit.wait()
+        return super().commit(new, keep, fence, in_time=in_time)
+
+
+def fate(told: queue.SimpleQueue[Report]) -> Report:
+    while (report := told.get(timeout=60.0)).fate is Fate.COPIED:
+        pass
+    return report
+
+
+def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(server, client, tmp_path):
+    listener, name = handover.listen()
+    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    pointer = Watched(server.access, Disk(tmp_path))
+    saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
+    thread = threading.Thread(target=saver.serve)
+    thread.start()
+    try:
+        round_is(client, 3)
+        hands_over(name, str(tmp_path), 3, 6).close()  # and is killed
+        assert [pointer.witnessed.get(timeout=60.0) for _ in range(2)] == [True, True]  # one for the line
+        round_is(client, 4)
+        pointer.may_commit.set()
+        assert fate(told).fate is Fate.COMMITTED
+        late = hands_over(name, str(tmp_path), 3, 9)  # lives on beside the next
+        report = fate(told)
+        assert report.fate is Fate.FAILED and "saved in round 3, and now it is round 4" in report.why
+        assert committed(client) == [6]
+        late.close()
+    finally:
+        pointer.may_commit.set()
+        saver.leave()
+        thread.join()
+        listener.close()
+        pointer.close()

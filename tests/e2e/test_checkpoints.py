@@ -23,6 +23,9 @@ def test_a_job_goes_on_from_what_its_node_has_in_memory_and_commits_it_all(tmp_p
         timeout=110,
     )
     assert job.returncode == 0, job.stderr[-3000:]
+    assert '"event": "checkpoint.committed"' in job.stderr and '{"step": 10, ' in job.stderr, (
+        "what the saver does is in the agent's log"
+    )
     for rank in range(2):
         assert (tmp_path / f"began-{rank}").read_text().splitlines() == ["0 disk", "6 memory"]
     assert [s.step for s in FilePointer(tmp_path / "run").read().saved] == [9, 10]

@@ -15,11 +15,17 @@ from typing import Any
 
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.report import Report, sentence
 from elasticd.checkpoint.saver import Saver
 
 
 def say(sentence: str) -> None:
     os.write(1, f"{sentence}\n".encode())
+
+
+def tell(report: Report) -> None:
+    if words := sentence(report):
+        say(words)
 
 
 def spoil(function: str, fine: int, bad: int, code: int) -> None:
@@ -41,7 +47,8 @@ def saver(options: dict[str, Any]) -> None:
     if "fail" in options:
         spoil(*options["fail"])
     pace = Pace(options["bytes_s"], time.monotonic, time.sleep) if "bytes_s" in options else None
-    Saver(listener, pace=pace, linger_s=options.get("linger_s", 0.0), say=say).serve()
+    linger_s = options.get("linger_s", 0.0)
+    Saver(listener, pace=pace, linger_s=linger_s, say=say, report=tell).serve()
 
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

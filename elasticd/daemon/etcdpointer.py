@@ -1,0 +1,117 @@
+"""What was committed, as etcd has it: the truth, of which the file beside the checkpoints is a copy for
+those who come without."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final
+
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.store import Store
+from elasticd.core.facts import Checkpoint, Round, Saved
+from elasticd.core.ports import Applied, Entry, Put, Unchanged
+from elasticd.core.retention import Commit, Keep, Refused, commit
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
+from elasticd.etcd.errors import StoreError, StoreUnavailable
+
+_KEY: Final = "checkpoint"
+_AGAIN_S: Final = 0.5
+PATIENCE_S: Final = 600.0  # with an etcd that is away
+
+
+class EtcdPointer:
+    """What was committed in ``store``, as etcd's key ``checkpoint`` has it.
+
+    A commit is one transaction, guarded by the round: workers that live on once a later one has begun
+    can have nothing committed. What was handed over before that is committed all the same (in place,
+    a new round takes less time than a disk), unless a later round has committed since. While etcd is
+    away a commit waits.
+    """
+
+    def __init__(
+        self,
+        access: EtcdAccess,
+        job: str,
+        store: Store,
+        *,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._client = Client(access)
+        self._job = job
+        self._url = store.url
+        self._file = FilePointer(store)
+        self._patience_s = patience_s
+        self._clock = clock
+        self._sleep = sleep
+
+    def close(self) -> None:
+        self._client.close()
+
+    def witness(self, fence: int) -> bool:
+        deadline = self._clock() + self._patience_s
+        while self._clock() < deadline:
+            try:
+                return self._number(self._client.get(self._job, "round")) == fence
+            except StoreUnavailable:
+                self._sleep(_AGAIN_S)
+            except StoreError:  # a commit says what is wrong
+                break
+        return False
+
+    def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
+        """Raises ``retention.Refused``; TimeoutError where etcd stays away; OSError."""
+        deadline = self._clock() + self._patience_s
+        while True:
+            try:
+                made = self._try(new, keep, fence, in_time)
+            except StoreUnavailable as error:
+                if self._clock() >= deadline:
+                    raise TimeoutError(f"etcd cannot be reached: {error}") from error
+                made = None
+            except StoreError as error:
+                raise Refused(f"etcd refuses it: {error}") from error
+            if made is not None:
+                with contextlib.suppress(OSError):  # a copy; the next commit writes it again
+                    self._file.write(made.checkpoint)
+                return made
+            self._sleep(_AGAIN_S)
+
+    def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | None:
+        """None where something changed meanwhile, or it is not known whether it was done."""
+        round_, there = self._client.get(self._job, "round"), self._client.get(self._job, _KEY)
+        known = self._known(there.fact if there else None)
+        if new in known.saved:  # a former try that was not answered
+            return Commit(known, ())
+        number = self._number(round_)
+        if number != fence and not in_time:
+            raise Refused(f"step {new.step} was saved in round {fence}, and now it is round {number}")
+        made = commit(known, new, keep)
+        guards = (
+            Unchanged("round", round_.revision if round_ else 0),
+            Unchanged(_KEY, there.revision if there else 0),
+        )
+        answer = self._client.transact(self._job, guards, (Put(_KEY, made.checkpoint),))
+        return made if isinstance(answer, Applied) else None
+
+    @staticmethod
+    def _number(entry: Entry | None) -> int:
+        return entry.fact.number if entry and isinstance(entry.fact, Round) else 0
+
+    def _known(self, fact: object) -> Checkpoint:
+        """Where etcd is new, or was told of another folder, the file's word is taken."""
+        if isinstance(fact, Checkpoint) and fact.path == self._url:
+            return fact
+        return self._file.read()
+
+
+def settle(access: EtcdAccess, job: str) -> None:
+    """Bring the file up to etcd, in case a saver died between the two."""
+    with contextlib.suppress(StoreError, OSError), Client(access) as client:
+        there = client.get(job, _KEY)
+        if there is not None and isinstance(there.fact, Checkpoint):
+            FilePointer(there.fact.path).write(there.fact)
