@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticd.core.age import Age
 from elasticd.core.hang import Allowance, Look, Verdict
 
 
@@ -100,7 +101,8 @@ class Node:
     ``store_port`` is a port already listening for the store of the next round this node hosts.
     ``ready``: slots with a process that waits to take part in a round; in a job that recovers in
     place, those are what the node has to offer. ``most``: how many of its slots may be in a world at a
-    time, the rest being spares (0: all).
+    time, the rest being spares (0: all). ``age``: of the newest state that any of those ready has
+    whole, None if they have none; ``holders``: which of them have it.
     """
 
     name: str
@@ -115,6 +117,8 @@ class Node:
     fenced: int = 0
     ready: tuple[int, ...] = ()
     most: int = 0
+    age: Age | None = None
+    holders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from string import Template
 
 from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
-from elasticd.core.ports import Assignment
+from elasticd.core.ports import Assignment, Waits
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.link import Switchboard
@@ -98,7 +98,7 @@ class LocalProcs:
         self._say = say
         self._warn = warn
         self._linked: Callable[[int], None] = lambda slot: None
-        self._waiting: Callable[[int, int, int], None] = lambda slot, round_number, steps: None
+        self._waiting: Waits = lambda slot, round_number, steps, age: None
         self._lock = threading.Lock()
         self._round = 0
         self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
@@ -111,7 +111,7 @@ class LocalProcs:
 
     # ------------------------------------------------------------ the port
 
-    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+    def listen(self, linked: Callable[[int], None], waiting: Waits) -> None:
         self._linked, self._waiting = linked, waiting
 
     def start(
@@ -370,8 +370,8 @@ class LocalProcs:
         match message:
             case wire.Hello():
                 self._linked(slot)
-            case wire.Waiting() if came_out:
-                self._waiting(slot, number, steps)
+            case wire.Waiting(age=age) if came_out:
+                self._waiting(slot, number, steps, age)
             case wire.Entered(round=number, step=step, group_s=group_s, state_s=state_s):
                 times = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
                 self._say("worker.entered", slot=slot, round=number, step=step, **times)
