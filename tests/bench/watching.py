@@ -164,10 +164,3 @@ def watching(workers: int, pairs: int, count: int, library: bool, width: int, ba
         f"  {name:<20} {median(ratios):+.2%} of a step of {median(plain_s) * 1e3:.1f} ms ({spread}); "
         f"agent and etcd used {used_s / watched_s:.2%} of a core{scraped}"
     )
-
-
-def watchings(workers: int, pairs: int, count: int, width: int, batch: int) -> str:
-    """For both kinds of script."""
-    title = f"being watched, {workers} workers ({count} steps a block, the same processes in turn)"
-    kinds = [watching(workers, pairs, count, library, width, batch) for library in (False, True)]
-    return "\n".join([title, *kinds])

@@ -152,5 +152,6 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
         assert prometheus.query(name), name
     (fault,) = prometheus.query("run_cause:elasticd_faults:increase15m > 0").by("cause")
     assert fault == ("worker_failed",)
-    assert 0 < prometheus.query("run:elasticd_recover_seconds:p90_1h")() < max(0.1, 2 * really_s)
+    # As it lies somewhere in its bucket, whose end is at most two and a half times its beginning.
+    assert 0 < prometheus.query("run:elasticd_recover_seconds:p90_1h")() < max(0.05, 2.5 * really_s + 0.01)
     cluster.finishes(a, b)
