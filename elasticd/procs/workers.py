@@ -16,6 +16,7 @@ from string import Template
 
 from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
+from elasticd.core.page import Told
 from elasticd.core.ports import Assignment, Waits
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
@@ -159,9 +160,12 @@ class LocalProcs:
 
     # ------------------------------------------------------------ beyond the port
 
-    def progress(self) -> tuple[SlotProgress, ...]:
-        """The heartbeats of this round's workers, in the order of their slots."""
+    def progress(self, round_number: int | None = None) -> tuple[SlotProgress, ...]:
+        """The heartbeats of this round's workers, in the order of their slots; none, if it is not the
+        round that is asked for."""
         with self._lock:
+            if round_number not in (None, self._round):
+                return ()
             return tuple(worker.progress() for _, worker in sorted(self._of_this_round()))
 
     def watched(self) -> tuple[Watched, ...]:
@@ -182,6 +186,11 @@ class LocalProcs:
             if worker is None or worker.page is None:
                 return ()
             return worker.page.step_times(after + worker.steps_before)[1]
+
+    def told(self) -> Mapping[int, Told]:
+        """What this round's workers say of their training, by slot."""
+        with self._lock:
+            return {slot: worker.told() for slot, worker in self._of_this_round()}
 
     def condemn(self, slot: int, pid: int, why: str) -> None:
         """Kill a worker that hangs; ``why`` is the message of its exit. Nothing happens if it has
