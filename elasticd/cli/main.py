@@ -28,6 +28,7 @@ _COMMANDS = {
     "events": "elasticd.cli.history:events",
     "logs": "elasticd.cli.history:logs",
     "report": "elasticd.cli.review:report",
+    "audit": "elasticd.cli.audit:audit",
     "ckpt": "elasticd.cli.checkpoints:ckpt",
     "doctor": "elasticd.cli.doctor.command:doctor",
 }

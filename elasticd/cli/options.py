@@ -62,10 +62,11 @@ class RunOptions:
     hang_after: str | None = None
     hang_floor: float | None = None
     hang_ceiling: float | None = None
-    on_nonfinite: str | None = None
     fresh_start: bool = False
     spares: int = 0
     checkpoints: str | None = None
+    audit: bool = False
+    audit_every: int | None = None
     http: str | None = None
     plain: bool = False
     log_format: str = "auto"
@@ -336,13 +337,6 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         Seconds(),
         "The longest, for a worker that is busy while others wait for it.  [3600]",
     ),
-    # steps that make no sense
-    _ours(
-        "--on-nonfinite",
-        type=click.Choice(["ignore", "stop", "rollback"]),
-        help="Where a script tells that a loss or gradient is NaN or infinite: count it, stop the job (exit "
-        "code 6), or go back to the last checkpoint.  [ignore]",
-    ),
     # how workers start
     _our_switch(
         "--fresh-start", "Fork no worker from a process that has imported what it imports; slower restarts."
@@ -360,7 +354,15 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Folder that all nodes can write to, where a worker.State keeps what is committed.",
         metavar="PATH",
     ),
-    # what is shown
+    # what is noted and shown
+    _our_switch(
+        "--audit", "Have workers note which samples they use, for `elasticd audit`; see elasticd.worker.Data."
+    ),
+    _ours(
+        "--audit-every",
+        _COUNT,
+        "With --audit, a digest of the weights after every so many steps.  [100]",
+    ),
     _ours(
         "--http",
         help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",

@@ -140,8 +140,6 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:
         env["OMP_NUM_THREADS"] = "1"
         notes.append("OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun")
-    if options.on_nonfinite is not None:
-        env["ELASTICD_ON_NONFINITE"] = options.on_nonfinite
     address = _address(options, met.etcd)
     env |= network_environment(address, environ, asked=options.said("address", "local_addr") > Said.NOWHERE)
     if options.checkpoints:
@@ -167,6 +165,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         spares=options.spares,
         http=http_place(options.http),
         patience=_patience(options),
+        audit=_audit(options),
         env=env,
     )
     return Planned(config, tuple(notes))
@@ -308,6 +307,16 @@ def _patience(options: RunOptions) -> Patience | None:
     if not (math.isfinite(seconds) and seconds > 0):
         raise Complaint(f"--hang-after {after} is neither auto nor off nor a number of seconds above 0.")
     return Patience(fixed_s=seconds)
+
+
+def _audit(options: RunOptions) -> int | None:
+    if not options.audit:
+        if options.said("audit_every") is Said.COMMAND_LINE:
+            raise Complaint("--audit-every says how often to note the weights: give --audit, too.")
+        return None
+    if options.logs_specs is not None:
+        raise Complaint("--audit notes beside the logs, in torch's layout of them: leave out --logs-specs.")
+    return _first(options.audit_every, 100)
 
 
 def _first(*values: T | None) -> T:

@@ -53,7 +53,8 @@ class RunConfig:
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
     is forked from a process that has imported what it imports. ``spares``: how many of the slots are
     for workers that wait to replace others. ``patience``: with workers that make
-    no steps; None to wait for ever.
+    no steps; None to wait for ever. ``audit``: workers note what they use and commit, and a digest of
+    the weights after every so many steps; None: they do not.
     """
 
     job: str
@@ -76,4 +77,5 @@ class RunConfig:
     spares: int = 0
     http: tuple[str, int] | None = None
     patience: Patience | None = Patience()
+    audit: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)

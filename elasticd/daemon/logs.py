@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import (
     Std,
 )
 
+from elasticd.core.auditlog import FOLDER, VARIABLE
 from elasticd.daemon.config import LogOptions
 from elasticd.daemon.errors import CannotStart
 from elasticd.procs.output import LogDest
@@ -57,8 +58,10 @@ class Destinations:
     """Makes the destinations of the processes started for a round; torch's "attempt" is a round here,
     counted from 0. Those started ahead of any round (0) get an "attempt" of their own each time."""
 
-    def __init__(self, specs: LogsSpecs) -> None:
+    def __init__(self, specs: LogsSpecs, *, audit: bool = False) -> None:
+        """``audit``: workers find in their environment where to note what they do."""
         self._specs = specs
+        self._audit = audit
         self._standbys = 0
         self._latest: LogDest | None = None
 
@@ -66,8 +69,7 @@ class Destinations:
         """Where this run keeps its logs; None where the user's LogsSpecs puts them elsewhere than in
         torch's layout, or nothing was started yet."""
         dirs = self._latest.capture_dirs.values() if self._latest is not None else ()
-        attempts = [Path(folder).parent for folder in dirs]
-        return next((a.parent for a in attempts if a.name.startswith("attempt_")), None)
+        return next((found for folder in dirs if (found := _run_folder(Path(folder)))), None)
 
     def reify(self, round_number: int, envs: dict[int, dict[str, str]]) -> LogDest:
         if round_number:
@@ -85,6 +87,8 @@ class Destinations:
         for local_rank, env in envs.items():
             if "TORCHELASTIC_ERROR_FILE" in asked[local_rank]:
                 env["TORCHELASTIC_ERROR_FILE"] = asked[local_rank]["TORCHELASTIC_ERROR_FILE"]
+                if self._audit and (folder := _run_folder(Path(env["TORCHELASTIC_ERROR_FILE"]).parent)):
+                    env[VARIABLE] = str(folder / FOLDER)
         for local_rank in asked.keys() - envs.keys():
             file = dest.error_files.get(local_rank)
             if file and file != os.devnull:
@@ -105,3 +109,8 @@ class Destinations:
             },
         )
         return self._latest
+
+
+def _run_folder(worker: Path) -> Path | None:
+    """Of the folder of a worker's output, in torch's layout."""
+    return worker.parents[1] if worker.parent.name.startswith("attempt_") else None

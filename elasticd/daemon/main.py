@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elasticd import __version__
 from elasticd.core import agent as agents
+from elasticd.core import auditlog
 from elasticd.core.agent import Identity
 from elasticd.core.environment import Setting, assignments, standbys
 from elasticd.core.facts import NodeLedger, Phase, Round, Spec
@@ -106,7 +107,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
 
         output = Output(_Console(view))
         output.follow_window_size()
-        destinations = Destinations(logs_specs(config.logs))
+        destinations = Destinations(logs_specs(config.logs), audit=config.audit is not None)
         procs = LocalProcs(
             warden,
             worker_command(config),
@@ -139,7 +140,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
 
         saver = SaverService(warden, access, config.job)
         cleanup.callback(saver.close)
-        setting = _setting(config, saver.name)
+        setting = _setting(config, saver.name, began_at)
         driver = Driver(
             agents.start(
                 _identity(config),
@@ -166,7 +167,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             offset_s = clock() - time.monotonic()
             return tuple(at + offset_s for at in procs.step_times(slot, after))
 
-        meter = Meter(config, driver, store, step_times, began_at, saver.reports, procs.told)
+        meter = Meter(config, driver, store, step_times, began_at, saver.reports)
         timekeeper = Timekeeper(config, driver, store, step_times, began_at)
         events = cleanup.enter_context(
             EventFile(
@@ -266,7 +267,12 @@ def _wanted(config: RunConfig) -> Spec:
     )
 
 
-def _setting(config: RunConfig, saver: str) -> Setting:
+def _setting(config: RunConfig, saver: str, began_at: float) -> Setting:
+    audit = {}
+    if config.audit is not None:
+        # Rounds are counted in etcd, and one of our own is as old as this agent.
+        series = f"{began_at:017.6f}" if config.etcd is None else ""
+        audit = {auditlog.EVERY: str(config.audit), auditlog.SERIES: series}
     return Setting(
         job=config.job,
         role=config.role,
@@ -277,6 +283,7 @@ def _setting(config: RunConfig, saver: str) -> Setting:
         extra={
             "ELASTICD_SAVER": saver,
             "ELASTICD_WORLD_MAX": str(config.limits.max),
+            **audit,
             **config.env,
         },
     )

@@ -24,8 +24,7 @@ from elasticd.etcd.names import ROOT
 if TYPE_CHECKING:
     from elasticd.etcd.client import Client
 
-SAMPLES, SAMPLES_FEWEST = 20, 3
-SAMPLING_S = 5.0  # an etcd that is slow is known for it by fewer
+SAMPLES = 20
 _DATES = 5
 _BETWEEN_DATES_S = 0.17  # so that together they tell the second's beginning
 
@@ -97,13 +96,9 @@ def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float]) -> E
 
 
 def _time(client: Client) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    reads: list[float] = []
-    writes: list[float] = []
-    give_up_at = time.monotonic() + SAMPLING_S
-    while len(reads) < SAMPLES:
+    reads, writes = [], []
+    for _ in range(SAMPLES):
         began = time.monotonic()
-        if began > give_up_at and len(reads) >= SAMPLES_FEWEST:
-            break
         client.get_raw(ROOT)
         read = time.monotonic()
         lease, _ttl = client.grant(5)

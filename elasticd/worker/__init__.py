@@ -26,7 +26,6 @@ from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
 from elasticd.worker.state import State
-from elasticd.worker.told import NotFinite, report
 from elasticd.worker.world import WorldChanged
 
 if TYPE_CHECKING:
@@ -37,13 +36,11 @@ __all__ = [
     "Data",
     "DataChanged",
     "NoCheckpoint",
-    "NotFinite",
     "State",
     "StateLost",
     "WorldChanged",
     "device",
     "rank",
-    "report",
     "run",
     "world_size",
 ]

@@ -118,7 +118,7 @@ class Data:
             "worker_batch": self._worker_batch or 0,
             "virtual_ranks": self._virtual_ranks if self._global_batch else 0,
         }
-        return {"order": dict(order), **batches}
+        return {"order": dict(order), **batches, "drop_last": self._drop_last}
 
     # ------------------------------------------------------------ what a State uses
 
@@ -244,6 +244,7 @@ _MEANINGS = {
     "global_batch": "global_batch",
     "worker_batch": "worker_batch",
     "virtual_ranks": "virtual_ranks",
+    "drop_last": "drop_last",
 }
 
 

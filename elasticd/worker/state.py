@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elasticd.core.link import Holds
-from elasticd.worker import chance, told
+from elasticd.worker import chance
 from elasticd.worker.data import Data
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
 from elasticd.worker.plain import copied
+from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
 from elasticd.worker.step import Step
 from elasticd.worker.world import World, WorldChanged
@@ -89,6 +90,8 @@ class State:
         self._data = data
         self._reduction: Reduction = Averaged(None)
         self._open: Step | None = None
+        self._turn = 0  # batches since the last commit
+        self._recorder: Recorder | None = None
         given = {"model": model, "optimizer": optimizer, "data": data}
         for name, value in {**given, **others}.items():
             if value is not None or name in others:
@@ -145,17 +148,18 @@ class State:
             yield from self._numbers(until)
             return
         shares = self._data.shares(rank(), world_size())
-        number = self._step
+        self._turn = 0
         while until is None or self._step < until:
             if self._world is not None:
                 self._world.check()
             share = next(shares, None)
             if share is None:
                 return
-            self._open = Step(number, share, self._reduction)
+            noted = self._recorder.took if self._recorder is not None else None
+            self._open = Step(self._step, self._turn, share, self._reduction, noted)
             yield self._open
             self._close_step()
-            number += 1
+            self._turn += self._open is not None  # not committed
 
     def _numbers(self, until: int) -> Iterator[int]:
         for step in range(self._step, until):
@@ -170,26 +174,23 @@ class State:
                 "`for batch in step`, before state.commit() and the next step"
             )
 
-    def commit(self, **said: Any) -> None:
+    def commit(self) -> None:
         """One step more is done: nobody falls behind of it. Call it after the optimizer's step.
-        ``said``: what there is to ``worker.report`` of the step, such as its loss.
 
         Raises WorldChanged when the world ends here: leave it uncaught."""
         self._close_step()
-        if said:
-            told.report(**said)
         world = self._world
         if world is not None and not self._torn:  # no optimizer has stepped
             world.vouch()
         if self._data is not None:
             self._data.advance()
-        used = self._open.used if self._open is not None else 0
         self._open = None
+        self._turn = 0
         self._keep()
         self._step += 1
         self._torn = False
-        told.committed(self._step)
-        told.samples(used)
+        if self._recorder is not None:
+            self._recorder.committed(self._step, self._learned())
         ends = world is not None and world.passed(self._step)
         if self._lasting is not None and not (world is not None and world.over):
             self._lasting.passed(self._parts(), world, ends)
@@ -224,13 +225,18 @@ class State:
     def enter(self, world: World | None) -> None:
         """Take part in the world with what this worker has now, which all others have too."""
         self._world = world
-        told.begins_after(self._step)
         model = self._modules.get("model")
         if model is not None and self._wrap is not None:
             self._wrapped = self._wrap(model)
             self._reduction = Averaged(self._wrapped)
             if world is not None and isinstance(self._wrapped, DistributedDataParallel):
                 _watch(self._wrapped, world)
+        self._recorder = recorder()
+        if self._recorder is not None:
+            data = self._data
+            about = (data.epoch, data.position, data.facts) if data is not None else None
+            number = world.number if world is not None else int(os.environ.get("ELASTICD_ROUND", "1"))
+            self._recorder.entered(number, rank(), world_size(), self._step, about)
 
     def leave(self) -> None:
         """Out of the world, and back to what is committed, unless an optimizer has begun a step."""
@@ -277,6 +283,8 @@ class State:
 
     def finish(self) -> None:
         """All workers' run functions have come to their end."""
+        if self._recorder is not None:
+            self._recorder.learned(self._step, self._learned())
         if self._lasting is not None:
             self._lasting.finished(self._parts(), self._world)
 
@@ -329,9 +337,17 @@ class State:
         self._kept = kept
         self._step = snapshot["step"]
 
+    def _learned(self) -> Iterator[torch.Tensor]:
+        """All parameters and what the optimizers have of them, in one order everywhere."""
+        for _, module in sorted(self._modules.items()):
+            yield from module.parameters()
+        for _, optimizer in sorted(self._optimizers.items()):
+            for _, values in sorted(optimizer.state_dict()["state"].items()):
+                yield from (v for _, v in sorted(values.items()) if isinstance(v, torch.Tensor))
+
     # ------------------------------------------------------------ copies
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change parameters: the last instant at which nothing has happened,
         so whatever may be wrong with this step has to be known now."""
         world = self._world
@@ -340,8 +356,6 @@ class State:
                 torch.cuda.current_stream().synchronize()  # the sums are there, or the world is over
                 world.check()
             world.vouch()
-        if told.policy() != "ignore" and not _all_finite(optimizer):
-            told.not_finite("a gradient is NaN or infinite")
         self._torn = True
 
     def _keep(self) -> None:
@@ -412,22 +426,6 @@ def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lastin
 
     made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
     return Lasting(made)
-
-
-def _all_finite(optimizer: Optimizer) -> bool:
-    """Whether all gradients are: a pass over them, and with a GPU a wait for it."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None and grad.numel() and grad.layout is torch.strided:
-                grad = grad.to_local() if hasattr(grad, "to_local") else grad
-                found.setdefault(grad.device, []).append(grad)
-    # The largest, not the sum of squares, which may overflow where no element has.
-    return all(
-        bool(torch.stack(torch._foreach_norm(grads, ord=float("inf"))).isfinite().all())
-        for grads in found.values()
-    )
 
 
 def _watch(model: DistributedDataParallel, world: World) -> None:

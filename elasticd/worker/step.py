@@ -13,20 +13,22 @@ from elasticd.worker.reduction import Reduction
 
 class Step:
     """What ``state.steps()`` yields. Iterate it, once, for this worker's batches, a part of the global
-    batch each, and call ``backward`` with the loss of each. ``number``: how many steps came before.
-    ``samples``: of the global batch, which is ``position`` samples into its epoch.
+    batch each, and call ``backward`` with the loss of each. ``number``: how many steps were committed
+    before. ``samples``: of the global batch, which is ``position`` samples into its epoch.
 
-    ``taken`` is told what was used and with which losses, before the last of it is added up.
+    ``turn``: how many batches came since the last commit. ``taken`` is told what was used and with which
+    losses, before the last of it is added up; the arguments are ``Recorder.took``'s.
     """
 
     def __init__(
         self,
         number: int,
+        turn: int,
         share: Share,
         reduction: Reduction,
-        taken: Callable[[Share, list[tuple[Fetched, torch.Tensor]]], None] | None = None,
+        taken: Callable[[int, int, Share, list[tuple[Fetched, torch.Tensor]]], None] | None = None,
     ) -> None:
-        self.number = number
+        self.number, self._turn = number, turn
         self.epoch, self.position, self.samples = share.batch.epoch, share.batch.first, share.batch.samples
         self.done = False
         self._share = share
@@ -35,11 +37,6 @@ class Step:
         self._begun = False
         self._fetched: Fetched | None = None
         self._lost: list[tuple[Fetched, torch.Tensor]] = []
-
-    @property
-    def used(self) -> int:
-        """How many of its samples are this worker's."""
-        return sum(len(part.samples) for part in self._share.parts)
 
     def __repr__(self) -> str:
         return f"<step {self.number}: {self.samples} samples from {self.position} of epoch {self.epoch}>"
@@ -59,8 +56,8 @@ class Step:
                         f"step.backward(loss) was not called for a batch of step {self.number}: call it for "
                         "each"
                     )
-        if not self._share.parts and self._taken is not None:
-            self._taken(self._share, [])
+        if not self._share.parts:
+            self._note_taken()
         self._reduction.finish(self._share.parts)
         self.done = True
 
@@ -81,5 +78,9 @@ class Step:
         if self._taken is not None:
             self._lost.append((fetched._replace(values=None), loss.detach()))
             if fetched.part.last:
-                self._taken(self._share, self._lost)
+                self._note_taken()
         self._reduction.backward(loss, fetched.part)
+
+    def _note_taken(self) -> None:
+        if self._taken is not None:
+            self._taken(self.number + 1, self._turn, self._share, self._lost)

@@ -141,9 +141,7 @@ def register(do: Doing) -> None:
 
 
 def _record(state: State) -> Node:
-    me, ready = state.me, _ready(state)
-    ages = {slot: state.ages[slot] for slot in ready if slot in state.ages}
-    newest = max(ages.values(), default=None)
+    me = state.me
     return Node(
         name=me.node,
         incarnation=me.incarnation,
@@ -155,10 +153,8 @@ def _record(state: State) -> Node:
         host=me.host,
         draining=state.departure is not None,
         fenced=state.fenced,
-        ready=ready,
+        ready=_ready(state),
         most=max(1, len(me.slots) - state.spares) if state.spares else 0,
-        age=newest,
-        holders=tuple(slot for slot, age in ages.items() if age == newest),
     )
 
 

@@ -1,0 +1,374 @@
+"""Judges what the workers of a run noted: was each sample used once, and where do two runs part? Pure.
+
+Which of several attempts at a step counts is not a matter of time but of what was gone on from: a round
+begins after some step, and whatever was committed after that step in earlier rounds is no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticd.core.auditlog import BadNote, Committed, Entered, Note, Took, Weights, unpack
+from elasticd.core.order import Order, known
+
+NAMED_MAX = 20  # samples by name; of the rest the positions are enough
+Round = tuple[str, int]  # its series and its number
+
+
+# ---------------------------------------------------------------- what may be found
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Positions of an epoch that no committed step used; ``samples``: the first of what lies there,
+    where that is known."""
+
+    epoch: int
+    positions: range
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Positions of an epoch that were used before, by ``step`` again."""
+
+    epoch: int
+    positions: range
+    step: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mistaken:
+    """Samples that were fetched in place of others: how often too much, how often too little."""
+
+    epoch: int
+    too_often: Mapping[int, int]
+    too_rarely: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Unrecorded:
+    """A committed step of which these ranks of its world have no whole note."""
+
+    step: int
+    ranks: tuple[int, ...]
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
+class Jumped:
+    """A round that began after a step which nobody noted to be committed."""
+
+    round: int
+    after: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreed:
+    """Workers of a round that noted different things of the same step."""
+
+    round: int
+    step: int
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """Ranks whose weights differ after the same step."""
+
+    step: int
+    digests: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A line in the middle of a file that is no note."""
+
+    file: str
+    line: int
+    why: str
+
+
+Finding = Lost | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | Diverged | Damaged
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """``used``: how many samples; ``begun_at``: the position from which on there are notes;
+    ``length``: None where only the data's end says it; ``over``: nothing more of it will come;
+    ``left_out``: how many at its end, as asked."""
+
+    number: int
+    begun_at: int
+    used: int
+    length: int | None
+    over: bool
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``steps``: those that are committed; ``rounds``: in how many, and ``worlds`` of which sizes;
+    ``again``: how many steps were made anew after having been committed by somebody.
+    ``losses`` and ``weights``: by step."""
+
+    findings: tuple[Finding, ...]
+    epochs: tuple[Epoch, ...]
+    steps: range
+    rounds: int
+    worlds: tuple[int, ...]
+    again: int
+    kind: str  # of the data's order; empty where there was no data
+    losses: Mapping[int, float]
+    weights: Mapping[int, str]
+
+
+# ---------------------------------------------------------------- from notes to steps
+
+
+@dataclass(slots=True)
+class _Life:
+    """What one worker noted in one round."""
+
+    entered: Entered
+    took: dict[int, list[Took]] = field(default_factory=lambda: defaultdict(list))
+    committed: set[int] = field(default_factory=set)
+    weights: dict[int, str] = field(default_factory=dict)
+
+
+def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> Verdict:
+    """``files``: the numbered notes of each worker, by the name of its file."""
+    findings: list[Finding] = []
+    rounds: dict[Round, list[_Life]] = defaultdict(list)
+    for name, notes in files.items():
+        for life in _lives(name, notes, findings):
+            rounds[life.entered.series, life.entered.round].append(life)
+    made, again = _lineage(rounds, findings)
+    taken: dict[int, list[Took]] = {}
+    weights: dict[int, str] = {}
+    for step, number in sorted(made.items()):
+        taken[step] = _of_step(step, rounds[number], findings)
+        if digest := _weights(step, rounds[number], findings):
+            weights[step] = digest
+    steps = range(min(made, default=1), max(made, default=0) + 1)
+    began = [life.entered for key in sorted(rounds) for life in rounds[key]]
+    data = next((e.data for e in reversed(began) if e.data is not None), None)
+    first = next((life.entered for life in rounds[made[steps[0]]]), None) if steps else None
+    epochs: tuple[Epoch, ...] = ()
+    if data is not None and first is not None:
+        epochs = tuple(_epochs(taken, first, data, findings))
+    return Verdict(
+        findings=tuple(findings),
+        epochs=epochs,
+        steps=steps,
+        rounds=len(set(made.values())),
+        worlds=tuple(sorted({rounds[number][0].entered.world for number in made.values()})),
+        again=again,
+        kind=str(data["order"]["kind"]) if data is not None else "",
+        losses={step: loss for step, batches in taken.items() if (loss := _loss(batches)) is not None},
+        weights=weights,
+    )
+
+
+def _lives(
+    name: str, notes: Iterable[tuple[int, Note | BadNote]], findings: list[Finding]
+) -> Iterator[_Life]:
+    life: _Life | None = None
+    for number, note in notes:
+        if isinstance(note, BadNote):
+            findings.append(Damaged(name, number, str(note)))
+        elif isinstance(note, Entered):
+            if life is not None:
+                yield life
+            life = _Life(note)
+        elif life is None:
+            findings.append(Damaged(name, number, "it belongs to no round"))
+        else:
+            match note:
+                case Took(step, turn):
+                    if turn == 0:  # begun anew, without ever having been committed
+                        life.took[step].clear()
+                    life.took[step].append(note)
+                case Committed(step):
+                    life.committed.add(step)
+                case Weights(step, digest):
+                    life.weights[step] = digest
+    if life is not None:
+        yield life
+
+
+def _lineage(
+    rounds: Mapping[Round, Sequence[_Life]], findings: list[Finding]
+) -> tuple[dict[int, Round], int]:
+    """In which round each step was made that counts; how many were made that do not."""
+    made: dict[int, Round] = {}
+    again = 0
+    for key in sorted(rounds):
+        lives = rounds[key]
+        begins = {life.entered.step for life in lives}
+        if len(begins) > 1 or len({life.entered.world for life in lives}) > 1:
+            findings.append(Disagreed(key[1], min(begins), "where the round begins"))
+        after = max(begins)
+        undone = [step for step in made if step > after]
+        again += len(undone)
+        for step in undone:
+            del made[step]
+        last = max(made, default=after)
+        if after > last:
+            findings.append(Jumped(key[1], after, last))
+        for step in sorted(set().union(*(life.committed for life in lives))):
+            made[step] = key
+    return made, again
+
+
+def _of_step(step: int, lives: Sequence[_Life], findings: list[Finding]) -> list[Took]:
+    """What all workers together took in the step, as if one had: a Took for each global batch."""
+    world = lives[0].entered.world
+    if all(life.entered.data is None for life in lives):
+        return []
+    by_rank = {life.entered.rank: life.took.get(step, []) for life in lives}
+    batches = max((len(t) for t in by_rank.values()), default=0)
+    missing = tuple(rank for rank in range(world) if len(by_rank.get(rank, ())) < max(1, batches))
+    if missing:
+        findings.append(Unrecorded(step, missing, world))
+    together = []
+    for turn in range(batches):
+        of_all = [by_rank[rank][turn] for rank in sorted(by_rank) if rank not in missing]
+        if len({(t.epoch, t.first, t.samples) for t in of_all}) > 1:
+            findings.append(Disagreed(lives[0].entered.round, step, "which samples it is made of"))
+        together += of_all
+    return together
+
+
+def _weights(step: int, lives: Sequence[_Life], findings: list[Finding]) -> str:
+    digests = {life.entered.rank: life.weights[step] for life in lives if step in life.weights}
+    if len(set(digests.values())) > 1:
+        findings.append(Diverged(step, digests))
+    return digests[min(digests)] if digests else ""
+
+
+def _loss(batches: Sequence[Took]) -> float | None:
+    """The mean over the global batch, in a sum that does not depend on who computed what; over several
+    batches of one step their mean. None unless all of it is there."""
+    whole: dict[tuple[int, int], int] = {}
+    terms: list[float] = []
+    for took in batches:
+        whole.setdefault((took.epoch, took.first), took.samples)
+        terms += [loss * (count / took.samples) for _, count, loss in took.parts]
+    if not whole or sum(count for took in batches for _, count, _ in took.parts) != sum(whole.values()):
+        return None
+    if not all(map(math.isfinite, terms)):
+        return sum(terms)
+    return math.fsum(terms) / len(whole)
+
+
+# ---------------------------------------------------------------- from steps to samples
+
+
+def _epochs(
+    taken: Mapping[int, Sequence[Took]], first: Entered, data: Mapping[str, Any], findings: list[Finding]
+) -> Iterator[Epoch]:
+    order = known(data["order"])
+    length = data["order"].get("length")
+    used: dict[int, list[Took]] = defaultdict(list)
+    for batches in taken.values():
+        for took in batches:
+            used[took.epoch].append(took)
+    most = data["global_batch"] or max((t.samples for of in used.values() for t in of), default=0)
+    last = max(used, default=first.epoch)
+    for epoch in range(first.epoch, last + 1):
+        begun_at = first.position if epoch == first.epoch else 0
+        position = begun_at
+        expected: Counter[int] = Counter()
+        actual: Counter[int] = Counter()
+        count = 0
+        for start, stop, ids, step in sorted(_spans(used[epoch])):
+            if start > position:
+                findings.append(_lost(order, epoch, range(position, start)))
+            if start < position:
+                positions = range(start, min(position, stop))
+                findings.append(Repeated(epoch, positions, step, _at(order, epoch, positions)))
+            count += stop - start
+            position = max(position, stop)
+            should = _should(order, data, epoch, range(start, stop))
+            if should is not None and should != ids:
+                expected.update(should)
+                actual.update(ids)
+        if expected or actual:
+            findings.append(Mistaken(epoch, dict(actual - expected), dict(expected - actual)))
+        left = (length if length is not None else position) - position
+        left_out = left if data["drop_last"] and left < most else 0
+        over = epoch < last or (length is not None and left == left_out)
+        if over and left > left_out:
+            findings.append(_lost(order, epoch, range(position, position + left)))
+        yield Epoch(epoch, begun_at, count, length, over, left_out)
+
+
+def _spans(batches: Iterable[Took]) -> Iterator[tuple[int, int, list[int], int]]:
+    """Neighbouring positions, what was fetched for them, and in which step."""
+    for took in batches:
+        ids = list(unpack(took.ids))
+        at = 0
+        for start, count, _ in took.parts:
+            yield took.first + start, took.first + start + count, ids[at : at + count], took.step
+            at += count
+
+
+def _should(order: Order | None, data: Mapping[str, Any], epoch: int, positions: range) -> list[int] | None:
+    """What had to be fetched for the positions; None where the notes cannot say it."""
+    if order is not None:
+        return order.at(epoch, positions)
+    return list(positions) if data["order"]["kind"] == "stream" else None
+
+
+def _lost(order: Order | None, epoch: int, positions: range) -> Lost:
+    return Lost(epoch, positions, _at(order, epoch, positions))
+
+
+def _at(order: Order | None, epoch: int, positions: range) -> tuple[int, ...]:
+    return tuple(order.at(epoch, positions[:NAMED_MAX])) if order is not None else ()
+
+
+# ---------------------------------------------------------------- two runs
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``what``: "loss" or "weights"."""
+
+    step: int
+    what: str
+    one: float | str
+    other: float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``losses`` and ``weights``: how many were there in both, up to the first difference."""
+
+    difference: Difference | None
+    losses: int
+    weights: int
+
+
+def compare(one: Verdict, other: Verdict) -> Comparison:
+    """Step by step, bit by bit."""
+    losses = weights = 0
+    for step in sorted(one.losses.keys() & other.losses.keys() | one.weights.keys() & other.weights.keys()):
+        if step in one.losses and step in other.losses:
+            losses += 1
+            mine, theirs = one.losses[step], other.losses[step]
+            if mine.hex() != theirs.hex():
+                return Comparison(Difference(step, "loss", mine, theirs), losses, weights)
+        if step in one.weights and step in other.weights:
+            weights += 1
+            if one.weights[step] != other.weights[step]:
+                found = Difference(step, "weights", one.weights[step], other.weights[step])
+                return Comparison(found, losses, weights)
+    return Comparison(None, losses, weights)

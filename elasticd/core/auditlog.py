@@ -1,0 +1,172 @@
+"""What a worker notes for an audit, a line of JSON each: what it took, what was committed.
+
+A line says what it says of the round that the last ``entered`` in its file names. A worker notes what it
+has taken before anybody can commit it, so of every committed step there is a note of all its workers,
+however they died.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+FOLDER = "audit"  # in the folder of a run
+SUFFIX = ".jsonl"
+VARIABLE = "ELASTICD_AUDIT_FOLDER"  # where a worker finds that folder
+EVERY = "ELASTICD_AUDIT_EVERY"  # after how many steps it notes a digest of the weights
+SERIES = "ELASTICD_AUDIT_SERIES"
+
+
+class BadNote(ValueError):
+    """That is no note of a worker's; says what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A worker takes part in a round, with ``step`` steps committed and the data at that position.
+
+    ``series`` tells apart, in order of time, rounds of one number: those of an etcd that was thrown away
+    and its successor. ``data``: what the data says of itself, and None where the State has none.
+    """
+
+    round: int
+    rank: int
+    world: int
+    step: int
+    series: str = ""
+    epoch: int = 0
+    position: int = 0
+    data: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What this worker has fetched of one global batch, and what it lost by it.
+
+    ``step``: the one that will commit it; ``turn``: how many batches came before in that step. ``first``
+    and ``samples``: where the global batch begins in the epoch, and its size. ``parts``: of each part where
+    it begins in the batch, how many samples it has, and its loss. ``ids``: packed; those really fetched.
+    """
+
+    step: int
+    turn: int
+    epoch: int
+    first: int
+    samples: int
+    parts: tuple[tuple[int, int, float], ...]
+    ids: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The digest of what has been learned after so many steps."""
+
+    step: int
+    digest: str
+
+
+Note = Entered | Took | Committed | Weights
+
+
+def encode(note: Note) -> bytes:
+    """One line, newline included."""
+    said: dict[str, Any]
+    match note:
+        case Entered():
+            said = {name: getattr(note, name) for name in Entered.__slots__}
+            said = {"is": "entered", "v": VERSION, **said, "data": note.data and dict(note.data)}
+        case Took():
+            parts = [[start, count, loss.hex()] for start, count, loss in note.parts]
+            said = {"is": "took", **{name: getattr(note, name) for name in Took.__slots__}, "parts": parts}
+        case Committed(step):
+            said = {"is": "committed", "step": step}
+        case Weights(step, digest):
+            said = {"is": "weights", "step": step, "digest": digest}
+    return json.dumps(said, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Note:
+    """Raises BadNote. Fields that this version does not know are passed over."""
+    try:
+        said = json.loads(line)
+        match said:
+            case {"is": "entered", "v": int(version)}:
+                if version != VERSION:
+                    raise BadNote(f"a note of version {version}, and this elasticd reads {VERSION}")
+                return _checked(Entered(**{name: said[name] for name in Entered.__slots__}))
+            case {"is": "took", "parts": list(parts)}:
+                exact = tuple((int(start), int(count), float.fromhex(loss)) for start, count, loss in parts)
+                return _checked(Took(**{**{name: said[name] for name in Took.__slots__}, "parts": exact}))
+            case {"is": "committed", "step": int(step)}:
+                return Committed(step)
+            case {"is": "weights", "step": int(step), "digest": str(digest)}:
+                return Weights(step, digest)
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, BadNote):
+            raise
+    raise BadNote(f"not a note for an audit: {line[:80]!r}")
+
+
+def _checked(note: Entered | Took) -> Entered | Took:
+    texts = {"series", "ids"}
+    for name in set(note.__slots__) - {"data", "parts"}:
+        if type(getattr(note, name)) is not (str if name in texts else int):
+            raise TypeError(name)
+    return note
+
+
+def lines(data: bytes) -> Iterator[tuple[int, Note | BadNote]]:
+    """The notes in a file, with their lines' numbers. What comes after the last newline was cut off when
+    its writer died, and is none."""
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        try:
+            yield number, decode(line)
+        except BadNote as bad:
+            yield number, bad
+
+
+# ---------------------------------------------------------------- many numbers in few characters
+
+
+def pack(numbers: Iterable[int]) -> str:
+    """Differences to the one before, in as many bytes as they need."""
+    packed = bytearray()
+    before = 0
+    for number in numbers:
+        step = number - before
+        before = number
+        rest = step << 1 if step >= 0 else (-step << 1) - 1
+        while rest > 0x7F:
+            packed.append(rest & 0x7F | 0x80)
+            rest >>= 7
+        packed.append(rest)
+    return base64.b64encode(packed).decode()
+
+
+def unpack(text: str) -> Sequence[int]:
+    """Raises BadNote."""
+    numbers = []
+    number = rest = shift = 0
+    try:
+        packed = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise BadNote(f"not packed numbers: {text[:40]!r}") from None
+    for byte in packed:
+        rest |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            number += rest >> 1 if not rest & 1 else -((rest + 1) >> 1)
+            numbers.append(number)
+            rest = shift = 0
+    if shift:
+        raise BadNote(f"not packed numbers: {text[:40]!r}")
+    return numbers

@@ -1,0 +1,115 @@
+"""Notes for ``elasticd audit``: what this worker took, and what was committed, as it happens.
+
+Written to a file of this process's own, of which every line is whole once it is written: a worker that is
+killed takes nothing of it along.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elasticd.core.auditlog import (
+    EVERY,
+    SERIES,
+    SUFFIX,
+    VARIABLE,
+    Committed,
+    Entered,
+    Note,
+    Took,
+    Weights,
+    encode,
+    pack,
+)
+from elasticd.worker.loading import Fetched, Share
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """``every``: after how many steps a digest of the weights is noted."""
+
+    def __init__(self, folder: Path, series: str = "", every: int = 100) -> None:
+        self._series, self._every = series, every
+        self._file: int | None = None
+        self._turn = 0
+        name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(folder / name, flags, 0o644)
+        except OSError as error:
+            self._give_up(error)
+
+    def entered(
+        self, round: int, rank: int, world: int, step: int, data: tuple[int, int, dict[str, Any]] | None
+    ) -> None:
+        """``data``: epoch, position and facts."""
+        epoch, position, facts = data or (0, 0, None)
+        self._note(Entered(round, rank, world, step, self._series, epoch, position, facts))
+
+    def took(self, step: int, turn: int, share: Share, lost: Iterable[tuple[Fetched, torch.Tensor]]) -> None:
+        """Before anybody can commit it. ``turn``: counted from the last commit."""
+        parts = []
+        ids: list[int] = []
+        for fetched, loss in lost:
+            assert fetched.part is not None
+            parts.append((fetched.part.samples.start, len(fetched.part.samples), float(loss)))
+            ids += fetched.ids
+        batch = share.batch
+        self._note(Took(step, turn, batch.epoch, batch.first, batch.samples, tuple(parts), pack(ids)))
+
+    def committed(self, step: int, learned: Iterable[torch.Tensor]) -> None:
+        self._note(Committed(step))
+        if step % self._every == 0:
+            self.learned(step, learned)
+
+    def learned(self, step: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Of all that has been learned until then."""
+        if self._file is not None:
+            self._note(Weights(step, digest(tensors)))
+
+    def _note(self, note: Note) -> None:
+        if self._file is None:
+            return
+        line = encode(note)
+        try:
+            if os.write(self._file, line) < len(line):
+                raise OSError(0, "the disk took only part of a line")
+        except OSError as error:  # what follows half a line could not be read
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Training goes on; the audit will miss what is not here, and say so."""
+        _log.warning("no more is noted for an audit: %s", error.strerror)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 of their bytes, in order."""
+    summary = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        summary.update(plain.view(torch.uint8).numpy().data)
+    return summary.hexdigest()
+
+
+@functools.cache
+def recorder() -> Recorder | None:
+    """This process's, where its agent asked for one."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return None
+    return Recorder(Path(folder), os.environ.get(SERIES, ""), int(os.environ.get(EVERY) or 100))

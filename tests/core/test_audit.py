@@ -1,0 +1,376 @@
+"""An audit proves what was used once, whoever died when, and names what was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.core.audit import (
+    Damaged,
+    Difference,
+    Disagreed,
+    Diverged,
+    Jumped,
+    Lost,
+    Mistaken,
+    Repeated,
+    Unrecorded,
+    Verdict,
+    compare,
+    judge,
+)
+from elasticd.core.auditlog import (
+    BadNote,
+    Committed,
+    Entered,
+    Note,
+    Took,
+    Weights,
+    decode,
+    encode,
+    lines,
+    pack,
+    unpack,
+)
+from elasticd.core.dealing import next_batch, parts_of
+from elasticd.core.order import Sequential, Shuffled
+
+Files = dict[str, list[Note]]
+
+
+def facts(length: int, batch: int, *, seed: int = 0, drop_last: bool = False) -> dict[str, object]:
+    return {
+        "order": Shuffled(length, seed).facts,
+        "global_batch": batch,
+        "worker_batch": 0,
+        "virtual_ranks": 4,
+        "drop_last": drop_last,
+    }
+
+
+def train(
+    chance: random.Random,
+    *,
+    length: int = 23,
+    batch: int = 6,
+    epochs: int = 2,
+    drop_last: bool = False,
+    fails: float = 0.4,
+    until: int | None = None,
+) -> Files:
+    """What workers note of a training in which some die at any instant, and others come. Sometimes all
+    die, and it goes on from an earlier step."""
+    data = facts(length, batch, drop_last=drop_last)
+    files: Files = {}
+    states = [(0, 0)]  # after each step, the epoch and the position that are committed
+    number = 0
+    workers: list[str] = []
+    while True:
+        number += 1
+        world = chance.randint(1, 5)
+        workers = (workers + [f"worker{len(files) + i}" for i in range(world)])[:world]
+        for rank, name in enumerate(workers):
+            position = states[-1]
+            entered = Entered(number, rank, world, len(states) - 1, "", *position, data)
+            files.setdefault(name, []).append(entered)
+        while True:
+            epoch, position = states[-1]
+            taken = next_batch(epoch, position, length=length, size=batch, drop_last=drop_last)
+            step = len(states)
+            if taken.epoch == epochs or step == until:
+                return files
+            dead = {w for w in workers if chance.random() < fails / 5}
+            if len(dead) == len(workers):
+                dead = {chance.choice(workers)}
+            early = {w for w in dead if chance.random() < 0.3}
+            for rank, name in enumerate(workers):
+                if name in early:
+                    continue
+                parts = parts_of(rank, world, samples=taken.samples, virtual_ranks=4)
+                ids = [
+                    i
+                    for p in parts
+                    for i in Shuffled(length, 0).at(
+                        taken.epoch, range(taken.first + p.samples.start, taken.first + p.samples.stop)
+                    )
+                ]
+                noted = tuple((p.samples.start, len(p.samples), loss(step, p.samples)) for p in parts)
+                files[name].append(Took(step, 0, taken.epoch, taken.first, taken.samples, noted, pack(ids)))
+            left_behind = (
+                set(workers) if early else {w for w in workers if chance.random() < 0.5} & (dead or set())
+            )
+            committed = [w for w in workers if not early and w not in left_behind]
+            survivors = [w for w in workers if w not in dead]
+            for name in committed:
+                files[name].append(Committed(step))
+                if step % 2 == 0:
+                    files[name].append(Weights(step, f"digest {step}"))
+            if any(w in committed for w in survivors):
+                states.append((taken.epoch, taken.end))
+            if dead or chance.random() < fails / 4:
+                workers = survivors
+                if chance.random() < 0.2:
+                    workers = []
+                    del states[chance.randint(1, len(states)) :]
+                break
+
+
+def loss(step: int, samples: range) -> float:
+    return 1.0 / step + 0.1 * samples.start
+
+
+def verdict_of(files: Files) -> Verdict:
+    return judge({name: enumerate(notes, start=1) for name, notes in files.items()})
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_whatever_happens_a_sound_training_is_proved_with_the_losses_of_an_undisturbed_one(block):
+    for seed in range(block * 60, block * 60 + 60):
+        chance = random.Random(seed)
+        shape = {
+            "length": chance.choice([1, 5, 6, 12, 23, 40]),
+            "epochs": chance.randint(1, 3),
+            "drop_last": chance.random() < 0.3,
+        }
+        if shape["drop_last"]:
+            shape["length"] += 6
+        found = verdict_of(train(chance, **shape))
+        assert found.findings == (), seed
+        alone = verdict_of(train(random.Random(1), fails=0, **shape))
+        assert [(e.used, e.over) for e in found.epochs] == [(e.used, e.over) for e in alone.epochs], seed
+        assert found.losses == alone.losses, "bit by bit"
+        assert all(e.over and e.used + e.left_out == e.length for e in found.epochs)
+        assert compare(found, alone).difference is None
+
+
+def test_a_run_that_crashed_is_proved_as_far_as_it_came():
+    found = verdict_of(train(random.Random(5), until=6))
+    assert found.findings == () and found.steps == range(1, 6)
+    assert [(e.number, e.used, e.over) for e in found.epochs] == [(0, 23, True), (1, 6, False)]
+
+
+def test_steps_after_the_one_that_is_gone_on_from_are_no_more():
+    """Round 2 began after step 1, and step 2 of round 1 was made by nobody who is still there."""
+    files = train(random.Random(1), fails=0, epochs=1)
+    [name] = [n for n, notes in files.items() if notes[0].rank == 0]
+    entered = files[name][0]
+    again = [dataclasses.replace(entered, round=2, step=1, position=6, rank=0, world=1)]
+    found = verdict_of({**files, "later": again})
+    assert found.steps == range(1, 2) and found.again == 3
+    assert [(e.used, e.over) for e in found.epochs] == [(6, False)]
+
+
+def undisturbed() -> Files:
+    """Four steps in a world of one, so that a note is easily found."""
+    files = train(random.Random(0), fails=0, epochs=1)
+    world = next(iter(files.values()))[0].world
+    assert world > 1, "more than one, to have something to differ from"
+    return files
+
+
+def change(files: Files, which: Callable[[Note], bool], to: Callable[[Note], Note | None]) -> Files:
+    """The first note of a later rank that is such a one, changed or left out."""
+    for name, notes in reversed(files.items()):
+        for i, note in enumerate(notes):
+            if which(note):
+                new = to(note)
+                return {**files, name: [*notes[:i], *([new] if new else []), *notes[i + 1 :]]}
+    raise AssertionError("no such note")
+
+
+def took(step: int) -> Callable[[Note], bool]:
+    return lambda note: isinstance(note, Took) and note.step == step and bool(note.parts)
+
+
+def test_a_sample_that_was_fetched_in_place_of_another_is_named():
+    def wrongly(note: Note) -> Note:
+        ids = unpack(note.ids)
+        return dataclasses.replace(note, ids=pack([*ids[:-1], ids[0]]))
+
+    files = undisturbed()
+    found = verdict_of(change(files, took(2), wrongly))
+    [mistaken] = found.findings
+    assert isinstance(mistaken, Mistaken) and mistaken.epoch == 0
+    [note] = [n for n in next(reversed(files.values())) if took(2)(n)]
+    assert mistaken.too_often == {unpack(note.ids)[0]: 1}
+    assert mistaken.too_rarely == {unpack(note.ids)[-1]: 1}
+
+
+def test_a_step_that_was_left_out_is_named_with_its_samples():
+    files = {
+        name: [n for n in notes if getattr(n, "step", 0) != 2 or isinstance(n, Entered)]
+        for name, notes in undisturbed().items()
+    }
+    found = verdict_of(files)
+    assert Lost(0, range(6, 12), tuple(Shuffled(23, 0).at(0, range(6, 12)))) in found.findings
+
+
+def test_a_batch_that_was_used_in_two_steps_is_named():
+    def again(note: Note) -> Note:
+        return dataclasses.replace(note, first=0)
+
+    files = undisturbed()
+    for _ in range(next(iter(files.values()))[0].world):
+        files = change(files, lambda n: took(2)(n) and n.first == 6, again)
+    found = verdict_of(files).findings
+    assert any(isinstance(f, Repeated) and f.step == 2 for f in found)
+    assert any(isinstance(f, Lost) for f in found)
+
+
+def test_the_end_of_an_epoch_that_was_never_used_is_lost():
+    files = {
+        name: [
+            dataclasses.replace(n, data={**n.data, "order": Shuffled(30, 0).facts})
+            if isinstance(n, Entered)
+            else n
+            for n in notes
+        ]
+        for name, notes in train(random.Random(2), fails=0).items()
+    }
+    assert any(isinstance(f, Lost) and f.positions == range(23, 30) for f in verdict_of(files).findings)
+
+
+def test_a_missing_note_is_not_taken_for_granted():
+    found = verdict_of(change(undisturbed(), took(3), lambda _: None)).findings
+    assert any(isinstance(f, Unrecorded) and f.step == 3 for f in found)
+
+
+def test_files_of_a_node_that_are_not_there_are_missed():
+    files = undisturbed()
+    del files[next(reversed(files))]
+    world = next(iter(files.values()))[0].world
+    assert Unrecorded(1, (world - 1,), world) in verdict_of(files).findings
+
+
+def test_a_round_that_goes_on_from_a_step_that_nobody_noted_is_named():
+    files = undisturbed()
+    later = dataclasses.replace(next(iter(files.values()))[0], round=9, step=7, rank=0, world=1)
+    assert Jumped(9, 7, 4) in verdict_of({**files, "later": [later]}).findings
+
+
+def test_workers_that_disagree_about_a_batch_are_named():
+    found = verdict_of(change(undisturbed(), took(2), lambda n: dataclasses.replace(n, samples=5))).findings
+    assert any(isinstance(f, Disagreed) and f.step == 2 for f in found)
+
+
+def test_weights_that_differ_between_ranks_are_named():
+    files = change(undisturbed(), lambda n: isinstance(n, Weights), lambda n: Weights(n.step, "another"))
+    [diverged] = verdict_of(files).findings
+    assert isinstance(diverged, Diverged) and set(diverged.digests.values()) == {"digest 2", "another"}
+
+
+def test_the_first_difference_of_two_runs_is_named():
+    one = verdict_of(undisturbed())
+    worse = change(
+        undisturbed(),
+        took(3),
+        lambda n: dataclasses.replace(n, parts=((*n.parts[0][:2], n.parts[0][2] + 1e-9), *n.parts[1:])),
+    )
+    other = verdict_of(change(worse, lambda n: n == Weights(4, "digest 4"), lambda n: Weights(4, "x")))
+    compared = compare(one, other)
+    assert compared.difference == Difference(3, "loss", one.losses[3], other.losses[3])
+    assert (compared.losses, compared.weights) == (3, 1)
+    assert compare(one, one).difference is None
+
+
+def test_a_stream_is_proved_by_its_positions_and_ends_where_it_ends():
+    def streamed(note: Note) -> Note:
+        if isinstance(note, Entered):
+            return dataclasses.replace(note, data={**note.data, "order": {"kind": "stream"}})
+        if isinstance(note, Took):
+            ids = [note.first + start + i for start, count, _ in note.parts for i in range(count)]
+            return dataclasses.replace(note, ids=pack(ids))
+        return note
+
+    files = {name: [streamed(n) for n in notes] for name, notes in train(random.Random(3)).items()}
+    found = verdict_of(files)
+    assert found.findings == () and [(e.used, e.length) for e in found.epochs] == [(23, None), (23, None)]
+
+
+def test_rounds_are_counted_anew_by_another_etcd():
+    """Two series: the second goes on from a checkpoint after step 2, and has small numbers again."""
+    files = train(random.Random(1), fails=0, epochs=1)
+    world = next(iter(files.values()))[0].world
+
+    def begun(series: str, step: int) -> Callable[[Note], Note]:
+        return lambda n: dataclasses.replace(n, series=series, step=step, position=6 * step, round=5 - step)
+
+    first = {
+        n: [begun("1", 0)(x) if isinstance(x, Entered) else x for x in notes] for n, notes in files.items()
+    }
+    second = {
+        f"{n} later": [begun("2", 2)(notes[0]), *(x for x in notes[1:] if x.step > 2)]
+        for n, notes in files.items()
+    }
+    found = verdict_of({**second, **first})
+    assert found.findings == () and found.again == 2 and found.rounds == 2 and found.worlds == (world,)
+
+
+# ---------------------------------------------------------------- lines
+
+
+NOTES: list[Note] = [
+    Entered(3, 1, 4, 17, "5.5", 1, 96, facts(23, 6)),
+    Entered(1, 0, 1, 0),
+    Took(18, 1, 1, 96, 32, ((8, 2, 0.1), (10, 3, float("inf"))), pack([5, 3, 10**12])),
+    Committed(18),
+    Weights(100, "abc"),
+]
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda n: type(n).__name__)
+def test_notes_are_read_as_they_were_written(note):
+    assert decode(encode(note)) == note
+    assert encode(note).count(b"\n") == 1
+
+
+def test_a_line_that_was_cut_off_is_passed_over_and_one_that_is_damaged_is_not():
+    data = b"".join(map(encode, NOTES))
+    for end in range(len(data)):
+        assert all(not isinstance(note, BadNote) for _, note in lines(data[:end]))
+    damaged = [
+        (number, note)
+        for number, note in lines(data.replace(b'"took"', b'"to', 1))
+        if isinstance(note, BadNote)
+    ]
+    assert [number for number, _ in damaged] == [3]
+    [finding] = [f for f in judge({"a": lines(b"rubbish\n")}).findings if isinstance(f, Damaged)]
+    assert (finding.file, finding.line) == ("a", 1) and "rubbish" in finding.why
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"is":"committed"}',
+        b'{"is":"committed","step":"1"}',
+        b"\xff",
+        b'{"is":"took","parts":[[1]]}',
+    ],
+)
+def test_what_is_no_note_is_said_to_be_none(line):
+    with pytest.raises(BadNote):
+        decode(line)
+
+
+@given(st.lists(st.integers(0, 2**62)))
+def test_any_numbers_are_packed_and_unpacked(numbers):
+    assert list(unpack(pack(numbers))) == numbers
+
+
+def test_neighbours_are_packed_small():
+    assert len(pack(range(1000, 2000))) < 1400
+    assert Sequential(5).at(0, range(5)) == list(unpack(pack(range(5))))
+
+
+@pytest.mark.parametrize("text", ["!", "gA==", "a"])
+def test_numbers_that_were_cut_are_said_to_be(text):
+    with pytest.raises(BadNote):
+        unpack(text)

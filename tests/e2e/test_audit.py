@@ -1,0 +1,97 @@
+"""What workers really took, whatever befell them: proved by what they noted, and by nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Agent, Cluster
+
+AUDITED = str(Path(__file__).parent / "programs" / "audited.py")
+AUDIT = ("--audit", "--audit-every=5")
+pytestmark = pytest.mark.timeout(240)
+
+
+def workers_of(agent: Agent) -> list[int]:
+    """Those that ever entered a round and are not known to be gone."""
+    pids = {int(line.split()[-1]) for line in agent.out if "entered" in line}
+    return sorted(pid for pid in pids if os.path.exists(f"/proc/{pid}"))
+
+
+def step_of(agent: Agent) -> int:
+    return max((int(line.split()[-1]) for line in tuple(agent.out) if "step" in line.split()), default=0)
+
+
+def go_on(cluster: Cluster, agent: Agent, steps: int = 4) -> None:
+    """Wait until so many more steps are committed, or all are."""
+    goal = step_of(agent) + steps
+    cluster.until(lambda: step_of(agent) >= goal or agent.process.poll() is not None, f"step {goal}")
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_each_sample_is_used_once_through_kills_and_resizes(cluster: Cluster, seed: int) -> None:
+    """Random ones, while loading processes fetch ahead."""
+    chance = random.Random(seed)
+    epochs = 12
+    cluster.limits = (1, 4)
+    a, b = cluster.start("a", "b", slots=2, options=AUDIT, program=(AUDITED, str(epochs), "1", "0.05"))
+    cluster.until(lambda: step_of(a) and step_of(b), "both train")
+    for act in ("kill", "scale", "kill", "scale"):
+        if act == "kill":
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(chance.choice(workers_of(chance.choice([a, b]))), signal.SIGKILL)
+        else:
+            cluster.command("scale", cluster.job, f"--max={chance.randint(2, 4)}")
+        go_on(cluster, a)
+    assert (a.end(), b.end()) == (0, 0)
+
+    said = cluster.command("audit", cluster.job, etcd=False)
+    assert said.code == 0, said
+    rounds, *found, verdict = said.out.splitlines()
+    assert rounds.startswith("steps 1 to 84, in ") and not rounds.startswith("steps 1 to 84, in 1 round of")
+    assert found == [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(epochs)]
+    assert verdict == "proved: each was used once"
+
+    [one, *_] = (cluster.folder / "state").glob("elasticd/logs/*/audit")
+    alone = cluster.command("audit", str(one), etcd=False)
+    assert alone.code == 1 and "nothing is noted of what rank" in alone.out, "half of the notes prove nothing"
+    for folder in (cluster.folder / "tmp").glob("pymp-*"):
+        shutil.rmtree(folder)  # multiprocessing's, of workers that were killed while others loaded for them
+
+
+def test_a_run_that_crashed_is_proved_so_far_and_a_broken_one_is_not(cluster: Cluster) -> None:
+    """The broken one fetches sample 1 where it was told to fetch sample 0."""
+    cluster.limits = (1, 1)
+    job = cluster.job
+    (crashed,) = cluster.start("a", options=AUDIT, program=(AUDITED, "1000", "0", "0.01"))
+    cluster.job = broken = f"{job}-broken"
+    (other,) = cluster.start(
+        "a", options=AUDIT, program=(AUDITED, "2", "0", "0"), env={"E2E_BREAK": "take another"}
+    )
+    go_on(cluster, crashed, 10)
+    crashed.kill()
+    assert other.end() == 0
+
+    said = cluster.command("audit", job, etcd=False)
+    assert said.code == 0, said
+    assert "so far" in said.out and said.out.endswith("proved: each was used once\n")
+
+    said = cluster.command("audit", broken, etcd=False)
+    assert said.code == 1
+    assert said.out.splitlines()[1:] == [
+        "epoch 0: 103 of 103 samples used",
+        "epoch 1: 103 of 103 samples used",
+        "epoch 0: sample 1 too often and sample 0 too rarely",
+        "epoch 1: sample 1 too often and sample 0 too rarely",
+        "not proved",
+    ]
+
+    compared = cluster.command("audit", job, "--against", broken, etcd=False)
+    assert compared.code == 1
+    assert "the first difference is the loss of step" in compared.out
