@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from typing import Any
@@ -12,7 +13,7 @@ import click
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import Place, answering, facts_of, find, places, unusable
 from elasticd.cli.options import etcd_options
-from elasticd.cli.report import JobReport, as_text, report
+from elasticd.cli.report import JobReport, as_text, fitted, report
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord
 from elasticd.telemetry import words
@@ -88,7 +89,13 @@ def _show(r: JobReport, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(r.as_json()))
     else:
-        click.echo("\n".join(as_text(r, time.time())))
+        click.echo("\n".join(_lines(r)))
+
+
+def _lines(r: JobReport) -> list[str]:
+    """As wide as a terminal is; elsewhere who reads them may count on whole lines."""
+    lines = as_text(r, time.time())
+    return fitted(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines
 
 
 # ---------------------------------------------------------------- lists
@@ -132,5 +139,4 @@ def _show_anew(r: JobReport, as_json: bool) -> None:
         _show(r, as_json)
         sys.stdout.flush()
         return
-    lines = as_text(r, time.time())
-    click.echo("\x1b[H\x1b[J" + "\n".join(lines))
+    click.echo("\x1b[H\x1b[J" + "\n".join(_lines(r)))

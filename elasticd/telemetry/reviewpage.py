@@ -23,8 +23,8 @@ _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.45rem;margin:0}h2{font-size:1.05rem;margin:1.8rem 0 .4rem}.dim{color:var(--dim)}
 .good{color:var(--ok)}.bad{color:var(--bad)}p{margin:.3rem 0}
-.tiles{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}
-.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .8rem;min-width:6rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:1rem 0}
+.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .7rem}
 .tile b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
 .tile span{color:var(--dim);font-size:.8rem}
 .note{border-left:.25rem solid var(--warn);padding:.3rem .8rem;margin:.8rem 0}
@@ -41,6 +41,8 @@ svg path{fill:none;stroke-width:1.8;stroke-linejoin:round}svg.bar{border-radius:
 .k-hung{fill:#cf222e;background:#cf222e}.k-idle{fill:#d0d7de;background:#d0d7de}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;font-size:.85rem;margin:.4rem 0}
 code{font-size:.85em;overflow-wrap:anywhere;white-space:normal}footer{margin-top:2.2rem;font-size:.85rem}
+@media(max-width:40rem){body{margin-top:1rem}table{font-size:.85em}th,td{padding:.25rem .3rem}
+td.w{min-width:11rem}svg.plot{font-size:22px;overflow:visible}svg path{stroke-width:3}}
 @media print{body{margin:0;max-width:none}h2{break-after:avoid}tr,svg{break-inside:avoid}}
 """
 
