@@ -62,6 +62,7 @@ class RunOptions:
     hang_after: str | None = None
     hang_floor: float | None = None
     hang_ceiling: float | None = None
+    on_nonfinite: str | None = None
     fresh_start: bool = False
     spares: int = 0
     checkpoints: str | None = None
@@ -336,6 +337,13 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--hang-ceiling",
         Seconds(),
         "The longest, for a worker that is busy while others wait for it.  [3600]",
+    ),
+    # steps that make no sense
+    _ours(
+        "--on-nonfinite",
+        type=click.Choice(["ignore", "stop", "rollback"]),
+        help="Where a script tells that a loss or gradient is NaN or infinite: count it, stop the job (exit "
+        "code 6), or go back to the last checkpoint.  [ignore]",
     ),
     # how workers start
     _our_switch(

@@ -140,6 +140,8 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:
         env["OMP_NUM_THREADS"] = "1"
         notes.append("OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun")
+    if options.on_nonfinite is not None:
+        env["ELASTICD_ON_NONFINITE"] = options.on_nonfinite
     address = _address(options, met.etcd)
     env |= network_environment(address, environ, asked=options.said("address", "local_addr") > Said.NOWHERE)
     if options.checkpoints:

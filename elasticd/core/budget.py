@@ -22,14 +22,15 @@ from elasticd.core.facts import (
 PROGRESS_AFTER_S = 60.0  # a round that lived this long counts as progress even without a step seen
 
 
-def first_failure(round: Round, reports: Iterable[Report]) -> Failure | None:
-    """The failure that broke the round: the earliest, as the others are usually its echoes."""
+def first_failure(round: Round, reports: Iterable[Report], *, fatal: bool = False) -> Failure | None:
+    """The failure that broke the round: the earliest, as the others are usually its echoes. ``fatal``: of
+    those only that the job is to end with."""
     failures = [
         Failure(report.node, exit)
         for report in reports
         if report.round == round.number and round.member(report.node, report.incarnation)
         for exit in report.exits
-        if exit.failed
+        if exit.failed and (exit.fatal is not None or not fatal)
     ]
     return min(failures, key=lambda f: (f.exit.at, f.exit.rank), default=None)
 

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticd.core.age import Age
 from elasticd.core.hang import Allowance, Look, Verdict
+from elasticd.core.page import Fatal
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ class Node:
     ``store_port`` is a port already listening for the store of the next round this node hosts.
     ``ready``: slots with a process that waits to take part in a round; in a job that recovers in
     place, those are what the node has to offer. ``most``: how many of its slots may be in a world at a
-    time, the rest being spares (0: all).
+    time, the rest being spares (0: all). ``age``: of the newest state that any of those ready has
+    whole, None if they have none; ``holders``: which of them have it.
     """
 
     name: str
@@ -115,6 +118,8 @@ class Node:
     fenced: int = 0
     ready: tuple[int, ...] = ()
     most: int = 0
+    age: Age | None = None
+    holders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,8 @@ class Exit:
     ``at``: seconds since the epoch. ``message`` and ``traceback`` come from the worker's error
     file where it wrote one (torch's ``@record``), else from the end of its stderr. ``log``: where
     its output is, on its node. ``fenced``: it was killed because its node's lease was running out.
-    ``hung``: it was killed because it hung, and ``message`` says where.
+    ``hung``: it was killed because it hung, and ``message`` says where. ``fatal``: it said before that
+    the job is to end with it.
     """
 
     slot: int
@@ -176,6 +182,7 @@ class Exit:
     log: str = ""
     fenced: bool = False
     hung: bool = False
+    fatal: Fatal | None = None
 
     @property
     def failed(self) -> bool:
@@ -195,6 +202,8 @@ class Outcome(StrEnum):
     FAILED = "failed"  # the budget is spent, or failures repeat without progress
     SHORT = "short"  # fewer than min workers for longer than the join timeout
     STOPPED = "stopped"  # by `elasticd stop`
+    DIVERGED = "diverged"  # a loss or gradient was not finite, and the job was to stop then
+    NOWHERE = "nowhere"  # no checkpoint to resume from, and one was required
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +294,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class SlotProgress:
-    """A worker's heartbeat, as its agent read it. ``at``: seconds since the epoch; 0 for never."""
+    """A worker's heartbeat, as its agent read it. ``at``: seconds since the epoch; 0 for never.
+    ``base``: the job's step after which it began this round, if it said so. ``held_s``: for how long in
+    all checkpoints have held it up."""
 
     slot: int
     rank: int
     pid: int
     step: int
     at: float
+    base: int | None = None
+    held_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

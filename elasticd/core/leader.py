@@ -13,6 +13,7 @@ transaction; the driver adds the guard that this agent still leads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,7 @@ from elasticd.core.facts import (
     Round,
     Spec,
 )
+from elasticd.core.page import Fatal
 from elasticd.core.ports import (
     Changes,
     Delete,
@@ -171,6 +173,8 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
     return replace(view, nodes=nodes, reports=reports)
 
 
+_OUTCOMES = {Fatal.NOT_FINITE: Outcome.DIVERGED, Fatal.NO_CHECKPOINT: Outcome.NOWHERE}
+
 # ---------------------------------------------------------------- deciding
 
 
@@ -294,6 +298,10 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
     failure = budgets.first_failure(round, view.reports.values())
+    fatal = budgets.first_failure(round, view.reports.values(), fatal=True)
+    if fatal is not None and fatal.exit.fatal is not None:
+        ended = replace(round, failure=fatal)
+        return _end(view, ended, now, _OUTCOMES[fatal.exit.fatal], _last_line(fatal.exit.message))
     charged = round.closing is not None and round.closing.charged
     if (missing or fenced) and charged:
         # The workers that failed first are those that talked to the lost node: not their fault.
@@ -309,6 +317,12 @@ def _settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if spec.stop:
         return _end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     return _form_or_wait(view, spec, round, budget, reasons, now)
+
+
+def _last_line(message: str) -> str:
+    """What a traceback ends with, without the name of the exception."""
+    line = next((line for line in reversed(message.splitlines()) if line.strip()), "a worker wanted it so")
+    return re.sub(r"^(\S+: )+", "", line.strip())
 
 
 def _judge_slot(

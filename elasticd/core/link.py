@@ -24,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from elasticd.core.age import Age
+
 VERSION = 1
 ADDRESS = "ELASTICD_LINK"
 LINE_BYTES_MAX = 1 << 20
@@ -52,11 +54,17 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """It acts in no round (``round``: the last one, 0 if there was none) and waits for the next.
-    ``step``: the last that it committed."""
+    ``step``: the last that it committed; ``agreed``: see ``Age``."""
 
     round: int
     step: int
     state: Holds
+    agreed: int = 0
+
+    @property
+    def age(self) -> Age | None:
+        """Of the state that it could bring."""
+        return Age(self.agreed, self.step) if self.state is Holds.WHOLE else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +122,14 @@ def decode(line: bytes) -> Message:
     match said:
         case {"is": "hello", "pid": int(pid), "v": int(v)}:
             return Hello(pid, v)
-        case {"is": "waiting", "round": int(n), "step": int(step), "state": str(state)} if state in set(
-            Holds
-        ):
-            return Waiting(n, step, Holds(state))
+        case {
+            "is": "waiting",
+            "round": int(n),
+            "step": int(step),
+            "state": str(state),
+            "agreed": int(agreed),
+        } if state in set(Holds):
+            return Waiting(n, step, Holds(state), agreed)
         case {
             "is": "entered",
             "round": int(n),

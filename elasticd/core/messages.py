@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Member, Round
 from elasticd.core.ports import Answer, Entry, Guard, LeaseNews, Write
 
@@ -66,11 +67,13 @@ class WorkerLinked:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaiting:
-    """A worker has left ``round`` (0: it never was in one) and waits for its next."""
+    """A worker has left ``round`` (0: it never was in one) and waits for its next. ``age``: of the
+    state it could bring, None if it has none whole."""
 
     slot: int
     round: int
     steps: int = 0
+    age: Age | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Fact
 
 # ---------------------------------------------------------------- the store
@@ -172,6 +173,9 @@ class Assignment:
     env: Mapping[str, str]
 
 
+Waits = Callable[[int, int, int, Age | None], None]
+
+
 class Procs(Protocol):
     """The workers of one node. Those that act in a round all act in the same one.
 
@@ -179,10 +183,11 @@ class Procs(Protocol):
     later one in the same process.
     """
 
-    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+    def listen(self, linked: Callable[[int], None], waiting: Waits) -> None:
         """Called once, before any start. ``linked(slot)``: this worker can leave rounds.
-        ``waiting(slot, round_number, steps)``: it has left that round (0: it was in none yet) after
-        so many steps in it, acts in none, and may be given one by ``start``."""
+        ``waiting(slot, round_number, steps, age)``: it has left that round (0: it was in none yet)
+        after so many steps in it, acts in none, and may be given one by ``start``; ``age`` is that of
+        the state it could bring, None if it has none whole."""
 
     def start(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
+from elasticd.core.age import Age
 from elasticd.core.facts import Limits, Member, Node, Quarantine, Round
 
 
@@ -42,19 +44,19 @@ def form(
 
     ``nodes`` are those available, newcomers in order of arrival. Survivors keep their order, so
     rank 0 stays where it is while its node lives; the ranks of a node are contiguous. Where there are
-    more slots than places, those of the last round come first, as they may have what it did.
+    more slots than places, those come first that hold the newest state, then those of the last round.
     """
     ordered = order(nodes, last)
     chosen: dict[str, list[int]] = {node.name: [] for node in ordered}
     places = limits.max
-    for seated in (True, False):
+    newest = max((node.age for node in ordered if node.age is not None), default=None)
+    for merit in reversed(_Merit):
         for node in ordered:
             mine = chosen[node.name]
-            before = last.member(node.name, node.incarnation) if last else None
             usable = [
                 slot
                 for slot in usable_slots(node, quarantines, now)
-                if seated is (before is not None and slot in before.slots)
+                if _merit(node, slot, newest, last) is merit
             ]
             room = min(places, (node.most or len(node.slots)) - len(mine))
             mine += usable[: max(0, room)]
@@ -66,6 +68,21 @@ def form(
             members.append(Member(node.name, node.incarnation, slots, rank))
             rank += len(slots)
     return tuple(members)
+
+
+class _Merit(IntEnum):
+    """What speaks for a slot where not all can be in the world."""
+
+    NONE = 0
+    SEATED = 1  # it was in the last round
+    HOLDS = 2  # it has the newest state
+
+
+def _merit(node: Node, slot: int, newest: Age | None, last: Round | None) -> _Merit:
+    if newest is not None and node.age == newest and slot in node.holders:
+        return _Merit.HOLDS
+    before = last.member(node.name, node.incarnation) if last else None
+    return _Merit.SEATED if before is not None and slot in before.slots else _Merit.NONE
 
 
 def size(members: Iterable[Member]) -> int:

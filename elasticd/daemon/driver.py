@@ -122,7 +122,7 @@ class Driver:
         self._trust_absence_from = 0.0
         procs.listen(
             lambda slot: self._post(WorkerLinked(slot)),
-            lambda slot, round_number, steps: self._post(WorkerWaiting(slot, round_number, steps)),
+            lambda slot, round_number, steps, age: self._post(WorkerWaiting(slot, round_number, steps, age)),
         )
 
     # ------------------------------------------------------------ what others may look at

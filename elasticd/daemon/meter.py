@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd.checkpoint.report import Fate, Report
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.outage import Standstill
+from elasticd.core.page import Told
 from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
     FailureCharged,
@@ -34,8 +35,17 @@ from elasticd.telemetry.snapshot import SlotState, Snapshot
 # When the steps of a slot's worker after a given one were, in seconds since the epoch; perhaps not all.
 StepTimes = Callable[[int, int], tuple[float, ...]]
 
+# What the workers of this round say of their training, by slot.
+Hear = Callable[[], Mapping[int, Told]]
+
 _HAS_WORKER = (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING)
-_BY_SLOT = ("worker_rank", "worker_last_step_age_seconds", "worker_resident_memory_bytes")
+_BY_SLOT = (
+    "worker_rank",
+    "worker_last_step_age_seconds",
+    "worker_resident_memory_bytes",
+    "committed_step",
+    "loss",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +72,12 @@ class Meter:
         step_times: StepTimes,
         began_at: float,
         saves: deque[Report] | None = None,
+        hear: Hear = dict,
     ) -> None:
         self._saves: deque[Report] = deque() if saves is None else saves
         self._step_times = step_times
+        self._hear = hear
+        self._told: dict[int, Told] = {}
         self._driver = driver
         self._store = store
         self._workers: dict[int, _Worker] = {}
@@ -83,6 +96,7 @@ class Meter:
             "elasticd_failures_charged_total",
             "elasticd_detect_seconds",
             "elasticd_recover_seconds",
+            "elasticd_checkpoint_blocked_seconds",
             "elasticd_etcd_request_seconds",
             "elasticd_etcd_lease_renewals_total",
             "elasticd_agent_cpu_seconds_total",
@@ -95,6 +109,8 @@ class Meter:
                 "elasticd_worker_restarts_total",
                 "elasticd_worker_exits_total",
                 "elasticd_hangs_total",
+                "elasticd_samples_total",
+                "elasticd_nonfinite_steps_total",
                 "elasticd_worker_cpu_seconds_total",
                 "elasticd_time_seconds_total",
             ):
@@ -107,6 +123,7 @@ class Meter:
         book = self.book
         if isinstance(reason, WorkerEnded | WorkersLeaving | WorkersStopping):
             self._look(read(), now)
+            self._listen()
         match reason:
             case RoundFormed(cause=cause):
                 book.add("elasticd_rounds_total", 1, cause)
@@ -140,6 +157,7 @@ class Meter:
 
     def update(self, snapshot: Snapshot, beats: Sequence[SlotProgress], ledger: Ledger, now: float) -> None:
         self._look(beats, now)
+        self._listen()
         for slot, account in ledger.slots.items():
             for kind, seconds in account.spent.items():
                 self.book.count_to("elasticd_time_seconds_total", seconds, slot, kind)
@@ -197,6 +215,30 @@ class Meter:
             else:
                 for name in _BY_SLOT:
                     self.book.forget(f"elasticd_{name}", slot)
+                gone = self._told.pop(slot, None) if not has_worker else None
+                for name, _ in gone.values if gone is not None else ():
+                    self.book.forget("elasticd_user_value", slot, name)
+
+    def _listen(self) -> None:
+        """Count what the workers have told since, and show what they told last."""
+        book = self.book
+        for slot, told in self._hear().items():
+            before = self._told.get(slot, Told())
+            if before.pid != told.pid:
+                for name, _ in before.values:
+                    book.forget("elasticd_user_value", slot, name)
+                before = Told()
+            if told.pid == 0 or told == before:
+                continue
+            self._told[slot] = told
+            book.add("elasticd_samples_total", max(0, told.samples - before.samples), slot)
+            book.add("elasticd_nonfinite_steps_total", max(0, told.nonfinite - before.nonfinite), slot)
+            if told.committed is not None:
+                book.set("elasticd_committed_step", told.committed, slot)
+            if told.loss is not None:
+                book.set("elasticd_loss", told.loss, slot)
+            for name, value in told.values:
+                book.set("elasticd_user_value", value, slot, name)
 
     def _look(self, beats: Sequence[SlotProgress], now: float) -> None:
         """Count the steps made since the last look, and what began or ended with them."""

@@ -34,7 +34,7 @@ EVENTS_KEPT = 5
 class Publisher:
     """``routine(now)`` publishes what is due and returns when the next is.
 
-    ``read``: the heartbeats of this node's workers. Other nodes' are followed only where somebody
+    ``read``: the heartbeats of this node's workers of a round. Other nodes' are followed only where somebody
     looks at a live view.
     """
 
@@ -43,7 +43,7 @@ class Publisher:
         config: RunConfig,
         driver: Driver,
         store: Store,
-        read: Callable[[], tuple[SlotProgress, ...]],
+        read: Callable[[int], tuple[SlotProgress, ...]],
         view: View,
         meter: Meter,
         pages: Pages,
@@ -55,7 +55,7 @@ class Publisher:
         self._config = config
         self._driver = driver
         self._store = store
-        self._read = read
+        self._heartbeats = read
         self._view = view
         self._meter = meter
         self._pages = pages
@@ -72,6 +72,12 @@ class Publisher:
         self._write_due = self._due = 0.0
         if view.live and config.etcd is not None:
             store.watch("progress/", self._progress_seen, prefix=True)
+
+    def _read(self) -> tuple[SlotProgress, ...]:
+        """Of the round that the state knows of: its workers may not have been started yet, and those of
+        the one before it are not to be taken for them."""
+        crew = self._driver.state.crew
+        return self._heartbeats(crew.round.number) if crew is not None else ()
 
     def note(self, reason: Reason, now: float) -> None:
         """Something happened: an event for the live view, and maybe one to count."""

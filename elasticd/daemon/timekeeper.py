@@ -25,6 +25,7 @@ class Timekeeper:
         self, config: RunConfig, driver: Driver, store: Store, step_times: StepTimes, began_at: float
     ) -> None:
         self._step_times = step_times
+        self._held: dict[int, tuple[int, int, float, float]] = {}
         self._hung = 0  # the round that was judged hung last
         self._config = config
         self._driver = driver
@@ -97,7 +98,16 @@ class Timekeeper:
         if beat.step and not first_at:
             times = self._step_times(beat.slot, 0)
             first_at = times[0] if len(times) >= beat.step else 0.0
-        return AtWork(round, beat.step, beat.at, first_at)
+        held_s = max(0.0, beat.held_s - self._held_before(beat, round))
+        return AtWork(round, beat.step, beat.at, first_at, beat.base, held_s)
+
+    def _held_before(self, beat: SlotProgress, round: int) -> float:
+        """For how long checkpoints had held up this process when it came to the round."""
+        pid, of_round, before_s, last_s = self._held.get(beat.slot, (0, 0, 0.0, 0.0))
+        if of_round != round:
+            before_s = last_s if pid == beat.pid else 0.0
+        self._held[beat.slot] = (beat.pid, round, before_s, beat.held_s)
+        return before_s
 
     def farewell(self, now: float) -> tuple[NodeLedger, ...]:
         """Write the last of it; what each node has written that took part. Takes a few seconds at most:

@@ -41,8 +41,10 @@ class Conversation:
                 if version != VERSION:
                     raise LinkError(f"it speaks version {version} of the link, and this agent {VERSION}")
                 self.stage = Stage.ARRIVED
-            case Stage.ARRIVED | Stage.ENTERING | Stage.INSIDE | Stage.DONE, Waiting(number, step, holds):
-                self._check(message, number, 0 if holds is Holds.NONE else step)
+            case Stage.ARRIVED | Stage.ENTERING | Stage.INSIDE | Stage.DONE, Waiting(
+                number, step, holds, agreed
+            ):
+                self._check(message, number, agreed, 0 if holds is Holds.NONE else step)
                 self.stage = Stage.WAITING
             case Stage.ENTERING, Entered(number, step, group_s, state_s):
                 self._check(message, number, step, group_s, state_s)

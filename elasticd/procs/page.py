@@ -6,10 +6,13 @@ import contextlib
 import os
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from elasticd.core import page as at
+from elasticd.core.page import Told
 from elasticd.procs.leftovers import make_owned_dir
 
 PAGE_BYTES = 4096  # what the file is longer is the stacks of a worker that was asked for them
@@ -55,6 +58,13 @@ def shared_memory_dir() -> Path:
     raise OSError("neither /dev/shm nor the temporary folder can be written")
 
 
+def _values(data: bytes, doubles: memoryview[float]) -> Iterator[tuple[str, float]]:
+    for first in range(at.VALUES, at.WORDS, at.VALUE_WORDS):
+        name = data[first * 8 : (first + at.NAME_WORDS) * 8].rstrip(b"\0").decode(errors="replace")
+        if name.isidentifier():
+            yield name, doubles[first + at.NAME_WORDS]
+
+
 class Page:
     """The agent's side of one page. Read with pread, not mapped: a worker that truncates its page
     must not be able to kill the agent with SIGBUS.
@@ -76,9 +86,9 @@ class Page:
         if len(data) < LAYOUT.size:
             return Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
         _, _, pid, steps, last_ns, phase, stacks, ended_well = LAYOUT.unpack(data)
-        at = time.time() - (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
+        when = time.time() - (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
         stage = WorkerPhase(min(phase, max(WorkerPhase)))
-        return Heartbeat(pid, steps, at, stage, stacks - 1, ended_well == 1)
+        return Heartbeat(pid, steps, when, stage, stacks - 1, ended_well == 1)
 
     def step_times(self, after: int) -> tuple[int, tuple[float, ...]]:
         """How many steps there were by now, and when those after the given one were, oldest first, in
@@ -90,6 +100,29 @@ class Page:
         times = TIMES.unpack(data)
         first = max(after, steps - 250, 0) + 1
         return steps, tuple(times[n & 255] / 1e9 for n in range(first, steps + 1))
+
+    def told(self) -> Told:
+        """What the worker says of its training, and what is measured of it."""
+        data = os.pread(self._fd, at.WORDS * 8, 0)
+        if len(data) < at.WORDS * 8:
+            return Told()
+        with memoryview(data) as whole, whole.cast("Q") as words, whole.cast("d") as doubles:
+            fatal = words[at.FATAL]
+            return Told(
+                pid=words[at.PID],
+                steps=words[at.STEPS],
+                samples=words[at.SAMPLES],
+                committed=words[at.COMMITTED] - 1 if words[at.COMMITTED] else None,
+                nonfinite=words[at.NONFINITE],
+                held_s=words[at.HELD_NS] / 1e9,
+                held=words[at.HELD],
+                base=words[at.BASE] - 1 - words[at.BASE_STEPS] if words[at.BASE] else None,
+                loss=doubles[at.LOSS] if words[at.LOSSES] else None,
+                wait_s=words[at.WAIT_NS] / 1e9,
+                waits=words[at.WAITS],
+                fatal=at.FATALS[fatal] if fatal < len(at.FATALS) else None,
+                values=tuple(_values(data, doubles)),
+            )
 
     def forget_stacks(self) -> None:
         os.ftruncate(self._fd, PAGE_BYTES)

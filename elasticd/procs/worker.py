@@ -10,6 +10,7 @@ from pathlib import Path
 
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.link import FromAgent
+from elasticd.core.page import Told
 from elasticd.core.ports import Assignment
 from elasticd.procs.conversation import Conversation
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
@@ -68,11 +69,17 @@ class Worker:
         return max(0, self.heartbeat().steps - self.steps_before)
 
     def progress(self) -> SlotProgress:
-        beat = self.heartbeat()
+        beat, told = self.heartbeat(), self.told()
         steps = max(0, beat.steps - self.steps_before)
         pid = self.pid if self.alive else beat.pid
         at = beat.at if steps else 0.0
-        return SlotProgress(self.assignment.slot, self.assignment.rank, pid, steps, at)
+        base = told.base + self.steps_before if told.base is not None else None
+        a = self.assignment
+        return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s)
+
+    def told(self) -> Told:
+        """What it says of its training."""
+        return self.page.told() if self.page is not None else Told()
 
     def finished(self, end: Ended) -> bool:
         """Whether its script had ended well, whatever Python itself then came to: it may crash when it
@@ -94,7 +101,8 @@ class Worker:
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
         place = self._log_place()
-        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, place, end.fenced, hung)
+        fatal = self.told().fatal if end.code > 0 else None
+        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, place, end.fenced, hung, fatal)
 
     def _stderr_tail(self) -> bytes:
         for feed in self.feeds:

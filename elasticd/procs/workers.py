@@ -16,7 +16,8 @@ from string import Template
 
 from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
-from elasticd.core.ports import Assignment
+from elasticd.core.page import Told
+from elasticd.core.ports import Assignment, Waits
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.link import Switchboard
@@ -98,7 +99,7 @@ class LocalProcs:
         self._say = say
         self._warn = warn
         self._linked: Callable[[int], None] = lambda slot: None
-        self._waiting: Callable[[int, int, int], None] = lambda slot, round_number, steps: None
+        self._waiting: Waits = lambda slot, round_number, steps, age: None
         self._lock = threading.Lock()
         self._round = 0
         self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
@@ -111,7 +112,7 @@ class LocalProcs:
 
     # ------------------------------------------------------------ the port
 
-    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+    def listen(self, linked: Callable[[int], None], waiting: Waits) -> None:
         self._linked, self._waiting = linked, waiting
 
     def start(
@@ -159,9 +160,12 @@ class LocalProcs:
 
     # ------------------------------------------------------------ beyond the port
 
-    def progress(self) -> tuple[SlotProgress, ...]:
-        """The heartbeats of this round's workers, in the order of their slots."""
+    def progress(self, round_number: int | None = None) -> tuple[SlotProgress, ...]:
+        """The heartbeats of this round's workers, in the order of their slots; none, if it is not the
+        round that is asked for."""
         with self._lock:
+            if round_number not in (None, self._round):
+                return ()
             return tuple(worker.progress() for _, worker in sorted(self._of_this_round()))
 
     def watched(self) -> tuple[Watched, ...]:
@@ -182,6 +186,11 @@ class LocalProcs:
             if worker is None or worker.page is None:
                 return ()
             return worker.page.step_times(after + worker.steps_before)[1]
+
+    def told(self) -> Mapping[int, Told]:
+        """What this round's workers say of their training, by slot."""
+        with self._lock:
+            return {slot: worker.told() for slot, worker in self._of_this_round()}
 
     def condemn(self, slot: int, pid: int, why: str) -> None:
         """Kill a worker that hangs; ``why`` is the message of its exit. Nothing happens if it has
@@ -370,8 +379,8 @@ class LocalProcs:
         match message:
             case wire.Hello():
                 self._linked(slot)
-            case wire.Waiting() if came_out:
-                self._waiting(slot, number, steps)
+            case wire.Waiting(age=age) if came_out:
+                self._waiting(slot, number, steps, age)
             case wire.Entered(round=number, step=step, group_s=group_s, state_s=state_s):
                 times = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
                 self._say("worker.entered", slot=slot, round=number, step=step, **times)

@@ -241,6 +241,8 @@ def ended(outcome: Outcome) -> str:
             return "gave up waiting for workers"
         case Outcome.STOPPED:
             return "was stopped"
+        case Outcome.DIVERGED | Outcome.NOWHERE:
+            return "stopped itself"
         case _:
             assert_never(outcome)
 
@@ -357,6 +359,8 @@ def event(reason: r.Reason) -> LogEvent:
     if isinstance(reason, r.JobEnded) and reason.outcome in (
         Outcome.FAILED,
         Outcome.SHORT,
+        Outcome.DIVERGED,
+        Outcome.NOWHERE,
     ):
         level = "error"
     flat: dict[str, object] = {}

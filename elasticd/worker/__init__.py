@@ -26,6 +26,7 @@ from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
 from elasticd.worker.state import State
+from elasticd.worker.told import NotFinite, report
 from elasticd.worker.world import WorldChanged
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ __all__ = [
     "Data",
     "DataChanged",
     "NoCheckpoint",
+    "NotFinite",
     "State",
     "StateLost",
     "WorldChanged",
     "device",
     "rank",
+    "report",
     "run",
     "world_size",
 ]

@@ -36,6 +36,7 @@ from elasticd.checkpoint.reading import fill, open_manifest
 from elasticd.checkpoint.store import store_at
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Keep
+from elasticd.worker import told
 from elasticd.worker.collect import Flat, flatten, restore
 from elasticd.worker.layout import Held, Shard, lay_out
 from elasticd.worker.recall import recall
@@ -122,6 +123,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------ saving
 
+    @told.holds_up
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Take a copy of this rank's part, to be written while training goes on. False: left out,
         since the disk has not caught up. ``step``: how many steps ``state`` has behind it.
@@ -164,6 +166,7 @@ class Checkpoints:
         """Between steps only will there be saves and loads, while no rank sends anything else."""
         self._in_step = True
 
+    @told.holds_up
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Until what this rank handed over is committed or has failed; False after the timeout."""
         deadline = time.monotonic() + timeout_s
@@ -374,6 +377,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------ loading
 
+    @told.goes_on
     def load(self, state: dict[str, Any], *, required: bool = False) -> int | None:
         """Fill ``state`` from the newest checkpoint that is whole; its step, or None if there is none.
 
@@ -410,8 +414,8 @@ class Checkpoints:
             wrong[saved.name] = whys[0]
         whole = [complaint] if complaint else [wrong[s.name] for s in reversed(known.saved)]
         if whole or required:
-            told = "; ".join(whole) or f"none was ever committed in {self._store.url}"
-            raise NoCheckpoint(f"no checkpoint is whole: {told}")
+            why = "; ".join(whole) or f"none was ever committed in {self._store.url}"
+            raise NoCheckpoint(f"no checkpoint is whole: {why}")
         return None
 
     def load_plain(self, state: dict[str, Any], folder: str | os.PathLike[str]) -> None:

@@ -125,5 +125,5 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
         if not link.closes(round, NEWS_S_MAX):
             raise failure or RuntimeError(f"round {round} ended without the agent's knowing")
         del failure
-        link.say(Waiting(round, state.step, state.holds))
+        link.say(Waiting(round, state.step, state.holds, state.agreed))
         world.forget()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elasticd.core.link import Holds
-from elasticd.worker import chance
+from elasticd.worker import chance, told
 from elasticd.worker.data import Data
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
@@ -174,21 +174,27 @@ class State:
                 "`for batch in step`, before state.commit() and the next step"
             )
 
-    def commit(self) -> None:
+    def commit(self, **said: Any) -> None:
         """One step more is done: nobody falls behind of it. Call it after the optimizer's step.
+        ``said``: what there is to ``worker.report`` of the step, such as its loss.
 
         Raises WorldChanged when the world ends here: leave it uncaught."""
         self._close_step()
+        if said:
+            told.report(**said)
         world = self._world
         if world is not None and not self._torn:  # no optimizer has stepped
             world.vouch()
         if self._data is not None:
             self._data.advance()
+        used = self._open.used if self._open is not None else 0
         self._open = None
         self._turn = 0
         self._keep()
         self._step += 1
         self._torn = False
+        told.committed(self._step)
+        told.samples(used)
         if self._recorder is not None:
             self._recorder.committed(self._step, self._learned())
         ends = world is not None and world.passed(self._step)
@@ -225,6 +231,7 @@ class State:
     def enter(self, world: World | None) -> None:
         """Take part in the world with what this worker has now, which all others have too."""
         self._world = world
+        told.begins_after(self._step)
         model = self._modules.get("model")
         if model is not None and self._wrap is not None:
             self._wrapped = self._wrap(model)
@@ -347,7 +354,7 @@ class State:
 
     # ------------------------------------------------------------ copies
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to change parameters: the last instant at which nothing has happened,
         so whatever may be wrong with this step has to be known now."""
         world = self._world
@@ -356,6 +363,8 @@ class State:
                 torch.cuda.current_stream().synchronize()  # the sums are there, or the world is over
                 world.check()
             world.vouch()
+        if told.policy() != "ignore" and not _all_finite(optimizer):
+            told.not_finite("a gradient is NaN or infinite")
         self._torn = True
 
     def _keep(self) -> None:
@@ -426,6 +435,22 @@ def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lastin
 
     made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
     return Lasting(made)
+
+
+def _all_finite(optimizer: Optimizer) -> bool:
+    """Whether all gradients are: a pass over them, and with a GPU a wait for it."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None and grad.numel() and grad.layout is torch.strided:
+                grad = grad.to_local() if hasattr(grad, "to_local") else grad
+                found.setdefault(grad.device, []).append(grad)
+    # The largest, not the sum of squares, which may overflow where no element has.
+    return all(
+        bool(torch.stack(torch._foreach_norm(grads, ord=float("inf"))).isfinite().all())
+        for grads in found.values()
+    )
 
 
 def _watch(model: DistributedDataParallel, world: World) -> None:

@@ -38,6 +38,11 @@ class Step:
         self._fetched: Fetched | None = None
         self._lost: list[tuple[Fetched, torch.Tensor]] = []
 
+    @property
+    def used(self) -> int:
+        """How many of its samples are this worker's."""
+        return sum(len(part.samples) for part in self._share.parts)
+
     def __repr__(self) -> str:
         return f"<step {self.number}: {self.samples} samples from {self.position} of epoch {self.epoch}>"
 

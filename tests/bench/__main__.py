@@ -1,10 +1,13 @@
-"""``python -m tests.bench recovery | goodput | node-loss | forming | overhead | hang | checkpoint``:
+"""``python -m tests.bench recovery | goodput | node-loss | forming | overhead | scrape | hang |
+checkpoint``:
 each prints its ratios."""
 
 from __future__ import annotations
 
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -15,6 +18,7 @@ def main() -> None:
     """Run elasticd, torchrun and the floor in one go, and print how they compare."""
     import torch
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whereupon what was started is stopped
     click.echo(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
 
 
@@ -64,13 +68,35 @@ def forming(sizes: str, tries: int, c10d_most: int, c10d_timeout: float) -> None
 
 @main.command()
 @click.option("--workers", default=2)
-@click.option("--pairs", default=3)
-@click.option("--steps", default=300)
-def overhead(workers: int, pairs: int, steps: int) -> None:
-    """Steady-state step time against the same processes started by hand."""
+@click.option("--pairs", default=3, help="Of launches of each kind; 0: none.")
+@click.option("--steps", default=300, help="Of each launch.")
+@click.option("--watched-pairs", default=20, help="Of blocks that are watched and are not; 0: none.")
+@click.option("--watched-steps", default=60, help="Of each block.")
+@click.option("--width", default=700, help="Of the layers of the model that is watched.")
+@click.option("--batch", default=128)
+def overhead(
+    workers: int, pairs: int, steps: int, watched_pairs: int, watched_steps: int, width: int, batch: int
+) -> None:
+    """Steady state: what being watched costs, and step time against processes started by hand."""
     from tests.bench.overhead import overhead as measure
+    from tests.bench.watching import watching
 
-    click.echo(measure(workers, pairs, steps))
+    if watched_pairs:
+        click.echo(f"{workers} workers watched and not ({watched_steps} steps a block, the same processes)")
+        for library in (False, True):
+            click.echo(watching(workers, watched_pairs, watched_steps, library, width, batch))
+    if pairs:
+        click.echo(measure(workers, pairs, steps))
+
+
+@main.command()
+@click.option("--sizes", default="8,1000", help="Members of the job.")
+@click.option("--scrapes", default=200)
+def scrape(sizes: str, scrapes: int) -> None:
+    """What a scrape takes."""
+    from tests.bench.scrape import scrapes as measure
+
+    click.echo(measure([int(s) for s in sizes.split(",")], scrapes))
 
 
 @main.command()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,130 +230,99 @@ def test_a_standalone_run_is_found_by_itself(
         registry.unregister("alone", server.folder)
 
 
-def test_watching_shows_each_change_until_the_job_has_ended(etcd: Client, server: Embedded) -> None:
-    put(etcd, "j", spec=SPEC, round=LIVE)
+@contextmanager
+def watching(*argv: str, etcd: Embedded | None = None) -> Iterator[subprocess.Popen[str]]:
+    """``elasticd status --watch`` in a process of its own; without an etcd it must find one."""
+    environ = {k: v for k, v in os.environ.items() if k != "ELASTICD_ETCD"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch", "--json"],
-        env={**os.environ, "ELASTICD_ETCD": f"http://{server.endpoint}"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["round"] == 1
-        put(etcd, "j", round=replace(LIVE, number=2))
-        assert json.loads(process.stdout.readline())["round"] == 2
-        put(etcd, "j", round=replace(LIVE, number=2, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
-        assert json.loads(process.stdout.readline())["outcome"] == "succeeded"
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_watching_ends_with_the_job(etcd: Client, server: Embedded) -> None:
-    put(etcd, "j", spec=SPEC, round=LIVE)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch"],
-        env={**os.environ, "ELASTICD_ETCD": f"http://{server.endpoint}"},
+        [sys.executable, "-m", "elasticd.cli.main", "status", "--watch", *argv],
+        env=environ | ({"ELASTICD_ETCD": f"http://{etcd.endpoint}"} if etcd else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        assert process.stdout is not None
-        assert "j: round 1 live" in process.stdout.readline()
-        etcd.delete_raw(b"/elasticd/j/", prefix=True)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 2 and "no longer in etcd" in err
+        yield process
     finally:
         process.kill()
         process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_watching_shows_each_change_until_the_job_has_ended(etcd: Client, server: Embedded) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    with watching("j", "--json", etcd=server) as process:
+        assert json.loads(next_line(process))["round"] == 1
+        put(etcd, "j", round=replace(LIVE, number=2))
+        assert json.loads(next_line(process))["round"] == 2
+        put(etcd, "j", round=replace(LIVE, number=2, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
+        assert json.loads(next_line(process))["outcome"] == "succeeded"
+        assert process.wait(60) == 0
+
+
+def test_watching_ends_with_the_job(etcd: Client, server: Embedded) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE)
+    with watching("j", etcd=server) as process:
+        assert "j: round 1 live" in next_line(process)
+        etcd.delete_raw(b"/elasticd/j/", prefix=True)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 2 and "no longer in etcd" in err
 
 
 def test_a_watch_waits_for_an_etcd_that_is_away_and_goes_on() -> None:
     etcd = Embedded()
-    process = None
     try:
         etcd.start()
         with Client(etcd.access) as client:
             put(client, "j", spec=SPEC, round=LIVE)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch", "--json"],
-                env={**os.environ, "ELASTICD_ETCD": f"http://{etcd.endpoint}"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            assert process.stdout is not None and process.stderr is not None
-            assert json.loads(process.stdout.readline())["round"] == 1
-            etcd.stop(remove=False)
-            assert process.stderr.readline() == "elasticd: etcd is away; waiting.\n"
-            etcd.start()
-            assert json.loads(process.stdout.readline())["round"] == 1  # though nothing has changed
-            put(client, "j", round=replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
-            out, err = process.communicate(timeout=60)
+            with watching("j", "--json", etcd=etcd) as process:
+                assert process.stderr is not None
+                assert json.loads(next_line(process))["round"] == 1
+                etcd.stop(remove=False)
+                assert process.stderr.readline() == "elasticd: etcd is away; waiting.\n"
+                etcd.start()
+                assert json.loads(next_line(process))["round"] == 1  # though nothing has changed
+                put(client, "j", round=replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED))
+                out, err = process.communicate(timeout=60)
         assert json.loads(out.splitlines()[-1])["outcome"] == "succeeded"
         assert (process.returncode, err) == (0, "")
     finally:
-        if process is not None:
-            process.kill()
-            process.wait()
         etcd.stop()
 
 
-def test_watching_a_standalone_run_ends_with_it(tmp_path: Path) -> None:
+def test_watching_a_standalone_run_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     etcd = Embedded()
-    process = None
-    environ = {k: v for k, v in os.environ.items() if k != "ELASTICD_ETCD"} | {
-        "XDG_RUNTIME_DIR": str(tmp_path)
-    }
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-            etcd.start()
-            registry.register("alone", etcd.endpoint, etcd.pid, 1.0, etcd.folder)
-            with Client(etcd.access) as client:
-                put(client, "alone", spec=SPEC, round=LIVE)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "elasticd.cli.main", "status", "alone", "--watch"],
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            assert process.stdout is not None and process.stdout.readline()
+        etcd.start()
+        registry.register("alone", etcd.endpoint, etcd.pid, 1.0, etcd.folder)
+        with Client(etcd.access) as client:
+            put(client, "alone", spec=SPEC, round=LIVE)
+        with watching("alone") as process:
+            assert next_line(process)
             registry.unregister("alone", etcd.folder)
-        etcd.stop()
-        _, err = process.communicate(timeout=60)
-        assert (
-            process.returncode == 2
-            and err == "elasticd: the standalone run alone has ended, and its etcd with it.\n"
-        )
+            etcd.stop()
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert err == "elasticd: the standalone run alone has ended, and its etcd with it.\n"
     finally:
-        if process is not None:
-            process.kill()
-            process.wait()
         etcd.stop()
 
 
 def test_an_interrupted_watch_leaves_quietly(etcd: Client, server: Embedded) -> None:
     put(etcd, "j", spec=SPEC, round=LIVE)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "elasticd.cli.main", "status", "j", "--watch"],
-        env={**os.environ, "ELASTICD_ETCD": f"http://{server.endpoint}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline()
+    with watching("j", etcd=server) as process:
+        assert next_line(process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130 and "Traceback" not in err
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_scale_by_the_click_runner_raises_a_complaint_and_no_traceback(etcd: Client) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from elasticd.core.age import Age
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment, Procs
 from elasticd.procs.keeper import Warden
@@ -58,7 +59,7 @@ class ProcsHarness(Protocol):
     procs: Procs
     exits: list[tuple[int, Exit]]  # as `exited` was told, in order
     linked: list[int]  # and as `linked` and `waiting` were
-    waits: list[tuple[int, int, int]]
+    waits: list[tuple[int, int, int, Age | None]]
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
         """Start one worker in each of these slots; ranks follow the order of slots."""
@@ -89,7 +90,7 @@ class SimHarness:
     def __init__(self) -> None:
         self.exits: list[tuple[int, Exit]] = []
         self.linked: list[int] = []
-        self.waits: list[tuple[int, int, int]] = []
+        self.waits: list[tuple[int, int, int, Age | None]] = []
         self._clock = Clock(seed=1)
         self._training = Training(self._clock, Job(total_steps=1_000_000, step_s=0.01))
         self._procs = SimProcs(SimHost(self._clock, "a"), self._training)
@@ -142,7 +143,7 @@ class RealHarness:
     def __init__(self, folder: Path) -> None:
         self.exits: list[tuple[int, Exit]] = []
         self.linked: list[int] = []
-        self.waits: list[tuple[int, int, int]] = []
+        self.waits: list[tuple[int, int, int, Age | None]] = []
         self._told = threading.Condition()
         self._warden = Warden.start()
         self._procs = LocalProcs(self._warden, _command, cwd=folder)

@@ -201,8 +201,9 @@ def test_workers_told_to_leave_wait_with_their_steps_and_go_on_in_the_next_round
     before = harness.process(3), harness.process(7)
     _part(harness, planned=planned)
     _waiting(harness, 2)
-    assert {(slot, number) for slot, number, _ in harness.waits} == {(3, 1), (7, 1)}
-    assert all(steps > 0 for _, _, steps in harness.waits)
+    assert {(slot, number) for slot, number, _, _ in harness.waits} == {(3, 1), (7, 1)}
+    assert all(steps > 0 for _, _, steps, _ in harness.waits)
+    assert all(age is not None and age.agreed == 1 for _, _, _, age in harness.waits)
     harness.start(2, {3: InPlace(), 7: InPlace()})
     _training(harness, 2)
     assert (harness.process(3), harness.process(7)) == before
@@ -265,7 +266,7 @@ def test_to_leave_as_planned_may_become_to_leave_at_once(harness: ProcsHarness) 
 def test_a_standby_waits_for_its_first_round_and_has_no_steps(harness: ProcsHarness) -> None:
     harness.standby({5: InPlace()})
     _waiting(harness, 1)
-    assert (harness.linked, harness.waits, dict(harness.procs.steps())) == ([5], [(5, 0, 0)], {})
+    assert (harness.linked, harness.waits, dict(harness.procs.steps())) == ([5], [(5, 0, 0, None)], {})
     process = harness.process(5)
     harness.start(4, {5: InPlace()})
     _training(harness, 1)
@@ -286,7 +287,7 @@ def test_a_replacement_may_come_to_wait_while_the_others_train(harness: ProcsHar
     _ended(harness, 1)
     harness.standby({1: InPlace()})
     _waiting(harness, 1)
-    assert harness.waits == [(1, 0, 0)]
+    assert harness.waits == [(1, 0, 0, None)]
     _part(harness)
     _waiting(harness, 2)
     harness.start(2, {0: InPlace(), 1: InPlace()})

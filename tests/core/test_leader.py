@@ -29,6 +29,7 @@ from elasticd.core.facts import (
     Spec,
 )
 from elasticd.core.leader import Plan, View, decide
+from elasticd.core.page import Fatal
 from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
     AwaitingRelease,
@@ -392,6 +393,17 @@ def test_a_failed_worker_is_charged_once_and_replaced() -> None:
     assert [(c.node, c.slot, c.progressed) for c in charged.charges] == [("a", 1, True)]
     assert Unchanged("budget", 0) in plan.guards and ROUND_AS_SEEN in plan.guards
     assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
+
+
+def test_a_worker_that_says_so_ends_the_job_whatever_the_budget_has_left() -> None:
+    said = "Traceback ...\n[rank2]: job.NotFinite: after step 4: loss is nan; the job stops\n"
+    echo, last_word = exit(0, 0, at=NOW - 3), replace(exit(0, 2), message=said, fatal=Fatal.NOT_FINITE)
+    reports = [report("a", 5, echo, steps=7), report("b", 5, last_word)]
+    nodes = [node("a", released=5), node("b", released=5)]
+    ended = next_round(decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports), NOW))
+    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.DIVERGED)
+    assert ended.why == "after step 4: loss is nan; the job stops"
+    assert ended.failure == Failure("b", last_word)
 
 
 def test_a_lost_node_is_not_charged_even_when_the_survivors_workers_failed_first() -> None:

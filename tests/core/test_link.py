@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.core.age import Age
 from elasticd.core.link import (
     LINE_BYTES_MAX,
     Done,
@@ -25,7 +26,7 @@ naturals = st.integers(0, 2**60)
 seconds = st.floats(0, 1e6)
 messages = st.one_of(
     st.builds(Hello, pid=naturals, v=naturals),
-    st.builds(Waiting, round=naturals, step=naturals, state=st.sampled_from(Holds)),
+    st.builds(Waiting, round=naturals, step=naturals, state=st.sampled_from(Holds), agreed=naturals),
     st.builds(Entered, round=naturals, step=naturals, group_s=seconds, state_s=seconds),
     st.builds(Done, round=naturals),
     st.builds(
@@ -41,6 +42,12 @@ def test_messages_arrive_as_they_were_sent_however_the_stream_is_cut(said, size)
     lines = Lines()
     heard = [m for i in range(0, len(stream), size) for m in lines.feed(stream[i : i + size])]
     assert heard == said
+
+
+def test_only_a_whole_state_is_one_to_bring():
+    assert Waiting(4, 7, Holds.WHOLE, 3).age == Age(3, 7)
+    assert Waiting(4, 7, Holds.TORN, 3).age is None
+    assert Waiting(0, 0, Holds.NONE).age is None
 
 
 def test_a_field_of_a_later_version_is_passed_over():
@@ -61,7 +68,7 @@ def test_an_agent_that_does_not_say_who_goes_means_that_nobody_need_be_gone():
         b'{"is": "done"}',
         b'{"is": "done", "round": "3"}',
         b'{"is": "undone", "round": 3}',
-        b'{"is": "waiting", "round": 1, "step": 2, "state": "fine"}',
+        b'{"is": "waiting", "round": 1, "step": 2, "state": "fine", "agreed": 0}',
         b'{"is": "enter", "round": 1, "env": {"RANK": 0}}',
         b'{"is": "leave", "round": 1, "planned": 1}',
     ],

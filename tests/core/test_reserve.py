@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.core import leader, world
+from elasticd.core.age import Age
 from elasticd.core.agent.reserve import RETRY_FIRST_S
 from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
 from elasticd.core.messages import (
@@ -67,6 +68,15 @@ def test_whoever_waits_is_told_of_with_the_release_and_not_one_by_one() -> None:
     one.told(WorkerWaiting(1, 1))
     one.store_closed(1234)
     assert (own_record(one).ready, own_record(one).released) == ((0, 1), 1)
+
+
+def test_a_node_says_which_of_its_waiting_workers_hold_the_newest_state() -> None:
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
+    one.told(WorkerWaiting(1, 1, age=Age(1, 6)))
+    one.store_closed(1234)
+    assert (own_record(one).age, own_record(one).holders) == (Age(1, 6), (1,))
 
 
 def test_a_worker_that_dies_is_replaced_before_the_round_is_closed() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import world
+from elasticd.core.age import Age
 from elasticd.core.facts import Limits, Member, Node, Phase, Quarantine
 from tests.core.build import NOW, node, round
 
@@ -27,6 +28,25 @@ def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
     last = round(4, {"c": 1, "a": 1, "b": 1}, Phase.CLOSING)
     nodes = [node(n, 1, released=4) for n in ("new", "b", "c")]
     assert ranks(world.form(nodes, last, ANY, (), NOW)) == {"c": [0], "b": [1], "new": [2]}
+
+
+def test_where_places_are_few_those_come_first_that_hold_the_newest_state_and_then_those_that_were_in() -> (
+    None
+):
+    last = round(4, {"a": 2, "b": 2}, Phase.CLOSING)
+    nodes = [
+        replace(node("a", 3, released=4), age=Age(4, 8), holders=(0, 1)),
+        replace(node("b", 3, released=4), age=Age(4, 9), holders=(1,)),
+        replace(node("new", 1), age=Age(2, 99), holders=(0,)),  # it was left behind
+    ]
+
+    def chosen(places: int) -> dict[str, tuple[int, ...]]:
+        return {m.node: m.slots for m in world.form(nodes, last, Limits(1, places), (), NOW)}
+
+    assert chosen(1) == {"b": (1,)}
+    assert chosen(3) == {"a": (0, 1), "b": (1,)}
+    assert chosen(4) == {"a": (0, 1), "b": (0, 1)}
+    assert chosen(7) == {"a": (0, 1, 2), "b": (0, 1, 2), "new": (0,)}
 
 
 def test_a_restarted_agent_is_a_newcomer() -> None:

@@ -33,6 +33,7 @@ from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.examine import examine
 from elasticd.telemetry.http import Answer, HttpServer
 from tests.etcd.cluster import Authority, Cluster
+from tests.etcd.conftest import Proxy
 
 ELASTICD = str(Path(sys.executable).with_name("elasticd"))
 NO_TORCH = str(Path(sys.base_prefix) / "bin" / "python3")  # what the tests run in has it only in its venv
@@ -148,6 +149,22 @@ def test_how_fast_etcd_is_and_what_time_it_has_is_measured(etcd: EtcdAccess) -> 
     low, high = endpoint.ahead_s or (99.0, 99.0)
     assert low <= 0.05 and high >= -0.05, "the same machine's clock"
     assert high - low < 1.0, "more exactly than the second that HTTP tells"
+
+
+def test_an_etcd_that_is_slow_is_told_and_not_asked_for_long(
+    etcd: EtcdAccess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elasticd.etcd.examine.SAMPLING_S", 1.0)
+    host, _, port = etcd.endpoints[0].rpartition(":")
+    proxy = Proxy((host, int(port)), delay_s=0.12)
+    try:
+        found = examine(replace(etcd, endpoints=(proxy.endpoint,)))
+    finally:
+        proxy.close()
+    (endpoint,) = found.endpoints
+    assert not endpoint.error and 3 <= len(endpoint.writes_s) < 20
+    (said,) = wrong(list(judge.etcd(found, 1.0)))
+    assert said.startswith("etcd is too slow for leases of 1 s: writes take ")
 
 
 @pytest.mark.parametrize(("shift_s", "words"), [(60.0, "ahead of"), (-60.0, "behind")])

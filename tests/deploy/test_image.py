@@ -80,6 +80,34 @@ def test_the_context_holds_what_is_copied_and_little_else() -> None:
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize(
+    ("extras", "brought"),
+    [
+        (["", ""], set()),
+        (["s3", ""], {"s3fs"}),
+        (["", "gpu"], {"nvidia-ml-py"}),
+        (["s3,gpu"], {"s3fs", "nvidia-ml-py"}),
+    ],
+)
+def test_what_the_image_installs_is_what_the_project_and_the_extras_ask_for(
+    extras: list[str], brought: set[str]
+) -> None:
+    script = ROOT / "deploy" / "requirements.py"
+    done = subprocess.run(
+        [sys.executable, script, ROOT / "pyproject.toml", *extras], capture_output=True, text=True, timeout=60
+    )
+    names = {re.split(r"[<>=\[]", line)[0] for line in done.stdout.splitlines()}
+    assert names >= {"torch", "etcd3"} | brought
+    assert names & {"s3fs", "nvidia-ml-py"} == brought
+    assert not names & {"pytest", "py-spy"}
+
+
+def test_an_extra_that_there_is_none_of_is_refused() -> None:
+    command = [sys.executable, ROOT / "deploy" / "requirements.py", ROOT / "pyproject.toml", "s4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "no extra named s4" in done.stderr
+
+
 # ---------------------------------------------------------------- carried out
 
 
@@ -96,7 +124,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     config = [Path(p) for p in ("/etc/resolv.conf", "/etc/pip.conf") if Path(p).exists()]
     binds = sorted({*config, *(p for p in here if p.exists())})
     env = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.lower().endswith("_proxy")}
-    arguments = {"VARIANT": "cuda" if torch.version.cuda else "cpu"}
+    arguments = {"VARIANT": "cuda" if torch.version.cuda else "cpu", "EXTRAS": "s3"}
     if index := os.environ.get("TORCH_INDEX"):
         arguments["TORCH_INDEX"] = index
     return build(TEXT, ROOT, tmp_path_factory.mktemp("image"), arguments, env=env, binds=binds)
@@ -141,5 +169,5 @@ def test_whatever_is_installed_in_the_image_is_pinned(image: Image) -> None:
     installed = set(told.lower().replace("_", "-").split()) - {"elasticd"}
     constraints = (ROOT / "deploy" / "constraints.txt").read_text().lower().replace("_", "-")
     pinned = {line.partition("==")[0] for line in constraints.splitlines() if "==" in line}
-    assert "torch" in installed
+    assert {"torch", "s3fs"} <= installed
     assert {name for name in installed if not name.startswith(("nvidia-", "cuda-", "triton"))} <= pinned

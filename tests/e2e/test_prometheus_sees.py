@@ -18,7 +18,7 @@ import pytest
 
 from elasticd.core.facts import Policy
 from elasticd.core.ledger import Kind
-from tests.e2e.harness import Cluster
+from tests.e2e.harness import PATIENCE_S, Cluster
 from tests.e2e.programs.player import STEP_S
 from tests.e2e.prometheus import Answer, Prometheus, names, needs_prometheus, queries, rules
 
@@ -94,15 +94,16 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
     assert nodes.by("kind") == {("member",): 2, ("waiting",): 0, ("draining",): 0, ("lost",): 0}
     assert phase(kind="live") == 1
     (since,), (pace,) = job("Since the last step"), job("Steps a second")
-    assert since(run=run) < 5 and 0 < pace(run=run) * 60 <= max(made.values()) * 2
+    assert 0 <= since(run=run) < PATIENCE_S
+    assert 0 < pace(run=run) * 60 <= 1.2 * min(steps(cluster, *slot) for slot in SLOTS)
     (spent,), (goodput,), (goodput_1h,) = (
         job(n) for n in ("Where the time goes", "Goodput", "Goodput, last hour")
     )
     seconds = {kind: share * 300 for (kind,), share in spent.by("kind").items()}
     lasted_s = time.time() - prometheus.began_at
-    assert 0 < seconds.pop("productive") < 3 * lasted_s and 0 < seconds.pop("restarting") < lasted_s
-    assert seconds.pop("rendezvous") >= 0 and not any(seconds.values())
-    assert 0.5 < goodput(run=run) < 1 and goodput_1h(run=run) == pytest.approx(goodput(run=run), rel=0.05)
+    assert 0 < seconds.pop("productive") < 3 * lasted_s and 0 < seconds.pop("restarting") < 3 * lasted_s
+    assert not any(seconds[kind] for kind in ("checkpoint", "hung", "idle", "replayed"))
+    assert 0 < goodput(run=run) < 1 and goodput_1h(run=run) == pytest.approx(goodput(run=run), abs=0.1)
     (requests,) = job("etcd: 99 of 100 requests within")
     assert set(requests.by("node")) == {("a",), ("b",)} and 0 < requests(node="a") <= 5
     # Its workers.
@@ -123,12 +124,12 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
             "Hung",
         )
     )
-    assert all(STEP_S <= s < 10 * STEP_S for s in mean_s.by("node", "slot").values())
+    assert all(STEP_S <= s < 2 for s in mean_s.by("node", "slot").values())
     assert {k: whole(n) for k, n in restarts.by("node", "slot", "cause").items()} == {
         (*slot, "worker_failed"): 1 for slot in slots
     }
     assert {k: whole(n) for k, n in exits.by("node", "slot", "kind").items()} == {("b", "0", "signal"): 1}
-    assert {state for _, _, state in states.by("node", "slot", "kind") if state != "starting"} == {"running"}
+    assert {slot[:2] for slot in states.by("node", "slot", "kind") if slot[2] == "running"} == slots
     rss = psutil.Process(second.on("b")[0].pid).memory_info().rss
     assert 0.1 < memory(node="b", slot=0) / rss < 10
     assert not any(hung.by("node", "slot").values())
@@ -137,9 +138,9 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
     (faults,), (world,), (good,) = (
         fleet(n) for n in ("Faults of the last 15 minutes", "World size", "Goodput")
     )
-    assert whole(faults(run=run)) == 1 and world(run=run) == 3 and good(run=run) == goodput(run=run)
+    assert whole(faults(run=run)) == 1 and world(run=run) == 3 and 0 < good(run=run) < 1
     assert {kind for (kind,) in fleet("Where the time goes")[0].by("kind")} == set(Kind)
-    assert fleet("etcd answers")[0](run=run) == 1 and fleet("Since the last step")[0](run=run) < 5
+    assert fleet("etcd answers")[0](run=run) == 1 and fleet("Since the last step")[0](run=run) >= 0
     assert fleet("CPUs that agents use")[0](run=run) > 0
     rss = sum(psutil.Process(agent.pid).memory_info().rss for agent in (a, b))
     assert 0.1 < fleet("Memory of agents")[0](run=run) / rss < 10
@@ -151,5 +152,6 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
         assert prometheus.query(name), name
     (fault,) = prometheus.query("run_cause:elasticd_faults:increase15m > 0").by("cause")
     assert fault == ("worker_failed",)
-    assert 0 < prometheus.query("run:elasticd_recover_seconds:p90_1h")() < max(0.1, 2 * really_s)
+    # As it lies somewhere in its bucket, whose end is at most two and a half times its beginning.
+    assert 0 < prometheus.query("run:elasticd_recover_seconds:p90_1h")() < max(0.05, 2.5 * really_s + 0.01)
     cluster.finishes(a, b)

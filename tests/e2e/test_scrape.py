@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from tests.e2e.conftest import Etcd
 from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 from tests.telemetry import promtool
 
@@ -142,6 +143,23 @@ def test_a_node_that_waits_for_a_place_is_ready(cluster: Cluster) -> None:
     assert scrape(b)("slot_state", slot=0, kind="idle") == 1
     assert scrape(b)("worker_up", slot=0) == 0
     cluster.finishes(a, b)
+
+
+def test_a_scrape_is_answered_while_etcd_hangs(clusters: Callable[[str | None], Cluster], etcd: Etcd) -> None:
+    cluster = clusters(etcd.url)
+    (a,) = cluster.start("a")
+    world = cluster.world(1)
+    etcd.hang()
+    cluster.until_said(a, "etcd.away")
+    eventually(lambda: scrape(a)("etcd_up") == 0)
+    before = scrape(a)("worker_steps_total", slot=0) or 0.0
+    cluster.goes_on(world)
+    eventually(lambda: (scrape(a)("worker_steps_total", slot=0) or 0.0) > before)
+    assert json.loads(fetch(f"{url_of(a)}status"))["round"] == world.round
+    assert fetch(f"{url_of(a)}healthz") == fetch(f"{url_of(a)}readyz") == "ok\n"
+    etcd.wake()
+    eventually(lambda: scrape(a)("etcd_up") == 1)
+    cluster.finishes(a)
 
 
 def test_nothing_is_served_where_nobody_wants_it(cluster: Cluster) -> None:

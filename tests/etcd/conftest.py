@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,10 +38,14 @@ class Heard(list[Any]):
 
 
 class Proxy:
-    """A TCP proxy on loopback that can go mute: it still takes connections, but passes nothing."""
+    """A TCP proxy on loopback that can go mute: it still takes connections, but passes nothing.
 
-    def __init__(self, target: tuple[str, int]) -> None:
+    ``delay_s``: how long whatever it passes on takes.
+    """
+
+    def __init__(self, target: tuple[str, int], delay_s: float = 0.0) -> None:
         self._target = target
+        self._delay_s = delay_s
         self._passing = threading.Event()
         self._passing.set()
         self._ends: list[socket.socket] = []
@@ -85,6 +90,7 @@ class Proxy:
                         self._passing.wait()
                         if not data:
                             return
+                        time.sleep(self._delay_s)
                         other[end].sendall(data)
 
 

@@ -131,6 +131,8 @@ def start(
             source = _secret(folder, places.secrets[volume["secret"]["secretName"]], volume["secret"], owner)
         else:
             source = claims.get(mount["name"], folder / mount["name"])
+            if claim := volume.get("persistentVolumeClaim"):
+                source = places.folder / "claims" / claim["claimName"]  # the same for all who name it
             source.mkdir(exist_ok=True)
             if source.stat().st_gid != owner:
                 os.chown(source, 0, owner)

@@ -130,9 +130,15 @@ def test_the_kustomization_to_copy_can_be_built(tmp_path: Path) -> None:
     assert "dnsNames" not in certificates["etcd-client-tls"]
 
 
-def test_the_claim_to_copy_replaces_the_folder() -> None:
+def claim_of_the_guide() -> list[Any]:
+    """The volumes that it says to have instead, so that snapshots outlive all pods."""
     (block,) = [b for b in re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL) if "claimName" in b]
-    (volume,) = yaml.safe_load(block)["volumes"]
+    volumes: list[Any] = yaml.safe_load(block)["volumes"]
+    return volumes
+
+
+def test_the_claim_to_copy_replaces_the_folder() -> None:
+    (volume,) = claim_of_the_guide()
     made = next(p for p in pods(overlay("base")) if p.trains)
     assert volume["name"] in {v["name"] for v in made.spec["volumes"]}
     assert volume["emptyDir"] is None

@@ -17,6 +17,7 @@ from tests.k8s.cluster import Cluster
 from tests.k8s.manifests import K8S, ROOT, build, of_kind
 from tests.k8s.network import why_not
 from tests.k8s.pod import Pod, trained
+from tests.k8s.test_guide import claim_of_the_guide
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -26,7 +27,7 @@ SMALL = (
 SMALL += " --snapshot-every=10 --log-every=10"
 
 
-def kustomization(overlay: str, arguments: list[str]) -> dict[str, Any]:
+def kustomization(overlay: str, arguments: list[str], volumes: list[Any]) -> dict[str, Any]:
     """What a user writes to run something else: small here, and without the wait before growing."""
     count = {"parallelism": 2, "completions": 2} if overlay != "pool" else {"replicas": 2}
     env = {"SLOTS": 1, "MIN": 1, "MAX": 4, "GROW_COOLDOWN": 1}
@@ -39,16 +40,18 @@ def kustomization(overlay: str, arguments: list[str]) -> dict[str, Any]:
         "apiVersion": "apps/v1" if overlay == "pool" else "batch/v1",
         "kind": "StatefulSet" if overlay == "pool" else "Job",
         "metadata": {"name": "train", "namespace": "elasticd"},
-        "spec": {**count, "template": {"spec": {"containers": [container]}}},
+        "spec": {**count, "template": {"spec": {"containers": [container], "volumes": volumes}}},
     }
     return {"resources": [overlay], "patches": [{"patch": yaml.safe_dump(patch)}]}
 
 
 class Rehearsal:
-    def __init__(self, folder: Path, overlay: str, arguments: list[str], *, own_names: bool) -> None:
+    def __init__(
+        self, folder: Path, overlay: str, arguments: list[str], volumes: list[Any], *, own_names: bool
+    ) -> None:
         mine = folder / "overlay"
         mine.mkdir()
-        made = kustomization(overlay, arguments)
+        made = kustomization(overlay, arguments, volumes)
         base = K8S / "base" if overlay == "base" else K8S / "overlays" / overlay
         made["resources"] = [os.path.relpath(base, mine)]
         (mine / "kustomization.yaml").write_text(yaml.safe_dump(made))
@@ -142,20 +145,28 @@ def of() -> str:
 
 
 @pytest.fixture
+def volumes() -> list[Any]:
+    """What stands in the place of the manifests' own."""
+    return []
+
+
+@pytest.fixture
 def own_names() -> bool:
     """Whether a pod's own name resolves, in the pod itself."""
     return True
 
 
 @pytest.fixture
-def rehearsal(tmp_path: Path, of: str, arguments: list[str], own_names: bool) -> Iterator[Rehearsal]:
+def rehearsal(
+    tmp_path: Path, of: str, arguments: list[str], volumes: list[Any], own_names: bool
+) -> Iterator[Rehearsal]:
     (tmp_path / "tried").mkdir()
     if reason := why_not(tmp_path / "tried"):
         pytest.skip(reason)
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o001 == 0:
             folder.chmod(folder.stat().st_mode | 0o001)  # pods run as another user
-    made = Rehearsal(tmp_path, of, arguments, own_names=own_names)
+    made = Rehearsal(tmp_path, of, arguments, volumes, own_names=own_names)
     try:
         yield made
     finally:
@@ -291,6 +302,23 @@ def test_a_job_that_is_done_ends_on_all_pods_and_says_so(rehearsal: Rehearsal, s
     cluster.until(lambda: cluster.of("train") == [], "no pod is left")
     assert rehearsal.step == steps
     assert job.started == 2, "none was started again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("volumes", [claim_of_the_guide()], ids=["on_a_claim"])
+def test_a_job_that_was_deleted_goes_on_where_it_was_when_it_is_applied_again(rehearsal: Rehearsal) -> None:
+    cluster = rehearsal.cluster
+    rehearsal.trains_with(2)
+    cluster.scale("train", 0)  # its pods are all told at once
+    cluster.until(lambda: cluster.of("train") == [], "all are gone")
+    assert {one.code for one in cluster.all if one.made.name == "train"} == {143}
+    done, round = rehearsal.step, rehearsal.round
+    assert done > 0
+    cluster.scale("train", 2)
+    rehearsal.trains_with(2, after=round)
+    rehearsal.never_went_back()
+    resumed = [trained(line) or 0 for line in cluster.lines("train") if line.startswith("resumed after ")]
+    assert max(resumed, default=0) >= done
 
 
 NO_DATA = ["/opt/elasticd/workers/train_gpt.py", "--data=/no/such/data"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from elasticd.core.age import Age
 from elasticd.core.facts import Exit
 from elasticd.core.link import Hello, Message, encode
 from elasticd.core.ports import Assignment
@@ -37,7 +38,7 @@ class Party:
     def __init__(self, bench: Bench, command: list[str], **how: Any) -> None:
         self._told = threading.Condition()
         self.linked: list[int] = []
-        self.waits: list[tuple[int, int, int]] = []
+        self.waits: list[tuple[int, int, int, Age | None]] = []
         self.exits: list[tuple[int, Exit]] = []
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.procs: LocalProcs = bench.procs(
@@ -141,7 +142,7 @@ def test_a_worker_that_is_being_stopped_is_not_said_to_wait(bench: Bench) -> Non
         "link = socket.socket(socket.AF_UNIX); link.connect('\\0' + os.environ['ELASTICD_LINK']); "
         'link.sendall(b\'{"is":"hello","v":1,"pid":1}\\n\'); print("up", flush=True); '
         "signal.sigtimedwait([signal.SIGUSR1], 100); "
-        'link.sendall(b\'{"is":"waiting","round":0,"step":0,"state":"none"}\\n\'); '
+        'link.sendall(b\'{"is":"waiting","round":0,"step":0,"state":"none","agreed":0}\\n\'); '
         'print("said", flush=True); time.sleep(1000)'
     )
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); "
@@ -163,7 +164,7 @@ def test_a_standby_may_be_forked_from_the_zygote(bench: Bench) -> None:
     party.until(lambda: party.events("zygote.ready"))
     party.procs.standby((Assignment(12, 1, 1, {"RANK": "1", "BEHAVE": "obeys"}),), party._exited)
     party.until(lambda: party.waits)
-    assert party.waits == [(12, 0, 0)]
+    assert party.waits == [(12, 0, 0, None)]
     bench.console.wait_for(b"started, forked")
     party.part()
     party.until(lambda: len(party.waits) == 2)
@@ -186,7 +187,7 @@ def test_a_worker_that_breaks_the_rules_is_cut_off_and_the_others_go_on(bench: B
     party.part()  # it cannot be told to leave, so it is stopped as others are
     party.until(lambda: party.exits and party.waits)
     assert [exit.code for _, exit in party.exits] == [-SIGTERM]
-    assert [(slot, number) for slot, number, _ in party.waits] == [(11, 1)]
+    assert [(slot, number) for slot, number, _, _ in party.waits] == [(11, 1)]
 
 
 def test_one_that_waits_and_is_cut_off_is_killed_as_nothing_can_be_made_of_it(bench: Bench) -> None:
@@ -226,7 +227,7 @@ def is_let_in():
     except OSError:
         return False
 link = call()
-link.sendall(b'{"is":"waiting","round":0,"step":0,"state":"none"}\\n')
+link.sendall(b'{"is":"waiting","round":0,"step":0,"state":"none","agreed":0}\\n')
 assert link.recv(1)
 print("a second one:", is_let_in(), flush=True)
 if not (child := os.fork()):

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from elasticd.core.age import Age
 from elasticd.core.facts import Exit
-from elasticd.core.ports import Assignment
+from elasticd.core.ports import Assignment, Waits
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 
@@ -174,8 +175,9 @@ class SimWorker:
     told to leave, and is killed if it does not in time."""
 
     __slots__ = (
-        "_kill", "_kill_at", "_next", "_there", "acts", "alive", "committed", "doomed", "exited", "finishing",
-        "made", "parted", "procs", "rank", "round", "slot", "stopping", "stuck", "whole", "world",
+        "_kill", "_kill_at", "_next", "_there", "acts", "agreed", "alive", "committed", "doomed",
+        "exited", "finishing", "made", "parted", "procs", "rank", "round", "slot", "stopping", "stuck",
+        "whole", "world",
     )  # fmt: skip
 
     def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
@@ -195,6 +197,7 @@ class SimWorker:
         self.parted = False
         self.committed: int | None = None
         self.whole = False
+        self.agreed = 0
         self._there = False  # it has come to its run function
         self._next: Timer | None = None
         self._kill: Timer | None = None
@@ -267,7 +270,12 @@ class SimWorker:
     def has_entered(self) -> None:
         """Its world has formed."""
         assert self.world is not None
-        self.committed, self.whole = self.world.step, True
+        self.committed, self.whole, self.agreed = self.world.step, True, self.world.round
+
+    @property
+    def age(self) -> Age | None:
+        """Of the state that it could bring."""
+        return Age(self.agreed, self.committed) if self.whole and self.committed is not None else None
 
     def come_out(self) -> None:
         """Leave the world, if it is in one, and wait for the next."""
@@ -277,7 +285,7 @@ class SimWorker:
         self.acts = False
         if self.parted:
             self.spare()
-        waiting, news = self.procs.waiting, (self.slot, self.round, self.made)
+        waiting, news = self.procs.waiting, (self.slot, self.round, self.made, self.age)
         self.procs.host.call(lambda: waiting(*news))
 
     def _leave_world(self) -> None:
@@ -364,7 +372,7 @@ class SimProcs:
     bad_slots: dict[int, float] = field(default_factory=dict)
     workers: dict[int, SimWorker] = field(default_factory=dict)
     linked: Callable[[int], None] = lambda slot: None
-    waiting: Callable[[int, int, int], None] = lambda slot, round_number, steps: None
+    waiting: Waits = lambda slot, round_number, steps, age: None
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
     _round: int = 0
     _fence: Timer | None = None
@@ -372,7 +380,7 @@ class SimProcs:
 
     # ---- the port
 
-    def listen(self, linked: Callable[[int], None], waiting: Callable[[int, int, int], None]) -> None:
+    def listen(self, linked: Callable[[int], None], waiting: Waits) -> None:
         self.linked, self.waiting = linked, waiting
 
     def start(

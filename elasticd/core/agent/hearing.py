@@ -163,6 +163,7 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
     do.set(
         inplace=True,
         waiting=state.waiting | {slot},
+        ages={s: a for s, a in state.ages.items() if s != slot} | ({slot: event.age} if event.age else {}),
         starting=state.starting - {slot},
         setbacks={s: b for s, b in state.setbacks.items() if s != slot},
     )

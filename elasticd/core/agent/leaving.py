@@ -39,6 +39,10 @@ def epitaph(round: Round) -> Leave:
             return Leave(1, round.why)
         case Outcome.SHORT:
             return Leave(3, round.why)
+        case Outcome.NOWHERE:
+            return Leave(5, round.why)
+        case Outcome.DIVERGED:
+            return Leave(6, round.why)
         case Outcome.STOPPED:
             return Leave(128 + SIGTERM, round.why)
         case _:

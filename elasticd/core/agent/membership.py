@@ -141,7 +141,9 @@ def register(do: Doing) -> None:
 
 
 def _record(state: State) -> Node:
-    me = state.me
+    me, ready = state.me, _ready(state)
+    ages = {slot: state.ages[slot] for slot in ready if slot in state.ages}
+    newest = max(ages.values(), default=None)
     return Node(
         name=me.node,
         incarnation=me.incarnation,
@@ -153,8 +155,10 @@ def _record(state: State) -> Node:
         host=me.host,
         draining=state.departure is not None,
         fenced=state.fenced,
-        ready=_ready(state),
+        ready=ready,
         most=max(1, len(me.slots) - state.spares) if state.spares else 0,
+        age=newest,
+        holders=tuple(slot for slot, age in ages.items() if age == newest),
     )
 
 

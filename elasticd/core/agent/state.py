@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Leadership, Member, Phase, Report, Round, Spec
 from elasticd.core.messages import Action, Leave, Tag, Transact
 from elasticd.core.ports import Entry, Guard, Silent, Write
@@ -82,9 +83,9 @@ class State:
 
     ``spares``: how many workers more than the world needs this node keeps waiting, if it can.
     ``inplace``: a worker of this job keeps its process from round to round; ``linked``: slots of those
-    here that do. ``waiting``: slots whose
-    process waits for a round; ``starting``: those whose process, started outside any round, is on its
-    way there; ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
+    here that do. ``waiting``: slots whose process waits for a round; ``ages``: of the states that
+    they could bring; ``starting``: those whose process, started outside any round, is on its way there;
+    ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
     until when, a slot's process did not get there.
     ``history``: the revision of a round that had ended before this agent came, which is no news.
     ``retry_at``: writes that are not to be tried again before a time.
@@ -99,6 +100,7 @@ class State:
     inplace: bool = False
     linked: frozenset[int] = frozenset()
     waiting: frozenset[int] = frozenset()
+    ages: Mapping[int, Age] = field(default_factory=dict)
     starting: frozenset[int] = frozenset()
     dismissed: frozenset[int] = frozenset()
     setbacks: Mapping[int, Setback] = field(default_factory=dict)

@@ -26,7 +26,7 @@ def say(what: str, **fields: object) -> None:
 
 
 def wait(round: int, step: int) -> None:
-    say("waiting", round=round, step=step, state="whole" if step else "none")
+    say("waiting", round=round, step=step, state="whole" if step else "none", agreed=round)
 
 
 def break_the_rules() -> None:

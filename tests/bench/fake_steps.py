@@ -1,0 +1,15 @@
+"""A worker that makes steps, as far as anybody can see, and costs next to nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "procs" / "programs" / "faketorch"))
+from torch.optim.optimizer import Optimizer  # the stand-in of tests/procs
+
+step = Optimizer().step
+while True:
+    step()
+    time.sleep(0.05)

@@ -1,0 +1,135 @@
+"""What a scrape takes, and what watching costs the agent, by how many members the job has."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from elasticd.core.facts import Node
+from elasticd.core.ports import Applied, Put
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
+from elasticd.etcd.embedded import Embedded
+from tests.bench import launch
+
+SLOTS = 8
+WORKER = Path(__file__).with_name("fake_steps.py")
+PATIENCE_S = 120.0
+AT_ONCE = 50  # records in a transaction; etcd takes 128
+WATCHED_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """``took_s``: of each scrape, as who scrapes sees it. ``cpu_share``: cores that the agent uses while
+    it is scraped every second."""
+
+    members: int
+    took_s: list[float]
+    body_bytes: int
+    cpu_share: float
+
+    def __str__(self) -> str:
+        took = sorted(self.took_s)
+        return (
+            f"  {self.members:>5} members: {median(took) * 1e3:.2f} ms ({took[0] * 1e3:.2f} to "
+            f"{took[-1] * 1e3:.2f}, n={len(took)}), {self.body_bytes / 1e3:.0f} kB; "
+            f"the agent uses {self.cpu_share:.2%} of a core, scraped every second"
+        )
+
+
+def _pretend(client: Client, job: str, members: int) -> None:
+    """Nodes of one slot each, as far as etcd knows; they never leave the round they are in."""
+    lease, _ = client.grant(600)
+    puts = [
+        Put(
+            f"nodes/sim-{n}",
+            Node(f"sim-{n}", uuid.uuid4().hex, "127.0.0.1", (0,), 0, 1, 1, f"sim-{n}"),
+            True,
+        )
+        for n in range(members)
+    ]
+    for first in range(0, members, AT_ONCE):
+        answer = client.transact(job, (), tuple(puts[first : first + AT_ONCE]), lease=lease)
+        assert isinstance(answer, Applied), answer
+
+
+def _scrape(url: str) -> bytes:
+    with urllib.request.urlopen(f"{url}metrics", timeout=30) as answer:
+        body: bytes = answer.read()
+    return body
+
+
+def _until(holds: Callable[[], bool], what: str, log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            if holds():
+                return
+        except OSError:
+            pass  # it does not listen yet
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not within {PATIENCE_S:g} s: {what}\n{log.read_text()[-2000:]}")
+        time.sleep(0.1)
+
+
+def _cost(others: int, scrapes: int) -> Cost:
+    """Of a real agent with eight workers, which leads, beside so many that are pretended."""
+    total, job, port = SLOTS + others, f"scrape-{uuid.uuid4().hex[:8]}", launch.free_port()
+    url = f"http://127.0.0.1:{port}/"
+    server = Embedded()
+    endpoint = server.start().endpoints[0]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            argv = [
+                launch.BIN / "elasticd",
+                "run",
+                "--etcd",
+                f"http://{endpoint}",
+                "--job",
+                job,
+                "--node",
+                "real",
+            ]
+            argv += ["--slots", SLOTS, "--min", total, "--max", total, "--node-ttl", 60, "--plain"]
+            argv += ["--http", f"127.0.0.1:{port}", WORKER]
+            launched = launch.Launched([launch.spawn([str(a) for a in argv], Path(folder, "steps"), log)])
+            try:
+                _until(lambda: b"elasticd_leader{" in _scrape(url), "the agent serves", log)
+                with Client(EtcdAccess((endpoint,))) as client:
+                    _pretend(client, job, others)
+                made = f'elasticd_worker_steps_total{{run="{job}",node="real",slot="{SLOTS - 1}"}} 0'.encode()
+                wide = f'elasticd_world_size{{run="{job}",node="real"}} {float(total)}'.encode()
+                _until(lambda: wide in (body := _scrape(url)) and made not in body, "they train", log)
+                agent = psutil.Process(launched.agents[0].pid)
+                took, before, began = [], sum(agent.cpu_times()[:2]), time.monotonic()
+                while time.monotonic() < began + WATCHED_S:
+                    asked = time.perf_counter()
+                    body = _scrape(url)
+                    took.append(time.perf_counter() - asked)
+                    time.sleep(1.0)
+                share = (sum(agent.cpu_times()[:2]) - before) / (time.monotonic() - began)
+                for _ in range(scrapes):
+                    asked = time.perf_counter()
+                    body = _scrape(url)
+                    took.append(time.perf_counter() - asked)
+                return Cost(total, took, len(body), share)
+            finally:
+                launched.stop()
+    finally:
+        server.stop()
+
+
+def scrapes(sizes: list[int], count: int) -> str:
+    """Each on an etcd of its own."""
+    costs = [_cost(max(0, size - SLOTS), count) for size in sizes]
+    return "\n".join([f"a scrape of an agent with {SLOTS} workers, which leads the job", *map(str, costs)])

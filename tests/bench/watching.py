@@ -1,0 +1,166 @@
+"""What watching costs a step: the same processes watched and not watched, in turn.
+
+Launches of the same job differ by more than is looked for here. So one launch alternates: for the
+blocks that nobody watches, the workers take out the optimizer hook (and the library's commits), and the
+agent, its etcd and its other services are stopped; for the others all goes on, and /metrics is scraped
+every second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Self
+
+import psutil
+
+from tests.bench import launch
+from tests.bench.steps import Steps
+
+SETTLING_STEPS = 3  # after a switch, which count for neither
+WARM_UP_STEPS = 20
+START_TIMEOUT_S = 120.0
+SCRAPE_S = 1.0
+
+
+@dataclass(slots=True)
+class Scraper:
+    """Every second while entered."""
+
+    url: str
+    took_s: list[float] = field(default_factory=list)
+    _end: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._end.clear()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._thread is not None
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(SCRAPE_S):
+            asked = time.perf_counter()
+            with urllib.request.urlopen(self.url, timeout=10) as answer:
+                answer.read()
+            self.took_s.append(time.perf_counter() - asked)
+
+
+class Watched:
+    """A job of so many workers under one agent."""
+
+    def __init__(self, folder: Path, workers: int, library: bool, width: int, batch: int) -> None:
+        port = launch.free_port()
+        env = {"PYTHONPATH": launch.ROOT, "BENCH_LIBRARY": str(int(library))}
+        env |= {"BENCH_WIDTH": str(width), "BENCH_BATCH": str(batch)}
+        argv = [launch.BIN / "elasticd", "run", "--min", workers, "--max", workers, "--slots", workers]
+        # No lease runs out, and no hang is judged, because the agent was stopped for a while.
+        argv += ["--node-ttl", 600, "--hang-after", 3600, "--http", f"127.0.0.1:{port}", "--plain"]
+        argv += [Path(__file__).with_name("job_watched.py")]
+        self._log = folder / "log"
+        self._rank_0 = 0
+        self.steps = Steps(folder / "steps")
+        self.launched = launch.Launched(
+            [launch.spawn([str(a) for a in argv], self.steps.path, self._log, env)]
+        )
+        self.scraper = Scraper(f"http://127.0.0.1:{port}/metrics")
+        self.workers: set[int] = set()
+
+    def close(self) -> None:
+        for process in self._watchers():
+            process.send_signal(signal.SIGCONT)
+        self.launched.stop()
+        self.steps.close()
+
+    def start(self) -> None:
+        made = self.steps.first(lambda s: s.rank == 0 and s.step >= WARM_UP_STEPS, START_TIMEOUT_S)
+        if made is None:
+            raise RuntimeError(f"it does not train: {self._log.read_text()[-2000:]}")
+        self.workers = {s.pid for s in self.steps.made}
+        self._rank_0 = made.pid
+
+    def _watchers(self) -> list[psutil.Process]:
+        """The agent and its etcd. Not the warden, which sleeps, nor the workers below it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent = psutil.Process(self.launched.agents[0].pid)
+            return [agent, *(child for child in agent.children() if child.name() != "elasticd-warden")]
+        return []
+
+    def switch(self, on: bool) -> None:
+        for process in self._watchers():
+            process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+        for pid in self.workers:
+            os.kill(pid, signal.SIGUSR1)
+
+    def cpu_s(self) -> float:
+        """That the agent has used, with its etcd and its warden."""
+        agent = psutil.Process(self.launched.agents[0].pid)
+        used = [p.cpu_times() for p in (agent, *agent.children())]
+        return sum(times.user + times.system for times in used)
+
+    def block(self, count: int) -> float:
+        """Seconds a step, on average of so many that come now."""
+        self.steps.read()
+        since = len(self.steps.made)
+        begun: list[float] = []
+
+        def last(made: object) -> bool:
+            begun.append(made.at)  # type: ignore[attr-defined]
+            return len(begun) > SETTLING_STEPS + count
+
+        at = self.steps.first(lambda s: s.pid == self._rank_0 and last(s), START_TIMEOUT_S, since)
+        if at is None:
+            raise RuntimeError(f"it makes no steps any more: {self._log.read_text()[-2000:]}")
+        return (begun[-1] - begun[SETTLING_STEPS]) / count
+
+
+def watching(workers: int, pairs: int, count: int, library: bool, width: int, batch: int) -> str:
+    """Not watched, watched, watched, not watched, and so on, as the machine drifts; the median of the
+    pairs, and what the agent used by its own account."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Watched(Path(folder), workers, library, width, batch)
+        try:
+            job.start()
+            ratios: list[float] = []
+            plain_s: list[float] = []
+            used_s = watched_s = 0.0
+            for n in range(pairs):
+                took: dict[bool, float] = {}
+                for on in (False, True) if n % 2 == 0 else (True, False):
+                    if on:
+                        before, began = job.cpu_s(), time.monotonic()
+                        with job.scraper:
+                            took[on] = job.block(count)
+                        used_s += job.cpu_s() - before
+                        watched_s += time.monotonic() - began
+                    else:
+                        job.switch(False)
+                        took[on] = job.block(count)
+                        job.switch(True)
+                ratios.append(took[True] / took[False] - 1)
+                plain_s.append(took[False])
+            scrapes = job.scraper.took_s
+        finally:
+            job.close()
+    ratios.sort()
+    quarter = len(ratios) // 4
+    name = "with elasticd.worker" if library else "script as it is"
+    scraped = f"; a scrape took {median(scrapes) * 1e3:.2f} ms" if scrapes else ""
+    spread = f"half of the {pairs} pairs: {ratios[quarter]:+.2%} to {ratios[-1 - quarter]:+.2%}"
+    return (
+        f"  {name:<20} {median(ratios):+.2%} of a step of {median(plain_s) * 1e3:.1f} ms ({spread}); "
+        f"agent and etcd used {used_s / watched_s:.2%} of a core{scraped}"
+    )

@@ -1,0 +1,50 @@
+"""What the library tells of a real run: steps that are repeated, checkpoints, and the end of a training
+that makes no sense any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elasticd.telemetry import events, runs
+from tests.e2e.harness import Cluster
+
+PROGRAM = str(Path(__file__).parent / "programs" / "diverging.py")
+
+
+@pytest.fixture
+def standalone(clusters: Callable[[str | None], Cluster]) -> Cluster:
+    made = clusters(None)
+    made.limits = (1, 1)
+    return made
+
+
+def test_a_job_that_is_to_stop_at_a_loss_that_is_no_number_does_and_its_ledger_knows_what_was_repeated(
+    standalone: Cluster, tmp_path: Path
+) -> None:
+    (a,) = standalone.start("a", options=("--on-nonfinite=stop",), program=(PROGRAM, str(tmp_path)))
+    assert a.end() == 6, a.said()
+    assert "loss is nan; the job stops (--on-nonfinite=stop)" in a.screen
+    assert (tmp_path / "began").read_text().split() == ["0", "30"], "nobody started it again"
+    made = [line.split() for line in (tmp_path / "steps").read_text().splitlines()]
+    assert [int(step) for _, step, _ in made] == [*range(1, 36), *range(31, 51)]
+    (part,) = runs.of_job(standalone.folder / "state" / "elasticd", standalone.job)
+    ended = events.read([part.folder])[-1]
+    assert (ended["event"], ended["code"], ended["outcome"]) == ("agent.ended", 6, "diverged")
+    spent = ended["time"]["a"]
+    times = [float(at) for _, _, at in made]
+    repeated_s = times[39] - times[35]  # from step 31 to step 35, made again; the first was begun elsewhere
+    assert spent["replayed"] == pytest.approx(repeated_s, rel=0.5, abs=0.1), spent
+    assert 0 < spent["checkpoint"] < spent["productive"]
+
+
+def test_going_back_is_refused_in_a_sentence_where_there_are_no_checkpoints(
+    standalone: Cluster, tmp_path: Path
+) -> None:
+    program = tmp_path / "job.py"
+    program.write_text("from elasticd import worker\nworker.report(loss=float('inf'))\n")
+    (a,) = standalone.start("a", options=("--on-nonfinite=rollback",), program=(str(program),))
+    assert a.end() == 6, a.said()
+    assert "--on-nonfinite=rollback needs a script that loads worker.Checkpoints" in a.screen
