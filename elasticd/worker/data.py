@@ -32,6 +32,10 @@ class Data:
     global_batch: samples per step of all workers together, whatever their number. It is cut into
         ``virtual_ranks`` (as many as ``--max``, or as workers that began), which are dealt onto the
         workers at hand. ``accumulate``: each virtual rank's samples come in so many batches.
+    consistent: all that a step computes is the same to the last bit in a world of any size: gradients
+        are added up in one order, random numbers and buffers are a virtual rank's own (the buffers of
+        the last one stay). Two jobs end alike if they have the same virtual_ranks and OMP_NUM_THREADS
+        and deterministic kernels (see torch.use_deterministic_algorithms).
     worker_batch: in its place, samples per step of each worker: the global batch grows with the world.
     shuffle: mixed anew in each epoch by ``seed``; otherwise as the dataset has it.
     weights: draw with replacement, by a weight for each sample, ``draws`` an epoch.
@@ -53,6 +57,7 @@ class Data:
         worker_batch: int | None = None,
         virtual_ranks: int | None = None,
         accumulate: int = 1,
+        consistent: bool = False,
         seed: int = 0,
         shuffle: bool | None = None,
         weights: Sequence[float] | None = None,
@@ -75,6 +80,11 @@ class Data:
             raise TypeError(
                 "virtual_ranks are what a global_batch is cut into: with worker_batch there are none"
             )
+        if consistent and global_batch is None:
+            raise TypeError(
+                "a worker_batch makes another global batch in another world, which cannot be consistent: "
+                "give Data global_batch"
+            )
         batch = global_batch if global_batch is not None else worker_batch
         for name, number in (("the batch", batch), ("accumulate", accumulate), ("epochs", epochs)):
             if number is not None and number < 1:
@@ -82,6 +92,7 @@ class Data:
         self._global_batch, self._worker_batch = global_batch, worker_batch
         self._accumulate = accumulate
         self._seed, self._epochs, self._drop_last = seed, epochs, drop_last
+        self.seed, self.consistent = seed, consistent
         self._asked_ranks = virtual_ranks
         self._virtual_ranks = virtual_ranks or int(
             os.environ.get(VIRTUAL_RANKS) or os.environ.get("WORLD_SIZE") or 1
@@ -103,6 +114,11 @@ class Data:
     def epoch(self) -> int:
         """Of the next sample that is not committed."""
         return self._epoch
+
+    @property
+    def virtual_ranks(self) -> int:
+        """What the global batch is cut into."""
+        return self._virtual_ranks
 
     @property
     def position(self) -> int:

@@ -21,10 +21,15 @@ class Reduction(Protocol):
                 ...                             # the script computes the loss of that part,
                 reduction.backward(loss, part)  # a mean over its samples
         reduction.finish(parts)
+        ...
+        reduction.close()                       # the world is over
 
     After ``finish`` each parameter's ``grad`` is the sum of ``part.weight`` times the gradient of the
-    part's loss over all parts of the global batch, in every worker, and also in one that had none.
+    part's loss over all parts of the global batch, in every worker, and also in one that had none;
+    ``loss`` is that of the global batch, where it is known.
     """
+
+    loss: torch.Tensor | None
 
     def part(self, part: Part) -> contextlib.AbstractContextManager[None]: ...
 
@@ -32,11 +37,15 @@ class Reduction(Protocol):
 
     def finish(self, parts: list[Part]) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Averaged:
     """Leaves it to DistributedDataParallel, which averages over workers: once for each step, with the
     last part's backward pass. ``model``: as State wrapped it. Where it is wrapped in something else or
     not at all, gradients are weighted, and adding them up is left to the script."""
+
+    loss: torch.Tensor | None = None
 
     def __init__(self, model: Any) -> None:
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
@@ -56,6 +65,10 @@ class Averaged:
     def finish(self, parts: list[Part]) -> None:
         if not parts and self._parallel is not None:
             _take_part_with_nothing(self._parallel)
+
+    def close(self) -> None:
+        if self._parallel is not None:
+            self._parallel._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # whoever still holds it
 
 
 def _take_part_with_nothing(model: DistributedDataParallel) -> None:

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from elasticd.core.link import Holds
 from elasticd.worker import chance, told
+from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
+from elasticd.worker.consistent import Consistent
 from elasticd.worker.data import Data
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
@@ -96,6 +98,8 @@ class State:
         for name, value in {**given, **others}.items():
             if value is not None or name in others:
                 self._take_in(name, value)
+        if data is not None and data.consistent:
+            self._make_consistent()
         self._buffers = [
             (module._buffers, name)
             for whole in self._modules.values()
@@ -124,6 +128,23 @@ class State:
         else:
             copied(value, f"State's {name}")
             self._plain[name] = value
+
+    def _make_consistent(self) -> None:
+        if self._wrap is not data_parallel:
+            raise TypeError(
+                "consistent mode adds gradients up itself, and calls the model as it is: leave out wrap=, or "
+                "give Data consistent=False"
+            )
+        if "model" not in self._modules:
+            raise TypeError("consistent data needs a model to be consistent with: give State model=")
+        refuse_inconsistent(self._modules.values())
+        self._wrap = None
+        self._stateful["_arithmetic"] = Arithmetic(next(self._modules["model"].parameters()).device)
+
+    def _place(self) -> tuple[int, int]:
+        """Of the step that is under way, in the data."""
+        assert self._open is not None
+        return self._open.epoch, self._open.position
 
     # ------------------------------------------------------------ what scripts use
 
@@ -238,6 +259,10 @@ class State:
             self._reduction = Averaged(self._wrapped)
             if world is not None and isinstance(self._wrapped, DistributedDataParallel):
                 _watch(self._wrapped, world)
+        if self._data is not None and self._data.consistent:
+            self._reduction = Consistent(
+                list(self._modules.values()), self._data.virtual_ranks, self._data.seed, self._place, world
+            )
         self._recorder = recorder()
         if self._recorder is not None:
             data = self._data
@@ -249,8 +274,7 @@ class State:
         """Out of the world, and back to what is committed, unless an optimizer has begun a step."""
         self._world = None
         self._open = None
-        if isinstance(self._wrapped, DistributedDataParallel):
-            self._wrapped._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # whoever still holds it
+        self._reduction.close()
         self._wrapped = self._modules.get("model")
         for module in self._modules.values():
             for parameter in module.parameters():

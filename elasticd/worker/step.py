@@ -66,6 +66,12 @@ class Step:
         self._reduction.finish(self._share.parts)
         self.done = True
 
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The mean over the global batch, alike in all workers, once its batches are used up. None
+        unless the data is consistent: then nobody adds it up."""
+        return self._reduction.loss if self.done else None
+
     def backward(self, loss: torch.Tensor) -> None:
         """In place of ``loss.backward()``. ``loss``: a mean over the samples of the batch at hand.
         What each worker's gradients come to after the last is the gradient of the mean over the global

@@ -110,6 +110,6 @@ print(sorted(m for m in sys.modules if m.startswith("elasticd.") and not m.start
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert result.stderr == ""
-    parts = ("age", "auditlog", "dealing", "link", "order", "page")
+    parts = ("age", "auditlog", "dealing", "link", "order", "page", "summing")
     ours = ["elasticd.core", *(f"elasticd.core.{m}" for m in parts)]
     assert result.stdout.splitlines()[1] == str(ours)

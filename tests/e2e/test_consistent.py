@@ -1,0 +1,143 @@
+"""Training as if nothing had happened: whatever the world was, and whatever became of it, the weights and
+what the optimizer has are the same to the last bit in the end."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.harness import PATIENCE_S, Cluster
+
+PROGRAM = Path(__file__).parent / "programs" / "consistent.py"
+STEPS = {"digits": 30, "gpt": 34}
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """scikit-learn's pictures, as programs read them. Importing it takes seconds."""
+    package = find_spec("sklearn")
+    assert package is not None and package.origin is not None
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    path = tmp_path_factory.mktemp("digits") / "digits.npz"
+    images = (table[:, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32)
+    np.savez(path, images=images, labels=table[:, -1].astype(np.int64))
+    return path
+
+
+class Training:
+    """One job in a folder of its own."""
+
+    def __init__(self, folder: Path, digits: Path, kind: str, **schedule: Any) -> None:
+        self.folder, self.kind = folder, kind
+        folder.mkdir()
+        (folder / "digits.npz").symlink_to(digits)
+        (folder / "schedule.json").write_text(json.dumps(schedule))
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        return str(PROGRAM), self.kind, str(self.folder)
+
+    def results(self) -> set[str]:
+        """What those who were there at the end came to."""
+        found = [json.loads(path.read_text()) for path in self.folder.glob("*.result")]
+        assert found and all(f["done"] == STEPS[self.kind] for f in found), found
+        assert all(f["last"] < f["first"] for f in found), "it learns"
+        return {f["digest"] for f in found}
+
+
+@pytest.fixture
+def train(tmp_path: Path, digits: Path) -> Callable[..., Training]:
+    def make(kind: str, **schedule: Any) -> Training:
+        return Training(tmp_path / f"training{len(list(tmp_path.iterdir()))}", digits, kind, **schedule)
+
+    return make
+
+
+def alone(training: Training, cluster: Cluster) -> set[str]:
+    """In a process of its own, without an agent."""
+    environment = {k: v for k, v in cluster.environment().items() if not k.startswith("E2E_")}
+    done = subprocess.run(
+        [sys.executable, *training.program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return training.results()
+
+
+def undisturbed(training: Training, cluster: Cluster, size: int) -> set[str]:
+    cluster.limits = (size, size)
+    (agent,) = cluster.start("a", slots=size, program=training.program)
+    assert agent.end() == 0, agent.said()
+    assert len(list(training.folder.glob("*.result"))) == size
+    return training.results()
+
+
+def disturbed(training: Training, cluster: Cluster, first: int) -> set[str]:
+    """Workers are killed where the schedule says so, and it is scaled whenever they wait for it."""
+    cluster.limits = (2, first)
+    (agent,) = cluster.start("a", slots=8, options=("--max-restarts=100",), program=training.program)
+    schedule = json.loads((training.folder / "schedule.json").read_text())
+    for done, size in schedule["waits"]:
+
+        def waits(done: int = done) -> bool:
+            assert agent.process.poll() is None, agent.said()
+            return any(m["done"] == done for p in cluster.stage.players for m in p.did("waits"))
+
+        cluster.until(waits, f"after {done} steps they wait")
+        said = cluster.command("scale", cluster.job, f"--max={size}")
+        assert said.code == 0, said.err
+    assert agent.end() == 0, agent.said()
+    killed = sorted((at, where) for at, _, where in schedule["kills"])
+    assert (
+        sorted((int(p.name.split("-")[1]), p.name.split("-")[2]) for p in training.folder.glob("killed-*"))
+        == killed
+    )
+    sizes = {m["world"] for p in cluster.stage.players for m in p.did("entered")}
+    assert {size for _, size in schedule["waits"]} <= sizes
+    return training.results()
+
+
+def test_killed_grown_and_shrunk_it_ends_as_one_process_alone_does_to_the_last_bit(
+    train: Callable[..., Training], clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    reference = alone(train("digits"), clusters(shared_etcd))
+    assert len(reference) == 1
+    schedule = {"waits": [(8, 3), (16, 2)], "kills": [(11, 2, "forward")]}
+    assert disturbed(train("digits", **schedule), clusters(shared_etcd), 2) == reference
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["digits", "gpt"])
+def test_worlds_of_any_size_and_random_schedules_of_kills_and_resizes_end_alike(
+    kind: str, train: Callable[..., Training], clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    reference = alone(train(kind), clusters(shared_etcd))
+    assert len(reference) == 1
+    for size in (2, 3, 4, 5, 8):
+        assert undisturbed(train(kind), clusters(shared_etcd), size) == reference, f"a world of {size}"
+    for seed in range(3):
+        schedule, first = random_schedule(random.Random(seed), STEPS[kind])
+        found = disturbed(train(kind, **schedule), clusters(shared_etcd), first)
+        assert found == reference, f"schedule {seed}: {schedule}"
+
+
+def random_schedule(chance: random.Random, steps: int) -> tuple[dict[str, Any], int]:
+    """Six resizes and five kills; and the size to begin with."""
+    waits = [(at, chance.randint(2, 8)) for at in sorted(chance.sample(range(1, steps), 6))]
+    points = ("begun", "forward", "summed", "stepped")
+    kills = [(at, chance.randrange(8), chance.choice(points)) for at in chance.sample(range(steps), 5)]
+    return {"waits": waits, "kills": kills}, chance.randint(2, 8)
