@@ -178,30 +178,29 @@ class Data:
     # ------------------------------------------------------------ batches
 
     def _shares_of_indices(self, rank: int, world: int, size: int, ranks: int) -> Iterator[Share]:
-        order = self._order
+        order, epochs, drop_last = self._order, self._epochs, self._drop_last
+        epoch, position, accumulate = self._epoch, self._position, self._accumulate
         assert order is not None
 
+        # Asked for by the loader, ahead, and by us; held by it, so nothing of ours may be held by them.
         def batches() -> Iterator[Batch]:
-            epoch, position = self._epoch, self._position
+            at = epoch, position
             while True:
-                batch = next_batch(epoch, position, length=order.length, size=size, drop_last=self._drop_last)
-                if self._epochs is not None and batch.epoch >= self._epochs:
+                batch = next_batch(*at, length=order.length, size=size, drop_last=drop_last)
+                if epochs is not None and batch.epoch >= epochs:
                     return
                 yield batch
-                epoch, position = batch.epoch, batch.end
+                at = batch.epoch, batch.end
+
+        def parts(batch: Batch) -> list[Part]:
+            return parts_of(rank, world, samples=batch.samples, virtual_ranks=ranks, accumulate=accumulate)
 
         def requests() -> Iterator[Fetched]:
             for batch in batches():
                 for part in parts(batch):
                     positions = range(batch.first + part.samples.start, batch.first + part.samples.stop)
-                    yield Fetched(
-                        batch.epoch, batch.first, batch.samples, part, order.at(batch.epoch, positions)
-                    )
-
-        def parts(batch: Batch) -> list[Part]:
-            return parts_of(
-                rank, world, samples=batch.samples, virtual_ranks=ranks, accumulate=self._accumulate
-            )
+                    ids = order.at(batch.epoch, positions)
+                    yield Fetched(batch.epoch, batch.first, batch.samples, part, ids)
 
         self._requests.begin = requests
         if self._loader is None:
@@ -210,6 +209,7 @@ class Data:
         loaded = iter(self._loader)
         for batch in batches():
             yield Share(batch, parts(batch), loaded)
+        self._loader = None  # its processes need not stay
 
     def _shares_of_stream(self, rank: int, world: int, size: int, ranks: int) -> Iterator[Share]:
         if self._epochs is not None and self._epoch >= self._epochs:
