@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 from elasticd.core.agent.state import Crew
 from elasticd.core.facts import Hang, Phase, Stall
 from elasticd.core.hang import (
+    GAPS_ENOUGH,
     Allowance,
     Doing,
     Look,
@@ -77,9 +78,11 @@ class _Errand(Generic[T]):
 
 @dataclass(slots=True)
 class _Worker:
-    """What is known of a process. Times: CLOCK_MONOTONIC. ``sampled``: how it was, and when."""
+    """What is known of a process. Times: CLOCK_MONOTONIC. ``since``: when it was first seen in this
+    round; ``sampled``: how it was, and when."""
 
     watched: Watched
+    since: float
     steps: int = 0
     last_at: float = 0.0
     sampled: deque[tuple[float, Vitals]] = field(default_factory=deque)
@@ -154,18 +157,18 @@ class Hangs:
         if self._judged is not None:
             return self._carry_out(at)
         crew = self._driver.state.crew
-        at_work = crew is not None and not (crew.stopping or crew.fenced) and bool(crew.alive)
-        if crew is None or not at_work or crew.round.number != self._round:
+        same = crew is not None and crew.round.number == self._round
+        if crew is None or not (same and _at_work(crew)):
             verdict = self._exchange.verdict_for(self._round)
             if verdict is not None and self._scenes and at >= self._judged_at + REPEAT_S:
                 return self._decide(self._round, verdict, at)  # another node was faster to act on it
+        if crew is None or not (same and (_at_work(crew) or _parts(crew))):
             self._forget()
             self._round = crew.round.number if crew is not None else 0
-            if not at_work:
-                return IDLE_S
-        assert crew is not None
-        self._learn(crew)
-        allowed = allowance(self._known_gaps(), self._steps(), self._patience)
+        if crew is None or not (_at_work(crew) or _parts(crew)):
+            return IDLE_S
+        self._learn(crew, at)
+        allowed = self._allowed(crew)
         still_s = max((self._still_s(w, at) for w in self._workers.values()), default=0.0)
         if allowed is None or at < self._judged_at + REPEAT_S:
             return IDLE_S
@@ -177,15 +180,28 @@ class Hangs:
             return min(STALLED_S, allowed.stopped_s - still_s)
         return self._investigate(crew, allowed, still_s, stopped, at)
 
+    def _in_step(self, crew: Crew) -> bool:
+        """Whether all of them make steps, so that standing still says something. Else they may be on
+        their way to the first or out of the round, and only who is stopped surely never gets there."""
+        return _at_work(crew) and min((w.made for w in self._workers.values()), default=0) > 0
+
+    def _allowed(self, crew: Crew) -> Allowance | None:
+        known = self._known_gaps()
+        if self._in_step(crew):
+            steps = min(worker.made for worker in self._workers.values())
+        else:
+            steps = len(known) if len(known) > GAPS_ENOUGH else 0  # those of earlier rounds
+        return allowance(known, steps, self._patience)
+
     # ------------------------------------------------------------ what the job's steps are like
 
-    def _learn(self, crew: Crew) -> None:
+    def _learn(self, crew: Crew, at: float) -> None:
         for watched in self._procs.watched():
             if watched.slot not in crew.alive:
                 continue
             worker = self._workers.get(watched.slot)
             if worker is None or worker.watched.pid != watched.pid:
-                worker = self._workers[watched.slot] = _Worker(watched, watched.steps_before)
+                worker = self._workers[watched.slot] = _Worker(watched, at, watched.steps_before)
             steps, times = watched.page.step_times(worker.steps)
             if not times:
                 continue
@@ -204,12 +220,8 @@ class Hangs:
     def _known_gaps(self) -> list[float]:
         return [*self._gaps, self._largest_s] if self._gaps else []
 
-    def _steps(self) -> int:
-        """Of the worker with the fewest: none is judged before all have begun."""
-        return min((worker.made for worker in self._workers.values()), default=0)
-
     def _still_s(self, worker: _Worker, at: float) -> float:
-        return at - max(worker.last_at, self._aware_since) if worker.made else 0.0
+        return at - max(worker.last_at if worker.made else worker.since, self._aware_since)
 
     # ------------------------------------------------------------ looking
 
@@ -230,6 +242,8 @@ class Hangs:
                 return ERRAND_S
             self._scenes, self._looking = self._looking.result or (), None
             return self._conclude(crew, allowed, at)
+        if not self._in_step(crew) and not stopped:
+            return STALLED_S
         verdict = self._exchange.verdict_for(self._round)
         if verdict is not None:
             mine = [g for g in verdict.guilty if g.node == self._driver.state.me.node]
@@ -250,11 +264,12 @@ class Hangs:
     def _conclude(self, crew: Crew, allowed: Allowance, at: float) -> float:
         """From what was seen here, and where that does not suffice, from what all have seen."""
         looks = tuple(self._look(s, allowed, at) for s in self._scenes if s.subject.slot in self._workers)
-        alone = len(crew.round.members) == 1
-        verdict = judge(looks if alone else [k for k in looks if k.doing is Doing.STOPPED], allowed)
+        alone, in_step = len(crew.round.members) == 1, self._in_step(crew)
+        all_told = alone and in_step
+        verdict = judge(looks if all_told else [k for k in looks if k.doing is Doing.STOPPED], allowed)
         if verdict is not None:
             return self._decide(self._round, verdict, at)
-        if not alone:
+        if in_step and not alone:
             me = self._driver.state.me
             self._exchange.tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed))
             self._told = True
@@ -301,7 +316,7 @@ class Hangs:
         self._judged = None
         crew = self._driver.state.crew
         if crew is not None and crew.round.number == round_number:
-            self._learn(crew)
+            self._learn(crew, at)
         mine = [look for look in verdict.guilty if look.node == self._driver.state.me.node]
         if any(look.slot in self._workers and not self._as_it_was(look) for look in mine):
             return IDLE_S  # it goes on, after all
@@ -345,6 +360,15 @@ class Hangs:
         if self._told:
             self._exchange.untell()
             self._told = False
+
+
+def _at_work(crew: Crew) -> bool:
+    return bool(crew.alive) and not (crew.stopping or crew.fenced)
+
+
+def _parts(crew: Crew) -> bool:
+    """Whether workers are on their way out of the round, to keep their process."""
+    return bool(crew.alive) and crew.parting and not (crew.killed or crew.fenced)
 
 
 class _Exchange:

@@ -94,6 +94,13 @@ class Setup:
                 due = self.hangs.routine(self.now)
             self.now += STEP_S
 
+    def next_round(self) -> None:
+        """The same processes, in another world."""
+        self.state.crew = replace(self.state.crew, round=replace(self.state.crew.round, number=2))
+        for worker in self.workers:
+            worker.watched = replace(worker.watched, steps_before=len(worker.times))
+        self.hangs.routine(self.now)
+
     def stand_still(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until and not self.condemned:
@@ -146,6 +153,34 @@ def test_nothing_is_judged_before_the_first_step(setup: Setup) -> None:
     stop(setup.workers[1])
     setup.stand_still(1000.0)
     assert not setup.condemned
+
+
+def test_one_stopped_before_its_first_step_is_judged_by_the_steps_of_earlier_rounds(setup: Setup) -> None:
+    setup.train(10.0)
+    setup.next_round()
+    stop(setup.workers[1])
+    began = setup.now
+    setup.stand_still(30.0)
+    ((slot, why, at),) = setup.condemned
+    assert slot == 1 and "is stopped (SIGSTOP)" in why
+    assert 0.99 < at - began < 3.0
+
+
+def test_one_that_only_takes_long_to_its_first_step_is_not_judged(setup: Setup) -> None:
+    setup.train(10.0)
+    setup.next_round()
+    setup.stand_still(1000.0)
+    assert not setup.condemned
+
+
+def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned(setup: Setup) -> None:
+    setup.train(10.0)
+    setup.state.crew = replace(setup.state.crew, stopping=True, parting=True)
+    setup.stand_still(30.0)
+    assert not setup.condemned, "it may be in a long step"
+    stop(setup.workers[1])
+    setup.stand_still(30.0)
+    assert [slot for slot, _, _ in setup.condemned] == [1]
 
 
 def test_what_happened_while_the_agent_itself_was_stopped_counts_for_nothing(setup: Setup) -> None:
