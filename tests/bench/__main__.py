@@ -1,4 +1,4 @@
-"""``python -m tests.bench recovery | goodput | node-loss | forming | overhead | scrape | hang |
+"""``python -m tests.bench recovery | resize | goodput | node-loss | forming | overhead | scrape | hang |
 checkpoint``:
 each prints its ratios."""
 
@@ -30,6 +30,16 @@ def recovery(workers: int, kills: int) -> None:
     from tests.bench.recovery import recovery as measure
 
     click.echo(measure(workers, kills))
+
+
+@main.command()
+@click.option("--workers", default=4)
+@click.option("--tries", default=5)
+def resize(workers: int, tries: int) -> None:
+    """A worker more and a worker less, the time without a step."""
+    from tests.bench.resize import resize as measure
+
+    click.echo(measure(workers, tries))
 
 
 @main.command()

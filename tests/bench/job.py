@@ -1,7 +1,8 @@
 """The job that is measured: a DDP model of about two million parameters on gloo.
 
 Each rank appends a line per step to the file named by BENCH_STEPS: the time (CLOCK_MONOTONIC,
-which all processes of a machine share), its rank, the world size, its pid and the step.
+which all processes of a machine share), its rank, the world size, its pid and the step. Before, it
+marks with the time, a word and its pid how far it is.
 """
 
 from __future__ import annotations
@@ -9,11 +10,21 @@ from __future__ import annotations
 import os
 import time
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+LOG = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
+
+def mark(what: str) -> None:
+    os.write(LOG, f"{time.monotonic():.6f} {what} {os.getpid()}\n".encode())
+
+
+mark("begins")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+mark("imported")
 WIDTH = int(os.environ.get("BENCH_WIDTH", "700"))
 BATCH = int(os.environ.get("BENCH_BATCH", "64"))
 STEPS = int(os.environ.get("BENCH_STEPS_MAX", "1000000"))
@@ -21,18 +32,19 @@ STEPS = int(os.environ.get("BENCH_STEPS_MAX", "1000000"))
 
 def main() -> None:
     dist.init_process_group("gloo")
+    mark("joined")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(BATCH, WIDTH)
-    log = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    mark("built")
     for step in range(STEPS):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
-        os.write(log, f"{time.monotonic():.6f} {rank} {world} {os.getpid()} {step}\n".encode())
+        os.write(LOG, f"{time.monotonic():.6f} {rank} {world} {os.getpid()} {step}\n".encode())
     dist.destroy_process_group()
 
 

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from tests.bench.job import BATCH, STEPS, WIDTH
+from tests.bench.job import BATCH, LOG, STEPS, WIDTH
 
 
 @worker.run
-def train(state: worker.State, batch: torch.Tensor, log: int) -> None:
+def train(state: worker.State, batch: torch.Tensor) -> None:
     place = f"{worker.rank()} {worker.world_size()} {os.getpid()}"
     for step in state.steps(STEPS):
         state.optimizer.zero_grad()
         state.model(batch).square().mean().backward()
         state.optimizer.step()
         state.commit()
-        os.write(log, f"{time.monotonic():.6f} {place} {step}\n".encode())
+        os.write(LOG, f"{time.monotonic():.6f} {place} {step}\n".encode())
 
 
 def main() -> None:
@@ -28,8 +28,7 @@ def main() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    log = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    train(worker.State(model=model, optimizer=optimizer), torch.randn(BATCH, WIDTH), log)
+    train(worker.State(model=model, optimizer=optimizer), torch.randn(BATCH, WIDTH))
 
 
 if __name__ == "__main__":

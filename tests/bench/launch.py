@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,9 +24,16 @@ TORCHRUN_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @dataclass(slots=True)
 class Launched:
-    """Agents that were started, in order."""
+    """Agents that were started, in order. ``starts``: what starts those that come later, by number."""
 
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    starts: Callable[[int], subprocess.Popen[bytes]] | None = None
+
+    def start(self, number: int) -> subprocess.Popen[bytes]:
+        assert self.starts is not None
+        agent = self.starts(number)
+        self.agents.append(agent)
+        return agent
 
     def stop(self) -> None:
         for agent in self.agents:
@@ -47,7 +55,7 @@ def free_port() -> int:
 
 
 def spawn(
-    argv: Sequence[str | Path], steps: Path, log: Path, env: Mapping[str, str] = {}
+    argv: Sequence[object], steps: Path, log: Path, env: Mapping[str, str] = {}
 ) -> subprocess.Popen[bytes]:
     with log.open("ab") as out:
         return subprocess.Popen(
@@ -61,13 +69,14 @@ def spawn(
 
 
 def elasticd_alone(workers: int, steps: Path, log: Path) -> Launched:
-    argv = [BIN / "elasticd", "run", "--min", workers, "--max", workers, "--max-restarts", 1000, JOB]
+    argv = [BIN / "elasticd", "run", "--min", workers, "--max", workers, "--max-restarts", 1000]
+    argv += ["--plain", "--log-format", "json", JOB]
     return Launched([spawn([str(a) for a in argv], steps, log)])
 
 
 def elasticd_in_place(workers: int, spares: int, steps: Path, log: Path) -> Launched:
     argv = [BIN / "elasticd", "run", "--min", 1, "--max", workers, "--slots", workers, "--spares", spares]
-    argv += ["--max-restarts", 1000, "--plain", JOB_IN_PLACE]
+    argv += ["--max-restarts", 1000, "--plain", "--log-format", "json", JOB_IN_PLACE]
     return Launched([spawn([str(a) for a in argv], steps, log, {"PYTHONPATH": ROOT})])
 
 
@@ -84,6 +93,30 @@ def elasticd_nodes(nodes: int, least: int, etcd: str, job: str, steps: Path, log
         argv += ["--min", least, "--max", nodes, "--settle", 5, JOB]
         launched.agents.append(spawn([str(a) for a in argv], steps, log))
     return launched
+
+
+def elasticd_grown(slots: Sequence[int], etcd: str, job: str, steps: Path, log: Path) -> Launched:
+    """A node of so many slots each, in place; each is started when it is asked for."""
+
+    def node(number: int) -> subprocess.Popen[bytes]:
+        argv = [BIN / "elasticd", "run", "--etcd", etcd, "--job", job, "--node", f"n{number}"]
+        argv += ["--slots", slots[number], "--min", 1, "--max", sum(slots), "--max-restarts", 1000]
+        return spawn([*argv, "--plain", JOB_IN_PLACE], steps, log, {"PYTHONPATH": ROOT})
+
+    return Launched(starts=node)
+
+
+def torchrun_grown(slots: Sequence[int], steps: Path, log: Path) -> Launched:
+    """The same with torchrun; its last call cut short, to its advantage."""
+    port, job = free_port(), uuid.uuid4().hex[:6]
+
+    def node(number: int) -> subprocess.Popen[bytes]:
+        argv = [BIN / "torchrun", "--nnodes", f"1:{len(slots)}", "--nproc-per-node", slots[number]]
+        argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job]
+        argv += ["--rdzv-conf", f"is_host={int(number == 0)},last_call_timeout=1", "--max-restarts", 1000]
+        return spawn([*argv, "--local-addr", "127.0.0.1", JOB], steps, log, TORCHRUN_ENV)
+
+    return Launched(starts=node)
 
 
 def torchrun_nodes(nodes: int, least: int, job: str, steps: Path, log: Path, conf: str = "") -> Launched:

@@ -7,16 +7,17 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from elasticd.etcd.embedded import Embedded
-from tests.bench import launch, report
+from tests.bench import launch, parts, report
 from tests.bench.floor import floor
 from tests.bench.launch import Launched
-from tests.bench.steps import Steps
+from tests.bench.steps import StepMade, Steps
 
 START_TIMEOUT_S = 120.0
 WARM_UP_STEPS = 20
@@ -24,66 +25,96 @@ SURVIVORS = "elasticd in place, survivors go on"
 SETTLE_S = 8.0  # between kills in place: the spare is replaced, and the process to fork it from is there
 
 
-def worker_kills(
-    launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int
-) -> list[float | None]:
-    """Seconds from ``kill -9`` of one worker to the first step of the new world, each time."""
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Seconds from a ``kill -9`` of one worker to a step; None if there was none. ``parts``: what they
+    were spent on, as far as that is known."""
+
+    took: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def worker_kills(launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int) -> list[Kill]:
+    """To the first step of the new world, each time."""
     with tempfile.TemporaryDirectory() as folder:
-        steps = Steps(Path(folder, "steps"))
-        launched = launcher(workers, steps.path, Path(folder, "log"))
-        took: list[float | None] = []
+        steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
+        launched = launcher(workers, steps.path, log)
+        took: list[Kill] = []
         try:
             if not _warm(steps, 0):
-                raise RuntimeError(f"the job did not start: {Path(folder, 'log').read_text()[-2000:]}")
+                raise RuntimeError(f"the job did not start: {log.read_text()[-2000:]}")
             for n in range(kills):
                 before = len(steps.made)
-                pids = {s.rank: s.pid for s in steps.made[-4 * workers :]}
-                killed_at = time.monotonic()
-                os.kill(pids[n % workers], signal.SIGKILL)
-                old = set(pids.values())
-                next_step = steps.first(lambda s, old=old: s.pid not in old, 60.0, before)  # type: ignore[misc]
-                took.append(next_step.at - killed_at if next_step else None)
-                if next_step is None or not _warm(steps, len(steps.made)):
+                old, killed_at = _kill(steps, workers, n)
+                step = steps.first(lambda s, old=old: s.pid not in old, 60.0, before)  # type: ignore[misc]
+                if step is None or not _warm(steps, len(steps.made)):
+                    took.append(Kill(None))
                     break
+                new = {s.pid for s in steps.made[before:]} - old
+                said = [
+                    *parts.decided(parts.events(log), killed_at, wall_s()),
+                    *parts.begun(steps.marks, new),
+                ]
+                took.append(Kill(step.at - killed_at, parts.lengths(killed_at, said, step)))
             return took
         finally:
             launched.stop()
             steps.close()
 
 
-def kills_in_place(workers: int, kills: int, spares: int) -> tuple[list[float | None], list[float | None]]:
-    """Seconds from ``kill -9`` of one worker to the first step of the survivors, and of a world that is
-    as large as before, each time. With a spare the two are one."""
+def kills_in_place(workers: int, kills: int, spares: int) -> tuple[list[Kill], list[Kill]]:
+    """To the first step of the survivors, and of a world that is as large as before, each time. With a
+    spare the two are one."""
     with tempfile.TemporaryDirectory() as folder:
-        steps = Steps(Path(folder, "steps"))
-        launched = launch.elasticd_in_place(workers, spares, steps.path, Path(folder, "log"))
-        survivors: list[float | None] = []
-        full: list[float | None] = []
+        steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
+        launched = launch.elasticd_in_place(workers, spares, steps.path, log)
+        survivors: list[Kill] = []
+        full: list[Kill] = []
         try:
             if not _warm(steps, 0):
-                raise RuntimeError(f"the job did not start: {Path(folder, 'log').read_text()[-2000:]}")
+                raise RuntimeError(f"the job did not start: {log.read_text()[-2000:]}")
             for n in range(kills):
                 time.sleep(SETTLE_S)
                 steps.read()
                 before = len(steps.made)
-                pids = {s.rank: s.pid for s in steps.made[-4 * workers :]}
-                killed_at = time.monotonic()
-                os.kill(pids[n % workers], signal.SIGKILL)
-                old = set(pids.values())
+                old, killed_at = _kill(steps, workers, n)
                 again = steps.first(
                     lambda s, old=old: s.world == workers and s.pid not in old,  # type: ignore[misc]
                     60.0,
                     before,
                 )
-                full.append(again.at - killed_at if again else None)
-                smaller = [s for s in steps.made[before:] if s.world < workers or s.pid not in old]
-                survivors.append(smaller[0].at - killed_at if smaller else None)
                 if again is None:
+                    full.append(Kill(None))
                     break
+                full.append(Kill(again.at - killed_at))
+                _warm(steps, len(steps.made))
+                step = next(s for s in steps.made[before:] if s.world < workers or s.pid not in old)
+                survivors.append(Kill(step.at - killed_at, _in_place(log, killed_at, step)))
             return survivors, full
         finally:
             launched.stop()
             steps.close()
+
+
+def _kill(steps: Steps, workers: int, n: int) -> tuple[set[int], float]:
+    """Kill one of the world, each time of another rank; the pids of all of it, and when."""
+    pids = {s.rank: s.pid for s in steps.made[-4 * workers :]}
+    killed_at = time.monotonic()
+    os.kill(pids[n % workers], signal.SIGKILL)
+    return set(pids.values()), killed_at
+
+
+def _in_place(log: Path, killed_at: float, step: StepMade) -> Mapping[str, float]:
+    said, offset_s = parts.events(log), wall_s()
+    decided = parts.decided(said, killed_at, offset_s)
+    formed = [e for e in said if e["event"] == "round.formed" and e["at"] - offset_s >= killed_at]
+    joined = parts.joined(said, formed[0]["round"], offset_s) if formed else []
+    return parts.lengths(killed_at, [*decided, *joined], step)
+
+
+def wall_s() -> float:
+    """What the clock on the wall is ahead of the one that steps are timed by."""
+    return time.time() - time.monotonic()
 
 
 def _warm(steps: Steps, since: int) -> bool:
@@ -119,21 +150,33 @@ def node_loss(launcher: Callable[[Path, Path], Launched], lose: int, timeout_s: 
 def recovery(workers: int, kills: int) -> str:
     """A worker killed on one node. Halves of the kills in the order A B A B, as machines are noisy."""
     half = (kills + 1) // 2
-    rows: dict[str, list[float | None]] = {}
+    rows: dict[str, list[Kill]] = {}
 
-    def add(name: str, took: list[float | None]) -> None:
+    def add(name: str, took: list[Kill]) -> None:
         rows.setdefault(name, []).extend(took)
+
+    def tuned(workers: int, steps: Path, log: Path) -> Launched:
+        return launch.torchrun_alone(workers, steps, log, monitor_s=0.01)
 
     for _ in range(2):
         add("torchrun", worker_kills(launch.torchrun_alone, workers, half))
+        add("torchrun, looking every 10 ms", worker_kills(tuned, workers, half))
         add("elasticd, script as it is", worker_kills(launch.elasticd_alone, workers, half))
         survivors, full = kills_in_place(workers, half, spares=0)
         add(SURVIVORS, survivors)
         add("elasticd in place, full size again", full)
-        add("elasticd in place with a spare, full size", kills_in_place(workers, half, spares=1)[1])
-        add("floor: abort a group, build the next", floor(workers, half))
+        add("elasticd in place with a spare, full size", kills_in_place(workers, half, spares=1)[0])
+        add("floor: abort a group, build the next", [Kill(took) for took in floor(workers, half)])
     title = f"kill -9 of one of {workers} workers, to the next step (one node, gloo, DDP)"
-    return report.table(title, rows, SURVIVORS)
+    times = {name: [kill.took for kill in row] for name, row in rows.items()}
+    known = {name: [kill.parts for kill in row if kill.parts] for name, row in rows.items()}
+    return "\n".join(
+        [
+            report.table(title, times, SURVIVORS),
+            "what it was spent on (medians, ms)",
+            *(parts.line(name, row) for name, row in known.items() if row),
+        ]
+    )
 
 
 def node_losses(tries: int, with_defaults: bool) -> str:

@@ -19,6 +19,15 @@ class StepMade:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a process is on its way to its first step. ``at``: as of a step."""
+
+    at: float
+    what: str
+    pid: int
+
+
 class Steps:
     """The job's step file, read as it grows."""
 
@@ -28,13 +37,18 @@ class Steps:
         self._file = path.open()
         self._partial = ""
         self.made: list[StepMade] = []
+        self.marks: list[Mark] = []
 
     def read(self) -> None:
         lines = (self._partial + self._file.read()).split("\n")
         self._partial = lines.pop()
         for line in lines:
-            at, rank, world, pid, step = line.split()
-            self.made.append(StepMade(float(at), int(rank), int(world), int(pid), int(step)))
+            at, *rest = line.split()
+            if len(rest) == 2:
+                self.marks.append(Mark(float(at), rest[0], int(rest[1])))
+            else:
+                rank, world, pid, step = map(int, rest)
+                self.made.append(StepMade(float(at), rank, world, pid, step))
 
     def first(self, wanted: Callable[[StepMade], bool], timeout_s: float, since: int = 0) -> StepMade | None:
         """The first step after index ``since`` that is wanted; None after the timeout. The time

@@ -1,0 +1,76 @@
+"""What the time from a kill to the next step was spent on, from what the agent logs and the job marks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.bench.steps import Mark, StepMade
+
+Event = Mapping[str, Any]
+Part = tuple[str, float]  # its name, and the time at which it was over
+
+
+def events(log: Path) -> list[Event]:
+    """What an agent logged as JSON; its other lines, and those of workers, are passed over. ``at``: when,
+    in seconds since the epoch."""
+    found = []
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("{") and '"event"' in line:
+            event = json.loads(line)
+            event["at"] = datetime.fromisoformat(event["timestamp"]).timestamp()
+            found.append(event)
+    return found
+
+
+def decided(log: Sequence[Event], killed_at: float, wall_s: float) -> list[Part]:
+    """The agent's part. ``wall_s``: what to take off its times to have the job's."""
+    names = {"worker.ended": "noticed", "round.closing": "closed", "round.formed": "next formed"}
+    parts: list[Part] = []
+    for event, name in names.items():
+        at = [e["at"] - wall_s for e in log if e["event"] == event and e["at"] - wall_s >= killed_at]
+        if at:
+            parts.append((name, at[0]))
+    return parts
+
+
+def joined(log: Sequence[Event], round_number: int, wall_s: float) -> list[Part]:
+    """The workers' part where they keep their process: of who was last."""
+    entered = [e for e in log if e["event"] == "worker.entered" and e["round"] == round_number]
+    if not entered:
+        return []
+    last = max(entered, key=lambda e: e["at"])
+    at = last["at"] - wall_s
+    has_group = at - last["state_s"]
+    return [("told", has_group - last["group_s"]), ("group", has_group), ("state, model", at)]
+
+
+def begun(marks: Iterable[Mark], pids: set[int]) -> list[Part]:
+    """The workers' part where they are new processes: of who was last."""
+    mine = [m for m in marks if m.pid in pids]
+    names = {"begins": "process", "imported": "imports", "joined": "group", "built": "model"}
+    return [
+        (name, max(m.at for m in mine if m.what == what))
+        for what, name in names.items()
+        if any(m.what == what for m in mine)
+    ]
+
+
+def lengths(killed_at: float, parts: Sequence[Part], step: StepMade) -> dict[str, float]:
+    """Seconds that each part took; they add up to all there was."""
+    took, before = {}, killed_at
+    for name, at in [*parts, ("first step", step.at)]:
+        took[name] = max(0.0, at - before)
+        before = max(before, at)
+    return took
+
+
+def line(name: str, kills: Sequence[Mapping[str, float]]) -> str:
+    """The medians of each part, in milliseconds, in the order in which they come."""
+    names = list(dict.fromkeys(part for kill in kills for part in kill))
+    cells = [f"{part} {median([kill[part] for kill in kills if part in kill]) * 1e3:.0f}" for part in names]
+    return f"  {name:<42} {', '.join(cells)}"
