@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elasticd.core.facts import Cause, Member, Phase, Round
+from elasticd.core.link import HANDOVER
 from elasticd.core.ports import Assignment
 
 
@@ -53,6 +54,7 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": setting.inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "ELASTICD_ROUND": str(round.number),
             "ELASTICD_SLOT": str(slot),
+            **({HANDOVER: "1"} if round.handover else {}),
             **_devices(member, local_rank, setting),
             **setting.extra,
         }

@@ -217,6 +217,10 @@ class Round:
     closing round had lived. ``restarts`` counts the
     failures charged so far, and ``failure`` is the last of them. An ended job has an ``outcome`` and,
     in a sentence, ``why``. Round 0 never lives: it is the job waiting for its first workers.
+
+    Where workers keep their process: ``leaving`` are nodes that are asked to leave and have all there
+    is of the state; until ``leave_by`` they stay to hand it over. ``handover``: this round does that and
+    no more: its workers pass the state on, make no step, and leave it by themselves.
     """
 
     number: int
@@ -232,6 +236,9 @@ class Round:
     outcome: Outcome | None = None
     why: str = ""
     failure: Failure | None = None
+    leaving: tuple[str, ...] = ()
+    leave_by: float = 0.0
+    handover: bool = False
 
     @property
     def world_size(self) -> int:

@@ -14,11 +14,11 @@ transaction; the driver adds the guard that this agent still leads.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticd.core import budget as budgets
-from elasticd.core import world
+from elasticd.core import handover, world
 from elasticd.core.facts import (
     Budget,
     Cause,
@@ -45,6 +45,7 @@ from elasticd.core.ports import (
     Write,
 )
 from elasticd.core.reasons import (
+    AwaitingHeirs,
     AwaitingRelease,
     AwaitingReturn,
     BelowMinimum,
@@ -237,12 +238,15 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         for m in round.members
         if m.node not in finished and _present(view, m) and _released(view, m, round.number)
     ]
+    if round.handover:
+        return _see_handed_over(view, round, idle, lost, now)
     if idle or lost:
         return _close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
 
     leaving = [m.node for m in round.members if _present(view, m) and _leaving(view, spec, m)]
     if leaving:
-        return _close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
+        wait = _await_heirs(view, spec, round, tuple(leaving), now)
+        return wait or _close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
 
     if missing:
         until = view.absence_counts_from
@@ -252,6 +256,37 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if not spec.limits.min <= round.world_size <= spec.limits.max:
         return _close(view, round, Cause.SCALED, True, now)
     return _grow_or_rest(view, spec, round, now)
+
+
+def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...], now: float) -> Plan | None:
+    """Where nobody would stay who holds the state, train on until others are ready to take it; but not
+    for so long that there is no time left for that."""
+    assert view.nodes is not None
+    stay = [m for m in round.members if m.node not in leaving and _present(view, m)]
+    nodes = [registered.node for registered in view.nodes.values()]
+    if not spec.inplace or stay or not handover.may_come(round, nodes):
+        return None
+    heirs = world.form(_candidates(view, spec, round), round, spec.limits, view.budget.quarantines, now)
+    if world.size(heirs) >= spec.limits.min:
+        if round.leaving == leaving:
+            return None
+    elif round.leaving == leaving:
+        until = round.leave_by - spec.policy.shutdown_s / 2
+        return Plan(wake_at=until, reasons=(AwaitingHeirs(leaving, until),)) if now < until else None
+    leave_by = round.leave_by or now + spec.policy.shutdown_s
+    return _write(view, replace(round, leaving=leaving, leave_by=leave_by), view.budget)
+
+
+def _see_handed_over(
+    view: View, round: Round, idle: Sequence[str], lost: tuple[str, ...], now: float
+) -> Plan:
+    """Its workers leave by themselves."""
+    if lost:
+        return _close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
+    holding = tuple(m.node for m in round.members if m.node not in idle)
+    if holding:
+        return Plan(reasons=(AwaitingRelease(holding),))
+    return _close(view, round, Cause.NODE_DRAINED, True, now)
 
 
 def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
@@ -381,7 +416,10 @@ def _form_or_wait(
         if now < until:
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
 
-    host = view.nodes[members[0].node].node
+    nodes = {name: registered.node for name, registered in view.nodes.items()}
+    passing = handover.members(round, nodes, members) if spec.inplace else ()
+    members = passing or members
+    host = nodes[members[0].node]
     cause = round.cause if waiting else (round.closing or round.cause)
     formed = Round(
         number=round.number + 1,
@@ -392,6 +430,9 @@ def _form_or_wait(
         since=now,
         restarts=round.restarts,
         failure=round.failure,
+        leaving=round.leaving if passing else (),
+        leave_by=round.leave_by if passing else 0.0,
+        handover=bool(passing),
     )
     said = RoundFormed(formed.number, formed.world_size, len(members), cause)
     plan = _write(view, formed, budget, (*reasons, said))

@@ -28,6 +28,7 @@ from elasticd.core.age import Age
 
 VERSION = 1
 ADDRESS = "ELASTICD_LINK"
+HANDOVER = "ELASTICD_HANDOVER"  # set in the environment of a round that only passes the state on
 LINE_BYTES_MAX = 1 << 20
 
 

@@ -36,6 +36,14 @@ class AwaitingRelease:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitingHeirs:
+    """Nodes that leave have all there is of the state; others make ready to take it until ``until``."""
+
+    nodes: tuple[str, ...]
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitingReturn:
     """Members are not registered, but etcd was away, so they may come back until ``until``."""
 
@@ -211,7 +219,7 @@ class PolicyDiffers:
     fields: tuple[str, ...]
 
 
-Wait = BelowMinimum | Settling | AwaitingRelease | AwaitingReturn | CoolingDown
+Wait = BelowMinimum | Settling | AwaitingRelease | AwaitingHeirs | AwaitingReturn | CoolingDown
 Reason = (
     Wait
     | RoundFormed

@@ -150,6 +150,11 @@ def waiting(wait: r.Wait, now: float) -> str:
             return f"{count(have, 'worker')} of at most {most} are here; others may follow{_left(until, now)}"
         case r.AwaitingRelease(nodes):
             return f"waiting for {listing(nodes)} to stop the last round's workers"
+        case r.AwaitingHeirs(nodes, until):
+            return (
+                f"{listing(nodes)} has the only copy of the training's state, and stays until others are "
+                f"ready to take it{_left(until, now)}"
+            )
         case r.AwaitingReturn(nodes, until):
             return f"waiting for {listing(nodes)} to come back after the etcd outage{_left(until, now)}"
         case r.CoolingDown(have, could_have, until):
@@ -169,7 +174,14 @@ def _in(until: float, now: float) -> str:
 def sentence(reason: r.Reason, now: float) -> str:
     """What was decided and why, in a sentence without a full stop."""
     match reason:
-        case r.BelowMinimum() | r.Settling() | r.AwaitingRelease() | r.AwaitingReturn() | r.CoolingDown():
+        case (
+            r.BelowMinimum()
+            | r.Settling()
+            | r.AwaitingRelease()
+            | r.AwaitingHeirs()
+            | r.AwaitingReturn()
+            | r.CoolingDown()
+        ):
             return waiting(reason, now)
         case r.RoundFormed(number, world_size, nodes, why):
             return (
@@ -325,6 +337,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.BelowMinimum: ("job.waiting", "warning"),
     r.Settling: ("job.settling", "info"),
     r.AwaitingRelease: ("round.awaiting_release", "info"),
+    r.AwaitingHeirs: ("round.awaiting_heirs", "info"),
     r.AwaitingReturn: ("round.awaiting_return", "warning"),
     r.CoolingDown: ("round.cooling_down", "info"),
     r.RoundFormed: ("round.formed", "info"),

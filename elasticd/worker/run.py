@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from elasticd.core.link import ADDRESS, Done, Enter, Entered, Hello, Holds, Waiting
+from elasticd.core.link import ADDRESS, HANDOVER, Done, Enter, Entered, Hello, Holds, Waiting
 from elasticd.worker.exchange import agree
 from elasticd.worker.link import Link
 from elasticd.worker.state import State
@@ -92,6 +92,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
     while True:
         enter = link.next_round(round)
         os.environ.update(enter.env)
+        handover = os.environ.pop(HANDOVER, "")
         round = enter.round
         world = World(enter)
         link.attend(world)
@@ -101,6 +102,9 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             world.form(state.step, timeout)
             formed = time.monotonic()
             agree(state, world)
+            if handover:
+                world.end()  # nobody goes while another still takes
+                raise WorldChanged
             state.enter(world)
             link.say(Entered(round, state.step, formed - started, time.monotonic() - formed))
             result = call()
@@ -122,7 +126,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             raise
         world.close()
         state.leave()
-        if not link.closes(round, NEWS_S_MAX):
+        if not handover and not link.closes(round, NEWS_S_MAX):
             raise failure or RuntimeError(f"round {round} ended without the agent's knowing")
         del failure
         link.say(Waiting(round, state.step, state.holds, state.agreed))

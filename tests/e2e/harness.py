@@ -34,7 +34,7 @@ T = TypeVar("T")
 ELASTICD = str(Path(sys.executable).with_name("elasticd"))
 PLAYER = str(Path(__file__).parent / "programs" / "player.py")
 FAKE_TORCH = str(Path(__file__).parents[1] / "procs" / "programs" / "faketorch")
-PATIENCE_S = 60.0  # a machine may be busy; nothing waits longer than it must
+PATIENCE_S = 120.0  # a machine may be busy; nothing waits longer than it must
 MARK = "ELASTICD_E2E_MARK"
 
 # Short enough that nothing waits for long; the lease is long enough for a machine that is busy.

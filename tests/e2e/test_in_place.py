@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.facts import Cause
+from elasticd.core.facts import Cause, Node
 from tests.e2e.harness import Agent, Cluster
 from tests.e2e.stage import Player, Script
 
@@ -129,6 +129,21 @@ def test_a_node_that_leaves_or_comes_and_scaling_restart_nobody_elsewhere(reside
     _, again = residents.world(3, after=two)
     assert set(kept) < set(again)
     residents.finish(a, c)
+    assert residents.cluster.round.restarts == 0
+
+
+def test_a_job_of_one_worker_moves_to_another_node_and_loses_no_step(residents: Residents) -> None:
+    """The other node has no worker when the first is asked to leave, as no more than one is wanted."""
+    residents.cluster.limits = (1, 1)
+    (a,) = residents.start("a", slots=1)
+    first, before = residents.world(1)
+    (b,) = residents.start("b", slots=1)
+    residents.cluster.until(lambda: residents.cluster.fact("nodes/b", Node), "b is there")
+    a.signal(signal.SIGTERM)
+    _, (after,) = residents.world(1, after=first)
+    assert before[0].node == "a" and after.node == "b"
+    assert a.end() == 128 + signal.SIGTERM
+    residents.finish(b)
     assert residents.cluster.round.restarts == 0
 
 

@@ -69,9 +69,10 @@ class Invariants:
             Phase.ENDED: {Phase.WAITING},
         }
         hurried = old.phase is new.phase is Phase.CLOSING and old.planned and not new.planned
-        if new.phase not in allowed[old.phase] and not hurried:
+        told = old.phase is new.phase is Phase.LIVE and old.leaving != new.leaving
+        if new.phase not in allowed[old.phase] and not (hurried or told):
             raise Broken(f"round {new.number} goes from {old.phase} to {new.phase}")
-        if new.phase is Phase.LIVE:
+        if new.phase is Phase.LIVE and not told:
             if not fresh:
                 raise Broken(f"round {new.number} lives again")
             self._world_written(new)
@@ -91,7 +92,8 @@ class Invariants:
             rank += len(member.slots)
         if len({m.node for m in round.members}) != len(round.members):
             raise Broken(f"a node is twice in round {round.number}")
-        if not any(limits.min <= rank <= limits.max for limits in self._in_force()):
+        given = 1 if round.handover else 0  # it makes no step, and one of its workers only gives
+        if not any(limits.min <= rank - given <= limits.max for limits in self._in_force()):
             raise Broken(f"round {round.number} has {rank} workers, not {spec.limits}")
 
     def _in_force(self) -> list[Limits]:
@@ -138,6 +140,8 @@ class Invariants:
         self.newest_step = max(self.newest_step, world.step)
         self.last_step_at = self.cluster.clock.now()
         newest = max(self.live)
+        if self.live[world.round].handover:
+            raise Broken(f"round {world.round} makes a step, though it is to hand over")
         if world.round < newest:
             raise Broken(f"round {world.round} makes a step, though round {newest} is live")
         if len(world.workers) != world.size:

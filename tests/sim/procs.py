@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit
+from elasticd.core.link import HANDOVER
 from elasticd.core.ports import Assignment, Waits
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
@@ -59,8 +60,9 @@ class World:
     work in place do not fail: they are stuck until they are told to leave.
     """
 
-    def __init__(self, training: Training, round_number: int, store: str, size: int) -> None:
+    def __init__(self, training: Training, round_number: int, store: str, size: int, handover: bool) -> None:
         self.training = training
+        self.handover = handover  # the state is passed on, and all leave
         self.round = round_number
         self.store = store
         self.size = size
@@ -85,7 +87,15 @@ class World:
             if self.training.job.inplace:
                 for other in list(self.workers.values()):
                     other.has_entered()
-            self._go_on()
+            if self.handover:
+                self._next = self.training.clock.after(0.05, self._handed_over)
+            else:
+                self._go_on()
+
+    def _handed_over(self) -> None:
+        self.running = False
+        for worker in list(self.workers.values()):
+            worker.come_out()
 
     def _first_step(self) -> int:
         """The most advanced survivor's, or what was saved."""
@@ -158,11 +168,11 @@ class Training:
         self.serves: Callable[[str], bool] = lambda store: True  # is a round's store open there?
         self._worlds: dict[tuple[int, str], World] = {}
 
-    def world(self, round_number: int, store: str, size: int) -> World:
+    def world(self, round_number: int, store: str, size: int, handover: bool = False) -> World:
         key = (round_number, store)
         if key not in self._worlds:
             self._worlds = {k: w for k, w in self._worlds.items() if k[0] > round_number - 10}
-            self._worlds[key] = World(self, round_number, store, size)
+            self._worlds[key] = World(self, round_number, store, size, handover)
         world = self._worlds[key]
         assert world.size == size, f"round {round_number} has {world.size} workers, or {size}?"
         return world
@@ -398,7 +408,7 @@ class SimProcs:
         for a in assignments:
             size = int(a.env.get("WORLD_SIZE", len(assignments)))
             store = f"{a.env.get('MASTER_ADDR', '')}:{a.env.get('MASTER_PORT', '')}"
-            world = self.training.world(round_number, store, size)
+            world = self.training.world(round_number, store, size, HANDOVER in a.env)
             if (worker := self.workers.get(a.slot)) is None:
                 worker = self._add(a, exited)
             worker.exited = exited

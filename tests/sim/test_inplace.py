@@ -89,3 +89,29 @@ def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.Monkey
         if "know more" in result.broken:
             return
     pytest.fail("200 schedules, and nobody noticed")
+
+
+def _handed_over(result: Run) -> list[bool]:
+    return [round.handover for round in result.invariants.live.values()]
+
+
+def test_a_world_that_leaves_as_a_whole_hands_its_state_to_those_who_come_after_it() -> None:
+    """The newcomer's workers are not even started when the drain is asked for."""
+    faults = (Fault(3.0, "join", "n1", much=0.4), Fault(10.0, "sigterm", "n0"))
+    result = _run(*faults, setup=Setup((2,), Limits(1, 2), job=_job(start_s=(1.0, 2.0))))
+    assert _sizes(result)[0] == 2 and True in _handed_over(result)
+    assert result.invariants.steps == 200 and result.invariants.ends[-1].restarts == 0
+    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
+
+
+def test_a_world_of_one_moves_to_another_node_without_losing_a_step() -> None:
+    faults = (Fault(3.0, "join", "n1", much=0.1), Fault(10.0, "sigterm", "n0"))
+    result = _run(*faults, setup=Setup((1,), Limits(1, 1), job=_job(start_s=(1.0, 2.0))))
+    assert _sizes(result) == [1, 2, 1] and _handed_over(result) == [False, True, False]
+    assert result.invariants.steps == 200
+
+
+def test_a_node_whose_heirs_do_not_get_ready_leaves_in_time_all_the_same() -> None:
+    faults = (Fault(3.0, "join", "n1", much=0.1), Fault(10.0, "sigterm", "n0"))
+    result = _run(*faults, setup=Setup((1,), Limits(1, 1), job=_job(total_steps=300, start_s=(25.0, 25.0))))
+    assert _handed_over(result) == [False, False], "it left before"

@@ -36,6 +36,7 @@ EXAMPLES: dict[type, r.Reason] = {
         r.BelowMinimum(3, 4, NOW + 90),
         r.Settling(3, 8, NOW + 1),
         r.AwaitingRelease(("a", "b")),
+        r.AwaitingHeirs(("a",), NOW + 5),
         r.AwaitingReturn(("a",), NOW + 5),
         r.CoolingDown(3, 4, NOW + 10),
         r.RoundFormed(7, 12, 3, Cause.NODE_LOST),

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elasticd.core.link import (
+    HANDOVER,
     Done,
     Enter,
     Entered,
@@ -101,16 +102,18 @@ class Crew:
         self._selector.register(process.sentinel, selectors.EVENT_READ, lambda: self._exited(hand))
         return hand
 
-    def form(self, *hands: Hand) -> None:
+    def form(self, *hands: Hand, handover: bool = False) -> None:
         """The next round, of these. All must be waiting."""
         self.round += 1
-        self.closing = self.aborting = False
+        self.closing = self.aborting = handover  # from a handover they come by themselves
         self.members = list(hands)
         self.stores = [*self.stores[-1:], self._host()]
         for rank, hand in enumerate(hands):
             assert hand.waiting is not None
             hand.waiting, hand.round = None, self.round
-            self._tell(hand, Enter(self.round, self._environment(rank)))
+            self._tell(
+                hand, Enter(self.round, self._environment(rank) | ({HANDOVER: "1"} if handover else {}))
+            )
         self.settled.append((self.round, len(hands)))
 
     def close(self, planned: bool = False, going: tuple[Hand, ...] = ()) -> None:

@@ -106,6 +106,25 @@ def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_fir
     assert reads(tmp_path, "1", "entered")[0] == committed_in_round(tmp_path, "0")[4] == 5
 
 
+def test_in_a_handover_the_heirs_get_the_state_and_nobody_trains(crew, tmp_path, undisturbed):
+    gate = begin_with_newcomers(crew, tmp_path, 1, 2, {})
+    gate.until_somebody_waits()
+    leaver, *heirs = crew.hands
+    crew.least = 4  # the next round is formed by hand
+    crew.close(planned=True)
+    gate.open()
+    crew.all_waiting(leaver)
+    crew.form(*heirs, leaver, handover=True)
+    crew.until(lambda: all(hand.waiting and hand.waiting.round == 2 for hand in crew.hands))
+    assert [hand.waiting.state for hand in crew.hands] == [Holds.WHOLE] * 3
+    leaver.process.kill()
+    crew.until(lambda: leaver.status is not None)
+    crew.form(*heirs)
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {0}, undisturbed)
+    assert [reads(tmp_path, name, "entered") for name in "012"] == [[0], [5], [5]]
+
+
 def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, undisturbed):
     gate = Gate(tmp_path / "gate")
     accidents = [Accident("sending", 2), Accident("start", 4, gate.wait), NOTHING]

@@ -35,7 +35,12 @@ def follow_the_round(do: Doing) -> None:
         return
     if round.phase is not Phase.LIVE:
         do.set(released=round.number)  # it was over before we began, and the leader waits for us
-    elif state.registered and state.departure is None and state.exiting is None and not state.renewing_store:
+    elif (
+        state.registered
+        and (state.departure is None or round.handover)
+        and state.exiting is None
+        and not state.renewing_store
+    ):
         hosts = round.members[0] == member
         if state.dismissed & set(member.slots):
             do.set(released=round.number)  # it was formed on workers that were just being sent away
@@ -99,7 +104,7 @@ def release(do: Doing) -> None:
         return
     round = state.round
     still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
-    if still_live and not (crew.fenced or crew.stopping):
+    if still_live and not (crew.fenced or crew.stopping or crew.round.handover):
         return  # finished or failed: the leader has yet to hear of it
     do.set(crew=None, released=max(state.released, crew.round.number))
     if crew.fenced:

@@ -203,5 +203,5 @@ def _signalled(do: Doing, signal: int) -> None:
     elif not departure.signal:  # drained by its operator, and then asked by the platform, as is usual
         do.set(departure=replace(departure, signal=signal))
     else:  # asked twice: at once
-        do.set(departure=Departure(signal, do.now))
+        do.set(departure=Departure(signal, do.now, at_once=True))
         stop(do, SIGKILL, 0.0)

@@ -54,15 +54,27 @@ def depart(do: Doing) -> None:
     state, departure = do.state, do.state.departure
     if departure is None or state.exiting is not None:
         return
+    until = state.stays_until
     if state.crew is not None:
         unanswered = not (state.crew.stopping or state.crew.killed)
-        if unanswered and (do.now >= departure.patient_until or not state.registered or state.silent):
+        if unanswered and (do.now >= until or not state.registered or state.silent):
             stop(do, departure.workers_signal, state.policy_source.policy.shutdown_s)
         elif unanswered:
-            do.wakes.append(departure.patient_until)
-        if do.state.crew is not None and (do.state.crew.alive or not do.now >= departure.patient_until):
+            do.wakes.append(until)
+        if do.state.crew is not None and (do.state.crew.alive or not do.now >= until):
             return
+    elif hands_over(do):
+        do.wakes.append(until)
+        return
     do.set(exiting=Leave(128 + (departure.signal or SIGTERM), "drained"))
+
+
+def hands_over(do: Doing) -> bool:
+    """Whether this node, which leaves, waits for others to take the state that its workers hold."""
+    state = do.state
+    if state.departure is None or state.round is None or not state.registered or state.silent is not None:
+        return False
+    return bool(state.waiting) and state.me.node in state.round.leaving and do.now < state.stays_until
 
 
 def finish_leaving(do: Doing) -> None:

@@ -14,11 +14,12 @@ from elasticd.core.reasons import StandbyFailed, StandbysStarted
 RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never gets there breaks no world, but is no use
 
 
-def keep_reserve(do: Doing) -> None:
-    """As many processes as the world lacks, and the spares asked for, as far as there are slots."""
+def keep_reserve(do: Doing, stays: bool) -> None:
+    """As many processes as the world lacks, and the spares asked for, as far as there are slots.
+    ``stays``: a node that leaves keeps those that wait for a while."""
     state = do.state
     if not _wanted_at_all(state):
-        if state.departure is not None and state.crew is None:
+        if state.departure is not None and state.crew is None and not stays:
             dismiss(do)
         return
     wanted, full = _wanted(state)
@@ -50,6 +51,7 @@ def _wanted_at_all(state: State) -> bool:
         and state.registered
         and state.silent is None
         and state.round is not None
+        and not state.round.handover  # all who are in it will be free in a moment
         and not state.over
         and state.departure is None
         and state.exiting is None
@@ -66,7 +68,7 @@ def _wanted(state: State) -> tuple[int, bool]:
     limits = (spec or state.wanted).limits
     acting = 0
     if round.phase in (Phase.LIVE, Phase.CLOSING):
-        acting = round.world_size
+        acting = round.world_size - sum(len(m.slots) for m in round.members if m.node in round.leaving)
         member, crew = round.member(state.me.node, state.me.incarnation), state.crew
         if member is not None and (crew is None or state.released >= round.number):
             acting -= len(member.slots)  # they wait, for this round or for the next

@@ -52,17 +52,19 @@ class Crew:
 
     @property
     def finished(self) -> bool:
-        if self.alive or self.failures or self.fenced:
+        if self.alive or self.failures or self.fenced or self.round.handover:
             return False
         return not self.stopping or self.done == set(self.member.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The node is leaving: since a signal (0: asked by the operator), patient until then."""
+    """The node is leaving: since a signal (0: asked by the operator), patient until then. ``at_once``:
+    it was asked twice."""
 
     signal: int
     patient_until: float
+    at_once: bool = False
 
     @property
     def workers_signal(self) -> int:
@@ -158,6 +160,16 @@ class State:
         entry = self.seen.get("leader")
         mine = Leadership(self.me.node, self.me.incarnation)
         return entry if entry and entry.fact == mine and self.registered else None
+
+    @property
+    def stays_until(self) -> float:
+        """When a node that leaves is gone at the latest: others may need what its workers hold."""
+        departure, round = self.departure, self.round
+        assert departure is not None
+        needed = round is not None and not self.over and self.me.node in round.leaving
+        if departure.at_once or not needed or round is None:
+            return departure.patient_until
+        return max(departure.patient_until, round.leave_by)
 
     @property
     def reserve(self) -> frozenset[int]:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from elasticd.core.agent.crew import follow_the_round, note_report, release, report
 from elasticd.core.agent.hearing import absorb
-from elasticd.core.agent.leaving import depart, finish_leaving, heed_the_end, heed_the_operator
+from elasticd.core.agent.leaving import (
+    depart,
+    finish_leaving,
+    hands_over,
+    heed_the_end,
+    heed_the_operator,
+)
 from elasticd.core.agent.membership import (
     campaign,
     join,
@@ -62,7 +68,7 @@ def decide(do: Doing) -> None:
     note_report(do)
     release(do)
     depart(do)
-    keep_reserve(do)
+    keep_reserve(do, hands_over(do))
     if do.state.exiting is None:
         register(do)
         report(do)
