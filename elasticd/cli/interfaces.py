@@ -64,7 +64,8 @@ def network_environment(address: str, environ: Mapping[str, str], *, asked: bool
     interface = interface_of(address)
     if not interface:
         return {}
-    named = asked or not all(map(is_loopback, host_addresses()))
+    # Asked last: where name servers are away, it takes seconds.
+    named = asked or "GLOO_SOCKET_IFNAME" in environ or not all(map(is_loopback, host_addresses()))
     return over_interface(interface, environ, asked=asked, host_is_named=named)
 
 

@@ -106,3 +106,4 @@ def test_the_host_is_asked_for_no_name_where_that_decides_nothing(monkeypatch: p
     assert network_environment("10.0.0.7", {"NCCL_SOCKET_IFNAME": "ib"}, asked=True) == {
         "GLOO_SOCKET_IFNAME": "eth0"
     }
+    assert network_environment("10.0.0.7", {"GLOO_SOCKET_IFNAME": "ib0"}, asked=False) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,13 @@ def test_etcd_knows_all_its_flags_and_listens_where_it_is_looked_for() -> None:
     assert "--advertise-client-urls=http://etcd:2379" in flags
 
 
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_knows_all_its_flags() -> None:
+    said = subprocess.run(["prometheus", "--help"], capture_output=True, text=True, timeout=30)
+    known = set(re.findall(r"--[a-z.-]+", said.stdout + said.stderr))
+    assert {flag.partition("=")[0] for flag in SERVICES["prometheus"]["command"]} <= known
+
+
 def test_prometheus_and_grafana_find_their_files() -> None:
     (config,) = [c for c in SERVICES["prometheus"]["command"] if c.startswith("--config.file=")]
     mounted = dict(v.split(":")[:2] for v in SERVICES["prometheus"]["volumes"])
@@ -142,9 +150,6 @@ def test_prometheus_and_grafana_find_their_files() -> None:
     assert grafana["./grafana/dashboards"] == "/var/lib/grafana/dashboards"
 
 
-@pytest.mark.skipif(
-    not (DEPLOY / "prometheus").exists(), reason="there is no configuration of Prometheus yet"
-)
 def test_prometheus_looks_for_the_agents_where_they_are() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     names = set(SERVICES) | {

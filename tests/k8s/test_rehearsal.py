@@ -305,6 +305,24 @@ def test_a_job_that_is_done_ends_on_all_pods_and_says_so(rehearsal: Rehearsal, s
 
 
 @pytest.mark.slow
+def test_a_pod_more_than_the_job_may_have_is_ready_and_takes_the_place_of_one_that_is_lost(
+    rehearsal: Rehearsal,
+) -> None:
+    cluster, job = rehearsal.cluster, rehearsal.cluster.controllers["train"]
+    cluster.scale("train", 5)
+    rehearsal.trains_with(4)  # ELASTICD_MAX
+    cluster.until(lambda: len(cluster.of("train")) == 5 and all(one.ready for one in cluster.here()), "ready")
+    spare, *training = sorted(cluster.of("train"), key=lambda one: len(one.events("workers.started")))
+    assert not spare.workers() and all(one.workers() for one in training)
+    lost, round = training[0], rehearsal.round
+    job.held.add(lost.index)  # no machine can be had for another
+    cluster.lose(lost)
+    rehearsal.trains_with(4, after=round)
+    assert spare.workers(), "it waited for this"
+    rehearsal.never_went_back(by=SNAPSHOT_EVERY)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("volumes", [claim_of_the_guide()], ids=["on_a_claim"])
 def test_a_job_that_was_deleted_goes_on_where_it_was_when_it_is_applied_again(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster
