@@ -15,7 +15,7 @@ from elasticd.checkpoint.manifest import MANIFEST, METADATA, File, digest, encod
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.store import Store
 from elasticd.checkpoint.worlds import Gathering, World
-from elasticd.core.facts import Saved
+from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Commit, Keep
 
 _OTHERS_S: Final = 600.0  # how long the shards of other nodes may take
@@ -24,6 +24,9 @@ _ALONE_S: Final = 30.0  # the same, once our own workers of that world are gone
 
 class Committer(Protocol):
     """Makes a checkpoint that is durable the newest. See ``FilePointer``."""
+
+    def known(self) -> tuple[Checkpoint, bool]:
+        """What is committed, and whether this job has committed there. Raises BadCheckpoint, OSError."""
 
     def witness(self, fence: int) -> bool:
         """Whether it is still that round. Blocks until that is known, or nobody can tell any more."""
@@ -51,6 +54,9 @@ class Committing:
         return self._committers.get(store.url) or self._committers.setdefault(
             store.url, self._committer_of(store)
         )
+
+    def known(self, store: Store) -> tuple[Checkpoint, bool]:
+        return self._committer(store).known()
 
     def open(self, world: World) -> None:
         """What there is to be prepared, before it is waited for."""

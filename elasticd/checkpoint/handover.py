@@ -10,6 +10,8 @@ Worker to saver:
 * ``skip``: ``step``. It was not copied, since both buffers are still being written.
 * ``save``: ``plan buffer step name at blocked_s``. It holds this rank's whole shard.
 * ``miss``: ``name step why``. This rank will not hand over what others do.
+* ``known``: ``path``. What is committed there; the answer is ``known`` (``own``: this job has committed
+  there; ``why``: it cannot be told), with a file of it.
 * ``recall``: ``path``. What is held in memory of the newest world that is over; the answer is a
   ``held`` for each shard, and ``that_is_all``.
 

@@ -45,6 +45,10 @@ class FilePointer:
             raise BadCheckpoint(f"{file} was written by a newer elasticd (version {record.v})")
         return Checkpoint(self._store.url, record.saved)
 
+    def known(self) -> tuple[Checkpoint, bool]:
+        """A file knows nothing of jobs. Raises as ``read``."""
+        return self.read(), True
+
     def last_round(self) -> int:
         """The latest round that has committed here, or has begun to save. Raises as ``read``."""
         newest = self.read().newest

@@ -165,9 +165,7 @@ class Remote:
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, _clause(error), self._url(name)) from error
         except Exception as error:
-            denied = isinstance(error, PermissionError) or "Credential" in type(error).__name__
-            code = errno.EACCES if denied else errno.EIO
-            raise OSError(code, _clause(error), self._url(name)) from error
+            raise OSError(_code(error), _clause(error), self._url(name)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +190,15 @@ def _give_up(out: Any) -> None:
         out.discard()
     if isinstance(out, AbstractBufferedFile):
         out.closed = True  # or it is finished when it is forgotten
+
+
+def _code(error: Exception) -> int:
+    """Whether trying again can help is what people need to know."""
+    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+        return errno.EACCES
+    if isinstance(error, ValueError | TypeError) or getattr(error, "errno", 0) in (errno.EINVAL, errno.EPERM):
+        return errno.EINVAL
+    return errno.EIO
 
 
 def _clause(error: BaseException) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
+
 from elasticd.checkpoint.committing import Committer, Committing, told
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
 from elasticd.checkpoint.jobs import Jobs
@@ -24,7 +26,7 @@ from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.report import Fate, Report
 from elasticd.checkpoint.store import Store, store_at
 from elasticd.checkpoint.worlds import Gathering, Plan, World
-from elasticd.core.facts import Saved
+from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Keep, Refused
 
 
@@ -227,6 +229,25 @@ class Saver:
         if client.world is not None and client.world.commits and client.rank == 0:
             self._report(Report(Fate.SKIPPED, int(message["step"])))
 
+    def _hear_known(self, client: _Client, message: Message, _: list[int]) -> None:
+        """It may have been committed, and the copy of that not yet written where workers can read it."""
+        store = store_at(message["path"])
+
+        def told_(outcome: tuple[Checkpoint, bool] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                _reply(
+                    client.line, {"is": "known", "why": f"what is committed cannot be read: {told(outcome)}"}
+                )
+                return
+            known, own = outcome
+            file = Paper(msgspec.json.encode(known), b"").file()
+            try:
+                _reply(client.line, {"is": "known", "own": own}, file)
+            finally:
+                os.close(file)
+
+        self._jobs.run(self._witnesses, lambda: self._committing.known(store), told_)
+
     def _hear_recall(self, client: _Client, message: Message, _: list[int]) -> None:
         """Only of worlds that are over: what others still write into is not to be read."""
         path = str(message["path"])
@@ -344,6 +365,6 @@ class Saver:
             _reply(line, message)
 
 
-def _reply(line: Line, message: Message) -> None:
+def _reply(line: Line, message: Message, *files: int) -> None:
     with contextlib.suppress(Gone):  # it is noticed where we read
-        line.send(message, wait=False)
+        line.send(message, files, wait=False)

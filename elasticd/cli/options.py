@@ -68,6 +68,8 @@ class RunOptions:
     checkpoints: str | None = None
     audit: bool = False
     audit_every: int | None = None
+    checkpoint_every: str | None = None
+    resume: str = "auto"
     http: str | None = None
     plain: bool = False
     log_format: str = "auto"
@@ -359,8 +361,21 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     # what outlives them
     _ours(
         "--checkpoints",
-        help="Folder that all nodes can write to, where a worker.State keeps what is committed.",
-        metavar="PATH",
+        help="Where a worker.State keeps what is committed, and worker.Checkpoints() what it is given: a "
+        "folder that all nodes can write to, or an address such as s3://bucket/run1.",
+        metavar="PATH|URL",
+    ),
+    _ours(
+        "--checkpoint-every",
+        help="Steps (100), time (90s, 10m, 1h), or auto: by what saving costs and how often things fail.",
+        metavar="N|TIME|auto",
+    ),
+    _ours(
+        "--resume",
+        click.Choice(["auto", "required", "never"]),
+        "From the newest checkpoint that is whole, if there is one; or else end with exit code 5; or only "
+        "from those of this job.",
+        default="auto",
     ),
     # what is noted and shown
     _our_switch(

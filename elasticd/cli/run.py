@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import click
 
+from elasticd.checkpoint.store import BadStore, store_at
 from elasticd.cli import script as scripts
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.interfaces import network_environment
@@ -37,7 +38,9 @@ from elasticd.cli.options import (
     run_options,
 )
 from elasticd.cli.sizes import nodes, sizes
-from elasticd.core.facts import Limits, Policy
+from elasticd.cli.storecheck import reached
+from elasticd.core import cadence
+from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions, RunConfig
 from elasticd.etcd.access import EtcdAccess, host_and_port
@@ -84,6 +87,8 @@ def run(ctx: click.Context, /, **_: object) -> int:
 
 def _run(options: RunOptions, last_words: TerminationLog) -> int:
     planned = plan(options, os.environ, ThisMachine())
+    if unanswered := _try_store(planned.config):
+        planned = replace(planned, notes=(*planned.notes, unanswered))
     if last_words.problem:
         planned = replace(planned, notes=(*planned.notes, last_words.problem))
 
@@ -144,8 +149,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         env["ELASTICD_ON_NONFINITE"] = options.on_nonfinite
     address = _address(options, met.etcd)
     env |= network_environment(address, environ, asked=options.said("address", "local_addr") > Said.NOWHERE)
-    if options.checkpoints:
-        env["ELASTICD_CHECKPOINTS"] = _absolute(options.checkpoints)
+    env |= _checkpoints(options)
     config = RunConfig(
         job=met.job or _new_name(script.stem, met.etcd, size.limits, size.slots),
         node=check_name("node", options.node if options.node is not None else default_node_name()),
@@ -173,9 +177,27 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     return Planned(config, tuple(notes))
 
 
-def _absolute(place: str) -> str:
-    """A folder as workers find it from wherever they are; a URL as it is."""
-    return place if "://" in place else os.path.abspath(place)
+def _checkpoints(options: RunOptions) -> dict[str, str]:
+    """What workers are told of them. Raises Complaint."""
+    env = {"ELASTICD_RESUME": options.resume} if options.resume != Resume.AUTO else {}
+    if options.checkpoint_every is not None:
+        try:
+            cadence.parse(options.checkpoint_every)
+        except ValueError as error:
+            raise Complaint(f"--checkpoint-every: {error}.") from error
+        env["ELASTICD_CHECKPOINT_EVERY"] = options.checkpoint_every
+    if options.checkpoints:
+        try:
+            env["ELASTICD_CHECKPOINTS"] = store_at(options.checkpoints).url
+        except BadStore as error:
+            raise Complaint(f"--checkpoints: {error}.") from error
+    return env
+
+
+def _try_store(config: RunConfig) -> str:
+    """As ``storecheck.reached``."""
+    where = config.env.get("ELASTICD_CHECKPOINTS")
+    return reached(store_at(where)) if where else ""
 
 
 def _check_together(options: RunOptions) -> None:
@@ -283,6 +305,7 @@ def _policy(
         quarantine_after=_first(options.quarantine_after, default.quarantine_after),
         quarantine_s=_first(options.quarantine, default.quarantine_s),
         quarantine_max_s=_first(options.quarantine_max, default.quarantine_max_s),
+        resume=Resume(options.resume),
     )
 
 

@@ -29,6 +29,15 @@ class Limits:
             raise ValueError(f"max is {self.max}, which is below min, {self.min}")
 
 
+class Resume(StrEnum):
+    """From checkpoints: from the newest whole one, if there is any; or the job ends without one; or
+    not from those that another job made."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How patient the leader is; times in seconds.
@@ -46,6 +55,7 @@ class Policy:
     ``quarantine_after``: failures in a row by which a slot is judged to fail alone (below
     ``futile_max``, so that a bad slot is tried without before the job is called futile).
     ``quarantine_s``: its first quarantine; doubled each time up to ``quarantine_max_s``.
+    ``resume``: whether a job that begins forgets what a former one of its name committed (never).
     """
 
     settle_s: float = 1.0
@@ -61,6 +71,7 @@ class Policy:
     quarantine_after: int = 3
     quarantine_s: float = 30.0
     quarantine_max_s: float = 600.0
+    resume: Resume = Resume.AUTO
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from elasticd.core.facts import (
     Outcome,
     Phase,
     Report,
+    Resume,
     Round,
     Spec,
 )
@@ -202,12 +203,14 @@ def _open(view: View, now: float) -> Plan:
     waiting = Round(number, Phase.WAITING, (), "", Cause.START, now)
     plan = _write(view, waiting, Budget())
     assert view.spec_revision is not None
+    assert view.spec is not None
+    forgotten = (Delete("checkpoint"),) if view.spec.policy.resume is Resume.NEVER else ()
     return replace(
         plan,
         # A job ends by one transaction that also deletes its spec, but the two are watched apart:
         # without this guard the old spec and the end of its job would look like a new job.
         guards=(*plan.guards, Unchanged("spec", view.spec_revision)),
-        writes=(*plan.writes, Delete("reports/", prefix=True), Delete("ledger/", prefix=True)),
+        writes=(*plan.writes, Delete("reports/", prefix=True), Delete("ledger/", prefix=True), *forgotten),
     )
 
 

@@ -52,6 +52,14 @@ class EtcdPointer:
     def close(self) -> None:
         self._client.close()
 
+    def known(self) -> tuple[Checkpoint, bool]:
+        try:
+            there = self._client.get(self._job, _KEY)
+        except StoreError:
+            return self._file.read(), True
+        known = self._known(there.fact if there else None)
+        return known, there is not None and known is there.fact
+
     def witness(self, fence: int) -> bool:
         deadline = self._clock() + self._patience_s
         while self._clock() < deadline:

@@ -282,6 +282,7 @@ def _setting(config: RunConfig, saver: str, began_at: float) -> Setting:
         inherited=dict(os.environ),
         extra={
             "ELASTICD_SAVER": saver,
+            "ELASTICD_BEGAN": f"{began_at:.0f}",
             "ELASTICD_WORLD_MAX": str(config.limits.max),
             **audit,
             **config.env,

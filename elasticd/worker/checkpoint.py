@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 import torch
@@ -34,17 +34,21 @@ from elasticd.checkpoint.manifest import BadCheckpoint, encode_index, folder_nam
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.reading import fill, open_manifest
 from elasticd.checkpoint.store import store_at
-from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.cadence import parse
+from elasticd.core.facts import Checkpoint, Resume, Saved
+from elasticd.core.page import Fatal
 from elasticd.core.retention import Keep
 from elasticd.worker import told
 from elasticd.worker.collect import Flat, flatten, restore
 from elasticd.worker.layout import Held, Shard, lay_out
-from elasticd.worker.recall import recall
+from elasticd.worker.recall import known, recall
+from elasticd.worker.schedule import Schedule
 from elasticd.worker.target import Target, box, parts_of
 from elasticd.worker.together import Together
 
 _log = logging.getLogger(__name__)
 _BUFFERS: Final = 2
+_NOTHING_WHOLE: Final = 5  # the exit code, as the job's will be
 _ROOT = str(Path(__file__).parents[2])
 _PROGRAM = (
     "import sys; sys.path.append({root!r}); "
@@ -94,16 +98,32 @@ class Committed:
 class Checkpoints:
     """The checkpoints below a folder that all ranks can write to, made and read by all ranks together.
 
-    All ranks call ``save`` and ``load`` at the same steps, after each change of world anew. ``last``:
-    keep so many of the newest; ``every``: and the first of each so many steps.
+    ``path`` may be an address of fsspec's, such as ``s3://bucket/run1``, or be left to the agent's
+    ``--checkpoints``. All ranks call ``save`` and ``load`` at the same steps, after each change of world
+    anew. ``last``: keep so many of the newest; ``every``: and the first of each so many steps. ``when``:
+    what ``save_if_due`` goes by, ``100`` (steps), ``90s``, ``10m``, ``1h`` or ``auto`` (by what saving
+    costs and how often the job fails); else the agent's ``--checkpoint-every``, else each step.
 
     ``skipped`` counts saves that were left out as the disk had not caught up, ``failed`` those that
     came to nothing (``last_error`` says why), ``newest`` is what was last seen to be committed.
     ``from_memory``: the last ``load`` took the state from this node's memory, not from disk.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, last: int = 3, every: int = 0) -> None:
-        self._store = store_at(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        last: int = 3,
+        every: int = 0,
+        when: str | None = None,
+    ) -> None:
+        where = path or os.environ.get("ELASTICD_CHECKPOINTS")
+        if not where:
+            raise ValueError(
+                "nothing says where checkpoints are to be: give a path or run with --checkpoints"
+            )
+        self._store = store_at(where)
+        self._schedule = Schedule(parse(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
         self._keep = Keep(last, every)
         self._in_step = False
         self._together: Together | None = None
@@ -159,8 +179,13 @@ class Checkpoints:
         return True
 
     def due(self, step: int) -> bool:
-        """Whether what is committed with this step is to be saved: the same answer on all ranks."""
-        return step > 0
+        """Whether this step is to be saved, by ``when``: the same answer on all ranks, who all ask with
+        each step. Raises as collectives do."""
+        return self._schedule.due(step, self._in_this_world())
+
+    def save_if_due(self, state: Mapping[str, Any], step: int) -> bool:
+        """``save`` if this step is ``due``."""
+        return self.due(step) and self.save(state, step)
 
     def keep_in_step(self) -> None:
         """Between steps only will there be saves and loads, while no rank sends anything else."""
@@ -197,11 +222,14 @@ class Checkpoints:
         found, complaint = Checkpoint(self._store.url), ""
         if together.rank == 0:
             try:
-                found = FilePointer(self._store).read()
+                url = self._store.url
+                found, own = known(_saver(), url) or (FilePointer(self._store).read(), True)
+                if not own and os.environ.get("ELASTICD_RESUME") == Resume.NEVER:
+                    found = Checkpoint(url)
             except BadCheckpoint as error:
                 complaint = str(error)
             except OSError as error:
-                complaint = f"{error.filename} cannot be read: {error.strerror}"
+                complaint = f"{error.filename or self._store.url} cannot be read: {error.strerror or error}"
         said = together.gather(msgspec.json.encode((found, complaint)))[0]
         return msgspec.json.decode(said, type=tuple[Checkpoint, str])
 
@@ -209,6 +237,7 @@ class Checkpoints:
         if self._together is None or self._together.over:
             self.close()
             self._together = Together(in_step=self._in_step)
+            self._schedule.begin()
             self._pending.clear()
         return self._together
 
@@ -218,7 +247,7 @@ class Checkpoints:
         assert together is not None
         self._plan = None
         self._pending.clear()
-        mine: dict[str, Any] = {"host": _host(), "saver": os.environ.get("ELASTICD_SAVER", "")}
+        mine: dict[str, Any] = {"host": _host(), "saver": _saver()}
         if together.rank == 0:
             before = 0
             with contextlib.suppress(BadCheckpoint, OSError):  # then no commit works, which is said
@@ -307,7 +336,8 @@ class Checkpoints:
         buffer.busy = True
         self._pending.add(name)
         note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
-        self._say({"is": "save", **note, "blocked_s": time.monotonic() - began})
+        self._schedule.cost_s = time.monotonic() - began
+        self._say({"is": "save", **note, "blocked_s": self._schedule.cost_s})
 
     def _pickled(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         made = {}
@@ -355,6 +385,7 @@ class Checkpoints:
             case "committed":
                 self._pending.discard(message["name"])
                 self.newest = Committed(message["name"], message["step"], message["took_s"], message["size"])
+                self._schedule.durable_s = self.newest.took_s
             case "failed":
                 self._pending.discard(message["name"])
                 self._fail(message["step"], message["why"])
@@ -396,8 +427,8 @@ class Checkpoints:
         wrong: dict[str, str] = {}  # by name, what is
         while True:
             # Read anew each time: what a saver still had to do may have come in between.
-            known, complaint = self._committed(together)
-            saved = next((s for s in reversed(known.saved) if s.name not in wrong), None)
+            there, complaint = self._committed(together)
+            saved = next((s for s in reversed(there.saved) if s.name not in wrong), None)
             if complaint or saved is None:
                 break
             flat, why, misfit = self._read(state, saved)
@@ -408,14 +439,18 @@ class Checkpoints:
             if not whys:
                 restore(state, flat)
                 if together.rank == 0:
-                    for name in wrong.keys() & {s.name for s in known.saved}:
+                    for name in wrong.keys() & {s.name for s in there.saved}:
                         _log.warning("step %d is resumed from, since %s", saved.step, wrong[name])
                 return saved.step
             wrong[saved.name] = whys[0]
-        whole = [complaint] if complaint else [wrong[s.name] for s in reversed(known.saved)]
-        if whole or required:
+        whole = [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved)]
+        demanded = os.environ.get("ELASTICD_RESUME") == Resume.REQUIRED
+        if whole or required or demanded:
             why = "; ".join(whole) or f"none was ever committed in {self._store.url}"
-            raise NoCheckpoint(f"no checkpoint is whole: {why}")
+            sentence = f"no checkpoint is whole: {why}"
+            if demanded:
+                _end_the_job(sentence)
+            raise NoCheckpoint(sentence)
         return None
 
     def load_plain(self, state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
@@ -430,10 +465,10 @@ class Checkpoints:
     def _recall(self, together: Together, state: dict[str, Any]) -> int | None:
         """Fill ``state`` from this node's memory, if the whole of a state that is no older than what
         was committed is there on every node; its step."""
-        recalled = recall(os.environ.get("ELASTICD_SAVER", ""), self._store.url)
+        recalled = recall(_saver(), self._store.url)
         try:
-            known, _ = self._committed(together)
-            newest = (known.newest.round, known.newest.step) if known.newest else (0, 0)
+            there, _ = self._committed(together)
+            newest = (there.newest.round, there.newest.step) if there.newest else (0, 0)
             mine = (recalled.name, recalled.round, recalled.step) if recalled else ("", 0, 0)
             said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode(mine))]
             name, round_, step = said[0]
@@ -499,6 +534,23 @@ def _check_loadable(key: str, raw: bytes) -> None:
             f"{key} could not be loaded again: checkpoints hold tensors and plain objects "
             f"(numbers, strings, lists, dicts), as torch.load(weights_only=True) takes them"
         ) from error
+
+
+def _end_the_job(sentence: str) -> NoReturn:
+    """``--resume=required``: another try would find nothing either."""
+    told.fatal(Fatal.NO_CHECKPOINT)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(file, "w") as out:
+            json.dump({"message": {"message": sentence, "extraInfo": extra}}, out)
+    _log.error("%s", sentence)
+    raise SystemExit(_NOTHING_WHOLE)
+
+
+def _saver() -> str:
+    """The name of the agent's; empty where there is none."""
+    return os.environ.get("ELASTICD_SAVER", "")
 
 
 def _host() -> str:

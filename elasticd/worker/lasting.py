@@ -49,8 +49,11 @@ class Lasting:
             if world.nobody_stays():  # else those who do have it, and it need not be written
                 self._save(parts, world, must=True)
                 self._checkpoints.wait(GOING_S_MAX)
-        elif self._checkpoints.due(parts.step):
-            self._save(parts, world)
+        else:
+            with _in(world):
+                due = self._checkpoints.due(parts.step)
+            if due:
+                self._save(parts, world)
 
     def finished(self, parts: Parts, world: World | None) -> None:
         """Training is at its end. Raises WorldChanged if the world ends otherwise meanwhile."""

@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.handover import Gone, Paper
-from elasticd.checkpoint.manifest import Index, decode_index
+from elasticd.checkpoint.manifest import BadCheckpoint, Index, decode_index
 from elasticd.checkpoint.reading import Wish
+from elasticd.core.facts import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,34 @@ class Recalled:
     def close(self) -> None:
         for fd in self.shards.values():
             os.close(fd)
+
+
+def known(saver: str, url: str) -> tuple[Checkpoint, bool] | None:
+    """What the saver of that name says is committed at ``url``, and whether by this job; None where there
+    is no saver. Raises BadCheckpoint where it cannot tell."""
+    if not saver:
+        return None
+    try:
+        line = handover.connect(saver)
+    except Gone:
+        return None
+    try:
+        line.send({"is": "known", "path": url})
+        heard = line.receive()
+    except Gone:
+        return None
+    finally:
+        line.close()
+    if heard is None:
+        return None
+    message, files = heard
+    if not files:
+        raise BadCheckpoint(str(message.get("why", "the saver cannot tell what is committed")))
+    [file] = files
+    try:
+        return msgspec.json.decode(Paper.of(file).index, type=Checkpoint), bool(message["own"])
+    finally:
+        os.close(file)
 
 
 def recall(saver: str, url: str) -> Recalled | None:

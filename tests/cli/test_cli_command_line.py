@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, collect
 from elasticd.cli.run import Planned, plan, run
-from elasticd.core.facts import Limits, Policy
+from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
 
@@ -440,6 +440,16 @@ def test_torchruns_restarts_are_the_budget_and_nothing_ends_the_job_before_it(jo
     assert planned(job).config.policy == Policy()
 
 
+def test_whether_to_resume_is_the_policy_s_and_the_workers_(job: str) -> None:
+    config = planned("--resume", "required", "--checkpoint-every", "5m", "--checkpoints", "x", job).config
+    assert config.policy.resume is Resume.REQUIRED
+    told = {"ELASTICD_RESUME": "required", "ELASTICD_CHECKPOINT_EVERY": "5m"}
+    assert told.items() <= config.env.items()
+    assert config.env["ELASTICD_CHECKPOINTS"] == os.path.abspath("x")
+    url = planned("--checkpoints", "memory://x/", job).config.env
+    assert url["ELASTICD_CHECKPOINTS"] == "memory://x" and "ELASTICD_RESUME" not in url
+
+
 def test_every_time_of_the_policy_has_its_option(job: str) -> None:
     argv = {
         "settle_s": "--settle",
@@ -456,7 +466,7 @@ def test_every_time_of_the_policy_has_its_option(job: str) -> None:
         "quarantine_s": "--quarantine",
         "quarantine_max_s": "--quarantine-max",
     }
-    assert set(argv) == {f.name for f in fields(Policy)}
+    assert {*argv, "resume"} == {f.name for f in fields(Policy)}
     words = [word for n, option in enumerate(argv.values(), start=11) for word in (option, str(n))]
     policy = planned(*words, job).config.policy
     assert [getattr(policy, name) for name in argv] == list(range(11, 11 + len(argv)))

@@ -744,7 +744,13 @@ def test_an_agent_without_workers_leaves_at_once_when_signalled() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "code"),
-    [(Outcome.SUCCEEDED, 0), (Outcome.FAILED, 1), (Outcome.SHORT, 3), (Outcome.STOPPED, 143)],
+    [
+        (Outcome.SUCCEEDED, 0),
+        (Outcome.FAILED, 1),
+        (Outcome.SHORT, 3),
+        (Outcome.STOPPED, 143),
+        (Outcome.NOWHERE, 5),
+    ],
 )
 def test_the_outcome_of_the_job_is_the_exit_code_of_its_agents(outcome: Outcome, code: int) -> None:
     one = Agent.working(SECOND)

@@ -25,6 +25,7 @@ from elasticd.core.facts import (
     Policy,
     Quarantine,
     Report,
+    Resume,
     Round,
     Spec,
 )
@@ -475,6 +476,12 @@ def test_the_budget_spent_ends_the_job_with_its_last_failure() -> None:
     assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.FAILED)
     assert ended.failure == Failure("a", found) and "2 failures within" in ended.why
     assert isinstance(plan.reasons[-1], JobEnded)
+
+
+def test_a_job_that_is_not_to_resume_forgets_what_a_former_one_committed_and_no_other_does() -> None:
+    for resume in Resume:
+        plan = decide(view(spec(policy=replace(POLICY, resume=resume)), None, [node("a", 8)]), NOW)
+        assert (Delete("checkpoint") in plan.writes) == (resume is Resume.NEVER)
 
 
 def test_failing_again_and_again_without_a_step_ends_the_job_early() -> None:

@@ -1,0 +1,56 @@
+"""When a training saves: the same answer on all ranks, which ask each other as seldom as they can."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticd.core.cadence import Cadence, EverySteps, between_failures_s, interval_s, look
+from elasticd.worker.together import Together
+
+_NOT_MINE: Final = 1 << 62  # no number that rank 0 could have said
+
+
+@dataclass(slots=True)
+class Schedule:
+    """``due`` is asked with each step; ``begin`` says that the world is another, so that nothing is
+    agreed any more. ``cost_s`` and ``durable_s``: of the last save, as measured."""
+
+    cadence: Cadence
+    cost_s: float = 0.0
+    durable_s: float = 0.0
+    _since: float = field(default_factory=time.monotonic)
+    _next: int = 0  # the step with which to ask again
+    _mark: tuple[int, float] | None = None  # a step, and when it was made
+
+    def begin(self) -> None:
+        self._next, self._mark = 0, None
+
+    def due(self, step: int, together: Together) -> bool:
+        """Raises as collectives do."""
+        if isinstance(self.cadence, EverySteps):
+            return step > 0 and step % self.cadence.steps == 0
+        if step < self._next:
+            return False
+        now = time.monotonic()
+        mine = [_NOT_MINE, _NOT_MINE]
+        if together.rank == 0:
+            interval = interval_s(self.cadence, self.cost_s, self.durable_s, _between_failures_s())
+            step_s = None
+            if self._mark is not None and step > self._mark[0]:
+                step_s = (now - self._mark[1]) / (step - self._mark[0])
+            answer = look(step, now, self._since + interval, step_s)
+            mine = [int(answer.save), answer.next]
+            self._mark = (step, now)
+        save, self._next = together.least(mine)
+        if save:
+            self._since = now
+        return bool(save)
+
+
+def _between_failures_s() -> float:
+    """As this job has had it: each round after the first began because something ended the one before."""
+    began = float(os.environ.get("ELASTICD_BEGAN", "0")) or time.time()
+    return between_failures_s(max(0, int(os.environ.get("ELASTICD_ROUND", "1")) - 1), time.time() - began)

@@ -1,0 +1,152 @@
+"""Checkpoints of a job on S3, and what the job does where there are none to resume from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.worker import checkpoint
+from elasticd.worker.checkpoint import Checkpoints
+from tests.checkpoint.s3server import SECRET, S3Server, everything
+
+PROGRAM = Path(__file__).parent / "programs" / "remote.py"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    server = S3Server()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+def run(*options: str, script: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "TORCHELASTIC_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "elasticd.cli.main",
+        "run",
+        "--standalone",
+        *options,
+        str(PROGRAM),
+        *script,
+    ]
+    return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=115)
+
+
+def steps(where: str) -> list[int]:
+    return [s.step for s in FilePointer(where).read().saved]
+
+
+def test_a_job_saves_to_s3_and_resumes_from_there(s3):
+    where = "s3://bucket/job"
+    job = run("--checkpoints", where, "--checkpoint-every", "3")
+    assert job.returncode == 0, job.stderr[-3000:]
+    assert [line for line in job.stdout.splitlines() if "saved" in line] == ["saved 3", "saved 6", "saved 9"]
+    assert steps(where) == [6, 9]
+    names = {s.name for s in FilePointer(where).read().saved}
+    keys = {o["Key"].split("/")[1] for o in boto3.client("s3").list_objects_v2(Bucket="bucket")["Contents"]}
+    assert keys == names | {"committed.json"}, "what is not kept is gone"
+    again = run("--checkpoints", where, "--resume", "required")
+    assert again.returncode == 0 and "began at 9" in again.stdout, again.stderr[-3000:]
+    for one in (job, again):
+        assert SECRET not in one.stderr + one.stdout
+
+
+@pytest.mark.slow
+def test_a_job_that_never_resumes_still_recovers_from_what_it_saved_itself(tmp_path):
+    where = str(tmp_path / "run")
+    assert run("--checkpoints", where, "--checkpoint-every", "5").returncode == 0
+    anew = run("--checkpoints", where, "--checkpoint-every", "4", "--resume", "never", script=("fail",))
+    assert anew.returncode == 0, anew.stderr[-3000:]
+    assert [line for line in anew.stdout.splitlines() if "began" in line] == ["began at 0", "began at 4"]
+
+
+@pytest.mark.slow
+def test_a_store_that_hangs_up_costs_checkpoints_and_not_the_training(s3):
+    s3.fails("drop", lambda method, url: method in ("PUT", "POST") and "step-" in url)
+    try:
+        job = run("--checkpoints", "s3://bucket/away", "--checkpoint-every", "5", AWS_MAX_ATTEMPTS="1")
+    finally:
+        s3.mends()
+    assert job.returncode == 0, job.stderr[-3000:]
+    assert job.stderr.count('"event": "checkpoint.failed"') == 2
+    assert steps("s3://bucket/away") == []
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_at_the_start_is_noted_and_no_training_begun_from_nothing(s3):
+    s3.fails("drop", everything)
+    try:
+        job = run("--checkpoints", "s3://bucket/dark", AWS_MAX_ATTEMPTS="1")
+    finally:
+        s3.mends()
+    assert job.returncode == 1
+    assert "s3://bucket/dark cannot be written to now" in job.stderr
+    assert "what is committed cannot be read: " in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "environment", "why"),
+    [
+        ("s3://no-such-bucket/x", {}, "bucket does not exist"),
+        ("s3://bucket/x", {"AWS_ACCESS_KEY_ID": "SOMEBODY"}, "does not exist in our records"),
+        ("nonsense://bucket/x", {}, "no address to keep checkpoints at"),
+        ("/proc/x", {}, "No such file or directory"),
+    ],
+)
+def test_a_store_that_nothing_can_be_written_to_is_refused_at_the_start(s3, where, environment, why):
+    job = run("--checkpoints", where, **environment)
+    assert job.returncode == 2
+    [sentence] = job.stderr.strip().splitlines()
+    assert sentence.startswith("elasticd: ") and why in sentence
+    assert SECRET not in sentence
+
+
+def trained() -> dict[str, Any]:
+    """As the program has it."""
+    model = torch.nn.Linear(64, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_a_job_that_must_resume_and_cannot_ends_with_5_and_says_what_is_wrong_with_each(tmp_path):
+    where = tmp_path / "run"
+    checkpoints = Checkpoints(where)
+    for step in (5, 10):
+        assert checkpoints.save(trained(), step) and checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+    for saver in checkpoint._savers:
+        saver.wait(60.0)
+    checkpoint._savers.clear()
+    five, ten = FilePointer(where).read().saved
+    (where / five.name / "__0_0.distcp").unlink()
+    raw = bytearray((where / ten.name / "__0_0.distcp").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (where / ten.name / "__0_0.distcp").write_bytes(raw)
+    job = run("--checkpoints", str(where), "--resume", "required")
+    assert job.returncode == 5, job.stderr[-3000:]
+    last = [line for line in job.stderr.splitlines() if "no checkpoint is whole" in line][-1]
+    assert f"{ten.name}/__0_0.distcp is damaged" in last and f"{five.name}/__0_0.distcp is missing" in last
+
+
+def test_a_word_that_is_no_interval_is_refused(tmp_path):
+    job = run("--checkpoints", str(tmp_path), "--checkpoint-every", "often")
+    assert job.returncode == 2 and "neither a number of steps" in job.stderr
