@@ -70,12 +70,16 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """It has joined the group and has the state, and calls the user's function. What that took."""
+    """It has joined the group and has the state, and calls the user's function. What that took.
+    ``batch``: samples of a batch that grows with the world, and what it multiplies learning rates by
+    (``rates``); 0 where it does not grow."""
 
     round: int
     step: int
     group_s: float
     state_s: float
+    batch: int = 0
+    rates: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,9 @@ def decode(line: bytes) -> Message:
             "step": int(step),
             "group_s": float(group_s) | int(group_s),
             "state_s": float(state_s) | int(state_s),
-        }:
-            return Entered(n, step, float(group_s), float(state_s))
+        } if isinstance(said.get("batch", 0), int) and isinstance(said.get("rates", 1.0), float | int):
+            grown = said.get("batch", 0), float(said.get("rates", 1.0))
+            return Entered(n, step, float(group_s), float(state_s), *grown)
         case {"is": "done", "round": int(n)}:
             return Done(n)
         case {"is": "enter", "round": int(n), "env": dict(env)} if all(

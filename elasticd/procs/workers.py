@@ -381,9 +381,10 @@ class LocalProcs:
                 self._linked(slot)
             case wire.Waiting(age=age) if came_out:
                 self._waiting(slot, number, steps, age)
-            case wire.Entered(round=number, step=step, group_s=group_s, state_s=state_s):
-                times = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
-                self._say("worker.entered", slot=slot, round=number, step=step, **times)
+            case wire.Entered(number, step, group_s, state_s, batch, rates):
+                took = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
+                grown = {"batch": batch, "rates_times": round(rates, 6)} if batch else {}
+                self._say("worker.entered", slot=slot, round=number, step=step, **took, **grown)
             case wire.Done(round=number):
                 self._say("worker.done", slot=slot, round=number)
 

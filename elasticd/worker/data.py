@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from elasticd.core.dealing import Batch, Part, next_batch, parts_of
 from elasticd.worker import loading
 from elasticd.worker.loading import Fetched, Indexed, Requests, Share, Stream
+from elasticd.worker.rate import Rule, check, factor
 from elasticd.worker.sampling import Listed, Sampler, order_of
 
 VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # what elasticd run tells its workers of --max
@@ -36,7 +37,10 @@ class Data:
         are added up in one order, random numbers and buffers are a virtual rank's own (the buffers of
         the last one stay). Two jobs end alike if they have the same virtual_ranks and OMP_NUM_THREADS
         and deterministic kernels (see torch.use_deterministic_algorithms).
-    worker_batch: in its place, samples per step of each worker: the global batch grows with the world.
+    worker_batch: in place of global_batch, samples per step of each worker: the batch grows with the
+        world. ``rate``: how learning rates follow: "linear", "sqrt", "none", or a function from how many
+        times as large the batch is to what rates are multiplied by. They are right for a batch of
+        ``rate_batch``, or of the first world's. Schedulers see them as they were asked for.
     shuffle: mixed anew in each epoch by ``seed``; otherwise as the dataset has it.
     weights: draw with replacement, by a weight for each sample, ``draws`` an epoch.
     sampler: an order of your own: indices for one epoch, from a function of the epoch's number, or from
@@ -55,6 +59,8 @@ class Data:
         *,
         global_batch: int | None = None,
         worker_batch: int | None = None,
+        rate: Rule | None = None,
+        rate_batch: int = 0,
         virtual_ranks: int | None = None,
         accumulate: int = 1,
         consistent: bool = False,
@@ -85,6 +91,10 @@ class Data:
                 "a worker_batch makes another global batch in another world, which cannot be consistent: "
                 "give Data global_batch"
             )
+        if (rate is not None or rate_batch) and global_batch is not None:
+            raise TypeError("rate and rate_batch are for a batch that grows: give Data worker_batch for them")
+        self._rate = check(rate) if global_batch is None else None
+        self._asked_rate_batch = self._rate_batch = rate_batch
         batch = global_batch if global_batch is not None else worker_batch
         for name, number in (("the batch", batch), ("accumulate", accumulate), ("epochs", epochs)):
             if number is not None and number < 1:
@@ -140,7 +150,14 @@ class Data:
 
     def state_dict(self) -> dict[str, Any]:
         digest = self._order.digest(self._epoch) if isinstance(self._order, Listed) else ""
-        return {"v": 1, "epoch": self._epoch, "position": self._position, "digest": digest, **self.facts}
+        return {
+            "v": 1,
+            "epoch": self._epoch,
+            "position": self._position,
+            "digest": digest,
+            "rate_batch": self._rate_batch,
+            **self.facts,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises DataChanged."""
@@ -156,7 +173,19 @@ class Data:
                 "with: it must be a function of the epoch alone"
             )
         self._epoch, self._position = state["epoch"], state["position"]
+        self._rate_batch = self._asked_rate_batch or state["rate_batch"]
         self._open = None
+
+    @property
+    def grows(self) -> bool:
+        return self._rate is not None
+
+    def growth(self, world: int) -> tuple[int, float]:
+        """The batch of a world of that size, and what its learning rates are multiplied by. Raises
+        ValueError."""
+        batch = (self._worker_batch or 0) * world
+        self._rate_batch = self._rate_batch or batch
+        return batch, factor(self._rate or "none", batch / self._rate_batch)
 
     def shares(self, rank: int, world: int) -> Iterator[Share]:
         """What the worker of that rank does in each step, from what is committed on. A share is committed

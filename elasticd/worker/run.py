@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 import traceback
@@ -19,6 +20,7 @@ from elasticd.worker.link import Link
 from elasticd.worker.state import State
 from elasticd.worker.world import World, WorldChanged, is_of_the_group
 
+_log = logging.getLogger(__name__)
 NEWS_S_MAX = 15.0  # after a collective failed, for the agent to say that the round is over
 
 P = ParamSpec("P")
@@ -81,6 +83,9 @@ def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:
     except WorldChanged as failed:
         raise failed.__cause__ or failed from None
     state.enter(None)
+    batch, rates = state.growth
+    if batch and dist.get_rank() == 0:
+        _log.info("steps of %d samples; learning rates are multiplied by %g", batch, rates)
     result = call()
     state.finish()
     return result
@@ -106,7 +111,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
                 world.end()  # nobody goes while another still takes
                 raise WorldChanged
             state.enter(world)
-            link.say(Entered(round, state.step, formed - started, time.monotonic() - formed))
+            link.say(Entered(round, state.step, formed - started, time.monotonic() - formed, *state.growth))
             result = call()
             state.finish()
             if world.end():

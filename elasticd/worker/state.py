@@ -19,6 +19,7 @@ from elasticd.worker.data import Data
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
 from elasticd.worker.plain import copied
+from elasticd.worker.rate import Following
 from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
 from elasticd.worker.step import Step
@@ -100,6 +101,7 @@ class State:
                 self._take_in(name, value)
         if data is not None and data.consistent:
             self._make_consistent()
+        self._following = Following(self._optimizers.values()) if data is not None and data.grows else None
         self._buffers = [
             (module._buffers, name)
             for whole in self._modules.values()
@@ -263,12 +265,21 @@ class State:
             self._reduction = Consistent(
                 list(self._modules.values()), self._data.virtual_ranks, self._data.seed, self._place, world
             )
+        if self._following is not None and self._data is not None:
+            _, self._following.times = self._data.growth(world_size())
         self._recorder = recorder()
         if self._recorder is not None:
             data = self._data
             about = (data.epoch, data.position, data.facts) if data is not None else None
             number = world.number if world is not None else int(os.environ.get("ELASTICD_ROUND", "1"))
             self._recorder.entered(number, rank(), world_size(), self._step, about)
+
+    @property
+    def growth(self) -> tuple[int, float]:
+        """The batch that grows with the world, and what it multiplies learning rates by; 0 and 1 without."""
+        if self._following is None or self._data is None:
+            return 0, 1.0
+        return self._data.growth(world_size())
 
     def leave(self) -> None:
         """Out of the world, and back to what is committed, unless an optimizer has begun a step."""

@@ -27,7 +27,15 @@ seconds = st.floats(0, 1e6)
 messages = st.one_of(
     st.builds(Hello, pid=naturals, v=naturals),
     st.builds(Waiting, round=naturals, step=naturals, state=st.sampled_from(Holds), agreed=naturals),
-    st.builds(Entered, round=naturals, step=naturals, group_s=seconds, state_s=seconds),
+    st.builds(
+        Entered,
+        round=naturals,
+        step=naturals,
+        group_s=seconds,
+        state_s=seconds,
+        batch=naturals,
+        rates=seconds,
+    ),
     st.builds(Done, round=naturals),
     st.builds(
         Enter, round=naturals, env=st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=4)

@@ -176,7 +176,7 @@ def test_an_iterable_dataset_that_can_begin_in_the_middle_does():
 
 
 def test_a_batch_may_grow_with_the_world():
-    steps = epoch_in([1, 2, 3], dataset=Numbers(20), worker_batch=3)
+    steps = epoch_in([1, 2, 3], dataset=Numbers(20), worker_batch=3, rate="none")
     assert [sum(len(s) for _, s, _ in step) for step in steps] == [3, 6, 9, 2]
     assert sorted(ids(steps)) == list(range(20))
 
@@ -230,6 +230,17 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         TypeError,
         "with worker_batch there are none",
         {"global_batch": None, "worker_batch": 4, "virtual_ranks": 2},
+    ),
+    "a rate that follows nothing": (TypeError, "are for a batch that grows", {"rate": "linear"}),
+    "a batch that grows alone": (
+        TypeError,
+        "say how the learning rate follows, by rate='linear', 'sqrt', 'none' or a function",
+        {"global_batch": None, "worker_batch": 4},
+    ),
+    "an unknown rule": (
+        ValueError,
+        "'cubic' is no rule for the learning rate: there are linear, sqrt, none, or a function",
+        {"global_batch": None, "worker_batch": 4, "rate": "cubic"},
     ),
     "shuffled by the loader": (TypeError, "Data decides on batch_size itself", {"batch_size": 2}),
     "not a dataset": (TypeError, "a int is no dataset", {"dataset": 3}),
@@ -301,6 +312,47 @@ def state_of(data: Data) -> worker.State:
     made.agree(1)
     made.enter(None)
     return made
+
+
+@pytest.mark.parametrize(
+    ("rate", "times"), [("linear", 1.5), ("sqrt", 1.5**0.5), ("none", 1.0), (lambda growth: 7 * growth, 10.5)]
+)
+def test_rates_follow_a_growing_batch_while_the_optimizer_steps_and_never_show(monkeypatch, rate, times):
+    stepped = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            stepped.append([group["lr"] for group in self.param_groups])
+            super().step(closure)
+
+    model = nn.Linear(1, 1)
+    optimizer = Spy(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    data = Data(Numbers(40), worker_batch=4, rate=rate, rate_batch=8)
+    state = worker.State(model, optimizer, data=data, schedule=schedule, wrap=None)
+    monkeypatch.setattr("elasticd.worker.state.world_size", lambda: 3)
+    state.begin()
+    state.enter(None)
+    assert state.growth == (12, pytest.approx(times))
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    assert stepped == [[pytest.approx(0.5 * times)], [pytest.approx(0.25 * times)]]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_rates_are_right_for_the_first_worlds_batch_unless_somebody_says_otherwise():
+    data = Data(Numbers(40), worker_batch=4, rate="linear")
+    assert data.growth(2) == (8, 1.0)
+    later = Data(Numbers(40), worker_batch=4, rate="linear")
+    later.load_state_dict(data.state_dict())
+    assert later.growth(3) == (12, 1.5)
+
+
+def test_a_rule_that_gives_no_rate_is_refused():
+    data = Data(Numbers(40), worker_batch=4, rate=lambda growth: -growth, rate_batch=4)
+    with pytest.raises(ValueError, match="the learning rate gave -2.0 for a batch 2 times as large"):
+        data.growth(2)
 
 
 def loss_of(state: worker.State, batch: Any) -> torch.Tensor:

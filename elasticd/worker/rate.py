@@ -1,0 +1,71 @@
+"""Learning rates that follow a batch which grows and shrinks with the world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+Rule = str | Callable[[float], float]
+
+RULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda growth: growth,
+    "sqrt": math.sqrt,
+    "none": lambda growth: 1.0,
+}
+
+
+def factor(rule: Rule, growth: float) -> float:
+    """What rates are multiplied by where the batch is ``growth`` times what they are meant for.
+    Raises ValueError."""
+    found = RULES[rule](growth) if isinstance(rule, str) else rule(growth)
+    try:
+        times = float(found)
+    except (TypeError, ValueError):
+        times = math.nan
+    if not (math.isfinite(times) and times > 0):
+        raise ValueError(
+            f"the rule for the learning rate gave {found!r} for a batch {growth:g} times as large: give a "
+            "number above 0"
+        )
+    return times
+
+
+def check(rule: Rule | None) -> Rule:
+    """Raises TypeError and ValueError."""
+    if rule is None:
+        raise TypeError(
+            "with worker_batch the batch grows with the world: say how the learning rate follows, by "
+            "rate='linear', 'sqrt', 'none' or a function of how many times as large the batch is"
+        )
+    if not callable(rule) and rule not in RULES:
+        raise ValueError(
+            f"{rule!r} is no rule for the learning rate: there are {', '.join(RULES)}, or a function of how "
+            "many times as large the batch is"
+        )
+    return rule
+
+
+class Following:
+    """Multiplies the optimizers' rates by ``times`` for as long as they step: schedulers, and scripts that
+    look, see the rates that were asked for."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.times = 1.0
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+        self._asked: dict[Optimizer, list[Any]] = {}
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.times == 1.0 or optimizer in self._asked:  # a step that calls its base class's
+            return
+        self._asked[optimizer] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * self.times
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._asked.pop(optimizer, ()), strict=False):
+            group["lr"] = rate
