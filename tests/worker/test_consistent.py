@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 
+from elasticd import worker
 from elasticd.core.dealing import parts_of
 from elasticd.worker import buckets, chance
+from elasticd.worker.arithmetic import Arithmetic
 from elasticd.worker.consistent import Consistent
 from tests.worker.worlds import in_world
 
@@ -157,3 +160,94 @@ def test_in_a_world_of_any_size_a_step_is_what_virtual_ranks_one_by_one_would_ma
     for world in (1, 2, 3, 5, 6):
         for rank, found in enumerate(in_world(world, tmp_path, trained, virtual_ranks, accumulate)):
             assert found == obvious, f"worker {rank} of {world}"
+
+
+def a_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2))
+
+
+def test_what_cannot_be_consistent_is_refused_in_a_sentence() -> None:
+    def refused(match: str, model: nn.Module | None = None, **options: Any) -> None:
+        data = worker.Data(list(range(8)), global_batch=4, virtual_ranks=2, consistent=True)
+        with pytest.raises(TypeError, match=match):
+            worker.State(model, data=data, **options)
+
+    refused("SyncBatchNorm 1 adds up over the workers", nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    refused("Embedding 0 has sparse gradients", nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    refused("leave out wrap=", a_model(), wrap=None)
+    refused("needs a model")
+    with pytest.raises(TypeError, match="cannot be consistent: give Data global_batch"):
+        worker.Data(list(range(8)), worker_batch=4, consistent=True)
+
+
+def test_whoever_joins_computes_with_as_many_threads_or_says_why_it_cannot_compute_alike() -> None:
+    before = torch.get_num_threads()
+    arithmetic = Arithmetic(torch.device("cpu"))
+    try:
+        arithmetic.load_state_dict({**arithmetic.state_dict(), "threads": 3})
+        assert torch.get_num_threads() == arithmetic.state_dict()["threads"] == 3
+    finally:
+        torch.set_num_threads(before)
+    for other, match in (
+        ({"cpu": "Z80"}, "the processor's instructions is .* here and Z80 where the training began"),
+        ({"torch": "1.0"}, "install the same version everywhere"),
+        ({"gpu": "Voodoo"}, "none here and Voodoo where"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            arithmetic.load_state_dict({**arithmetic.state_dict(), **other})
+
+
+def test_a_gradient_that_comes_in_two_pieces_is_an_error_and_not_half_a_sum(tmp_path: Path) -> None:
+    assert "use_reentrant=False" in in_world(1, tmp_path, torn_gradient)[0]
+
+
+def torn_gradient() -> str:
+    model = nn.Linear(3, 3)
+    reduction = Consistent([model], 1, SEED, lambda: [0])
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+        return x.sum()
+
+    [part] = parts_of(0, 1, samples=4, virtual_ranks=1)
+    try:
+        with reduction.part(part):
+            reduction.backward(twice(torch.ones(4, 3, requires_grad=True)), part)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_steps_add_up_until_gradients_are_set_to_zero_and_parameters_may_be_frozen_meanwhile(
+    tmp_path: Path,
+) -> None:
+    expected = in_world(1, tmp_path, accumulated)[0]
+    assert in_world(3, tmp_path, accumulated) == [expected] * 3
+    first, both, frozen = expected
+    assert both == [[2 * v for v in gradient] for gradient in first]
+    assert frozen[0] == [] and frozen[1] == first[1]
+
+
+def accumulated() -> list[list[list[float]]]:
+    """The gradients of a step, of it made twice, and of it with one parameter frozen."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    reduction = Consistent([model], 4, SEED, lambda: [0])
+    x = torch.randn(8, 3)
+    found = []
+
+    def step() -> None:
+        parts = parts_of(dist.get_rank(), dist.get_world_size(), samples=8, virtual_ranks=4)
+        for part in parts:
+            with reduction.part(part):
+                reduction.backward(model(x[part.samples.start : part.samples.stop]).square().mean(), part)
+        reduction.finish(parts)
+        found.append([[] if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()])
+
+    step()
+    step()
+    model.zero_grad()
+    model.weight.requires_grad_(False)
+    step()
+    return found
