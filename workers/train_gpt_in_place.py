@@ -1,0 +1,120 @@
+"""Train the small GPT of train_gpt.py so that nobody has to start again when a worker dies.
+
+    elasticd run --min 2 --max 8 --checkpoints ~/gpt workers/train_gpt_in_place.py
+    torchrun --standalone --nproc-per-node 4 workers/train_gpt_in_place.py
+    python workers/train_gpt_in_place.py           # one process, no launcher
+
+The same training with elasticd.worker: survivors keep their process and go on at once, and data, steps,
+random numbers and checkpoints are seen to. It is consistent: however many workers there were, and
+whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from train_gpt import GPT, Shape, learning_rate, positive, read_text
+
+from elasticd import worker
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs and targets of a text; window n starts at n times the context."""
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        self.text, self.context = text, context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        window = self.text[n * self.context : (n + 1) * self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+@worker.run
+def train(state: worker.State, options: argparse.Namespace) -> None:
+    """Entered again, with the state of the last committed step, after each change of world."""
+    print_once(f"{worker.world_size()} workers, {state.step} steps done")
+    since, step_since = time.monotonic(), state.step
+    for step in state.steps(options.steps):
+        for group in state.optimizer.param_groups:
+            group["lr"] = learning_rate(state.step, options.steps, options.lr)
+        for inputs, targets in step:
+            logits = state.model(inputs.to(worker.device()))
+            step.backward(F.cross_entropy(logits.flatten(0, 1), targets.to(worker.device()).flatten()))
+        nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        if (state.step + 1) % options.log_every == 0:
+            rate = (state.step + 1 - step_since) / (time.monotonic() - since)
+            print_once(f"step {state.step + 1:>5}  loss {float(step.loss):.3f}  {rate:.1f} steps/s")
+        state.commit()
+
+
+def print_once(line: str, to: TextIO = sys.stdout) -> None:
+    if worker.rank() == 0:
+        print(line, file=to, flush=True)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of all that was learnt."""
+    found = hashlib.sha256()
+    state = optimizer.state_dict()["state"]
+    for tensor in (*model.state_dict().values(), *(t for values in state.values() for t in values.values())):
+        found.update(tensor.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--data", type=Path, help="a text file, or a folder of them (default: Python's standard library)")
+    add("--steps", type=positive, default=400)
+    add("--global-batch", type=positive, default=24, help="windows a step, whatever the number of workers")
+    add("--virtual-ranks", type=positive, default=8, help="pieces of it, dealt onto the workers at hand")
+    add("--context", type=positive, default=128, help="bytes in a window")
+    add("--layers", type=positive, default=4)
+    add("--heads", type=positive, default=4)
+    add("--width", type=positive, default=128)
+    add("--lr", type=float, default=3e-3, help="the peak learning rate")
+    add("--seed", type=int, default=0)
+    add("--log-every", type=positive, default=20, metavar="STEPS")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    try:
+        text = read_text(options.data).train
+    except ValueError as error:  # what was asked for cannot be done; trying again would not help
+        print_once(f"train_gpt_in_place: {error}", sys.stderr)
+        return 2
+    torch.manual_seed(options.seed)
+    model = GPT(Shape(options.layers, options.heads, options.width, options.context)).to(worker.device())
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    data = worker.Data(
+        Windows(text, options.context),
+        global_batch=options.global_batch,
+        virtual_ranks=options.virtual_ranks,
+        shuffle=True,
+        seed=options.seed,
+        epochs=None,
+        consistent=True,
+    )
+    train(worker.State(model=model, optimizer=optimizer, data=data), options)
+    print_once(f"weights and optimizer: {digest(model, optimizer)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
