@@ -352,10 +352,12 @@ class Stall:
 @dataclass(frozen=True, slots=True)
 class Hang:
     """Who hangs, as the leader judged from all nodes' stalls. Key ``hang``, on the leader's lease.
-    Each agent kills its own of the guilty, if they still are what they were seen to be."""
+    Each agent kills its own of the guilty, if they still are what they were seen to be. ``asks``: not
+    yet, as every agent is first to look at its own workers and to tell what they do."""
 
     round: int
     verdict: Verdict
+    asks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ Between the steps there is nothing to do but to wait until the next one is overd
 workers looked at: each as the kernel sees it, which costs nothing; and once it has stood still for
 longer than one that sleeps may, its stacks, which it is asked for by a signal.
 
-A stopped worker is judged by its own agent at once. For the rest it takes all ranks: each agent
-writes what its workers do to etcd, while they stand still, and the leader says who hangs.
+For that it takes all ranks: each agent writes what its workers do to etcd, while they stand still, and
+the leader says who hangs. Only of a stopped worker its own agent is certain: it tells at once, has the
+leader ask the others what theirs do, and waits no longer than a moment for what they answer.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ T = TypeVar("T")
 IDLE_S = 1.0  # between looks at pages where nothing is overdue; a page keeps the times of 250 steps
 STALLED_S = 0.5
 ERRAND_S = 0.03  # while something is under way whose end nobody tells
+ANSWER_S = 0.1  # while others are asked, or ask
+ANSWERS_S = 3.0  # a stopped worker is not kept for longer than that for what the others tell
 LATE_S = 2.0  # called later than that, the agent itself had been stopped, and knows nothing
 AGAIN = 1.3  # the next look comes when they stand still for so many times as long
 WINDOW_S = 10.0
@@ -142,6 +145,8 @@ class Hangs:
         self._round = 0
         self._killed: dict[tuple[Why, str], float] = {}  # how long it had stood still, by place
         self._told = False
+        self._certain: tuple[Verdict, float] | None = None  # and until when the others are waited for
+        self._answered: Hang | None = None
         self._exchange = _Exchange(driver, store)
 
     def routine(self, now: float) -> float:
@@ -149,6 +154,8 @@ class Hangs:
         if at > self._due + LATE_S:
             self._aware_since = at
         delay_s = max(ERRAND_S, self._attend(at))
+        if self._exchange.busy:
+            delay_s = min(delay_s, ANSWER_S)
         self._due = at + delay_s
         return now + delay_s
 
@@ -176,7 +183,7 @@ class Hangs:
             self._calm()
             return min(IDLE_S, allowed.stopped_s / 2 - still_s)
         stopped = self._sample(at)
-        if still_s < allowed.stopped_s:
+        if still_s < allowed.stopped_s and self._looking is None:
             return min(STALLED_S, allowed.stopped_s - still_s)
         return self._investigate(crew, allowed, still_s, stopped, at)
 
@@ -249,9 +256,19 @@ class Hangs:
             mine = [g for g in verdict.guilty if g.node == self._driver.state.me.node]
             if all(self._as_it_was(look) for look in mine):
                 return self._decide(self._round, verdict, at)
+        if self._certain is not None:
+            verdict, until = self._certain
+            if at >= until:
+                return self._decide(self._round, verdict, at)
+            if all(self._as_it_was(look) for look in verdict.guilty):
+                return ANSWER_S
+            self._certain = None  # it goes on
         if self._look_at_s is None:
             self._look_at_s = allowed.asleep_s
-        if stopped or still_s >= self._look_at_s:
+        question = self._exchange.question(self._round)
+        asked = question is not None and question is not self._answered
+        if stopped or still_s >= self._look_at_s or asked:
+            self._answered = question
             self._look_at_s = max(self._look_at_s, still_s * AGAIN)
             subjects = [
                 Subject(w.watched.slot, w.watched.rank, w.watched.pid, w.watched.page.path)
@@ -267,13 +284,17 @@ class Hangs:
         alone, in_step = len(crew.round.members) == 1, self._in_step(crew)
         all_told = alone and in_step
         verdict = judge(looks if all_told else [k for k in looks if k.doing is Doing.STOPPED], allowed)
-        if verdict is not None:
+        if verdict is not None and (alone or not in_step or self._driver.state.silent):
             return self._decide(self._round, verdict, at)
-        if in_step and not alone:
-            me = self._driver.state.me
-            self._exchange.tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed))
-            self._told = True
-        return STALLED_S
+        if alone or not in_step:
+            return STALLED_S
+        me = self._driver.state.me
+        self._exchange.tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed))
+        self._told = True
+        if verdict is None:
+            return STALLED_S
+        self._certain = (verdict, at + ANSWERS_S)
+        return ANSWER_S
 
     def _look(self, seen: Scene, allowed: Allowance, at: float) -> Look:
         of, where = seen.subject, seen.where
@@ -353,7 +374,7 @@ class Hangs:
 
     def _calm(self) -> None:
         """They make steps, or there is nobody to make any."""
-        self._look_at_s = self._looking = self._judged = None
+        self._look_at_s = self._looking = self._judged = self._certain = None
         self._scenes = ()
         for worker in self._workers.values():
             worker.sampled.clear()
@@ -381,7 +402,7 @@ class _Exchange:
         self._news: deque[Seen] = deque()
         self._found: Hang | None = None
         self._following: tuple[int, Callable[[], None]] | None = None
-        self._concluded_at = -REPEAT_S
+        self._concluded = self._asked = (0, -REPEAT_S)  # of which round, and when
         store.watch("hang", self._hang_seen)
 
     # ------------------------------------------------------------ of this node
@@ -399,10 +420,21 @@ class _Exchange:
             guard = StillThere(state.me.key, state.own.created)
             self._store.transact((guard,), (write,), lambda answer: None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody tells of workers that stand still, and this agent is to conclude from it."""
+        return bool(self._stalls or self._news)
+
     def verdict_for(self, round_number: int) -> Verdict | None:
         """The leader's, on this very round."""
         found = self._found
-        return found.verdict if found is not None and found.round == round_number else None
+        known = found is not None and found.round == round_number and not found.asks
+        return found.verdict if found is not None and known else None
+
+    def question(self, round_number: int) -> Hang | None:
+        """The leader's to all nodes of this round, what their workers do."""
+        found = self._found
+        return found if found is not None and found.round == round_number and found.asks else None
 
     def _hang_seen(self, seen: Seen) -> None:
         for entry in seen.entries:
@@ -438,25 +470,40 @@ class _Exchange:
         round = self._driver.state.round
         if not self._stalls or view is None or round is None or round.phase is not Phase.LIVE:
             return
-        if at < self._concluded_at + REPEAT_S:
+        if _lately(self._concluded, round.number, at):
             return
         finished = {
             name for name, r in (view.reports or {}).items() if r.round == round.number and r.finished
         }
         told: list[tuple[Stall, float]] = []
+        silent = False
         for member in round.members:
             known = self._stalls.get(member.node)
             current = known is not None and known[0].round == round.number
             if known is not None and current and known[0].incarnation == member.incarnation:
                 told.append(known)
             elif member.node not in finished:
-                return  # it makes steps, or has not said yet
-        verdict = judge(_all_looks(told, at), _most_patient([stall.allowed for stall, _ in told]))
-        if verdict is not None:
-            self._concluded_at = at
-            guard = StillThere("leader", leads.created)
-            put = Put("hang", Hang(round.number, verdict), leased=True)
-            self._store.transact((guard,), (put,), lambda answer: None)
+                silent = True  # it makes steps, or has not said yet
+        if not told:
+            return
+        looks = _all_looks(told, at)
+        if silent:  # it is only asked where somebody hangs for certain
+            looks = [look for look in looks if look.doing is Doing.STOPPED]
+        verdict = judge(looks, _most_patient([stall.allowed for stall, _ in told]))
+        if verdict is None or (silent and _lately(self._asked, round.number, at)):
+            return
+        if silent:
+            self._asked = (round.number, at)
+        else:
+            self._concluded = (round.number, at)
+        guard = StillThere("leader", leads.created)
+        put = Put("hang", Hang(round.number, verdict, asks=silent), leased=True)
+        self._store.transact((guard,), (put,), lambda answer: None)
+
+
+def _lately(done: tuple[int, float], round_number: int, at: float) -> bool:
+    """Whether it was done in this very round, and not long ago."""
+    return done[0] == round_number and at < done[1] + REPEAT_S
 
 
 def _keep(known: dict[str, tuple[Stall, float]], entry: Entry, at: float) -> None:

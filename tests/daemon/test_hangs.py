@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from elasticd.core.agent.state import Crew
-from elasticd.core.facts import Cause, Member, Phase, Round
+from elasticd.core.facts import Cause, Hang, Member, Phase, Round
 from elasticd.core.hang import Doing, Look, Patience, Verdict, Why
+from elasticd.core.ports import Changes, Entry, Put
 from elasticd.core.reasons import WorkersHung
-from elasticd.daemon.hangs import Hangs
+from elasticd.daemon.hangs import ANSWERS_S, Hangs
 from elasticd.procs.page import LAYOUT, MAGIC, PAGE_BYTES, TIMES, Page
 from elasticd.procs.workers import Watched
 
@@ -52,30 +53,44 @@ class Sleeper:
 
 
 class Setup:
-    """One node, two workers, nothing but its own clock."""
+    """A node with two workers, nothing but its own clock. ``others``: nodes of one worker each, which
+    are only in the round; ``put`` is what was written to etcd for them to read."""
 
-    def __init__(self, folder: Path, patience: Patience) -> None:
+    def __init__(self, folder: Path, patience: Patience, others: int = 0) -> None:
         self.now = 100.0
         self.said: list[WorkersHung] = []
         self.condemned: list[tuple[int, str, float]] = []
         self.folder = folder
         self.workers = [Sleeper(0, folder), Sleeper(1, folder)]
         member = Member("a", "i", (0, 1), 0)
-        round = Round(1, Phase.LIVE, (member,), "s:1", Cause.START, 0.0)
+        more = tuple(Member(f"other-{n}", "i", (0,), 2 + n) for n in range(others))
+        round = Round(1, Phase.LIVE, (member, *more), "s:1", Cause.START, 0.0)
+        self.put: list[Any] = []
+        self.watching: dict[str, Any] = {}
         self.state = SimpleNamespace(
             crew=Crew(round, member, False, frozenset({0, 1})),
             me=SimpleNamespace(node="a", incarnation="i", key="nodes/a"),
-            leads=None, own=None, silent=None, round=round,
+            leads=None, own=SimpleNamespace(fact=round, created=1), silent=None, round=round,
         )  # fmt: skip
         self.hangs = Hangs(
             patience,
             SimpleNamespace(state=self.state, view=None),  # type: ignore[arg-type]
-            SimpleNamespace(watch=lambda *_: None),  # type: ignore[arg-type]
+            SimpleNamespace(watch=self.watch, transact=self.transact),  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             lambda: folder / "run",
             self.said.append,  # type: ignore[arg-type]
             lambda: self.now,
         )
+
+    def watch(self, key: str, seen: Any) -> None:
+        self.watching[key] = seen
+
+    def transact(self, guards: Any, writes: Any, answered: Any) -> None:
+        self.put += [(write.fact, self.now) for write in writes if isinstance(write, Put)]
+
+    def hear(self, hang: Hang) -> None:
+        """The leader has written this."""
+        self.watching["hang"](Changes((Entry("hang", hang, 1, 1),)))
 
     def watched(self) -> tuple[Watched, ...]:
         return tuple(w.watched for w in self.workers)
@@ -235,3 +250,57 @@ def test_who_was_killed_at_a_place_gets_twice_the_time_there_the_next_time(setup
     assert not setup.hangs._too_soon(replace(verdict, why=Why.STOPPED), last + 1)
     elsewhere = replace(look, place="job.py:8")
     assert not setup.hangs._too_soon(replace(verdict, guilty=(elsewhere,)), last + 60)
+
+
+def test_of_several_nodes_the_others_are_told_and_waited_for_but_not_for_long(
+    tmp_path: Path, made: list[Any]
+) -> None:
+    made.append(Setup(tmp_path, Patience(), others=1))
+    setup: Setup = made[-1]
+    setup.train(10.0)
+    stop(setup.workers[1])
+    last = setup.now - STEP_S
+    setup.stand_still(30.0)
+    ((slot, why, at),) = setup.condemned
+    ((stall, told_at), *_) = setup.put
+    assert [(look.slot, look.doing) for look in stall.looks][1] == (1, Doing.STOPPED)
+    assert 0.99 < told_at - last < 1.5 and ANSWERS_S <= at - told_at < ANSWERS_S + 0.5
+    assert slot == 1 and why.startswith("hung: rank 1 on node a is stopped (SIGSTOP)")
+
+
+def test_once_all_have_told_the_stopped_one_is_condemned_with_what_the_others_do(
+    tmp_path: Path, made: list[Any]
+) -> None:
+    made.append(Setup(tmp_path, Patience(), others=1))
+    setup: Setup = made[-1]
+    setup.train(10.0)
+    stop(setup.workers[1])
+    while not setup.put:
+        setup.stand_still(0.1)
+    ((stall, told_at),) = setup.put
+    guilty = stall.looks[1]
+    setup.hear(Hang(1, Verdict(Why.STOPPED, (guilty,)), asks=True))
+    setup.stand_still(0.5)
+    assert not setup.condemned, "a question is no verdict"
+    setup.hear(Hang(1, Verdict(Why.STOPPED, (guilty,), 2, "all_reduce", "job.py:7")))
+    setup.stand_still(30.0)
+    ((slot, why, at),) = setup.condemned
+    assert slot == 1 and "; the other 2 wait for it in all_reduce" in why and at - told_at < 1.0
+
+
+def test_who_is_asked_looks_and_tells_though_nobody_here_hangs(tmp_path: Path, made: list[Any]) -> None:
+    made.append(Setup(tmp_path, Patience(), others=1))
+    setup: Setup = made[-1]
+    setup.train(10.0)
+    setup.stand_still(2.0)
+    assert not setup.put, "they are asleep for less long than a sleeping one may be"
+    there = Look("other-0", 0, 2, 100, 2.0, Doing.STOPPED, "job.py:7")
+    setup.hear(Hang(1, Verdict(Why.STOPPED, (there,)), asks=True))
+    setup.stand_still(1.0)
+    ((stall, _),) = setup.put
+    assert [look.rank for look in stall.looks] == [0, 1]
+    setup.hear(Hang(1, Verdict(Why.STOPPED, (there,), 2)))
+    setup.stand_still(1.0)
+    (said,) = setup.said
+    assert said.verdict.guilty == (there,) and not setup.condemned
+    assert {f.name for f in Path(said.evidence).iterdir()} >= {"conclusion.txt", "rank-0.txt", "rank-1.txt"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.harness import Cluster
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
@@ -23,12 +25,15 @@ def _hung(cluster: Cluster) -> list[dict[str, Any]]:
     return [found[round] for round in sorted(found)]
 
 
+@pytest.mark.timeout(300)
 def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(cluster: Cluster) -> None:
     cluster.limits = (3, 3)
     faults = ["loading", "stopped", "missing", "mismatched", "deadlock"]
     # At last nothing is wrong, but one computes for long, and then sleeps until a program has ended.
     program = [str(PROGRAM), ",".join([*faults, "evaluation"])]
     (a,) = cluster.start("a", slots=3, options=OPTIONS, program=program, env={"EVALUATION_S": "4"})
+    for times in range(1, 1 + len(faults)):  # each takes its while
+        cluster.until_said(a, "workers.hung", times=times)
     assert a.end() == 0, a.said()
     hung = _hung(cluster)
     assert [e["ranks"] for e in hung] == [[1]] * 5
@@ -53,14 +58,53 @@ def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(clust
     assert ended["message"].startswith("hung: rank 1 on node a") and "see" in ended["message"]
 
 
+def _evidence(cluster: Cluster, round: int) -> set[str]:
+    """The files of a hang that all nodes together have kept."""
+    told = [e for agent in cluster.agents for e in agent.find("workers.hung", round=round)]
+    assert len({e["conclusion"] for e in told}) == 1, "all say the same"
+    return {file.name for e in told for file in (cluster.folder / e["evidence"]).iterdir()}
+
+
+@pytest.mark.timeout(300)
 def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
     cluster.limits = (2, 2)
-    agents = cluster.start("a", "b", options=OPTIONS, program=[str(PROGRAM), "loading"])
+    agents = cluster.start("a", "b", options=OPTIONS, program=[str(PROGRAM), "loading,stopped"])
+    for agent in agents:
+        for times in (1, 2):
+            cluster.until_said(agent, "workers.hung", times=times)
     assert [agent.end() for agent in agents] == [0, 0], cluster.state()
-    (hung,) = _hung(cluster)
-    (guilty,) = hung["nodes"]
-    assert hung["conclusion"] == (
+    loading, stopped = _hung(cluster)
+    (guilty,) = loading["nodes"]
+    assert loading["conclusion"] == (
         f"rank 1 on node {guilty} is in {_line('loading')}, data loading; "
         "the other one waits for it in all_reduce"
     )
-    assert len({e["evidence"] for a in agents for e in a.find("workers.hung")}) == 2, "each keeps what it saw"
+    (guilty,) = stopped["nodes"]
+    assert stopped["ranks"] == [1] and stopped["why"] == "stopped"
+    assert stopped["conclusion"].startswith(f"rank 1 on node {guilty} is stopped (SIGSTOP)")
+    assert stopped["conclusion"].endswith("; the other one waits for it in barrier")
+    for hung in (loading, stopped):
+        assert _evidence(cluster, hung["round"]) == {"conclusion.txt", "rank-0.txt", "rank-1.txt"}
+    assert len({e["evidence"] for a in agents for e in a.find("workers.hung")}) == 4, "each keeps what it saw"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(cluster: Cluster) -> None:
+    cluster.limits = (4, 4)
+    faults = ["stopped", "missing", "mismatched", "deadlock"]
+    agents = cluster.start("a", "b", slots=2, options=OPTIONS, program=[str(PROGRAM), ",".join(faults)])
+    for agent in agents:
+        for times in range(1, 1 + len(faults)):
+            cluster.until_said(agent, "workers.hung", times=times)
+    assert [agent.end() for agent in agents] == [0, 0], cluster.state()
+    hung = _hung(cluster)
+    assert [e["ranks"] for e in hung] == [[1]] * 4
+    stopped, missing, mismatched, deadlock = (e["conclusion"] for e in hung)
+    (guilty,) = {node for e in hung[-1:] for node in e["nodes"]}
+    assert stopped.endswith("; the other 3 wait for it in barrier") and "(SIGSTOP)" in stopped
+    assert f"but the other 3 wait in barrier at {_line('barrier')}" in missing
+    assert f"waits in all_gather at {_line('mismatched')}" in mismatched
+    assert f"rank 1 on node {guilty} is in {_line('deadlock')}" in deadlock
+    for one in hung:
+        assert _evidence(cluster, one["round"]) == {"conclusion.txt", *(f"rank-{n}.txt" for n in range(4))}
