@@ -19,7 +19,8 @@ def may_come(round: Round, nodes: Iterable[Node]) -> bool:
 
 def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) -> tuple[Member, ...]:
     """Those of the round that hands over, before the heirs train; none if there is nothing to hand over.
-    The one that gives comes last, since the first hosts the store. ``round``: the last, which is over."""
+    The one that gives comes last, since the first hosts the store. It may not know yet that it is to
+    leave. ``round``: the last, which is over."""
     newest = max((node.age for node in nodes.values() if node.age is not None), default=None)
     holding = {
         node.name: node.holders for node in nodes.values() if newest is not None and node.age == newest
@@ -31,6 +32,6 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
         node = nodes[name]
         member = round.member(name, node.incarnation)
         there = member is None or node.released >= round.number
-        if node.draining and there and node.fenced < round.number:
+        if there and node.fenced < round.number:
             return (*heirs, Member(name, node.incarnation, slots[:1], rank))
     return ()
