@@ -62,6 +62,9 @@ class RunOptions:
     hang_after: str | None = None
     hang_floor: float | None = None
     hang_ceiling: float | None = None
+    stragglers: str | None = None
+    straggler_window: float | None = None
+    straggler_ratio: float | None = None
     on_nonfinite: str | None = None
     fresh_start: bool = False
     spares: int = 0
@@ -339,6 +342,24 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--hang-ceiling",
         Seconds(),
         "The longest, for a worker that is busy while others wait for it.  [3600]",
+    ),
+    # stragglers
+    _ours(
+        "--stragglers",
+        type=click.Choice(["report", "drain"]),
+        help="A worker that is slower than its peers, or whose GPU tells of errors: name it, or leave its "
+        "slot out for --quarantine-max.  [report]",
+    ),
+    _ours(
+        "--straggler-window",
+        Seconds(),
+        "Seconds over which a worker must be slower to be named.  [60]",
+    ),
+    _ours(
+        "--straggler-ratio",
+        type=click.FloatRange(min=1.0, min_open=True),
+        help="How much slower: its own time for a step over its peers'.  [1.1]",
+        metavar="RATIO",
     ),
     # steps that make no sense
     _ours(

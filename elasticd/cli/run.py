@@ -306,6 +306,9 @@ def _policy(
         quarantine_s=_first(options.quarantine, default.quarantine_s),
         quarantine_max_s=_first(options.quarantine_max, default.quarantine_max_s),
         resume=Resume(options.resume),
+        straggler_drain=options.stragglers == "drain",
+        straggler_window_s=_first(options.straggler_window, default.straggler_window_s),
+        straggler_ratio=_first(options.straggler_ratio, default.straggler_ratio),
     )
 
 

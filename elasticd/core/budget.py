@@ -82,11 +82,13 @@ def suspect(budget: Budget, policy: Policy) -> tuple[str, int] | None:
     return places.pop() if len(places) == 1 else None
 
 
-def quarantine(budget: Budget, place: tuple[str, int], policy: Policy, now: float) -> Budget:
+def quarantine(
+    budget: Budget, place: tuple[str, int], policy: Policy, now: float, *, at_least_s: float = 0.0
+) -> Budget:
     """The budget with the slot kept out: longer each time, forgotten a window after its end."""
     known = {(q.node, q.slot): q for q in budget.quarantines if q.until + policy.restart_window_s > now}
     before = known.pop(place, None)
     times = before.times + 1 if before else 1
     doublings = min(times - 1, 64)  # more of them than any float needs, and fewer than overflow one
-    length_s = min(policy.quarantine_s * 2.0**doublings, policy.quarantine_max_s)
+    length_s = max(at_least_s, min(policy.quarantine_s * 2.0**doublings, policy.quarantine_max_s))
     return replace(budget, quarantines=(*known.values(), Quarantine(*place, now + length_s, times)))

@@ -56,6 +56,9 @@ class Policy:
     ``futile_max``, so that a bad slot is tried without before the job is called futile).
     ``quarantine_s``: its first quarantine; doubled each time up to ``quarantine_max_s``.
     ``resume``: whether a job that begins forgets what a former one of its name committed (never).
+    ``straggler_ratio``: a worker whose own time for a step is so many times its peers' for most of
+    ``straggler_window_s`` is named. ``straggler_drain``: its slot is then left out for a while, and so
+    is one whose GPU tells of errors.
     """
 
     settle_s: float = 1.0
@@ -72,6 +75,9 @@ class Policy:
     quarantine_s: float = 30.0
     quarantine_max_s: float = 600.0
     resume: Resume = Resume.AUTO
+    straggler_drain: bool = False
+    straggler_window_s: float = 60.0
+    straggler_ratio: float = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,7 @@ class Cause(StrEnum):
     WORKER_HUNG = "worker_hung"
     NODE_LOST = "node_lost"
     NODE_DRAINED = "node_drained"
+    SLOT_DRAINED = "slot_drained"  # its worker was slower than the others, or its GPU is bad
     GREW = "grew"
     SCALED = "scaled"
     STOPPED = "stopped"
@@ -361,6 +368,58 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotPace:
+    """``own_s``: a worker's own time for a step, of late: without waiting for others."""
+
+    slot: int
+    rank: int
+    own_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BadSlot:
+    """Its GPU has told of an error of its own; ``why`` says of which."""
+
+    slot: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """How fast the workers of a node are, in one period. Key ``paces/<node>``, on the agent's lease.
+    ``number``: of the period; it only grows. ``slots``: those of which it is known."""
+
+    node: str
+    incarnation: str
+    round: int
+    number: int
+    slots: tuple[SlotPace, ...] = ()
+    bad: tuple[BadSlot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Laggard:
+    """``ratio``: of its own time for a step to its peers'. ``why``: it is not slow but its GPU is bad."""
+
+    node: str
+    slot: int
+    rank: int
+    ratio: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """Who lags behind, as the leader judged from all nodes' paces. Key ``stragglers``, on the leader's
+    lease. ``usual_s``: the median of all workers' own times for a step; 0 where it is not known."""
+
+    round: int
+    usual_s: float
+    slow: tuple[Laggard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SlotTime:
     """What the time of a slot was spent on: seconds by kind (``core.ledger.Kind``). ``furthest``: the
     job's last step known to have been made there."""
@@ -419,4 +478,18 @@ class Checkpoint:
         return self.saved[-1] if self.saved else None
 
 
-Fact = Spec | Node | Round | Report | Budget | Progress | Stall | Hang | Leadership | Checkpoint | NodeLedger
+Fact = (
+    Spec
+    | Node
+    | Round
+    | Report
+    | Budget
+    | Progress
+    | Stall
+    | Hang
+    | Paces
+    | Stragglers
+    | Leadership
+    | Checkpoint
+    | NodeLedger
+)

@@ -32,6 +32,7 @@ from elasticd.core.facts import (
     Resume,
     Round,
     Spec,
+    Stragglers,
 )
 from elasticd.core.page import Fatal
 from elasticd.core.ports import (
@@ -57,6 +58,7 @@ from elasticd.core.reasons import (
     RoundClosing,
     RoundFormed,
     Settling,
+    SlotDrained,
     SlotQuarantined,
 )
 
@@ -88,6 +90,7 @@ class View:
     nodes: Mapping[str, Registered] | None = None
     reports: Mapping[str, Report] | None = None
     absence_counts_from: float = 0.0
+    stragglers: Stragglers | None = None
 
     @property
     def complete(self) -> bool:
@@ -126,7 +129,7 @@ def see(view: View, seen: Seen, scope: str, now: float) -> View:
 
 def _known(view: View, scope: str) -> list[str]:
     match scope:
-        case "spec" | "round" | "budget":
+        case "spec" | "round" | "budget" | "stragglers":
             return [scope]
         case "nodes/":
             return [f"nodes/{name}" for name in view.nodes or ()]
@@ -156,6 +159,8 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 view = replace(view, round=fact, round_revision=revision)
             case "budget", (Budget() | None) as fact:
                 view = replace(view, budget=fact or Budget(), budget_revision=revision)
+            case "stragglers", (Stragglers() | None) as fact:
+                view = replace(view, stragglers=fact)
             case "nodes", Node() as node:
                 nodes = {} if nodes is None else nodes
                 old = nodes.get(name)
@@ -258,7 +263,36 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         return Plan()  # the last steps of the job: no time to resize
     if not spec.limits.min <= round.world_size <= spec.limits.max:
         return _close(view, round, Cause.SCALED, True, now)
-    return _grow_or_rest(view, spec, round, now)
+    return _drain_laggard(view, spec, round, now) or _grow_or_rest(view, spec, round, now)
+
+
+def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | None:
+    """Leave out the slot that lags behind most, where people want that and enough others remain."""
+    found = view.stragglers
+    if not spec.policy.straggler_drain or found is None or found.round != round.number:
+        return None
+    members = {(m.node, slot) for m in round.members for slot in m.slots}
+    for laggard in sorted(found.slow, key=lambda one: (not one.why, -one.ratio)):
+        place = (laggard.node, laggard.slot)
+        if place not in members:
+            continue
+        length_s = max(spec.policy.quarantine_max_s, spec.policy.quarantine_s)
+        without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s)
+        rest = world.form(
+            _candidates(view, spec, round, live=True), round, spec.limits, without.quarantines, now
+        )
+        if world.size(rest) < spec.limits.min:
+            continue
+        plan = _close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,))
+        assert view.budget_revision is not None
+        drained = SlotDrained(*place, without.quarantines[-1].until)
+        return replace(
+            plan,
+            guards=(*plan.guards, Unchanged("budget", view.budget_revision)),
+            writes=(*plan.writes, Put("budget", without)),
+            reasons=(drained, *plan.reasons),
+        )
+    return None
 
 
 def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...], now: float) -> Plan | None:

@@ -14,6 +14,7 @@ from typing import Final
 
 PID: Final = 2
 STEPS: Final = 3
+LAST_NS: Final = 4
 SAMPLES: Final = 8  # trained on
 COMMITTED: Final = 9  # 1 + the step that every rank has applied
 NONFINITE: Final = 10  # steps of which something told was NaN or infinite
@@ -58,6 +59,7 @@ class Told:
     held: int = 0
     base: int | None = None  # the job's step at which this process's own count was 0
     loss: float | None = None
+    stepped_at: float = 0.0  # seconds of CLOCK_MONOTONIC
     wait_s: float = 0.0
     waits: int = 0
     fatal: Fatal | None = None

@@ -94,6 +94,44 @@ class SlotQuarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotDrained:
+    """It is left out, as its worker lagged behind or its GPU is bad."""
+
+    node: str
+    slot: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStraggling:
+    """``ratio``: of its own time for a step to its peers', over a window."""
+
+    node: str
+    slot: int
+    rank: int
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKeepsUp:
+    """It was a straggler, and is none any more."""
+
+    node: str
+    slot: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBad:
+    """Its GPU has told of an error of its own."""
+
+    node: str
+    slot: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobEnded:
     outcome: Outcome
     why: str
@@ -226,6 +264,10 @@ Reason = (
     | RoundClosing
     | FailureCharged
     | SlotQuarantined
+    | SlotDrained
+    | WorkerStraggling
+    | WorkerKeepsUp
+    | SlotBad
     | JobEnded
     | WorkersStarted
     | WorkersStopping

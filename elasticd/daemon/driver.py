@@ -52,7 +52,7 @@ from elasticd.core.ports import (
 )
 from elasticd.core.reasons import Reason
 
-LEADER_SCOPES = ("nodes/", "reports/", "budget")
+LEADER_SCOPES = ("nodes/", "reports/", "budget", "stragglers")
 LEADER_RETRY_S = 0.2
 
 

@@ -36,6 +36,7 @@ from elasticd.daemon.sampler import Sampler
 from elasticd.daemon.saver import SaverService
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
+from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.etcd.access import EtcdAccess
@@ -175,6 +176,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
                 lambda folder: runs.note(runs.state_dir(), config.job, config.node, began_at, folder),
             )
         )
+        comparison = Comparison(driver, store, procs.told, say)
         publisher = Publisher(
             config,
             driver,
@@ -187,6 +189,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             timekeeper,
             events,
             Chronicle(events, began_at),
+            comparison,
         )
         served_at = _serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))
@@ -204,6 +207,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         )
         service = Service(manager, lambda: driver.state)
         routine = both(publisher.routine, service.routine)
+        routine = both(routine, comparison.routine)
         if config.patience is not None:
             hangs = Hangs(config.patience, driver, store, procs, destinations.run_folder, say, time.monotonic)
             routine = both(routine, hangs.routine)

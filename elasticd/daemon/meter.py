@@ -26,6 +26,7 @@ from elasticd.core.reasons import (
 )
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
+from elasticd.daemon.stragglers import Standing
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.book import Book
@@ -102,7 +103,8 @@ class Meter:
             "elasticd_agent_cpu_seconds_total",
         ):
             book.start(name)
-        for slot in driver.state.me.slots[: config.limits.max]:
+        self._slots = driver.state.me.slots[: config.limits.max]
+        for slot in self._slots:
             for name in (
                 "elasticd_worker_steps_total",
                 "elasticd_step_seconds",
@@ -200,6 +202,17 @@ class Meter:
             self.book.count_to("elasticd_gpu_ecc_errors_total", count, slot, kind)
         for xid in reading.xids:
             self.book.add("elasticd_gpu_xid_errors_total", 1, slot, xid)
+
+    def compare(self, standings: Mapping[int, Standing], bad: Mapping[int, str]) -> None:
+        """How the workers do beside their peers, and whose GPU is bad."""
+        for slot in self._slots:
+            stands = standings.get(slot)
+            self.book.set("elasticd_slot_bad", slot in bad, slot)
+            self.book.set("elasticd_worker_straggling", stands is not None and stands.straggling, slot)
+            if stands is None or stands.ratio is None:
+                self.book.forget("elasticd_worker_slowdown_ratio", slot)
+            else:
+                self.book.set("elasticd_worker_slowdown_ratio", stands.ratio, slot)
 
     def _update_slots(self, snapshot: Snapshot) -> None:
         for line in snapshot.slots:

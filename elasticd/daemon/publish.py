@@ -20,6 +20,7 @@ from elasticd.daemon.meter import Meter
 from elasticd.daemon.pace import Pace
 from elasticd.daemon.pages import Pages, Published
 from elasticd.daemon.sampler import Sampler, Samples
+from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.telemetry import words
 from elasticd.telemetry.events import EventFile, event
@@ -51,6 +52,7 @@ class Publisher:
         timekeeper: Timekeeper,
         events: EventFile,
         chronicle: Chronicle,
+        comparison: Comparison,
     ) -> None:
         self._config = config
         self._driver = driver
@@ -63,6 +65,7 @@ class Publisher:
         self._timekeeper = timekeeper
         self._file = events
         self._chronicle = chronicle
+        self._comparison = comparison
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._paces: dict[tuple[str, int], Pace] = {}
         self._others: Mapping[str, Progress] = {}
@@ -133,6 +136,8 @@ class Publisher:
                 self._meter.used(slot, pid, used)
             for slot, reading in samples.gpus.items():
                 self._meter.gpu(slot, reading)
+                self._comparison.look_at_gpu(slot, reading)
+        self._meter.compare(self._comparison.standings, self._comparison.bad)
         self._pages.publish(Published(snapshot, self._meter.book.copy(), self._unready(), now))
 
     def _unready(self) -> str:

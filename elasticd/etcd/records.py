@@ -19,11 +19,13 @@ from elasticd.core.facts import (
     Leadership,
     Node,
     NodeLedger,
+    Paces,
     Progress,
     Report,
     Round,
     Spec,
     Stall,
+    Stragglers,
 )
 from elasticd.etcd.errors import BadRecord, NewerRecord
 
@@ -36,12 +38,14 @@ _BY_KEY: Final[dict[str, type[Fact]]] = {
     "budget": Budget,
     "checkpoint": Checkpoint,
     "hang": Hang,
+    "stragglers": Stragglers,
 }
 _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "nodes": Node,
     "reports": Report,
     "progress": Progress,
     "stalls": Stall,
+    "paces": Paces,
     "ledger": NodeLedger,
 }
 

@@ -118,6 +118,7 @@ class Page:
                 held=words[at.HELD],
                 base=words[at.BASE] - 1 - words[at.BASE_STEPS] if words[at.BASE] else None,
                 loss=doubles[at.LOSS] if words[at.LOSSES] else None,
+                stepped_at=words[at.LAST_NS] / 1e9,
                 wait_s=words[at.WAIT_NS] / 1e9,
                 waits=words[at.WAITS],
                 fatal=at.FATALS[fatal] if fatal < len(at.FATALS) else None,

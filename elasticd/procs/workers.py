@@ -187,9 +187,12 @@ class LocalProcs:
                 return ()
             return worker.page.step_times(after + worker.steps_before)[1]
 
-    def told(self) -> Mapping[int, Told]:
-        """What this round's workers say of their training, by slot."""
+    def told(self, round_number: int | None = None) -> Mapping[int, Told]:
+        """What this round's workers say of their training, by slot; nothing, if it is not the round that
+        is asked for."""
         with self._lock:
+            if round_number not in (None, self._round):
+                return {}
             return {slot: worker.told() for slot, worker in self._of_this_round()}
 
     def condemn(self, slot: int, pid: int, why: str) -> None:

@@ -45,7 +45,7 @@ class Metric:
 
 _CAUSES: Final = tuple(Cause)
 _RESUMED: Final = tuple(c for c in Cause if c not in (Cause.START, Cause.STOPPED))
-_PLANNED: Final = (Cause.NODE_DRAINED, Cause.GREW, Cause.SCALED)
+_PLANNED: Final = (Cause.NODE_DRAINED, Cause.SLOT_DRAINED, Cause.GREW, Cause.SCALED)
 _FAULTS: Final = tuple(c for c in _RESUMED if c not in _PLANNED)
 _SLOT: Final = ("slot",)
 _STEP_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -117,6 +117,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     # -------------------------------------------------------- health
     _gauge("worker_hung", "1 while the slot's worker is judged hung, else 0.", "", _SLOT),
     _counter("hangs", "Workers that were judged hung.", "", _SLOT),
+    _gauge("slot_bad", "1 while the slot's GPU has told of an error of its own, else 0.", "", _SLOT),
     _gauge("worker_straggling", "1 while the worker is judged slower than its peers, else 0.", "", _SLOT),
     _gauge(
         "worker_slowdown_ratio",

@@ -31,6 +31,20 @@ class GpuReading:
     xids: tuple[int, ...] = ()
 
 
+# XID errors that speak of the GPU, its memory or its links, and not of the program that ran on it
+# (13, 31, 43 and 45 do), as NVIDIA's catalogue of them has it.
+_ITS_OWN = frozenset((48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 136, 140, 143, 145, 155, 156))
+
+
+def trouble(reading: GpuReading) -> str:
+    """What it tells of errors of its own, in a clause; empty for a GPU that is well."""
+    told = sorted(set(reading.xids) & _ITS_OWN)
+    if told:
+        return f"its driver reports XID {', '.join(map(str, told))}"
+    spoilt = reading.ecc.get("uncorrected", 0)
+    return f"{spoilt} of its memory errors could not be corrected" if spoilt else ""
+
+
 class Gpus:
     """The library, once it answers. All calls may take long where a GPU is broken."""
 

@@ -21,6 +21,7 @@ _CAUSES: dict[Cause, str] = {
     Cause.WORKER_HUNG: "a worker hung",
     Cause.NODE_LOST: "a node was lost",
     Cause.NODE_DRAINED: "a node was drained",
+    Cause.SLOT_DRAINED: "a slot was drained",
     Cause.GREW: "there was room to grow",
     Cause.SCALED: "the limits were changed",
     Cause.STOPPED: "the job was stopped",
@@ -195,6 +196,15 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"{failure(failed)}; {spent} of {allowed} restarts spent"
         case r.SlotQuarantined(node, slot, until):
             return f"slot {slot} on {node} keeps failing alone and is left out for {span(until - now)}"
+        case r.SlotDrained(node, slot, until):
+            return f"slot {slot} on {node} is left out for {span(until - now)}"
+        case r.WorkerStraggling(node, slot, rank, ratio):
+            slower = f"takes {ratio - 1:.0%} longer for a step than its peers".replace("%", " %")
+            return f"rank {rank} (slot {slot} on {node}) {slower}"
+        case r.WorkerKeepsUp(node, slot, rank):
+            return f"rank {rank} (slot {slot} on {node}) keeps up with its peers again"
+        case r.SlotBad(node, slot, rank, why):
+            return f"the GPU of rank {rank} (slot {slot} on {node}) is not to be relied on: {why}"
         case r.JobEnded(outcome, why):
             return f"the job {ended(outcome)}" + (f": {why}" if why else "")
         case r.WorkersStarted(number, ranks, world_size):
@@ -344,6 +354,10 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.RoundClosing: ("round.closing", "info"),
     r.FailureCharged: ("failure.charged", "warning"),
     r.SlotQuarantined: ("slot.quarantined", "warning"),
+    r.SlotDrained: ("slot.drained", "warning"),
+    r.WorkerStraggling: ("worker.straggling", "warning"),
+    r.WorkerKeepsUp: ("worker.keeps_up", "info"),
+    r.SlotBad: ("slot.bad", "warning"),
     r.JobEnded: ("job.ended", "info"),
     r.WorkersStarted: ("workers.started", "info"),
     r.WorkersStopping: ("workers.stopping", "info"),

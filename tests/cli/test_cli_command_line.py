@@ -465,11 +465,24 @@ def test_every_time_of_the_policy_has_its_option(job: str) -> None:
         "quarantine_after": "--quarantine-after",
         "quarantine_s": "--quarantine",
         "quarantine_max_s": "--quarantine-max",
+        "straggler_window_s": "--straggler-window",
+        "straggler_ratio": "--straggler-ratio",
     }
-    assert {*argv, "resume"} == {f.name for f in fields(Policy)}
+    assert {*argv, "resume", "straggler_drain"} == {f.name for f in fields(Policy)}
     words = [word for n, option in enumerate(argv.values(), start=11) for word in (option, str(n))]
     policy = planned(*words, job).config.policy
     assert [getattr(policy, name) for name in argv] == list(range(11, 11 + len(argv)))
+
+
+def test_stragglers_are_reported_unless_they_are_to_be_drained(job: str) -> None:
+    assert not planned(job).config.policy.straggler_drain
+    assert not planned("--stragglers=report", job).config.policy.straggler_drain
+    assert planned("--stragglers=drain", job).config.policy.straggler_drain
+
+
+def test_workers_are_told_what_to_do_about_numbers_that_are_not_finite(job: str) -> None:
+    assert "ELASTICD_ON_NONFINITE" not in planned(job).config.env
+    assert planned("--on-nonfinite=stop", job).config.env["ELASTICD_ON_NONFINITE"] == "stop"
 
 
 def test_the_shutdown_time_is_also_read_from_torchs_variable(job: str) -> None:

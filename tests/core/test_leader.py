@@ -18,6 +18,7 @@ from elasticd.core.facts import (
     Exit,
     Fact,
     Failure,
+    Laggard,
     Limits,
     Node,
     Outcome,
@@ -28,6 +29,7 @@ from elasticd.core.facts import (
     Resume,
     Round,
     Spec,
+    Stragglers,
 )
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.page import Fatal
@@ -42,6 +44,7 @@ from elasticd.core.reasons import (
     RoundClosing,
     RoundFormed,
     Settling,
+    SlotDrained,
     SlotQuarantined,
 )
 from tests.core.build import (
@@ -339,6 +342,60 @@ def test_the_last_steps_of_a_job_are_not_disturbed_by_resizing() -> None:
 def test_a_node_that_finished_may_leave_before_the_others_have() -> None:
     seen = live({"a": 2, "b": 2}, [node("b")], [report("a", 5, finished=True)])
     assert not decide(seen, NOW).writes
+
+
+def lagging(number: int, *slow: Laggard, drain: bool = True, low: int = 2, nodes: int = 2) -> View:
+    wanted = spec(low, 8, policy=replace(POLICY, straggler_drain=drain))
+    there = [node(name) for name in "abc"[:nodes]]
+    world = round(5, {n.name: 2 for n in there}, since=NOW - 100)
+    return replace(view(wanted, world, there), stragglers=Stragglers(number, 0.1, slow))
+
+
+SLOW, SLOWER = Laggard("a", 1, 1, 1.2), Laggard("b", 0, 2, 1.5)
+
+
+def test_the_slot_that_lags_behind_most_is_left_out_and_nothing_charged() -> None:
+    plan = decide(lagging(5, SLOW, SLOWER), NOW)
+    closes = next_round(plan)
+    assert (closes.phase, closes.closing, closes.planned) == (Phase.CLOSING, Cause.SLOT_DRAINED, True)
+    kept_out = written(plan, "budget")
+    assert isinstance(kept_out, Budget) and not kept_out.charges
+    assert [(q.node, q.slot, q.until) for q in kept_out.quarantines] == [
+        ("b", 0, NOW + POLICY.quarantine_max_s)
+    ]
+    assert Unchanged("budget", 0) in plan.guards
+    assert plan.reasons[0] == SlotDrained("b", 0, NOW + POLICY.quarantine_max_s)
+    assert not Cause.SLOT_DRAINED.charged
+
+
+def test_a_bad_gpu_is_left_out_before_one_that_is_slow() -> None:
+    plan = decide(lagging(5, SLOWER, Laggard("a", 0, 0, 0.0, "its driver reports XID 79")), NOW)
+    kept_out = written(plan, "budget")
+    assert isinstance(kept_out, Budget) and [(q.node, q.slot) for q in kept_out.quarantines] == [("a", 0)]
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lagging(5, SLOW, drain=False),
+        lagging(4, SLOW),
+        lagging(5, SLOW, low=4),
+        lagging(5, Laggard("z", 0, 9, 2.0)),
+        lagging(5),
+    ],
+    ids=["only to be reported", "of another round", "too few without it", "no member", "none"],
+)
+def test_a_slot_that_lags_behind_stays(seen: View) -> None:
+    assert not decide(seen, NOW).writes
+
+
+def test_the_next_round_goes_on_without_the_drained_slot() -> None:
+    kept_out = Budget(quarantines=(Quarantine("b", 0, NOW + 600, 1),))
+    nodes = [node("a", released=5), node("b", released=5)]
+    plan = decide(closing(Cause.SLOT_DRAINED, {"a": 2, "b": 2}, nodes, budget=kept_out), NOW)
+    formed = next_round(plan)
+    assert [(m.node, m.slots) for m in formed.members] == [("a", (0, 1)), ("b", (1,))]
+    assert formed.cause is Cause.SLOT_DRAINED and formed.restarts == 0
 
 
 # ---------------------------------------------------------------- closing -> what next

@@ -54,6 +54,8 @@ KEYS: dict[type, str] = {
     facts.Checkpoint: "checkpoint",
     facts.Stall: "stalls/a",
     facts.Hang: "hang",
+    facts.Paces: "paces/a",
+    facts.Stragglers: "stragglers",
     facts.NodeLedger: "ledger/a",
 }
 

@@ -1,7 +1,9 @@
 import re
+from pathlib import Path
 
 import pytest
 
+import elasticd
 from elasticd.telemetry.catalog import METRICS, Metric, Type
 
 LABELS = {"slot", "cause", "kind"}
@@ -29,3 +31,11 @@ def test_its_labels_are_bounded_and_its_help_is_a_sentence(metric: Metric) -> No
 
 def test_no_two_metrics_share_a_name() -> None:
     assert len({m.name for m in METRICS}) == len(METRICS)
+
+
+def test_no_metric_is_promised_that_nobody_feeds() -> None:
+    told = "\n".join(path.read_text() for path in (Path(elasticd.__file__).parent / "daemon").glob("*.py"))
+    told = told.replace('f"elasticd_gpu_{name}"', " ".join(re.findall(r'\("([a-z_]+)", reading', told)))
+    for metric in METRICS:
+        names = {metric.name, metric.name.removeprefix("elasticd_gpu_")}
+        assert any(name in told for name in names), f"{metric.name} is set nowhere"

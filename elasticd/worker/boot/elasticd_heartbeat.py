@@ -14,6 +14,8 @@ import os
 import sys
 import time
 
+from elasticd_waits import Waits
+
 TYPE_CHECKING = False  # typing is not imported: not before the script does
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 _HOOKED = "torch.optim.optimizer"
 # Of 8 bytes, each stored by one instruction.
 _PID, _STEPS, _LAST_NS, _PHASE, _STACKS, _ENDED_WELL = 2, 3, 4, 5, 6, 7
+_WAIT_NS, _WAITS = 17, 18  # see elasticd/core/page.py
 _TIMES, _TIMES_MASK = 256, 255  # when the last 256 steps were: the second half of the page
 _SIGNAL = 47  # of real time, so that nobody's program means anything by it; see elasticd/procs/stacks.py
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
@@ -148,6 +151,8 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
     all of them step in one iteration, and a sum would be a multiple that changes with the phase of
     training. An iteration begins when an optimizer steps that has stepped in it already.
     """
+    waits = Waits()
+    known: set[int] = set()
     pid = fields[_PID]
     steps = fields[_STEPS]
     stepped: set[int] = set()
@@ -163,6 +168,8 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
             stepped.clear()
             steps += 1
             fields[_LAST_NS] = fields[_TIMES + (steps & _TIMES_MASK)] = now_ns()
+            fields[_WAIT_NS] = waits.total_ns
+            fields[_WAITS] = waits.count
             fields[_STEPS] = steps
             fields[_PHASE] = _STEPPING
             if steps == 1:
@@ -170,6 +177,9 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
         else:
             fields[_LAST_NS] = now_ns()
         stepped.add(key)
+        if key not in known:
+            known.add(key)
+            waits.follow(optimizer)
 
     # What torch.compiler.disable() would set, which would import the compiler: a compiled step
     # calls this as it is, and neither traces it nor recompiles as the count grows.

@@ -36,7 +36,13 @@ except Exception:  # noqa: BLE001, S110  # the script comes first
     pass
 finally:
     _withdraw(os.path.dirname(os.path.abspath(__file__)))
-    for name in ("elasticd_heartbeat", "elasticd_ending", "elasticd_zygote", "sitecustomize"):
+    for name in (
+        "elasticd_heartbeat",
+        "elasticd_waits",
+        "elasticd_ending",
+        "elasticd_zygote",
+        "sitecustomize",
+    ):
         sys.modules.pop(name, None)
 
 import sitecustomize  # noqa: E402, F401  # the next one on the path; its absence is no error to site

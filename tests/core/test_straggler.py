@@ -1,0 +1,156 @@
+"""Who lags behind, judged from own times for a step: made ones, and those of a real even run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_s
+
+# Own times of each step of three ranks that do the same, in units of 10 microseconds, on a machine
+# with six processes for each of its cores.
+RECORDED: list[list[int]] = json.loads((Path(__file__).parent / "even_steps.json").read_text())
+PERIOD_S = 5.0
+HALF_AN_HOUR = int(1800 / PERIOD_S)
+
+
+def places(count: int) -> list[Place]:
+    return [(f"node-{n // 4}", n % 4) for n in range(count)]
+
+
+def watch(world: int, own: Callable[[int, int], float], periods: int = PERIODS) -> Watch:
+    """``own``: of a rank in a period."""
+    seen = Watch()
+    for period in range(periods):
+        seen = seen.see({place: own(rank, period) for rank, place in enumerate(places(world))})
+    return seen
+
+
+def named(watch: Watch, world: int) -> list[int]:
+    return [rank for rank, place in enumerate(places(world)) if place in watch.named]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 64])
+def test_one_that_is_a_fifth_slower_is_named_and_no_other(world: int) -> None:
+    seen = watch(world, lambda rank, _: 1.2 if rank == 1 else 1.0)
+    assert named(seen, world) == [1]
+    assert seen.ratios[places(world)[1]] == pytest.approx(1.2)
+
+
+def test_nobody_is_named_before_the_window_is_full_or_without_peers() -> None:
+    assert named(watch(4, lambda rank, _: 2.0 if rank == 1 else 1.0, PERIODS - 1), 4) == []
+    assert named(watch(1, lambda rank, _: 2.0, 3 * PERIODS), 1) == []
+    assert watch(1, lambda rank, _: 2.0).ratios == {}
+
+
+def test_who_is_slow_now_and_then_is_not_named() -> None:
+    seen = watch(4, lambda rank, period: 3.0 if rank == 0 and period % 3 == 0 else 1.0, 10 * PERIODS)
+    assert named(seen, 4) == []
+
+
+def test_a_little_slower_is_within_reason() -> None:
+    assert named(watch(4, lambda rank, _: 1.08 if rank == 2 else 1.0), 4) == []
+
+
+def test_work_that_changes_for_all_alike_names_nobody_and_hides_nobody() -> None:
+    def growing(rank: int, period: int) -> float:
+        return (1.0 + period) * (1.25 if rank == 3 else 1.0)
+
+    assert named(watch(4, growing), 4) == [3]
+
+
+def test_machines_of_two_kinds_are_no_stragglers() -> None:
+    assert named(watch(8, lambda rank, _: 1.5 if rank >= 4 else 1.0), 8) == []
+    assert named(watch(8, lambda rank, _: 1.5 if rank >= 6 else 1.0), 8) == [6, 7]
+
+
+def test_who_catches_up_is_named_no_longer() -> None:
+    seen = watch(4, lambda rank, _: 1.3 if rank == 1 else 1.0)
+    assert named(seen, 4) == [1]
+    for _ in range(PERIODS):
+        seen = seen.see(dict.fromkeys(places(4), 1.0))
+    assert named(seen, 4) == []
+
+
+def test_who_is_named_stays_so_until_it_is_clearly_better() -> None:
+    seen = watch(4, lambda rank, _: 1.2 if rank == 1 else 1.0)
+    for _ in range(PERIODS):
+        seen = seen.see({place: 1.07 if rank == 1 else 1.0 for rank, place in enumerate(places(4))})
+    assert named(seen, 4) == [1]
+
+
+def test_another_world_is_watched_anew() -> None:
+    seen = watch(4, lambda rank, _: 1.3 if rank == 1 else 1.0)
+    seen = seen.see(dict.fromkeys(places(3), 1.0))
+    assert named(seen, 4) == [] and len(seen.periods) == 1
+
+
+def test_noise_that_would_drown_the_difference_names_nobody() -> None:
+    dice = random.Random(3)
+    seen = watch(4, lambda rank, _: (1.12 if rank == 1 else 1.0) * dice.lognormvariate(0.0, 0.5))
+    assert named(seen, 4) == []
+
+
+# ---------------------------------------------------------------- a real run
+
+
+def periods_of(
+    dice: random.Random, record: Sequence[Sequence[int]], slow: dict[int, float]
+) -> list[list[float]]:
+    """Half an hour of periods for each rank, cut from its record in pieces, so that what lasts a while
+    in it does so here too. ``slow``: ranks that take so many times as long."""
+    made = []
+    for rank, steps in enumerate(record):
+        times: list[float] = []
+        while len(times) < HALF_AN_HOUR:
+            spent, count = 0.0, 0
+            while spent < PERIOD_S:
+                first = dice.randrange(len(steps))
+                piece = [s * 1e-5 * slow.get(rank, 1.0) for s in (*steps, *steps)[first : first + 50]]
+                spent, count = spent + sum(piece), count + len(piece)
+            times.append(spent / count)
+        made.append(times)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_is_named_in_half_an_hour_of_a_real_even_run(seed: int) -> None:
+    times = periods_of(random.Random(seed), RECORDED, {})
+    seen = Watch()
+    for period in range(HALF_AN_HOUR):
+        seen = seen.see({place: times[rank][period] for rank, place in enumerate(places(3))})
+        assert not seen.named
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_fifth_is_seen_through_the_noise_of_a_real_run(rank: int) -> None:
+    times = periods_of(random.Random(rank), RECORDED, {rank: 1.2})
+    seen, found = Watch(), 0
+    for period in range(HALF_AN_HOUR):
+        seen = seen.see({place: times[r][period] for r, place in enumerate(places(3))})
+        assert named(seen, 4) in ([], [rank])
+        found += bool(seen.named)
+    assert found > 0.9 * (HALF_AN_HOUR - PERIODS)
+
+
+# ---------------------------------------------------------------- own times
+
+
+def test_the_time_spent_waiting_is_not_its_own() -> None:
+    assert own_s(Strides(10, 100.0, 3.0, 10), Strides(20, 110.0, 7.0, 20)) == pytest.approx(0.6)
+
+
+def test_without_a_step_or_a_measured_wait_its_own_time_is_not_known() -> None:
+    begun = Strides(10, 100.0, 3.0, 10)
+    assert own_s(begun, Strides(10, 100.0, 3.0, 11)) is None
+    assert own_s(begun, Strides(20, 110.0, 3.0, 10)) is None
+
+
+def test_a_tolerance_calms_down_half_way() -> None:
+    for one, other in pairwise((1.05, 1.1, 1.5)):
+        assert 1 < Tolerance(one).calm < Tolerance(other).calm < other

@@ -1,0 +1,167 @@
+"""What agents tell each other of their workers' paces, and what the leader makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+from elasticd.core.facts import (
+    Cause,
+    Leadership,
+    Member,
+    Node,
+    Paces,
+    Phase,
+    Policy,
+    Round,
+    Stragglers,
+)
+from elasticd.core.page import Told
+from elasticd.core.ports import Changes, Entry, Put, Seen
+from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
+from elasticd.core.straggler import PERIODS
+from elasticd.daemon.stragglers import FIRST_STEPS, Comparison
+from elasticd.telemetry.gpus import GpuReading
+
+PERIOD_S = 5.0
+STEPS = 50  # of a period
+
+
+class Store:
+    """Passes on what one agent writes to all that watch."""
+
+    def __init__(self) -> None:
+        self.watches: list[tuple[str, Callable[[Seen], None]]] = []
+        self.put: list[Put] = []
+
+    def watch(self, key: str, seen: Callable[[Seen], None], prefix: bool = False) -> Callable[[], None]:
+        self.watches.append((key, seen))
+        return lambda: None
+
+    def transact(self, guards: object, writes: tuple[Put, ...], answered: object) -> None:
+        for put in writes:
+            self.put.append(put)
+            for key, seen in self.watches:
+                if put.key == key or (key.endswith("/") and put.key.startswith(key)):
+                    seen(Changes((Entry(put.key, put.fact, len(self.put), 1),)))
+
+    def written(self, of: type) -> list[Any]:
+        return [put.fact for put in self.put if isinstance(put.fact, of)]
+
+
+class Agent:
+    """Of one node whose workers take so long for their own part of a step, in lock-step with others."""
+
+    def __init__(
+        self, name: str, members: tuple[Member, ...], store: Store, own_s: Mapping[int, float]
+    ) -> None:
+        self.member = next(m for m in members if m.node == name)
+        self.own_s = dict(own_s)
+        self.steps, self.waited_s = 0, dict.fromkeys(own_s, 0.0)
+        self.said: list[Reason] = []
+        round = Round(3, Phase.LIVE, members, "s:1", Cause.START, 0.0)
+        node = Node(name, f"{name}#1", "h", self.member.slots, 2, 1, 1, "h")
+        leads = name == members[0].node
+        state = SimpleNamespace(
+            me=SimpleNamespace(node=name, incarnation=f"{name}#1", key=f"nodes/{name}"),
+            crew=SimpleNamespace(
+                round=round,
+                member=self.member,
+                alive=frozenset(self.member.slots),
+                stopping=False,
+                fenced=False,
+            ),
+            round=round,
+            leads=Entry("leader", Leadership(name, f"{name}#1"), 5, 5) if leads else None,
+            own=Entry(f"nodes/{name}", node, 4, 4),
+            silent=None,
+            policy_source=SimpleNamespace(policy=Policy()),
+        )
+        self.driver = SimpleNamespace(state=state)
+        self.of = Comparison(cast(Any, self.driver), cast(Any, store), self.hear, self.said.append)
+
+    def hear(self, round_number: int) -> Mapping[int, Told]:
+        return {
+            slot: Told(1, self.steps, stepped_at=self.at, wait_s=waited_s, waits=self.steps)
+            for slot, waited_s in self.waited_s.items()
+        }
+
+    def live(self, step_s: float, at: float, steps: int) -> None:
+        self.steps, self.at = self.steps + steps, at
+        for slot in self.waited_s:
+            self.waited_s[slot] += steps * (step_s - self.own_s[slot])
+
+
+def members(*names: str) -> tuple[Member, ...]:
+    return tuple(Member(n, f"{n}#1", (0, 1), 2 * i) for i, n in enumerate(names))
+
+
+def live(agents: list[Agent], periods: int, *, since: int = 0) -> None:
+    step_s = 0.1
+    for period in range(since, since + periods):
+        for agent in agents:
+            agent.live(step_s, period * STEPS * step_s, FIRST_STEPS if period == 0 else STEPS)
+        for agent in reversed(agents):  # the leader last
+            agent.of.routine(period * PERIOD_S)
+
+
+def two_nodes() -> tuple[list[Agent], Store]:
+    store = Store()
+    own = {"a": {0: 0.05, 1: 0.05}, "b": {0: 0.05, 1: 0.065}}
+    return [Agent(n, members("a", "b"), store, own[n]) for n in ("a", "b")], store
+
+
+def test_the_slow_worker_of_another_node_is_named_by_the_leader_and_known_on_its_own() -> None:
+    (a, b), store = two_nodes()
+    live([a, b], PERIODS + 3)
+    assert a.said == [WorkerStraggling("b", 1, 3, 1.3)] and b.said == []
+    b.of.routine(1e6)
+    assert b.of.standings[1].straggling and not b.of.standings[0].straggling
+    assert (b.of.standings[1].ratio or 0) > 1.25
+    assert not any(stands.straggling for stands in a.of.standings.values())
+    found = store.written(Stragglers)[-1]
+    assert found.round == 3 and [(x.node, x.slot, x.ratio) for x in found.slow] == [("b", 1, 1.3)]
+
+
+def test_who_catches_up_is_said_to() -> None:
+    (a, b), _ = two_nodes()
+    live([a, b], PERIODS + 3)
+    b.own_s[1] = 0.05
+    live([a, b], PERIODS, since=PERIODS + 3)
+    assert a.said[-1] == WorkerKeepsUp("b", 1, 3)
+
+
+def test_a_verdict_that_stays_the_same_is_not_written_again() -> None:
+    (a, b), store = two_nodes()
+    live([a, b], 3 * PERIODS)
+    assert len(store.written(Stragglers)) <= 3
+    assert len(store.written(Paces)) > 2 * PERIODS
+
+
+def test_a_job_of_one_node_needs_etcd_for_the_verdict_only() -> None:
+    store = Store()
+    a = Agent("a", members("a"), store, {0: 0.05, 1: 0.07})
+    live([a], PERIODS + 3)
+    assert [type(r) for r in a.said] == [WorkerStraggling] and not store.written(Paces)
+
+
+def test_nobody_is_named_while_one_of_them_makes_no_steps() -> None:
+    (a, b), store = two_nodes()
+    live([a, b], 3)
+    for period in range(4, 3 * PERIODS):
+        a.live(0.1, period * PERIOD_S, STEPS)
+        for agent in (b, a):
+            agent.of.routine(period * PERIOD_S)
+    assert a.said == [] and not store.written(Stragglers)[-1].slow
+
+
+def test_a_gpu_with_an_error_of_its_own_is_told_once_and_one_of_the_programs_is_not() -> None:
+    (a, b), store = two_nodes()
+    b.of.look_at_gpu(0, GpuReading(xids=(31, 13), ecc={"corrected": 5}))
+    b.of.look_at_gpu(1, GpuReading(xids=(79,)))
+    b.of.look_at_gpu(1, GpuReading())
+    live([a, b], 5)
+    assert a.said == [SlotBad("b", 1, 3, "its driver reports XID 79")]
+    assert b.of.bad == {1: "its driver reports XID 79"}
+    assert store.written(Stragglers)[-1].slow[0].why
