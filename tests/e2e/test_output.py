@@ -67,7 +67,7 @@ def test_redirected_output_is_in_files_alone_a_folder_for_each_round(
     assert a.out == []
     assert not [t for t in a.text if "of rank" in t or "once" in t]
     (run,) = logs.iterdir()
-    assert {p.name for p in run.iterdir()} == {"attempt_0", "attempt_1", "events.jsonl"}
+    assert {p.name for p in run.iterdir()} == {"attempt_0", "attempt_1", "course.jsonl", "events.jsonl"}
     assert (run / "attempt_1" / "0" / "stdout.log").read_text() == "out of rank 0\n"
     assert "RuntimeError: once" in (run / "attempt_0" / "1" / "stderr.log").read_text()
 
