@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ from elasticd.core.link import Enter
 
 FORMING_S_MAX = 10.0  # all are known to be there, and connect
 STORE_S_MAX = 15.0  # torch looks up the names of both ends of each connection, and DNS may be slow
+ANSWER_S_MAX = 2.0  # of a store that is asked to end a wait: its network may be cut
 _LEFT = "left"
 _FOREVER = timedelta(days=30)  # ended by the agent's word, not by a clock
 _make_group = c10d._new_process_group_helper  # what all process groups of a process are made by
@@ -154,14 +156,15 @@ class World:
                 return
             self._leaving = True
             step = self._step
-        try:
+
+        def tell() -> None:
             store = self._connect()  # a client serves one call at a time, and the other may wait
             store.set(f"step of {self.rank}", str(step))
             if store.add("told", 1) == self.size:
                 steps = store.multi_get([f"step of {rank}" for rank in range(self.size)])
                 store.compare_set("last step", "", str(max(map(int, steps)) + 1))
-        except RuntimeError:  # the store is lost: the agent will say so
-            pass
+
+        _aside(tell)
 
     def abort(self) -> None:
         """End it now: whatever waits for the others raises."""
@@ -171,11 +174,10 @@ class World:
             self.over = True
             awaited = self._awaited
         if awaited:
-            try:
-                self._connect().compare_set(awaited, "", _LEFT)  # for all who wait, or for none
-                return
-            except RuntimeError:
-                pass
+            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))  # for all, or for none
+            with contextlib.suppress(queue.Empty):
+                if told.get(timeout=ANSWER_S_MAX):
+                    return
         self._cut()
 
     def close(self) -> None:
@@ -272,6 +274,22 @@ def is_of_the_group(failure: BaseException | None) -> bool:
         seen.add(id(failure))
         failure = failure.__cause__ or failure.__context__
     return False
+
+
+def _aside(talk: Callable[[], object]) -> queue.SimpleQueue[bool]:
+    """Talk to the store in a thread of its own, since it may be out of reach; whether that went well. If
+    it did not, the agent will say what becomes of the world."""
+    outcome: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            talk()
+            outcome.put(True)
+        except RuntimeError:
+            outcome.put(False)
+
+    threading.Thread(target=run, name="elasticd-store", daemon=True).start()
+    return outcome
 
 
 def _survive_the_communicator() -> None:

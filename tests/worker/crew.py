@@ -76,6 +76,7 @@ class Crew:
         self.closing = self.aborting = False
         self.stores: list[dist.TCPStore] = []
         self.least = 1
+        self.led: Callable[[int], int] = lambda port: port  # where workers reach a store of that port
         self.settled: list[tuple[int, int]] = []  # each round's number and size
 
     def __enter__(self) -> Crew:
@@ -187,7 +188,7 @@ class Crew:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(len(self.members)),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.stores[-1].port),
+            "MASTER_PORT": str(self.led(self.stores[-1].port)),
         }
 
     def _tell(self, hand: Hand, message: Message) -> None:

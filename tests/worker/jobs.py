@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticd import worker
 from elasticd.core.link import ADDRESS
-from elasticd.worker import exchange
+from elasticd.worker import exchange, world
 
 STEPS = 12
 
@@ -202,6 +202,19 @@ def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **o
 
     run(state)
     journal.write(outcome=outcome(state))
+
+
+def work_patiently(address: str, folder: str, name: str) -> None:
+    """Waits for a store that does not answer for as long as it is let; the gate tells that it waits."""
+    world.STORE_S_MAX = 3600.0
+    wait = dist.TCPStore.wait
+
+    def waits(store: dist.TCPStore, *args: Any) -> None:
+        Gate(Path(folder, "gate")).came.write_text("here")
+        wait(store, *args)
+
+    dist.TCPStore.wait = waits
+    work(address, folder, name)
 
 
 def work_twice(address: str, folder: str, name: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elasticd.core.link import Holds
+from tests.e2e.line import Line
 from tests.worker.crew import Crew
 from tests.worker.jobs import (
     NOTHING,
@@ -20,6 +21,7 @@ from tests.worker.jobs import (
     train_with_a_group_of_its_own,
     train_with_own_randomness,
     work,
+    work_patiently,
     work_twice,
 )
 from tests.worker.test_survival import assert_exact, begin
@@ -187,6 +189,33 @@ def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_p
     crew.until(lambda: stopped.status is not None)
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert crew.settled == [(1, 2), (2, 1)]
+
+
+def test_a_worker_leaves_though_the_network_to_the_store_that_it_waits_on_is_cut(crew, tmp_path):
+    """Nobody hangs up on it, and nobody answers."""
+    one, other = [crew.start(work_patiently, str(tmp_path), name) for name in "01"]
+    crew.all_waiting(one, other)
+    other.process.kill()
+    crew.until(lambda: other.status is not None)
+    lines: list[Line] = []
+
+    def led(port: int) -> int:
+        lines.append(Line("127.0.0.1", port))
+        return lines[-1].port
+
+    crew.led = led
+    other.waiting = one.waiting  # as if it were there
+    crew.least = 3  # no other round
+    try:
+        crew.form(one, other)
+        Gate(tmp_path / "gate").until_somebody_waits()
+        lines[0].cut()
+        crew.close()
+        crew.until(lambda: one.waiting)
+        assert one.waiting.round == 1
+    finally:
+        for line in lines:
+            line.close()
 
 
 def test_ranks_that_draw_for_themselves_go_on_doing_so(crew, tmp_path):
