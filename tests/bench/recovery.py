@@ -34,8 +34,10 @@ class Kill:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def worker_kills(launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int) -> list[Kill]:
-    """To the first step of the new world, each time."""
+def worker_kills(
+    launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int, settle_s: float = 0.0
+) -> list[Kill]:
+    """To the first step of the new world, each time. ``settle_s``: from one kill to the next, at least."""
     with tempfile.TemporaryDirectory() as folder:
         steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
         launched = launcher(workers, steps.path, log)
@@ -44,6 +46,8 @@ def worker_kills(launcher: Callable[[int, Path, Path], Launched], workers: int, 
             if not _warm(steps, 0):
                 raise RuntimeError(f"the job did not start: {log.read_text()[-2000:]}")
             for n in range(kills):
+                time.sleep(settle_s)
+                steps.read()
                 before = len(steps.made)
                 old, killed_at = _kill(steps, workers, n)
                 step = steps.first(lambda s, old=old: s.pid not in old, 60.0, before)  # type: ignore[misc]
@@ -161,7 +165,8 @@ def recovery(workers: int, kills: int) -> str:
     for _ in range(2):
         add("torchrun", worker_kills(launch.torchrun_alone, workers, half))
         add("torchrun, looking every 10 ms", worker_kills(tuned, workers, half))
-        add("elasticd, script as it is", worker_kills(launch.elasticd_alone, workers, half))
+        add("elasticd, script as it is", worker_kills(launch.elasticd_alone, workers, half, SETTLE_S))
+        add("elasticd, a second after the first step", worker_kills(launch.elasticd_alone, workers, 1))
         survivors, full = kills_in_place(workers, half, spares=0)
         add(SURVIVORS, survivors)
         add("elasticd in place, full size again", full)
