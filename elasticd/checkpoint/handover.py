@@ -31,7 +31,10 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
+from elasticd.checkpoint import hugefiles
+
 Message = dict[str, Any]
+_HUGE: Final = 2 << 20  # bytes of a huge page
 _MESSAGE_MAX: Final = 1 << 16  # bytes
 _FILES_MAX: Final = 4
 _LENGTHS = struct.Struct("<QQ")
@@ -149,7 +152,9 @@ class Memory:
     @classmethod
     def make(cls, size: int) -> Memory:
         """Raises OSError where there is not so much."""
-        fd = os.memfd_create("elasticd-shard", os.MFD_CLOEXEC)
+        fd = hugefiles.make_file() if size >= _HUGE else None
+        if fd is None:
+            fd = os.memfd_create("elasticd-shard", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, max(size, 1))
             return cls(fd, size, writable=True)

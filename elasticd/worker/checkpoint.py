@@ -160,7 +160,10 @@ class Checkpoints:
         blobs = self._pickled(flat.objects)
         same = plan is not None and plan.shape == shape and self._fits(plan, blobs)
         free = plan is None or not same or plan.free
-        agreed = together.least([self._line is not None, same, free, step, -step])
+        answer = together.ask_least([self._line is not None, same, free, step, -step])
+        # The copy is most likely wanted, and the others' answers take their time.
+        why = self._fill(flat, blobs) if self._line is not None and same and free else None
+        agreed = answer()
         if agreed[3] != -agreed[4]:
             raise ValueError(
                 f"rank {together.rank} saves step {step}, but others of its world save "
@@ -170,12 +173,13 @@ class Checkpoints:
             self._open()
         if not (agreed[0] and agreed[1]):
             self._make_plan(flat, shape, blobs)
+            why = None
         elif not agreed[2]:
             self.skipped += 1
             self._say({"is": "skip", "step": step})
             return False
         self._seq += 1
-        self._copy(flat, blobs, step, began)
+        self._hand_over(self._fill(flat, blobs) if why is None else why, step, began)
         return True
 
     def due(self, step: int) -> bool:
@@ -310,10 +314,10 @@ class Checkpoints:
         finally:
             os.close(paper)
 
-    def _copy(self, flat: Flat, blobs: Mapping[str, bytes], step: int, began: float) -> None:
+    def _fill(self, flat: Flat, blobs: Mapping[str, bytes]) -> str:
+        """Copy into the buffer whose turn it is; what prevents that, if anything does."""
         plan = self._plan
         assert plan is not None
-        name = folder_name(step, self._round, self._token, self._seq)
         number = plan.turn
         try:
             if number == len(plan.buffers):
@@ -321,11 +325,7 @@ class Checkpoints:
                 memory = plan.buffers[number].memory
                 self._say({"is": "buffer", "plan": plan.number, "buffer": number}, memory.fd)
         except OSError as error:
-            why = f"there is no memory for {plan.shard.size} bytes ({error.strerror})"
-            self._say({"is": "miss", "name": name, "step": step, "why": why})
-            self._pending.add(name)
-            return
-        plan.turn = (number + 1) % _BUFFERS
+            return f"there is no memory for {plan.shard.size} bytes ({error.strerror})"
         buffer = plan.buffers[number]
         self._say({"is": "torn", "buffer": number})
         sources = [box(flat.tensors[part.key], part) for part, _ in plan.shard.parts]
@@ -333,8 +333,23 @@ class Checkpoints:
             torch._foreach_copy_(buffer.into, sources)
         for key, at, room in plan.shard.blobs:
             buffer.memory.map[at : at + room] = self._padded(key, blobs[key], room)
-        buffer.busy = True
+        return ""
+
+    def _hand_over(self, why: str, step: int, began: float) -> None:
+        """What was filled; or say ``why`` it was not."""
+        plan = self._plan
+        assert plan is not None
+        name = folder_name(step, self._round, self._token, self._seq)
+        if self._line is None:  # it went while we copied, which did not count this one yet
+            self.failed += 1
+            return
         self._pending.add(name)
+        if why:
+            self._say({"is": "miss", "name": name, "step": step, "why": why})
+            return
+        number = plan.turn
+        plan.turn = (number + 1) % _BUFFERS
+        plan.buffers[number].busy = True
         note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
         self._schedule.cost_s = time.monotonic() - began
         self._say({"is": "save", **note, "blocked_s": self._schedule.cost_s})

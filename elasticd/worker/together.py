@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,21 @@ class Together:
 
     def least(self, values: Sequence[int]) -> list[int]:
         """The least of each over all ranks."""
+        return self.ask_least(values)()
+
+    def ask_least(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """The same, by what is returned; until that is called there is time for something else."""
         if self.group is None:
-            return list(values)
+            return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group)
-        return [int(v) for v in tensor]
+        work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group, async_op=True)
+
+        def answer() -> list[int]:
+            if work is not None:  # else this rank is none of the group's
+                work.wait()
+            return [int(v) for v in tensor]
+
+        return answer
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What each rank has to say, by rank."""

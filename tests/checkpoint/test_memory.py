@@ -38,7 +38,7 @@ def held_by(pid: int) -> int:
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = f"/proc/{pid}/fd/{fd}"
-            if "elasticd-shard" in os.readlink(target):
+            if "elasticd-shard" in (name := os.readlink(target)) or name.startswith("/#"):  # of huge pages
                 found.add((os.stat(target).st_ino, os.stat(target).st_size))
         except FileNotFoundError:
             continue
