@@ -46,6 +46,12 @@ def now(title: str, expr: str, unit: str = "short") -> Panel:
     return Panel(title, ((expr, "{{run}}"),), unit, now=True)
 
 
+def mean(histogram: str, by: str = "run") -> str:
+    """Of a quarter of an hour; nothing where nothing was observed."""
+    total, count = (f"sum by ({by}) (increase({histogram}_{part}{RUN}[15m]))" for part in ("sum", "count"))
+    return f"{total} / ({count} > 0)"
+
+
 RUNS = ("run", "elasticd_round")
 NODES = ("node", 'elasticd_round{run=~"$run"}')
 
@@ -83,20 +89,8 @@ JOB = Board(
         Panel(
             "From a fault to the next step",
             (
-                (
-                    (
-                        f"sum by (run, cause) (increase(elasticd_recover_seconds_sum{RUN}[15m])) "
-                        f"/ (sum by (run, cause) (increase(elasticd_recover_seconds_count{RUN}[15m])) > 0)"
-                    ),
-                    "{{run}} recovered from {{cause}}",
-                ),
-                (
-                    (
-                        f"sum by (run, cause) (increase(elasticd_detect_seconds_sum{RUN}[15m])) "
-                        f"/ (sum by (run, cause) (increase(elasticd_detect_seconds_count{RUN}[15m])) > 0)"
-                    ),
-                    "{{run}} detected {{cause}}",
-                ),
+                (mean("elasticd_recover_seconds", "run, cause"), "{{run}} recovered from {{cause}}"),
+                (mean("elasticd_detect_seconds", "run, cause"), "{{run}} detected {{cause}}"),
             ),
             "s",
             "The mean of those of a quarter of an hour.",
@@ -107,6 +101,36 @@ JOB = Board(
             stacked=True,
         ),
         Panel("Phase", ((f"max by (run, kind) (elasticd_job_phase{RUN}) == 1", "{{run}} {{kind}}"),)),
+        Panel(
+            "Samples a second",
+            ((f"sum by (run) (rate(elasticd_samples_total{RUN}[1m]))", "{{run}}"),),
+            "ops",
+            "Of scripts that tell them.",
+        ),
+        Panel(
+            "Loss",
+            ((f"avg by (run) (elasticd_loss{RUN})", "{{run}}"),),
+            help="The mean of what the workers told last, of scripts that tell it.",
+        ),
+        Panel(
+            "What a checkpoint takes",
+            (
+                (mean("elasticd_checkpoint_duration_seconds"), "{{run}} until it is committed"),
+                (mean("elasticd_checkpoint_blocked_seconds"), "{{run}} of which the training waits"),
+            ),
+            "s",
+            "The mean of those of a quarter of an hour.",
+        ),
+        Panel(
+            "Checkpoints, by what became of them",
+            (
+                (
+                    f"sum by (run, kind) (increase(elasticd_checkpoints_total{RUN}[5m])) > 0",
+                    "{{run}} {{kind}}",
+                ),
+            ),
+            stacked=True,
+        ),
         Panel(
             "Size of the newest checkpoint",
             ((f"max by (run) (elasticd_checkpoint_size_bytes{RUN})", "{{run}}"),),

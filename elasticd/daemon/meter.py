@@ -97,6 +97,7 @@ class Meter:
             "elasticd_failures_charged_total",
             "elasticd_detect_seconds",
             "elasticd_recover_seconds",
+            "elasticd_checkpoints_total",
             "elasticd_checkpoint_blocked_seconds",
             "elasticd_etcd_request_seconds",
             "elasticd_etcd_lease_renewals_total",

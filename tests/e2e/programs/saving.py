@@ -1,4 +1,5 @@
-"""A worker that trains alone, and makes a checkpoint when it is told to. Otherwise a player.
+"""A worker that trains alone, makes a checkpoint when it is told to, and once a
+loss that is no number. Otherwise a player.
 
 Usage: saving.py FOLDER
 """
@@ -21,18 +22,25 @@ class Saving(Player):
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.checkpoints = worker.Checkpoints(sys.argv[1])
 
+        self.poison = 1.0
+
     def train(self) -> None:
-        self.model(torch.randn(4, 64)).square().mean().backward()
+        loss = self.model(torch.randn(4, 64)).square().mean()
+        loss.backward()
+        worker.report(loss=loss * self.poison, samples=4)
+        self.poison = 1.0
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def obey(self, order: dict[str, Any]) -> None:
-        if order["do"] != "save":
+        if order["do"] == "poison":
+            self.poison = float("nan")
+        elif order["do"] == "save":
+            self.checkpoints.save({"model": self.model, "optimizer": self.optimizer}, self.step)
+            durable = self.checkpoints.wait(60.0) and not self.checkpoints.failed
+            self.tell("saved", step=self.step, durable=durable)
+        else:
             super().obey(order)
-            return
-        self.checkpoints.save({"model": self.model, "optimizer": self.optimizer}, self.step)
-        assert self.checkpoints.wait(60.0), self.checkpoints.last_error
-        self.tell("saved", step=self.step)
 
 
 Saving().play()
