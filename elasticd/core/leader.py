@@ -429,7 +429,15 @@ def _form_or_wait(
             cause = round.closing or round.cause
             return _write(
                 view,
-                replace(round, phase=Phase.WAITING, cause=cause, since=now, closing=None, planned=False),
+                replace(
+                    round,
+                    phase=Phase.WAITING,
+                    cause=cause,
+                    since=now,
+                    closing=None,
+                    planned=False,
+                    handover=False,
+                ),
                 budget,
                 reasons,
             )

@@ -509,6 +509,14 @@ def test_lost_node_below_minimum_waits_without_spending_budget() -> None:
     assert plan.writes == (Put("round", left),)
 
 
+def test_a_job_waits_for_workers_and_hands_nothing_over_meanwhile() -> None:
+    """A handover that failed: the nodes start no workers for a round that only hands over."""
+    seen = closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, [node("a", released=5)], wanted=spec(3, 8))
+    assert seen.round is not None
+    plan = decide(replace(seen, round=replace(seen.round, handover=True)), NOW)
+    assert (next_round(plan).phase, next_round(plan).handover) == (Phase.WAITING, False)
+
+
 def test_a_job_that_waited_goes_on_with_the_cause_of_its_pause() -> None:
     left = replace(
         waiting(5, since=NOW - 50), members=round(5, {"a": 2, "b": 2}).members, cause=Cause.NODE_LOST
