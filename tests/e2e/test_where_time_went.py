@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 
@@ -10,6 +11,7 @@ import pytest
 
 from elasticd.core.facts import NodeLedger
 from elasticd.core.ledger import Kind
+from elasticd.telemetry import events, runs
 from tests.e2e.harness import Cluster, World
 
 
@@ -44,6 +46,40 @@ def test_the_ledger_agrees_with_the_workers_own_account_of_their_steps(cluster: 
         assert spent["restarting"] > 0
     for agent in (a, b):
         assert re.search(r"Time: \d+\.\d % productive of \d+ s of worker time", agent.screen)
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_under_random_faults_every_second_is_told_once_and_as_the_workers_tell_it(
+    cluster: Cluster, seed: int
+) -> None:
+    dice = random.Random(seed)
+    cluster.limits = (4, 4)
+    agents = cluster.start("a", "b", slots=2)
+    world = cluster.world(4)
+    for _ in range(5):
+        cluster.goes_on(world, steps=dice.randrange(40, 120))
+        victim = dice.choice(world.players)
+        if dice.random() < 0.7:
+            os.kill(victim.pid, dice.choice((signal.SIGKILL, signal.SIGSEGV)))
+        else:
+            victim.tell("raise", text="by chance")
+        world = cluster.world(4, after=world)
+    cluster.goes_on(world, steps=100)
+    cluster.finishes(*agents)
+    for node in ("a", "b"):
+        kept = cluster.fact(f"ledger/{node}", NodeLedger)
+        (part,) = [
+            r for r in runs.of_job(cluster.folder / "state" / "elasticd", cluster.job) if r.node == node
+        ]
+        began_at = events.read([part.folder])[0]["at"]
+        assert kept is not None and len(kept.slots) == 2
+        wall_s = kept.at - began_at
+        for slot in kept.slots:
+            assert sum(slot.spent.values()) == pytest.approx(wall_s, rel=0.01)
+        productive_s = sum(slot.spent["productive"] for slot in kept.slots)
+        assert productive_s == pytest.approx(trained_s(cluster, node), rel=0.02, abs=0.5), (
+            "but for how long its last workers took to end"
+        )
 
 
 def test_an_agent_that_is_killed_goes_on_with_the_ledger_it_left(cluster: Cluster) -> None:

@@ -29,12 +29,13 @@ class Waits:
         self.total_ns = 0
         self.count = 0
         self._began = 0
-        self._thread = _thread.get_ident()
+        self._thread = 0
         self._hooked: set[int] = set()
         self._wrapped = False
 
     def follow(self, optimizer: Any) -> None:
         """Measure in the backward passes that lead to this optimizer's steps."""
+        self._thread = _thread.get_ident()
         try:
             self._wrap_collectives()
             for group in optimizer.param_groups:
