@@ -124,14 +124,56 @@ def _checked(note: Entered | Took) -> Entered | Took:
     return note
 
 
-def lines(data: bytes) -> Iterator[tuple[int, Note | BadNote]]:
+Numbered = list[tuple[int, Note | BadNote]]
+
+
+def lines(data: bytes, first: int = 1) -> Iterator[tuple[int, Note | BadNote]]:
     """The notes in a file, with their lines' numbers. What comes after the last newline was cut off when
     its writer died, and is none."""
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+    for number, line in enumerate(data.split(b"\n")[:-1], start=first):
         try:
             yield number, decode(line)
         except BadNote as bad:
             yield number, bad
+
+
+def as_of(files: Mapping[str, tuple[bytes, int]]) -> dict[str, Numbered]:
+    """The notes of a run as they stood at one time, though it goes on while its files are read.
+
+    ``files``: what was read of each, and the size that it had before any of them was read. What is
+    committed there is counted; for what was taken by then, the later notes are looked at, too.
+    """
+    seen: dict[str, Numbered] = {}
+    later: dict[str, Numbered] = {}
+    for name, (data, size) in files.items():
+        end = data.rfind(b"\n", 0, size) + 1
+        seen[name] = list(lines(data[:end]))
+        later[name] = list(lines(data[end:], len(seen[name]) + 1))
+    # Rounds before the newest were over when its first worker entered it.
+    newest, last = ("", 0), 0
+    for notes in seen.values():
+        for number, note in _by_round(notes):
+            if number > newest:
+                newest, last = number, 0
+            if number == newest and isinstance(note, Committed):
+                last = max(last, note.step)
+    for name, notes in later.items():
+        before = next((n for n, _ in reversed(list(_by_round(seen[name])))), ("", 0))
+        for i, (number, note) in enumerate(_by_round(notes, before)):
+            if number > newest:
+                break
+            if number < newest or isinstance(note, BadNote | Entered | Took) or note.step <= last:
+                seen[name].append(notes[i])
+    return seen
+
+
+def _by_round(
+    notes: Numbered, number: tuple[str, int] = ("", 0)
+) -> Iterator[tuple[tuple[str, int], Note | BadNote]]:
+    for _, note in notes:
+        if isinstance(note, Entered):
+            number = note.series, note.round
+        yield number, note
 
 
 # ---------------------------------------------------------------- many numbers in few characters

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from elasticd.core.auditlog import FOLDER, SUFFIX, BadNote, Note, lines
+from elasticd.core.auditlog import FOLDER, SUFFIX, Numbered, as_of
+from elasticd.telemetry.events import FILE
 
 
-def read(folders: Iterable[Path]) -> dict[str, list[tuple[int, Note | BadNote]]]:
+def read(folders: Iterable[Path]) -> dict[str, Numbered]:
     """The notes in these runs' folders (or in their ``audit`` folders), by file. Raises OSError."""
-    found = {}
-    for folder in folders:
-        place = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-        for path in sorted(place.glob(f"*{SUFFIX}")):
-            if path.name != "events.jsonl":
-                found[str(path)] = list(lines(path.read_bytes()))
-    return found
+    places = [folder / FOLDER if (folder / FOLDER).is_dir() else folder for folder in folders]
+    paths = [path for place in places for path in sorted(place.glob(f"*{SUFFIX}")) if path.name != FILE]
+    sizes = [path.stat().st_size for path in paths]
+    return as_of({str(path): (path.read_bytes(), size) for path, size in zip(paths, sizes, strict=True)})

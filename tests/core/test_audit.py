@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -31,6 +32,7 @@ from elasticd.core.auditlog import (
     Note,
     Took,
     Weights,
+    as_of,
     decode,
     encode,
     lines,
@@ -41,6 +43,7 @@ from elasticd.core.dealing import next_batch, parts_of
 from elasticd.core.order import Sequential, Shuffled
 
 Files = dict[str, list[Note]]
+Happened = list[tuple[str, Note]]  # in whose file, in order of time
 
 
 def facts(length: int, batch: int, *, seed: int = 0, drop_last: bool = False) -> dict[str, object]:
@@ -120,6 +123,29 @@ def train(
                 break
 
 
+def in_order(files: Files) -> Happened:
+    """An order in which it may have happened: what is committed was taken by all before, a round begins
+    after what it goes on from, and each file is written in its own order."""
+    rounds = sorted({n.round for notes in files.values() for n in notes if isinstance(n, Entered)})
+    happened: Happened = []
+    for number in rounds:
+        lives = {name: life for name, notes in files.items() if (life := life_of(notes, number))}
+        happened += [(name, life.pop(0)) for name, life in lives.items()]
+        while any(lives.values()):
+            step = min(life[0].step for life in lives.values() if life)
+            for kind in (Took, Committed, Weights):
+                for name, life in lives.items():
+                    while life and life[0].step == step and isinstance(life[0], kind):
+                        happened.append((name, life.pop(0)))
+    assert len(happened) == sum(map(len, files.values()))
+    return happened
+
+
+def life_of(notes: list[Note], number: int) -> list[Note]:
+    begins = [i for i, n in enumerate(notes) if isinstance(n, Entered)] + [len(notes)]
+    return next((notes[a:b] for a, b in pairwise(begins) if notes[a].round == number), [])
+
+
 def loss(step: int, samples: range) -> float:
     return 1.0 / step + 0.1 * samples.start
 
@@ -152,6 +178,29 @@ def test_a_run_that_crashed_is_proved_as_far_as_it_came():
     found = verdict_of(train(random.Random(5), until=6))
     assert found.findings == () and found.steps == range(1, 6)
     assert [(e.number, e.used, e.over) for e in found.epochs] == [(0, 23, True), (1, 6, False)]
+
+
+def test_a_run_that_goes_on_while_its_notes_are_read_is_proved_so_far():
+    """Each file's size is seen, and then each file read, at some other moment."""
+    for seed in range(150):
+        chance = random.Random(seed)
+        files = train(chance, epochs=3)
+        happened = in_order(files)
+        seen_at = chance.randint(1, len(happened))
+        seen = {name: min(len(happened), seen_at + chance.randint(0, 12)) for name in files}
+        read_at = max(seen.values())
+        read = {name: min(len(happened), read_at + chance.randint(0, 12)) for name in files}
+
+        def written(name: str, until: int, happened: Happened = happened) -> bytes:
+            return b"".join(encode(note) for whose, note in happened[:until] if whose == name)
+
+        parts = {
+            name: (written(name, read[name]), max(0, len(written(name, seen[name])) - chance.choice([0, 3])))
+            for name in files
+        }
+        found = judge(as_of(parts))
+        assert found.findings == (), seed
+        assert len(found.steps) <= len(verdict_of(files).steps)
 
 
 def test_steps_after_the_one_that_is_gone_on_from_are_no_more():
