@@ -21,6 +21,7 @@ from elasticd.worker.buckets import Bucket, Exchange, fill
 from elasticd.worker.buffers import Buffers
 from elasticd.worker.world import World
 
+UNDER_WAY = 4  # buckets at once: fewer would have workers wait for each other in the backward pass
 _BETWEEN = -1  # in place of a virtual rank: what is drawn between two steps
 
 
@@ -88,7 +89,8 @@ class Consistent:
             self._buffers.send_round()
             for _ in range(self._sent, len(self._buckets)):
                 self._send_next()
-            self._buckets[-1].add_up()
+            for bucket in self._buckets[-UNDER_WAY:]:
+                bucket.add_up()
             for bucket in self._buckets:
                 bucket.gather()
             self._hand_over()
@@ -140,14 +142,15 @@ class Consistent:
         assert buckets[-1][-1] == count
         self._members = [[i for i in members if i < count] for members in buckets]
         self._bucket_of = {i: bucket for bucket, members in enumerate(self._members) for i in members}
-        # Two are under way at once.
         rooms: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
         for number, (bucket, members) in enumerate(zip(self._buckets, buckets, strict=True)):
             like = likes[members[0]]
-            kind = number % 2, like.dtype, like.device
+            kind = number % UNDER_WAY, like.dtype, like.device
             if kind not in rooms or len(rooms[kind]) < bucket.arrival_elements:
                 rooms[kind] = like.new_empty(bucket.arrival_elements)
-        self._rooms = [rooms[n % 2, likes[m[0]].dtype, likes[m[0]].device] for n, m in enumerate(buckets)]
+        self._rooms = [
+            rooms[n % UNDER_WAY, likes[m[0]].dtype, likes[m[0]].device] for n, m in enumerate(buckets)
+        ]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, i))  # type: ignore[no-untyped-call]
             for i, parameter in enumerate(parameters)
@@ -199,14 +202,14 @@ class Consistent:
             self._send_next()
 
     def _send_next(self) -> None:
-        """The next bucket is complete, or nothing more will come. Meanwhile the one before has arrived."""
+        """The next bucket is complete, or nothing more will come. One of those before has arrived by now."""
         number = self._sent
         self._sent += 1
         if self._block:
             self._add([number])
+        if number >= UNDER_WAY:
+            self._buckets[number - UNDER_WAY].add_up()
         self._buckets[number].hand_in(self._rooms[number])
-        if number:
-            self._buckets[number - 1].add_up()
 
     # ------------------------------------------------------------ the end
 

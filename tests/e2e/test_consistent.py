@@ -99,6 +99,7 @@ def disturbed(training: Training, cluster: Cluster, first: int) -> set[str]:
         cluster.until(waits, f"after {done} steps they wait")
         said = cluster.command("scale", cluster.job, f"--max={size}")
         assert said.code == 0, said.err
+        (training.folder / f"scaled-{done}").touch()
     assert agent.end() == 0, agent.said()
     killed = sorted((at, where) for at, _, where in schedule["kills"])
     assert (

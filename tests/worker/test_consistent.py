@@ -19,6 +19,7 @@ from elasticd import worker
 from elasticd.core.dealing import parts_of
 from elasticd.worker import buckets, chance
 from elasticd.worker.arithmetic import Arithmetic
+from elasticd.worker.buckets import Bucket, Exchange
 from elasticd.worker.consistent import Consistent
 from tests.worker.worlds import in_world
 
@@ -251,3 +252,15 @@ def accumulated() -> list[list[list[float]]]:
     model.weight.requires_grad_(False)
     step()
     return found
+
+
+def test_who_has_no_gradient_adds_zeros_which_is_not_nothing() -> None:
+    """A worker that skipped them would keep a negative zero that others do not have."""
+    bucket = Bucket([0], [torch.zeros(2)], Exchange([range(2)], 0, 2))
+    bucket.add([torch.tensor([-0.0, 1.0])])
+    bucket.add([None])
+    bucket.hand_in(torch.empty(0))
+    bucket.add_up()
+    bucket.gather()
+    assert bucket.sums[0].tolist() == [0.0, 1.0]
+    assert not bucket.sums[0].signbit().any()

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
@@ -99,11 +100,18 @@ def accident(point: str, done: int) -> None:
 
 
 def wait_for_world(state: worker.State) -> None:
-    """Committing nothing meanwhile, which is where a world may end."""
+    """Until it was scaled and all are in such a world; committing nothing meanwhile, which is where a
+    world may end."""
     wanted = next((size for at, size in schedule.get("waits", ()) if at == state.done), None)
-    if wanted is not None:
-        say("waits", done=state.done, wanted=wanted)
-    while wanted not in (None, worker.world_size()):
+    if wanted is None:
+        return
+    say("waits", done=state.done, wanted=wanted)
+    while True:
+        scaled = (folder / f"scaled-{state.done}").exists()
+        go_on = torch.tensor([int(scaled and worker.world_size() == wanted)])
+        dist.all_reduce(go_on, dist.ReduceOp.MIN)  # all of them, or none
+        if go_on.item():
+            return
         select.select([], [], [], SLICE_S)
         state.commit()
 
