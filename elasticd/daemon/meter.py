@@ -76,6 +76,7 @@ class Meter:
         hear: Hear = dict,
     ) -> None:
         self._saves: deque[Report] = deque() if saves is None else saves
+        self.on_save: Callable[[Report], None] = lambda report: None  # told of each once it is counted
         self._step_times = step_times
         self._hear = hear
         self._told: dict[int, Told] = {}
@@ -359,6 +360,7 @@ class Meter:
                     self.book.observe("elasticd_checkpoint_duration_seconds", save.took_s)
                 case Fate.SKIPPED | Fate.FAILED:
                     self.book.add("elasticd_checkpoints_total", 1, save.fate)
+            self.on_save(save)
 
     def _checkpoint_seen(self, news: Seen) -> None:
         """On the store's thread."""

@@ -6,9 +6,11 @@ Reads the driver's state, never changes it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from elasticd.checkpoint.report import Fate, Report, sentence
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
 from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
@@ -23,7 +25,7 @@ from elasticd.daemon.sampler import Sampler, Samples
 from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.telemetry import words
-from elasticd.telemetry.events import EventFile, event
+from elasticd.telemetry.events import EventFile, event, of_agent
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import View
 
@@ -65,6 +67,7 @@ class Publisher:
         self._timekeeper = timekeeper
         self._file = events
         self._chronicle = chronicle
+        meter.on_save = self._saved
         self._comparison = comparison
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._paces: dict[tuple[str, int], Pace] = {}
@@ -118,6 +121,26 @@ class Publisher:
         snapshot = self._snapshot(mine, now)
         self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
         self._chronicle.note(snapshot, self._timekeeper.ledger, self._meter.book, now, last=True)
+
+    def _saved(self, report: Report) -> None:
+        """An event of what became of a checkpoint."""
+        if report.fate is Fate.COPIED:
+            return
+        well = report.fate is Fate.COMMITTED
+        facts = {"took_s": round(report.took_s, 3), "size": report.size} if well else {}
+        self._file.write(
+            of_agent(
+                f"checkpoint.{report.fate}",
+                time.time(),
+                self._config.job,
+                self._config.node,
+                sentence(report),
+                level="info" if well else "warning",
+                step=report.step,
+                name=report.name,
+                **facts,
+            )
+        )
 
     # ------------------------------------------------------------ to who asks over HTTP
 

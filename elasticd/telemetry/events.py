@@ -41,7 +41,7 @@ def event(reason: Reason, at: float, job: str, node: str, **more: object) -> Eve
 
 
 def of_agent(what: str, at: float, job: str, node: str, text: str, **fields: object) -> Event:
-    """The first or the last event of an agent."""
+    """The first or the last event of an agent, or one that is nobody's decision."""
     return {
         "at": round(at, 6),
         "event": what,
