@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +20,15 @@ Answer = Callable[[str, list[tuple[str, str]]], Any]
 @dataclass(slots=True)
 class Fault:
     """``of``: whether a request (method, path and query) is hit; it lets ``fine`` of those pass, then
-    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read) or "slow"."""
+    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read) or "hold" (until
+    ``gate`` is set)."""
 
     how: str
     of: Callable[[str, str], bool]
     fine: int = 0
     bad: int = 1_000_000
-    slow_s: float = 0.0
     hits: int = 0
-    seen: threading.Event = field(default_factory=threading.Event)
+    gate: threading.Event = field(default_factory=threading.Event)
 
 
 def parts(method: str, url: str) -> bool:
@@ -52,7 +51,7 @@ class S3Server:
         self._real = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
-        self.requests: list[str] = []
+        self.stuck = threading.Event()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -64,8 +63,15 @@ class S3Server:
             self._faults.append(fault)
         return fault
 
+    def holds(self, of: Callable[[str, str], bool], fine: int = 0) -> threading.Event:
+        """Requests wait until what is returned is set; ``stuck`` is when one does."""
+        self.stuck.clear()
+        return self.fails("hold", of, fine=fine).gate
+
     def mends(self) -> None:
         with self._lock:
+            for fault in self._faults:
+                fault.gate.set()
             self._faults.clear()
 
     @property
@@ -91,18 +97,16 @@ class S3Server:
         url = f"{environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
         method = environ["REQUEST_METHOD"]
         with self._lock:
-            self.requests.append(f"{method} {url}")
             fault = next((f for f in self._faults if f.of(method, url)), None)
             if fault is not None:
                 fault.hits += 1
                 if not fault.fine < fault.hits <= fault.fine + fault.bad:
                     fault = None
-        if fault is not None:
-            fault.seen.set()
-            if fault.how == "slow":
-                time.sleep(fault.slow_s)  # that is the fault
-            else:
-                return self._fail(fault, environ, start)
+        if fault is not None and fault.how == "hold":
+            self.stuck.set()
+            fault.gate.wait(100.0)
+        elif fault is not None:
+            return self._fail(fault, environ, start)
         if KEY not in environ.get("HTTP_AUTHORIZATION", ""):
             return _refusal(
                 start, "403 Forbidden", "InvalidAccessKeyId", "The key does not exist in our records."

@@ -1,0 +1,177 @@
+"""Saves to a server of S3 that fails, drops, dawdles and goes: nothing torn, one sentence, and on it goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+import torch
+
+from elasticd.checkpoint.manifest import parse_folder
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.store import store_at
+from elasticd.worker.checkpoint import Checkpoints
+from tests.checkpoint.faults import Helper
+from tests.checkpoint.s3server import SECRET, S3Server, parts, writes
+
+ELEMENTS = 3 << 20  # 24 MiB: a file in two parts
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def forker(server: S3Server) -> Iterator[Helper]:
+    with Helper("forker.py") as helper:
+        yield helper
+
+
+@pytest.fixture
+def s3(server: S3Server) -> Iterator[S3Server]:
+    yield server
+    server.mends()
+
+
+@pytest.fixture
+def where(tmp_path) -> str:
+    return f"s3://bucket/{tmp_path.name}"
+
+
+@pytest.fixture
+def checkpoints(forker: Helper, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoints]:
+    name, _ = forker.saver()
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    made = Checkpoints(where, last=2)
+    yield made
+    made.close()
+
+
+def filled(step: int) -> dict[str, Any]:
+    return {"w": torch.full((ELEMENTS,), step, dtype=torch.int64), "step": step}
+
+
+def save(checkpoints: Checkpoints, step: int) -> bool:
+    """Whether it was committed."""
+    assert checkpoints.save(filled(step), step) and checkpoints.wait(90.0)
+    return checkpoints.newest is not None and checkpoints.newest.step == step
+
+
+def resumed(where: str) -> int:
+    """The step that a new process would go on from; its state must be that step's, all of it."""
+    state, reader = filled(0), Checkpoints(where)
+    step = reader.load(state) or 0
+    reader.close()
+    assert not reader.from_memory
+    assert state["step"] == step and bool((state["w"] == step).all()), "a torn state"
+    return step
+
+
+def test_what_is_kept_is_there_and_nothing_else(s3, checkpoints, where):
+    for step in (1, 2, 3):
+        assert save(checkpoints, step)
+    assert resumed(where) == 3
+    names = [s.name for s in FilePointer(where).read().saved]
+    assert store_at(where).names() == sorted(["committed.json", *names]) and len(names) == 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "flipped",
+        pytest.param("truncated", marks=pytest.mark.slow),
+        pytest.param("missing", marks=pytest.mark.slow),
+    ],
+)
+def test_an_object_that_is_not_as_it_was_is_named_and_the_one_before_taken(
+    s3, checkpoints, where, how, caplog
+):
+    assert save(checkpoints, 1) and save(checkpoints, 2)
+    shard = f"{FilePointer(where).read().saved[-1].name}/__0_0.distcp"
+    client, key = boto3.client("s3"), f"{where.removeprefix('s3://bucket/')}/{shard}"
+    body = bytearray(client.get_object(Bucket="bucket", Key=key)["Body"].read())
+    if how == "missing":
+        client.delete_object(Bucket="bucket", Key=key)
+    else:
+        body[len(body) // 2] ^= 1
+        client.put_object(Bucket="bucket", Key=key, Body=bytes(body[: -1 if how == "truncated" else None]))
+    assert resumed(where) == 1
+    assert f"step 1 is resumed from, since {shard} is" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["500", "drop"])
+def test_an_upload_that_fails_for_good_costs_one_checkpoint_and_no_other(s3, checkpoints, where, how):
+    assert save(checkpoints, 1)
+    s3.fails(how, parts, fine=1)
+    assert not save(checkpoints, 2) and checkpoints.failed == 1
+    assert "the checkpoint of step 2 was not saved: the shard of rank 0 could not be written" in (
+        sentence := checkpoints.last_error
+    )
+    assert "\n" not in sentence and SECRET not in sentence
+    s3.mends()
+    assert resumed(where) == 1
+    assert save(checkpoints, 3) and checkpoints.failed == 1
+    assert resumed(where) == 3
+    assert all("step-0000000002" not in name for name in store_at(where).names())
+
+
+def test_a_store_that_is_away_when_it_is_to_commit_costs_one_checkpoint(s3, checkpoints, where):
+    assert save(checkpoints, 1)
+    s3.fails(
+        "500", lambda method, url: writes(method, url) and url.endswith(("elasticd.json?", "committed.json?"))
+    )
+    assert not save(checkpoints, 2) and "it could not be committed" in checkpoints.last_error
+    s3.mends()
+    assert resumed(where) == 1
+    assert save(checkpoints, 3) and resumed(where) == 3
+
+
+def test_a_slow_store_has_saves_skipped_and_counted_while_training_goes_on(s3, checkpoints, where):
+    gate = s3.holds(parts)
+    assert [checkpoints.save(filled(n), n) for n in range(1, 6)] == [True, True, False, False, False]
+    assert checkpoints.skipped == 3
+    gate.set()
+    assert checkpoints.wait(90.0) and not checkpoints.failed
+    assert resumed(where) == 2
+
+
+def test_a_saver_killed_while_it_uploads_leaves_what_was_committed(s3, forker, where, monkeypatch):
+    # A save is seven requests that write: the parts' beginning, two of them, their end, the metadata, the
+    # manifest and the pointer.
+    committed = 0
+    for step, requests in enumerate((1, 2, 5, 6), 1):
+        name, pid = forker.saver()
+        monkeypatch.setenv("ELASTICD_SAVER", name)
+        checkpoints = Checkpoints(where, last=2)
+        s3.holds(writes, fine=requests)
+        assert checkpoints.save(filled(step), step)
+        assert s3.stuck.wait(90.0)
+        os.kill(pid, signal.SIGKILL)
+        checkpoints.wait(90.0)
+        s3.mends()
+        checkpoints.close()
+        monkeypatch.delenv("ELASTICD_SAVER")
+        found = resumed(where)
+        assert found in (committed, step), "a committed checkpoint was lost"
+        committed = found
+    name, _ = forker.saver()
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    last = Checkpoints(where, last=2)
+    assert save(last, 10)
+    last.close()
+    kept = {s.name for s in FilePointer(where).read().saved}
+    left = {n for n in store_at(where).names() if parse_folder(n)}
+    assert left == kept, "leftovers stay"
