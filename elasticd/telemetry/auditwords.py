@@ -31,11 +31,10 @@ def summary(verdict: Verdict) -> Iterator[str]:
         yield "no step is committed"
         return
     sizes = verdict.worlds
-    of = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    of = count(sizes[0], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers"
     again = f"; {count(verdict.again, 'step')} more were made anew" if verdict.again else ""
     yield (
-        f"steps {verdict.steps[0]} to {verdict.steps[-1]}, in {count(verdict.rounds, 'round')} of {of} "
-        f"workers{again}"
+        f"steps {verdict.steps[0]} to {verdict.steps[-1]}, in {count(verdict.rounds, 'round')} of {of}{again}"
     )
     for epoch in verdict.epochs:
         yield f"epoch {epoch.number}: {_used(epoch, verdict.kind)}"

@@ -56,7 +56,7 @@ def test_a_run_is_found_by_its_folder_or_by_the_name_of_its_job(folder):
     proved = (
         0,
         [
-            "steps 1 to 3, in 1 round of 1 workers",
+            "steps 1 to 3, in 1 round of 1 worker",
             "epoch 0: 12 of 12 samples used",
             "proved: each was used once",
         ],
