@@ -2,8 +2,8 @@
 
 Worker to saver:
 
-* ``open``: ``path token rank world round fence locals last every``. Who it is, in which world, and which
-  ranks of that world are served here; the job's round; what to keep.
+* ``open``: ``path token rank world round fence locals holder last every``. Who it is, in which world, and
+  which ranks of that world are served here; the job's round; which node holds copies; what to keep.
 * ``plan``: ``plan size``, and a file with what is the same for all its saves (``Paper``).
 * ``buffer``: ``plan buffer``, and the memory in which shards will lie.
 * ``torn``: ``buffer``. It is about to be written into.
@@ -12,12 +12,15 @@ Worker to saver:
 * ``miss``: ``name step why``. This rank will not hand over what others do.
 * ``known``: ``path``. What is committed there; the answer is ``known`` (``own``: this job has committed
   there; ``why``: it cannot be told), with a file of it.
-* ``recall``: ``path``. What is held in memory of the newest world that is over; the answer is a
-  ``held`` for each shard, and ``that_is_all``.
+* ``survey``: ``path``. What is held in memory of worlds that are over, here and, where copies are held, by
+  other nodes; the answer is an ``offer`` for each state and node, and ``that_is_all``.
+* ``lend``: ``path name nodes``. The shards of that state that are here, each a ``held``, and where those
+  nodes are to be asked, each a ``place``; and ``that_is_all``.
 
-Saver to worker: ``free`` (``plan buffer``: it is on disk, or never will be), ``committed`` (``name step
-took_s size``), ``failed`` (``name step why``), ``held`` (``rank world step name size``, and the
-memory and its paper).
+Saver to worker: ``free`` (``plan buffer``: it is on disk and with who holds a copy, or never will be),
+``copied`` (``plan buffer``: the latter), ``committed`` (``name step took_s size``), ``written`` (``name``: as
+far as it is of this node; another one commits), ``failed`` (``name step why``), ``offer`` (``node state
+ranks``), ``held`` (``rank``, and the memory and its paper), ``place`` (``node host port secret``).
 """
 
 from __future__ import annotations

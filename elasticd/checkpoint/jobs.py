@@ -6,8 +6,9 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
+_ASKED_S: Final = 60.0  # the loop never waits for anything; after this it has ended
 _T = TypeVar("_T")
 
 
@@ -44,6 +45,20 @@ class Jobs:
 
         self._running += 1
         pool.submit(job).add_done_callback(finished)
+
+    def ask(self, call: Callable[[], _T]) -> _T:
+        """From another thread: have the loop call this, and wait for what it returns or raises."""
+        answer: Future[_T] = Future()
+
+        def do() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:  # noqa: BLE001  # it is the asker's
+                answer.set_exception(error)
+
+        self._done.append(do)
+        self.wake()
+        return answer.result(_ASKED_S)
 
     def wake(self) -> None:
         """As if something were done."""

@@ -23,10 +23,13 @@ from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, File, parse_folder
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.replicas import Label, Replica, offers
+from elasticd.checkpoint.replication import Replication
 from elasticd.checkpoint.report import Fate, Report
 from elasticd.checkpoint.store import Store, store_at
 from elasticd.checkpoint.worlds import Gathering, Plan, World
-from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.facts import Checkpoint, Holder, Saved
+from elasticd.core.replicas import Offer
 from elasticd.core.retention import Keep, Refused
 
 
@@ -55,6 +58,7 @@ class Saver:
         first_s: float = 60.0,
         say: Callable[[str], None] = lambda _: None,
         report: Callable[[Report], None] = lambda _: None,
+        replication: Replication | None = None,
     ) -> None:
         self._listener = listener
         self._committing = Committing(committer_of, pace)
@@ -62,6 +66,7 @@ class Saver:
         self._first_s = first_s
         self._say = say
         self._report = report
+        self._replication = replication
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
         self._worlds: list[World] = []
@@ -81,6 +86,9 @@ class Saver:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._jobs.fd, selectors.EVENT_READ)
+        if self._replication is not None:
+            self._replication.join(self._jobs, self._over)
+            self._selector.register(self._replication.listener, selectors.EVENT_READ, self._replication)
         idle_since = time.monotonic()
         linger_s = None if self._linger_s is None else self._first_s
         try:
@@ -104,6 +112,8 @@ class Saver:
                     if key.fileobj is self._listener:
                         self._accept()
                         linger_s = self._linger_s
+                    elif self._replication is not None and key.data is self._replication:
+                        self._replication.accept()
                     elif key.data in self._clients:
                         self._hear(key.data)
                 self._jobs.finish()
@@ -111,6 +121,8 @@ class Saver:
             self._writers.shutdown(cancel_futures=True)
             self._committers.shutdown(cancel_futures=True)
             self._witnesses.shutdown(cancel_futures=True)
+            if self._replication is not None:
+                self._replication.close()
             self._selector.close()
             self._jobs.close()
 
@@ -152,6 +164,7 @@ class Saver:
             locals_ = frozenset(map(int, message["locals"]))
             round_, fence = int(message["round"]), int(message["fence"])
             world = World(store, token, round_, fence, int(message["world"]), locals_, keep)
+            world.holder = str(message.get("holder", "")) if self._replication is not None else ""
             self._worlds.append(world)
             if world.commits:
                 self._witnesses.submit(self._committing.open, world)
@@ -181,6 +194,10 @@ class Saver:
         if world is None or parse_folder(name) is None:
             raise ValueError(f"{name} is no checkpoint's name")
         plan.holds[buffer] = (step, name)
+        if all(
+            (step, name) in world.plans[r].holds.values() if r in world.plans else False for r in world.locals
+        ):
+            world.handed.add(name)
         self._forget_older(world)
         gathering = world.gatherings.get(name)
         if gathering is None:
@@ -194,14 +211,33 @@ class Saver:
             gathering.paper = plan.paper
         self._miss_those_gone(world, gathering)
         if gathering.why:
-            _reply(client.line, {"is": "free", "plan": message["plan"], "buffer": buffer})
+            for what in ("copied", "free"):
+                _reply(client.line, {"is": what, "plan": message["plan"], "buffer": buffer})
             self._settle_if_failed(world, gathering)
             return
         gathering.writing.add(rank)
+        note: Message = {"plan": message["plan"], "buffer": buffer}
+        using = {"disk"}  # of the buffer, which is free when nobody does
+        if world.holder and self._replication is not None:
+            using.add(world.holder)
+            label = Label(world.store.url, name, world.round, step, world.size, rank)
+
+            def copied(why: str) -> None:
+                if why:
+                    self._say(f"no copy of rank {rank}'s shard of step {step} is held elsewhere: {why}")
+                _reply(client.line, {"is": "copied", **note})
+                used(world.holder)
+
+            self._replication.push(world.holder, label, plan.paper.index, memory, copied)
+
+        def used(by: str) -> None:
+            using.discard(by)
+            if not using:
+                _reply(client.line, {"is": "free", **note})
 
         def written(outcome: File | BaseException) -> None:
             gathering.writing.discard(rank)
-            _reply(client.line, {"is": "free", "plan": message["plan"], "buffer": buffer})
+            used("disk")
             if isinstance(outcome, BaseException):
                 gathering.why = (
                     gathering.why or f"the shard of rank {rank} could not be written: {told(outcome)}"
@@ -248,20 +284,48 @@ class Saver:
 
         self._jobs.run(self._witnesses, lambda: self._committing.known(store), told_)
 
-    def _hear_recall(self, client: _Client, message: Message, _: list[int]) -> None:
-        """Only of worlds that are over: what others still write into is not to be read."""
+    def _hear_survey(self, client: _Client, message: Message, _: list[int]) -> None:
         path = str(message["path"])
-        over = [w for w in self._worlds if w.store.url == path and not w.lines and w.newest_held()]
-        if over:
-            world = max(over, key=lambda w: (w.round, w.newest_held()))
-            step, name = world.newest_held() or (0, "")
-            for rank, plan in world.plans.items():
-                for buffer, held in plan.holds.items():
-                    if held == (step, name):
-                        note: Message = {"rank": rank, "world": world.size, "round": world.round}
-                        note |= {"step": step, "name": name, "size": plan.size}
-                        client.line.send({"is": "held", **note}, (plan.buffers[buffer].fd, plan.paper_fd))
-        client.line.send({"is": "that_is_all"})
+
+        def found(offered: list[Offer]) -> None:
+            for its in offered:
+                state = [its.name, its.round, its.step, its.world]
+                _reply(
+                    client.line, {"is": "offer", "node": its.node, "state": state, "ranks": sorted(its.ranks)}
+                )
+            _reply(client.line, {"is": "that_is_all"})
+
+        if self._replication is not None:
+            self._replication.survey(path, found)
+        else:
+            found(offers(self._over(path), ""))
+
+    def _hear_lend(self, client: _Client, message: Message, _: list[int]) -> None:
+        path, name = str(message["path"]), str(message["name"])
+        here = self._over(path) if self._replication is None else self._replication.held(path)
+        for replica in here:
+            if replica.label.name == name:
+                paper = Paper(replica.index, b"").file()
+                try:
+                    client.line.send({"is": "held", "rank": replica.label.rank}, (replica.memory.fd, paper))
+                finally:
+                    os.close(paper)
+
+        def found(places: list[Holder]) -> None:
+            for its in places:
+                where = {"host": its.host, "port": its.port, "secret": its.secret}
+                _reply(client.line, {"is": "place", "node": its.node, **where})
+            _reply(client.line, {"is": "that_is_all"})
+
+        if self._replication is not None:
+            self._replication.places(map(str, message["nodes"]), found)
+        else:
+            found([])
+
+    def _over(self, path: str) -> list[Replica]:
+        """What is whole here of worlds that are over: what others still write into is not to be read."""
+        over = [w for w in self._worlds if w.store.url == path and not w.lines]
+        return [replica for world in over for replica in world.whole()]
 
     def _lose(self, client: _Client) -> None:
         self._clients.discard(client)
@@ -292,6 +356,7 @@ class Saver:
         if first is None or first.why or first.committing or not world.locals <= first.files.keys():
             return
         if not world.commits:
+            self._tell(world, {"is": "written", "name": first.name})
             self._forget(world, first)
             return
         first.committing = True
@@ -310,10 +375,12 @@ class Saver:
 
     def _forget_older(self, newest: World) -> None:
         """Once a world has handed over, the memory of those before it is given back."""
-        if newest.locals <= {rank for rank, plan in newest.plans.items() if plan.holds}:
+        if newest.settled:
             for world in [w for w in self._worlds if w.store.url == newest.store.url and w is not newest]:
                 if not world.lines and not world.gatherings:
                     self._worlds.remove(world)
+            if self._replication is not None:
+                self._replication.forget(newest.store.url, before=newest.round)
 
     # ------------------------------------------------------------ what became of them
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from elasticd.checkpoint.handover import Line, Memory, Paper
 from elasticd.checkpoint.manifest import File
+from elasticd.checkpoint.replicas import Label, Replica
 from elasticd.checkpoint.store import Store
 from elasticd.core.retention import Keep
 
@@ -58,6 +60,8 @@ class World:
     plans: dict[int, Plan] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     gatherings: dict[str, Gathering] = field(default_factory=dict)
+    holder: str = ""  # the node that is to hold copies
+    handed: set[str] = field(default_factory=set)  # names of what all ranks here have handed over
 
     @property
     def commits(self) -> bool:
@@ -70,8 +74,31 @@ class World:
             return None
         return max(set.intersection(*common), default=None)
 
+    @property
+    def is_here(self) -> bool:
+        """All of it."""
+        return len(self.locals) == self.size
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing older than what it has handed over is needed: others may lag behind by one."""
+        return len(self.handed) >= (1 if self.is_here else 2)
+
+    def whole(self) -> Iterator[Replica]:
+        """Each shard that is whole in memory."""
+        for rank, plan in self.plans.items():
+            for buffer, (step, name) in plan.holds.items():
+                label = Label(self.store.url, name, self.round, step, self.size, rank)
+                yield Replica(label, plan.paper.index, plan.buffers[buffer])
+
     def forget_all_but_newest(self) -> None:
-        """It is over: what is of no use any more is given back."""
+        """It is over: what is of no use any more is given back. Where others may not have come as far,
+        the one before the newest is."""
+        if not self.is_here:
+            for plan in self.plans.values():
+                for buffer in plan.buffers.keys() - plan.holds.keys():
+                    del plan.buffers[buffer]
+            return
         newest = self.newest_held()
         for plan in self.plans.values():
             for buffer in [b for b in plan.buffers if plan.holds.get(b) != newest or newest is None]:

@@ -69,6 +69,7 @@ class RunOptions:
     fresh_start: bool = False
     spares: int = 0
     checkpoints: str | None = None
+    replicate: int = 0
     audit: bool = False
     audit_every: int | None = None
     checkpoint_every: str | None = None
@@ -397,6 +398,13 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "From the newest checkpoint that is whole, if there is one; or else end with exit code 5; or only "
         "from those of this job.",
         default="auto",
+    ),
+    _ours(
+        "--replicate",
+        type=click.IntRange(0, 1),
+        default=0,
+        help="Nodes that hold a copy of what this one checkpoints, in memory.  [0]",
+        metavar="0|1",
     ),
     # what is noted and shown
     _our_switch(

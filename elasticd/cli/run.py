@@ -169,6 +169,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         numa_binding=options.numa_binding,
         fresh_start=options.fresh_start,
         spares=options.spares,
+        replicate=options.replicate,
         http=http_place(options.http),
         patience=_patience(options),
         audit=_audit(options),

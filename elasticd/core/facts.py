@@ -7,7 +7,7 @@ JSON and back); the key it lives under is named in its docstring, below ``/elast
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elasticd.core.age import Age
@@ -478,6 +478,17 @@ class Checkpoint:
         return self.saved[-1] if self.saved else None
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Where the saver of a node serves those of others, who prove that they know its ``secret``. Key
+    ``savers/<node>``, on the agent's lease, and only in jobs that hold copies in other nodes' memory."""
+
+    node: str
+    host: str
+    port: int
+    secret: str = field(repr=False)
+
+
 Fact = (
     Spec
     | Node
@@ -492,4 +503,5 @@ Fact = (
     | Leadership
     | Checkpoint
     | NodeLedger
+    | Holder
 )

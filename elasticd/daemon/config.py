@@ -52,7 +52,8 @@ class RunConfig:
     ``http``: the host and port that metrics are served at; None for nowhere.
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
     is forked from a process that has imported what it imports. ``spares``: how many of the slots are
-    for workers that wait to replace others. ``patience``: with workers that make
+    for workers that wait to replace others. ``replicate``: how many other nodes hold a copy of this
+    one's shards in memory, 0 or 1. ``patience``: with workers that make
     no steps; None to wait for ever. ``audit``: workers note what they use and commit, and a digest of
     the weights after every so many steps; None: they do not.
     """
@@ -75,6 +76,7 @@ class RunConfig:
     numa_binding: str | None = None
     fresh_start: bool = False
     spares: int = 0
+    replicate: int = 0
     http: tuple[str, int] | None = None
     patience: Patience | None = Patience()
     audit: int | None = None

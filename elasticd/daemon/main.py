@@ -18,10 +18,11 @@ from elasticd.core import agent as agents
 from elasticd.core import auditlog
 from elasticd.core.agent import Identity
 from elasticd.core.environment import Setting, assignments, standbys
-from elasticd.core.facts import NodeLedger, Phase, Round, Spec
+from elasticd.core.facts import Holder, NodeLedger, Phase, Round, Spec
 from elasticd.core.ledger import totals
 from elasticd.core.messages import KeeperLost, Leave, StoreComplained
 from elasticd.core.reasons import Reason
+from elasticd.daemon import holding
 from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
@@ -139,9 +140,10 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             log.reason(logger, reason)
             publisher.note(reason, clock())
 
-        saver = SaverService(warden, access, config.job)
+        held = _hold(config)
+        saver = SaverService(warden, access, config.job, held)
         cleanup.callback(saver.close)
-        setting = _setting(config, saver.name, began_at)
+        setting = _setting(config, saver.name, began_at, holds=held is not None)
         driver = Driver(
             agents.start(
                 _identity(config),
@@ -208,6 +210,8 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         service = Service(manager, lambda: driver.state)
         routine = both(publisher.routine, service.routine)
         routine = both(routine, comparison.routine)
+        if held is not None:
+            routine = both(routine, holding.Announcement(held[1], driver, store).routine)
         if config.patience is not None:
             hangs = Hangs(config.patience, driver, store, procs, destinations.run_folder, say, time.monotonic)
             routine = both(routine, hangs.routine)
@@ -271,7 +275,17 @@ def _wanted(config: RunConfig) -> Spec:
     )
 
 
-def _setting(config: RunConfig, saver: str, began_at: float) -> Setting:
+def _hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
+    """Where other nodes' shards come to; they are held in the memory of one node more, or of none."""
+    if not config.replicate:
+        return None
+    try:
+        return holding.listen(config.node, config.address)
+    except OSError as error:
+        raise CannotStart(f"no copies can be held for others at {config.address}: {error}") from error
+
+
+def _setting(config: RunConfig, saver: str, began_at: float, *, holds: bool) -> Setting:
     audit = {}
     if config.audit is not None:
         # Rounds are counted in etcd, and one of our own is as old as this agent.
@@ -287,6 +301,7 @@ def _setting(config: RunConfig, saver: str, began_at: float) -> Setting:
         extra={
             "ELASTICD_SAVER": saver,
             "ELASTICD_BEGAN": f"{began_at:.0f}",
+            **({"ELASTICD_HOLDER": config.node} if holds else {}),
             "ELASTICD_WORLD_MAX": str(config.limits.max),
             **audit,
             **config.env,

@@ -14,11 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.alone import be_modest, say
+from elasticd.checkpoint.replication import Replication
 from elasticd.checkpoint.report import Fate, Report, from_line
 from elasticd.checkpoint.saver import Saver
+from elasticd.core.facts import Holder
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
+from elasticd.daemon.holding import EtcdPeers
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.keeper import Ended, KeeperError, Warden
 from elasticd.telemetry import log
@@ -28,6 +33,7 @@ _OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"
 _PASSWORD: Final = "ELASTICD_SAVER_PASSWORD"  # noqa: S105  its name
 _ROOT = str(Path(__file__).parents[2])
 _PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver import main; main()"
+_HOLDER: Final = "ELASTICD_SAVER_HOLDER"
 _BEHIND: Final = "those before it are not yet durable"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
@@ -39,11 +45,19 @@ class SaverService:
 
     Until then there is only a socket, ``name`` (for workers: ELASTICD_SAVER). What it does is in the
     agent's log, and in ``reports`` for whoever counts it, oldest first. It ends with the agent, which
-    waits until what was handed over is committed.
+    waits until what was handed over is committed. ``holding``: the socket at which it holds copies for
+    other nodes, and how those find it.
     """
 
-    def __init__(self, warden: Warden, access: EtcdAccess, job: str) -> None:
+    def __init__(
+        self,
+        warden: Warden,
+        access: EtcdAccess,
+        job: str,
+        holding: tuple[socket.socket, Holder] | None = None,
+    ) -> None:
         self._warden = warden
+        self._also = [holding[0]] if holding is not None else []
         self.reports: deque[Report] = deque(maxlen=_REPORTS_MAX)
         self._listener, self.name = handover.listen()
         self._said, self._saying = socket.socketpair()
@@ -67,18 +81,24 @@ class SaverService:
             "job": job,
         }
         self._env = {**os.environ, _OPTIONS: json.dumps(options), _PASSWORD: access.password or ""}
+        if holding is not None:
+            self._env[_HOLDER] = msgspec.json.encode(holding[1]).decode()
         self._await()
 
     def _await(self) -> None:
         """Until somebody connects, whom the kernel has wait for the saver to take over."""
-        watched = self._listener.dup()
+        watched = [listener.dup() for listener in (self._listener, *self._also)]
 
         def asked() -> None:
-            self._warden.unwatch(watched)
+            if not watched:  # somebody has come to the other one at the same time
+                return
+            while watched:
+                self._warden.unwatch(watched.pop())
             self._starter = threading.Thread(target=self._start, name="elasticd-saver", daemon=True)
             self._starter.start()
 
-        self._warden.watch(watched, asked)
+        for listener in tuple(watched):
+            self._warden.watch(listener, asked)
 
     def _start(self) -> None:
         def ended(end: Ended) -> None:
@@ -100,6 +120,7 @@ class SaverService:
                 env=self._env,
                 stdin=self._listener.fileno(),
                 output=self._saying.fileno(),
+                also=[listener.fileno() for listener in self._also],
                 ended=ended,
             )
         except KeeperError as error:
@@ -111,6 +132,8 @@ class SaverService:
         once if that takes too long."""
         self._closed = True
         self._listener.close()
+        for listener in self._also:
+            listener.close()
         if self._starter is not None:
             self._starter.join()
         if self._pid:
@@ -168,6 +191,11 @@ def main() -> None:
     access, job = access_of(os.environ)
     listener = socket.socket(fileno=0)
 
+    replication = None
+    if _HOLDER in os.environ:
+        me = msgspec.json.decode(os.environ[_HOLDER], type=Holder)
+        replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
+
     def tell(report: Report) -> None:
         with contextlib.suppress(OSError):  # the agent does not listen
             os.write(1, report.line())
@@ -178,6 +206,7 @@ def main() -> None:
         linger_s=None,
         say=say,
         report=tell,
+        replication=replication,
     )
     signal.signal(signal.SIGTERM, lambda *_: saver.leave())
     with contextlib.suppress(OSError):

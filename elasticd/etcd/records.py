@@ -16,6 +16,7 @@ from elasticd.core.facts import (
     Checkpoint,
     Fact,
     Hang,
+    Holder,
     Leadership,
     Node,
     NodeLedger,
@@ -47,6 +48,7 @@ _BY_FOLDER: Final[dict[str, type[Fact]]] = {
     "stalls": Stall,
     "paces": Paces,
     "ledger": NodeLedger,
+    "savers": Holder,
 }
 
 

@@ -191,14 +191,15 @@ class Warden:
         cwd: str | Path | None = None,
         stdin: int | None = None,
         output: int | None = None,
+        also: Sequence[int] = (),
         log_path: str | Path = os.devnull,
         ended: Callable[[Ended], None] = lambda _: None,
     ) -> int:
         """Start a helper process (such as etcd) that must not outlive the agent; returns its pid.
 
-        Its output is appended to ``log_path``, or goes to ``output``; that and ``stdin`` are files that
-        it gets a copy of. Waits until the program runs; raises ``KeeperError`` if it cannot. The fence
-        and ``stop_workers`` leave it alone.
+        Its output is appended to ``log_path``, or goes to ``output``; that, ``stdin`` and ``also``
+        (descriptors 3 and on) are files that it gets a copy of. Waits until the program runs; raises
+        ``KeeperError`` if it cannot. The fence and ``stop_workers`` leave it alone.
         """
         answered = threading.Event()
         outcome: list[int | Ended] = []
@@ -219,7 +220,7 @@ class Warden:
         except OSError as error:
             raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
         given = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if stdin is None else os.dup(stdin)
-        fds = [given, log, os.dup(log)]
+        fds = [given, log, os.dup(log), *map(os.dup, also)]
         running = _Running(service_ended, "", True, 0, answer)
         self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):

@@ -37,11 +37,12 @@ from elasticd.checkpoint.store import store_at
 from elasticd.core.cadence import parse
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page import Fatal
+from elasticd.core.replicas import Choice, holders, newest_whole
 from elasticd.core.retention import Keep
 from elasticd.worker import told
 from elasticd.worker.collect import Flat, flatten, restore
 from elasticd.worker.layout import Held, Shard, lay_out
-from elasticd.worker.recall import known, recall
+from elasticd.worker.recall import HolderLost, Memories, known
 from elasticd.worker.schedule import Schedule
 from elasticd.worker.target import Target, box, parts_of
 from elasticd.worker.together import Together
@@ -74,6 +75,8 @@ class _Plan:
 
     @property
     def free(self) -> bool:
+        if any(buffer.copying for buffer in self.buffers):
+            return False  # what would be written over may be the newest that is with everybody
         return self.turn >= len(self.buffers) or not self.buffers[self.turn].busy
 
 
@@ -82,7 +85,8 @@ class _Buffer:
     memory: Memory
     image: torch.Tensor
     into: list[torch.Tensor]
-    busy: bool = False
+    busy: bool = False  # being read: it goes to the disk, or to another node
+    copying: bool = False  # it is on its way to another node
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class Checkpoints:
 
     ``skipped`` counts saves that were left out as the disk had not caught up, ``failed`` those that
     came to nothing (``last_error`` says why), ``newest`` is what was last seen to be committed.
-    ``from_memory``: the last ``load`` took the state from this node's memory, not from disk.
+    ``tier``: where the last ``load`` took the state from: this node's ``memory``, also a ``peer``'s, or
+    ``disk``; empty if it found none.
     """
 
     def __init__(
@@ -133,13 +138,19 @@ class Checkpoints:
         self._seq = 0
         self._plan: _Plan | None = None
         self._plans = 0
+        self._copies = False
         self._blobs: dict[str, tuple[bytes, int, bytes]] = {}
         self._pending: set[str] = set()
         self.skipped = 0
         self.failed = 0
         self.last_error = ""
         self.newest: Committed | None = None
-        self.from_memory = False
+        self.tier = ""
+
+    @property
+    def from_memory(self) -> bool:
+        """Whether the last ``load`` read nothing from disk."""
+        return self.tier in ("memory", "peer")
 
     # ------------------------------------------------------------ saving
 
@@ -197,9 +208,11 @@ class Checkpoints:
 
     @told.holds_up
     def wait(self, timeout_s: float = 600.0) -> bool:
-        """Until what this rank handed over is committed or has failed; False after the timeout."""
+        """Until what this rank handed over is committed or has failed, and where another node is to hold a
+        copy, it has it or cannot; False after the timeout. Where the first rank is on another node: until
+        what is on this node is durable."""
         deadline = time.monotonic() + timeout_s
-        while self._pending and self._line is not None:
+        while (self._pending or self._copying) and self._line is not None:
             self._line.socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 heard = self._line.receive()
@@ -213,7 +226,11 @@ class Checkpoints:
                     self._line.socket.settimeout(None)
             if heard is not None:
                 self._take(heard[0])
-        return not self._pending
+        return not self._pending and not self._copying
+
+    @property
+    def _copying(self) -> bool:
+        return self._plan is not None and any(buffer.copying for buffer in self._plan.buffers)
 
     def close(self) -> None:
         """Leave; what was handed over is still written and committed."""
@@ -252,6 +269,7 @@ class Checkpoints:
         self._plan = None
         self._pending.clear()
         mine: dict[str, Any] = {"host": _host(), "saver": _saver()}
+        mine["node"] = os.environ.get("ELASTICD_HOLDER", "")
         if together.rank == 0:
             before = 0
             with contextlib.suppress(BadCheckpoint, OSError):  # then no commit works, which is said
@@ -263,12 +281,15 @@ class Checkpoints:
             }
         said = [json.loads(raw) for raw in together.gather(json.dumps(mine).encode())]
         self._token, self._round = said[0]["token"], said[0]["round"]
-        locals_ = [rank for rank, its in enumerate(said) if its["host"] == mine["host"]]
+        here = (mine["host"], mine["saver"])
+        locals_ = [rank for rank, its in enumerate(said) if (its["host"], its["saver"]) == here]
+        keeper = holders([its["node"] for its in said]) if all(its["node"] for its in said) else {}
         saver = mine["saver"]
         starts = not saver and together.rank == locals_[0]
         if starts:
             saver = _start_saver()
         names = [raw.decode() for raw in together.gather(saver.encode())]
+        self._copies = mine["node"] in keeper
         self._line = None
         try:
             line = handover.connect(names[locals_[0]])
@@ -282,6 +303,7 @@ class Checkpoints:
                     "round": self._round,
                     "fence": int(os.environ.get("ELASTICD_ROUND", "0")),
                     "locals": locals_,
+                    "holder": keeper.get(mine["node"], ""),
                     "last": self._keep.last,
                     "every": self._keep.every,
                 }
@@ -349,7 +371,8 @@ class Checkpoints:
             return
         number = plan.turn
         plan.turn = (number + 1) % _BUFFERS
-        plan.buffers[number].busy = True
+        buffer = plan.buffers[number]
+        buffer.busy, buffer.copying = True, self._copies
         note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
         self._schedule.cost_s = time.monotonic() - began
         self._say({"is": "save", **note, "blocked_s": self._schedule.cost_s})
@@ -397,10 +420,14 @@ class Checkpoints:
         match message["is"]:
             case "free" if self._plan is not None and message.get("plan") == self._plan.number:
                 self._plan.buffers[message["buffer"]].busy = False
+            case "copied" if self._plan is not None and message.get("plan") == self._plan.number:
+                self._plan.buffers[message["buffer"]].copying = False
             case "committed":
                 self._pending.discard(message["name"])
                 self.newest = Committed(message["name"], message["step"], message["took_s"], message["size"])
                 self._schedule.durable_s = self.newest.took_s
+            case "written":
+                self._pending.discard(message["name"])
             case "failed":
                 self._pending.discard(message["name"])
                 self._fail(message["step"], message["why"])
@@ -427,18 +454,19 @@ class Checkpoints:
     def load(self, state: dict[str, Any], *, required: bool = False) -> int | None:
         """Fill ``state`` from the newest checkpoint that is whole; its step, or None if there is none.
 
-        Under an agent that is what all workers of a node that died had handed over last, in its
-        memory; else the newest that was committed to disk.
+        Under an agent that is what workers that are gone had handed over last, if all of it is still
+        in the memory of this node, or of other nodes where they hold copies; else the newest that was
+        committed to disk.
 
         Tensors are filled in place. A damaged checkpoint is reported by name, and the one before
         it taken. Raises NoCheckpoint if ``required`` and none is whole, or if there are some and
         none of them is; ValueError where the checkpoint is whole and not of such a state.
         """
         together = self._in_this_world()
-        self.from_memory = False
-        held = self._recall(together, state)
-        if held is not None:
-            return held
+        self.tier = ""
+        recalled, half = self._recall(together, state)
+        if recalled is not None:
+            return recalled
         wrong: dict[str, str] = {}  # by name, what is
         while True:
             # Read anew each time: what a saver still had to do may have come in between.
@@ -453,12 +481,15 @@ class Checkpoints:
             whys = [w for w, _ in said if w]
             if not whys:
                 restore(state, flat)
+                self.tier = "disk"
                 if together.rank == 0:
                     for name in wrong.keys() & {s.name for s in there.saved}:
                         _log.warning("step %d is resumed from, since %s", saved.step, wrong[name])
                 return saved.step
             wrong[saved.name] = whys[0]
         whole = [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved)]
+        if half:
+            whole.append(f"what was in memory was lost while it was read: {half}")
         demanded = os.environ.get("ELASTICD_RESUME") == Resume.REQUIRED
         if whole or required or demanded:
             why = "; ".join(whole) or f"none was ever committed in {self._store.url}"
@@ -477,35 +508,38 @@ class Checkpoints:
 
         load_plain(Path(folder), state, self._in_this_world())
 
-    def _recall(self, together: Together, state: dict[str, Any]) -> int | None:
-        """Fill ``state`` from this node's memory, if the whole of a state that is no older than what
-        was committed is there on every node; its step."""
-        recalled = recall(_saver(), self._store.url)
+    def _recall(self, together: Together, state: dict[str, Any]) -> tuple[int | None, str]:
+        """Fill ``state`` from memory, if the whole of a state that is no older than what was committed is
+        in that of the job's nodes; its step. Else None, and, where ``state`` has been filled in part, why."""
+        memories = Memories(_saver(), self._store.url)
+        lost = ""
         try:
-            there, _ = self._committed(together)
-            newest = (there.newest.round, there.newest.step) if there.newest else (0, 0)
-            mine = (recalled.name, recalled.round, recalled.step) if recalled else ("", 0, 0)
-            said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode(mine))]
-            name, round_, step = said[0]
-            if recalled is None or any(its[0] != name for its in said) or (round_, step) < newest:
-                return None
-            flat, misfit = Flat(), ""
-            try:
-                target = Target.of(state, recalled.index)
-                recalled.fill(target.wishes)
-                flat = target.finish()
-            except ValueError as error:
-                misfit = str(error)
+            offered = memories.survey() if together.rank == 0 else []
+            there, _ = self._committed(together)  # after that: what is gone from memory since, is there now
+            least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
+            choice = newest_whole(offered, least) if together.rank == 0 else None
+            while True:
+                said = together.gather(msgspec.json.encode(choice))[0]
+                choice = msgspec.json.decode(said, type=Choice | None)
+                if choice is None:
+                    return None, lost
+                flat, tier, gone, misfit = _from_memory(memories, choice, state)
+                mine = msgspec.json.encode((tier, gone, misfit))
+                heard = [msgspec.json.decode(raw) for raw in together.gather(mine)]
+                if misfits := [misfit for _, _, misfit in heard if misfit]:
+                    raise ValueError(misfits[0])
+                losses = [gone for _, gone, _ in heard if gone]
+                if not losses:
+                    restore(state, flat)
+                    self.tier = max(tier for tier, _, _ in heard)
+                    if together.rank == 0:
+                        where = "memory" if self.tier == "memory" else "memory, some of it other nodes'"
+                        _log.info("step %d is resumed from %s", choice.step, where)
+                    return choice.step, ""
+                [node, lost] = losses[0]
+                choice = choice.without(node)
         finally:
-            if recalled is not None:
-                recalled.close()
-        if misfits := [m for raw in together.gather(misfit.encode()) if (m := raw.decode())]:
-            raise ValueError(misfits[0])
-        restore(state, flat)
-        self.from_memory = True
-        if together.rank == 0:
-            _log.info("step %d is resumed from memory", step)
-        return int(step)
+            memories.close()
 
     def _read(self, state: dict[str, Any], saved: Saved) -> tuple[Flat, str, str]:
         """What it holds; else what is wrong with it, or why it is not of such a state."""
@@ -519,6 +553,27 @@ class Checkpoints:
             return Flat(), str(error), ""
         except ValueError as error:
             return Flat(), "", str(error)
+
+
+def _from_memory(
+    memories: Memories, choice: Choice, state: dict[str, Any]
+) -> tuple[Flat, str, tuple[str, str] | None, str]:
+    """What it holds and whose memory that was; else which node lost it, and why, or why it is not of such a
+    state."""
+    try:
+        recalled = memories.recall(choice)
+    except HolderLost as error:
+        return Flat(), "", (error.node, str(error)), ""
+    try:
+        target = Target.of(state, recalled.index)
+        recalled.fill(target.wishes)
+        return target.finish(), "peer" if recalled.read - {""} else "memory", None, ""
+    except HolderLost as error:
+        return Flat(), "", (error.node, str(error)), ""
+    except ValueError as error:
+        return Flat(), "", None, str(error)
+    finally:
+        recalled.close()
 
 
 def _shape(flat: Flat) -> tuple[Any, ...]:

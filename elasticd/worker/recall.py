@@ -1,41 +1,157 @@
-"""The memory of those who trained here before, which the node's saver has kept."""
+"""The memory of those who trained before: this node's, which its saver has kept, and other nodes'."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import msgspec
 
 from elasticd.checkpoint import handover
-from elasticd.checkpoint.handover import Gone, Paper
+from elasticd.checkpoint.handover import Gone, Line, Paper
 from elasticd.checkpoint.manifest import BadCheckpoint, Index, decode_index
+from elasticd.checkpoint.peers import Peer
 from elasticd.checkpoint.reading import Wish
-from elasticd.core.facts import Checkpoint
+from elasticd.checkpoint.wire import PeerGone
+from elasticd.core.facts import Checkpoint, Holder
+from elasticd.core.replicas import Choice, Offer
 
 
-@dataclass(frozen=True, slots=True)
+class HolderLost(Exception):
+    """What a node had in memory cannot be had any more."""
+
+    def __init__(self, node: str, why: str) -> None:
+        super().__init__(f"{node}: {why}")
+        self.node = node
+
+
+@dataclass(slots=True)
 class Recalled:
-    """All shards of one state. They were handed over whole, so they are of one step."""
+    """A whole state in memory, as this node comes by it. ``near``: the shards that are here, as open
+    files by rank; ``far``: the nodes that have the others."""
 
+    path: str
     name: str
-    round: int
-    step: int
     index: Index
-    shards: dict[int, int]  # open files, by rank
+    near: Mapping[int, int]
+    far: Mapping[int, Holder]
+    read: set[str] = field(default_factory=set)  # nodes that something was read from; "": this one
 
     def fill(self, wishes: Iterable[Wish]) -> None:
-        """Read, not mapped: mapping so many pages to read them once costs as much as the copy."""
+        """Raises HolderLost; then what was wished for is in no defined state."""
+        by_holder: dict[Holder, list[Wish]] = {}
         for wish in wishes:
-            into, at = wish.into, wish.at
-            while into:
-                read = os.preadv(self.shards[wish.file], [into], at)
-                into, at = into[read:], at + read
+            if wish.file in self.near:
+                self._read_here(wish)
+            elif len(wish.into):
+                by_holder.setdefault(self.far[wish.file], []).append(wish)
+        if by_holder:
+            with ThreadPoolExecutor(min(8, len(by_holder)), "recall") as pool:
+                list(pool.map(self._read_there, by_holder.keys(), by_holder.values()))
 
     def close(self) -> None:
-        for fd in self.shards.values():
+        for fd in self.near.values():
             os.close(fd)
+
+    def _read_here(self, wish: Wish) -> None:
+        """Read, not mapped: mapping so many pages to read them once costs as much as the copy."""
+        into, at = wish.into, wish.at
+        while into:
+            read = os.preadv(self.near[wish.file], [into], at)
+            if not read:
+                raise HolderLost("", "a shard in this node's memory is too short")
+            into, at = into[read:], at + read
+        self.read.add("")
+
+    def _read_there(self, holder: Holder, wishes: Sequence[Wish]) -> None:
+        try:
+            with Peer(holder) as peer:
+                peer.read(self.path, self.name, wishes)
+        except PeerGone as error:
+            raise HolderLost(holder.node, str(error)) from error
+        self.read.add(holder.node)
+
+
+class Memories:
+    """What the saver of this node knows of states in memory at a path. Without a saver there are none."""
+
+    def __init__(self, saver: str, path: str) -> None:
+        self._path = path
+        self._line: Line | None = None
+        if saver:
+            with contextlib.suppress(Gone):
+                self._line = handover.connect(saver)
+
+    def survey(self) -> list[Offer]:
+        """Of this node, and of all others that can be reached."""
+        found = []
+        for message, files in self._hear({"is": "survey", "path": self._path}, "offer"):
+            _shut(files)
+            name, round_, step, world = message["state"]
+            found.append(Offer(message["node"], name, round_, step, world, frozenset(message["ranks"])))
+        return found
+
+    def recall(self, choice: Choice) -> Recalled:
+        """What was chosen. Raises HolderLost where it is not as it was said to be."""
+        near: dict[int, int] = {}
+        far: dict[int, Holder] = {}
+        index: Index | None = None
+        wanted = sorted({nodes[0] for nodes in choice.holders})
+        ask = {"is": "lend", "path": self._path, "name": choice.name, "nodes": wanted}
+        places: dict[str, Holder] = {}
+        try:
+            for message, files in self._hear(ask, "held", "place"):
+                if message["is"] == "place":
+                    _shut(files)
+                    its = Holder(message["node"], message["host"], message["port"], message["secret"])
+                    places[its.node] = its
+                    continue
+                memory, paper = files
+                index = index or decode_index(Paper.of(paper).index)
+                os.close(paper)
+                if message["rank"] in near:
+                    os.close(memory)
+                else:
+                    near[message["rank"]] = memory
+            for rank, nodes in enumerate(choice.holders):
+                if rank not in near:
+                    place = next((places[node] for node in nodes if node in places), None)
+                    if place is None:
+                        raise HolderLost(nodes[0], f"nobody knows where its shard {rank} is")
+                    far[rank] = place
+            if index is None:
+                index = self._index_of(choice.name, next(iter(far.values())))
+        except BaseException:
+            _shut(near.values())
+            raise
+        return Recalled(self._path, choice.name, index, near, far)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    def _index_of(self, name: str, holder: Holder) -> Index:
+        try:
+            with Peer(holder) as peer:
+                return decode_index(peer.index(self._path, name))
+        except (PeerGone, ValueError) as error:
+            raise HolderLost(holder.node, str(error)) from error
+
+    def _hear(self, question: handover.Message, *kinds: str) -> Iterator[tuple[handover.Message, list[int]]]:
+        if self._line is None:
+            return
+        with contextlib.suppress(Gone):  # what is missing is seen by whoever asks
+            self._line.send(question)
+            while (heard := self._line.receive()) and heard[0]["is"] in kinds:
+                yield heard
+
+
+def _shut(files: Iterable[int]) -> None:
+    for fd in files:
+        os.close(fd)
 
 
 def known(saver: str, url: str) -> tuple[Checkpoint, bool] | None:
@@ -64,35 +180,3 @@ def known(saver: str, url: str) -> tuple[Checkpoint, bool] | None:
         return msgspec.json.decode(Paper.of(file).index, type=Checkpoint), bool(message["own"])
     finally:
         os.close(file)
-
-
-def recall(saver: str, url: str) -> Recalled | None:
-    """What the saver of that name holds of the checkpoints at ``url``; None unless it is a whole
-    state, as it is where the world was on this node alone."""
-    if not saver:
-        return None
-    found: Recalled | None = None
-    try:
-        line = handover.connect(saver)
-    except Gone:
-        return None
-    try:
-        line.send({"is": "recall", "path": url})
-        while heard := line.receive():
-            message, files = heard
-            if message["is"] != "held":
-                break
-            memory, paper = files
-            if found is None:
-                index = decode_index(Paper.of(paper).index)
-                found = Recalled(message["name"], message["round"], message["step"], index, {})
-            os.close(paper)
-            found.shards[message["rank"]] = memory
-    except Gone:
-        pass  # what is missing is seen below
-    finally:
-        line.close()
-    if found is not None and len(found.shards) != len(found.index.files):
-        found.close()
-        return None
-    return found

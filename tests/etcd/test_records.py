@@ -57,6 +57,7 @@ KEYS: dict[type, str] = {
     facts.Paces: "paces/a",
     facts.Stragglers: "stragglers",
     facts.NodeLedger: "ledger/a",
+    facts.Holder: "savers/a",
 }
 
 

@@ -2,6 +2,8 @@
 
 A saver says on stdout, a line each: its name and pid, then what it does. ``fail``: [function of os,
 number of calls that still work, how many fail then, errno]. ``slow``: [function of os, seconds].
+``node``: what it is called among those who hold copies for each other; ``peers``: the folder where
+they find each other, a file each.
 """
 
 from __future__ import annotations
@@ -11,12 +13,19 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.replication import Replication
 from elasticd.checkpoint.report import Report, sentence
 from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint.wire import PeerGone
+from elasticd.core.facts import Holder
+from elasticd.daemon import holding
 
 
 def say(sentence: str) -> None:
@@ -41,14 +50,33 @@ def spoil(function: str, fine: int, bad: int, code: int) -> None:
     setattr(os, function, spoiled)
 
 
+class FilePeers:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, node: str) -> Holder:
+        try:
+            return msgspec.json.decode((self._folder / node).read_bytes(), type=Holder)
+        except OSError as error:
+            raise PeerGone(f"{node} is not known") from error
+
+    def others(self) -> list[Holder]:
+        return [self.find(file.name) for file in self._folder.iterdir()]
+
+
 def saver(options: dict[str, Any]) -> None:
     listener, name = handover.listen()
+    pace = Pace(options["bytes_s"], time.monotonic, time.sleep) if "bytes_s" in options else None
+    linger_s = options.get("linger_s", 0.0)
+    replication = None
+    if "node" in options:
+        at, me = holding.listen(options["node"], "127.0.0.1")
+        (Path(options["peers"]) / me.node).write_bytes(msgspec.json.encode(me))
+        replication = Replication(me, at, FilePeers(Path(options["peers"])), say=say)
     say(f"saver {name} {os.getpid()}")
     if "fail" in options:
         spoil(*options["fail"])
-    pace = Pace(options["bytes_s"], time.monotonic, time.sleep) if "bytes_s" in options else None
-    linger_s = options.get("linger_s", 0.0)
-    Saver(listener, pace=pace, linger_s=linger_s, say=say, report=tell).serve()
+    Saver(listener, pace=pace, linger_s=linger_s, say=say, report=tell, replication=replication).serve()
 
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

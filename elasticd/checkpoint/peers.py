@@ -1,0 +1,160 @@
+"""What the savers of a job's nodes ask of each other, and workers of other nodes' savers: what is held in
+memory, to hold more, to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, Self, TypeVar
+
+import msgspec
+
+from elasticd.checkpoint.handover import Memory
+from elasticd.checkpoint.reading import Wish
+from elasticd.checkpoint.replicas import Label, Replica
+from elasticd.checkpoint.wire import Message, PeerGone, Wire
+from elasticd.core.facts import Holder
+from elasticd.core.replicas import Offer
+
+_RANGES_MAX: Final = 4096  # of a shard, in one question
+_T = TypeVar("_T")
+
+
+class Peers(Protocol):
+    """The savers of the job's other nodes. Both raise PeerGone where that cannot be known."""
+
+    def find(self, node: str) -> Holder: ...
+
+    def others(self) -> Sequence[Holder]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a saver does for those who ask; called from their threads. ``room`` raises OSError."""
+
+    offers: Callable[[str], list[Offer]]
+    find: Callable[[str, str, int | None], Replica | None]  # path, name, and rank or any
+    room: Callable[[Label, int], Memory]
+    keep: Callable[[Replica], None]
+    give_up: Callable[[int], None]
+
+
+# ------------------------------------------------------------ who is asked
+
+
+def serve(wire: Wire, host: Host) -> None:
+    """Until the other end goes."""
+    try:
+        while True:
+            message = wire.hear()
+            match message:
+                case {"do": "offers", "path": str(path)}:
+                    wire.say({"offers": msgspec.to_builtins(host.offers(path))})
+                case {"do": "hold", "label": dict(label), "size": int(size)} if size >= 0:
+                    _hold(wire, host, _as(label, Label), size)
+                case {"do": "index", "path": str(path), "name": str(name)}:
+                    replica = _found(wire, host.find(path, name, None))
+                    if replica is not None:
+                        wire.say_raw(replica.index)
+                case {"do": "read", "path": str(path), "name": str(name), "rank": int(rank), **more}:
+                    replica = _found(wire, host.find(path, name, rank))
+                    if replica is not None:
+                        for at, length in _as(more.get("ranges"), list[tuple[int, int]]):
+                            wire.send(replica.memory.view[at : at + length])
+                case _:
+                    raise PeerGone("it asks for something that is not known here")
+    except PeerGone:
+        pass
+    finally:
+        wire.close()
+
+
+def _found(wire: Wire, replica: Replica | None) -> Replica | None:
+    wire.say({"why": "it is not held here"} if replica is None else {"ok": True})
+    return replica
+
+
+def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
+    try:
+        memory = host.room(label, size)
+    except OSError as error:
+        wire.say({"why": f"there is no memory for {size} bytes ({error.strerror})"})
+        return
+    try:
+        wire.say({"ok": True})
+        index = wire.hear_raw()
+        wire.receive(memory.view)
+    except BaseException:
+        host.give_up(size)
+        raise
+    host.keep(Replica(label, index, memory))
+    wire.say({"ok": True})
+
+
+# ------------------------------------------------------------ who asks
+
+
+class Peer:
+    """A conversation with another node's saver. Everything raises PeerGone, also where it refuses."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.node = holder.node
+        try:
+            self._wire = Wire.connect(holder.host, holder.port, holder.secret)
+        except PeerGone as error:
+            raise PeerGone(f"the saver of {holder.node}: {error}") from error
+
+    def offers(self, path: str) -> list[Offer]:
+        answer = self._asks({"do": "offers", "path": path})
+        return _as(answer.get("offers"), list[Offer])
+
+    def hold(self, label: Label, index: bytes, content: memoryview) -> None:
+        """Have it keep a copy; returns when it has it, whole."""
+        self._asks({"do": "hold", "label": msgspec.to_builtins(label), "size": len(content)})
+        self._wire.say_raw(index)
+        self._wire.send(content)
+        self._heard()
+
+    def index(self, path: str, name: str) -> bytes:
+        self._asks({"do": "index", "path": path, "name": name})
+        return self._wire.hear_raw()
+
+    def read(self, path: str, name: str, wishes: Iterable[Wish]) -> None:
+        """Have wishes about one shard or several come true."""
+        by_file: dict[int, list[Wish]] = {}
+        for wish in wishes:
+            if len(wish.into):
+                by_file.setdefault(wish.file, []).append(wish)
+        for rank, these in by_file.items():
+            for first in range(0, len(these), _RANGES_MAX):
+                some = these[first : first + _RANGES_MAX]
+                ranges = [(wish.at, len(wish.into)) for wish in some]
+                self._asks({"do": "read", "path": path, "name": name, "rank": rank, "ranges": ranges})
+                for wish in some:
+                    self._wire.receive(wish.into)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asks(self, message: Message) -> Message:
+        self._wire.say(message)
+        return self._heard()
+
+    def _heard(self) -> Message:
+        answer = self._wire.hear()
+        if "why" in answer:
+            raise PeerGone(f"the saver of {self.node}: {answer['why']}")
+        return answer
+
+
+def _as(value: object, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise PeerGone(f"it talks nonsense: {error}") from error

@@ -1,0 +1,189 @@
+"""The saver's part in holding copies for other nodes: it gives its own away, takes in theirs, and says what
+there is. Decisions and memory are the saver's loop's; whatever waits for the network is a thread's."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from elasticd.checkpoint.handover import Memory
+from elasticd.checkpoint.jobs import Jobs
+from elasticd.checkpoint.peers import Host, Peer, Peers, serve
+from elasticd.checkpoint.replicas import Label, Replica, Replicas, offers
+from elasticd.checkpoint.wire import PeerGone, Wire
+from elasticd.core.facts import Holder
+from elasticd.core.replicas import Offer
+
+_T = TypeVar("_T")
+_CALLERS_MAX: Final = 64  # at a time; more wait in the listener's queue
+_SPARE: Final = 0.1  # of the machine's memory that is left alone
+
+
+class Replication:
+    """``me``: this node, as others find it; they come to ``listener``."""
+
+    def __init__(
+        self,
+        me: Holder,
+        listener: socket.socket,
+        peers: Peers,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._me = me
+        self.listener = listener
+        self._peers = peers
+        self._say = say
+        self._replicas = Replicas()
+        self._callers = threading.Semaphore(_CALLERS_MAX)
+        self._senders = ThreadPoolExecutor(8, "replicate")
+        self._jobs: Jobs | None = None
+        self._own: Callable[[str], Iterable[Replica]] = lambda _: ()
+
+    def join(self, jobs: Jobs, own: Callable[[str], Iterable[Replica]]) -> None:
+        """The loop begins. ``own``: what is held of this node's own at a path; called in the loop."""
+        self._jobs, self._own = jobs, own
+        self.listener.setblocking(False)
+
+    def close(self) -> None:
+        self.listener.close()
+        self._senders.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ in the loop
+
+    def accept(self) -> None:
+        """Somebody comes."""
+        with contextlib.suppress(OSError):
+            sock, _ = self.listener.accept()
+            sock.setblocking(True)
+            threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
+
+    def push(
+        self, node: str, label: Label, index: bytes, memory: Memory, then: Callable[[str], None]
+    ) -> None:
+        """Have that node hold a copy. ``then``: why it does not, empty if it does. The memory must stay as
+        it is until then."""
+        assert self._jobs is not None
+
+        def send() -> None:
+            with Peer(self._peers.find(node)) as peer:
+                peer.hold(label, index, memory.view)
+
+        def sent(outcome: BaseException | None) -> None:
+            then("" if outcome is None else str(outcome))
+
+        self._jobs.run(self._senders, send, sent)
+
+    def survey(self, path: str, then: Callable[[list[Offer]], None]) -> None:
+        """What this node, and all others that can be reached, have at that path."""
+        near = self.offers(path)
+        assert self._jobs is not None
+
+        def ask(holder: Holder) -> list[Offer]:
+            try:
+                with Peer(holder) as peer:
+                    return [offer for offer in peer.offers(path) if offer.node == holder.node]
+            except PeerGone:
+                return []  # it is gone, and what it has with it
+
+        def look() -> list[Offer]:
+            try:
+                others = [holder for holder in self._peers.others() if holder.node != self._me.node]
+            except PeerGone as error:
+                self._say(f"what other nodes have in memory is not known: {error}")
+                return []
+            if not others:
+                return []
+            with ThreadPoolExecutor(min(32, len(others)), "survey") as pool:
+                return [found for its in pool.map(ask, others) for found in its]
+
+        def looked(outcome: list[Offer] | BaseException) -> None:
+            then(near if isinstance(outcome, BaseException) else near + outcome)
+
+        self._jobs.run(self._senders, look, looked)
+
+    def places(self, nodes: Iterable[str], then: Callable[[list[Holder]], None]) -> None:
+        """Where other nodes are to be asked, those of them that are known."""
+        assert self._jobs is not None
+
+        def look() -> list[Holder]:
+            found = []
+            for node in nodes:
+                with contextlib.suppress(PeerGone):
+                    found.append(self._peers.find(node))
+            return found
+
+        self._jobs.run(
+            self._senders, look, lambda found: then([] if isinstance(found, BaseException) else found)
+        )
+
+    def offers(self, path: str) -> list[Offer]:
+        """What is here: its own, of worlds that are over, and others'."""
+        return offers(self.held(path), self._me.node)
+
+    def held(self, path: str, name: str = "") -> list[Replica]:
+        both = (*self._own(path), *self._replicas)
+        return [r for r in both if r.label.path == path and name in ("", r.label.name)]
+
+    def forget(self, path: str, *, before: int) -> None:
+        self._replicas.forget(path, before=before)
+
+    @property
+    def size(self) -> int:
+        """Bytes of others' shards."""
+        return self._replicas.size
+
+    # ------------------------------------------------------------ in threads, for others
+
+    def _serve(self, sock: socket.socket) -> None:
+        with self._callers:
+            try:
+                wire = Wire.accept(sock, self._me.secret)
+            except PeerGone:
+                sock.close()
+                return
+            except OSError:
+                sock.close()
+                return
+            serve(wire, Host(self._offers, self._find, self._room, self._keep, self._give_up))
+
+    def _offers(self, path: str) -> list[Offer]:
+        return self._ask(lambda: self.offers(path))
+
+    def _find(self, path: str, name: str, rank: int | None) -> Replica | None:
+        found = self._ask(lambda: self.held(path, name))
+        return next((r for r in found if rank in (None, r.label.rank)), None)
+
+    def _room(self, label: Label, size: int) -> Memory:
+        available = _available()
+        if size > available * (1 - _SPARE):
+            raise OSError(12, f"only {available} bytes are available")
+        self._ask(lambda: self._replicas.make_room(label, size))
+        try:
+            return Memory.make(size)
+        except OSError:
+            self._give_up(size)
+            raise
+
+    def _keep(self, replica: Replica) -> None:
+        self._ask(lambda: self._replicas.keep(replica))
+
+    def _give_up(self, size: int) -> None:
+        self._ask(lambda: self._replicas.give_up(size))
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        assert self._jobs is not None
+        return self._jobs.ask(call)
+
+
+def _available() -> int:
+    """Bytes of memory that could be had without swapping."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62

@@ -1,0 +1,92 @@
+"""Where the savers of a job's nodes find each other: each agent says in etcd where its own serves, and
+shows a secret there that a caller must know. Who may read the job's keys may so read its memory."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from elasticd.checkpoint.wire import PeerGone
+from elasticd.core.facts import Holder
+from elasticd.core.ports import Applied, Put, StillThere, Store
+from elasticd.daemon.driver import Driver
+from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.client import Client
+from elasticd.etcd.errors import StoreError
+
+_FOLDER: Final = "savers/"
+_AGAIN_S: Final = 1.0
+_LOOK_S: Final = 5.0
+
+
+def listen(node: str, address: str) -> tuple[socket.socket, Holder]:
+    """A socket at a free port of that address, and what others must know to come there. Raises OSError."""
+    family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(place)
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener, Holder(node, address, listener.getsockname()[1], secrets.token_hex(16))
+
+
+class EtcdPeers:
+    """The savers that etcd knows of."""
+
+    def __init__(self, access: EtcdAccess, job: str) -> None:
+        self._access = access
+        self._job = job
+
+    def find(self, node: str) -> Holder:
+        """Raises PeerGone."""
+        found = self._read(lambda client: [client.get(self._job, _FOLDER + node)])
+        if not found:
+            raise PeerGone(f"etcd knows of no saver of {node}")
+        return found[0]
+
+    def others(self) -> list[Holder]:
+        """All of them. Raises PeerGone."""
+        return self._read(lambda client: list(client.list(self._job, _FOLDER)[0].entries))
+
+    def _read(self, ask: Callable[[Client], list[object]]) -> list[Holder]:
+        try:
+            with Client(self._access) as client:
+                entries = ask(client)
+        except StoreError as error:
+            raise PeerGone(f"etcd does not say where they are: {error}") from error
+        facts = (getattr(entry, "fact", None) for entry in entries)
+        return [fact for fact in facts if isinstance(fact, Holder)]
+
+
+class Announcement:
+    """``routine(now)`` keeps in etcd, on this agent's lease, where its saver serves."""
+
+    def __init__(self, me: Holder, driver: Driver, store: Store) -> None:
+        self._me = me
+        self._driver = driver
+        self._store = store
+        self._told = 0  # the creation of this node's record that it was written with
+        self._busy = False
+
+    def routine(self, now: float) -> float:
+        state = self._driver.state
+        own = state.own
+        if own is None or own.fact is None or state.silent or self._busy or own.created == self._told:
+            return now + (_AGAIN_S if own is None or own.created != self._told else _LOOK_S)
+        created, self._busy = own.created, True
+
+        def answered(answer: object) -> None:
+            self._busy = False
+            if isinstance(answer, Applied):
+                self._told = created
+
+        self._store.transact(
+            (StillThere(state.me.key, created),),
+            (Put(_FOLDER + self._me.node, self._me, leased=True),),
+            answered,
+        )
+        return now + _AGAIN_S

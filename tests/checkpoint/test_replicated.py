@@ -1,0 +1,152 @@
+"""Each node's shards are in another's memory too: losing a node costs no read from disk."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elasticd.checkpoint.peers import Peer
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.wire import PeerGone, Wire
+from elasticd.core.facts import Holder
+from tests.checkpoint.faults import Helper
+from tests.checkpoint.test_memory import held_by
+
+
+class Nodes:
+    """Savers that hold copies for each other, and the worlds that save with them."""
+
+    def __init__(self, folder: Path, savers: Helper, worlds: Helper) -> None:
+        self.path = folder / "run"
+        self.peers = folder / "peers"
+        self.peers.mkdir()
+        self.folder = folder
+        self.savers, self.worlds = savers, worlds
+        self.names: dict[str, str] = {}
+        self.pids: dict[str, int] = {}
+        self._numbers = itertools.count()
+
+    def start(self, *nodes: str) -> None:
+        for node in nodes:
+            name, pid = self.savers.saver(linger_s=None, node=node, peers=str(self.peers))
+            self.names[node], self.pids[node] = name, pid
+
+    def lose(self, node: str) -> None:
+        pidfd = os.pidfd_open(self.pids[node])
+        os.kill(self.pids[node], signal.SIGKILL)
+        select.select([pidfd], [], [], 60.0)
+        os.close(pidfd)
+
+    def begin(self, *nodes: str, saves: int, kind: str = "replicated") -> None:
+        ranks = [(self.names[node], node) for node in nodes]
+        store = self.folder / f"store{next(self._numbers)}"
+        order = {"ranks": ranks, "path": str(self.path), "store": str(store), "kind": kind, "saves": saves}
+        self.worlds.ask(**order)
+
+    def run(self, *nodes: str, saves: int, kind: str = "replicated") -> list[tuple[int, str]]:
+        """A world with a rank on each of these, to its end; the step and tier that each resumed from."""
+        self.begin(*nodes, saves=saves, kind=kind)
+        first = len(self.worlds.said)
+        for _ in nodes:
+            self.worlds.until("ended")
+        said = [line.split() for line in self.worlds.said[first:]]
+        resumed = {int(w[1]): (int(w[2]), w[3]) for w in said if w[0] == "resumed"}
+        return [resumed[rank] for rank in range(len(nodes))]
+
+    def burn_the_disk(self) -> None:
+        for saved in FilePointer(store_at(self.path)).read().saved:
+            shutil.rmtree(self.path / saved.name, ignore_errors=True)  # the saver may be at it too
+
+    def holder(self, node: str) -> Holder:
+        return msgspec.json.decode((self.peers / node).read_bytes(), type=Holder)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with Helper("forker.py") as savers, Helper("nodes.py") as worlds:
+        yield Nodes(tmp_path, savers, worlds)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_a_lost_node_costs_no_read_from_disk_whatever_the_world_is_after_it(nodes, kind):
+    nodes.start("a", "b", "c")
+    assert nodes.run("a", "a", "b", "c", saves=2, kind=kind) == [(0, "nothing")] * 4
+    nodes.burn_the_disk()
+    nodes.lose("a")
+    assert nodes.run("b", "c", "c", saves=1, kind=kind) == [(2, "peer")] * 3
+    nodes.burn_the_disk()
+    nodes.start("d")  # which has nothing of its own
+    assert nodes.run("d", "b", saves=1, kind=kind) == [(3, "peer")] * 2
+
+
+def test_workers_that_all_restart_read_this_node_s_memory_and_its_neighbours(nodes):
+    nodes.start("a", "b")
+    nodes.run("a", "b", saves=2)
+    nodes.burn_the_disk()
+    assert {tier for _, tier in nodes.run("a", "b", saves=1)} == {"memory"}, "each holds all of it"
+
+
+def test_two_lost_nodes_of_two_cost_what_is_not_on_disk(nodes):
+    nodes.start("a", "b")
+    nodes.run("a", "b", saves=2)
+    nodes.lose("a")
+    nodes.lose("b")
+    nodes.start("c")
+    assert nodes.run("c", saves=1) == [(2, "disk")]
+
+
+def test_memory_for_others_is_two_shards_each_and_old_worlds_are_forgotten(nodes):
+    nodes.start("a", "b")
+    nodes.run("a", "b", saves=1)
+    one = held_by(nodes.pids["a"])
+    nodes.run("a", "b", saves=5)
+    assert held_by(nodes.pids["a"]) <= 2.1 * one  # a shard of its own and one of b's, of two steps each
+    nodes.run("b", saves=3)
+    assert held_by(nodes.pids["b"]) <= 2.1 * one
+
+
+def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
+    nodes.start("a", "b")
+    nodes.run("a", "b", saves=1)
+    holder = nodes.holder("a")
+    with pytest.raises(PeerGone):
+        Peer(replace(holder, secret="guessed"))
+    with Peer(holder) as peer:  # who knows the secret is told
+        [offer] = peer.offers(str(nodes.path))
+        assert offer.step == 1 and 1 in offer.ranks
+    for nonsense in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200)):
+        with socket.create_connection((holder.host, holder.port)) as stranger:
+            stranger.sendall(nonsense)
+            stranger.shutdown(socket.SHUT_WR)
+            answer = b""
+            with suppress(ConnectionResetError):
+                while some := stranger.recv(4096):
+                    answer += some
+            assert len(answer) <= 32  # what it has drawn, and no more
+    with Peer(holder) as peer, pytest.raises(PeerGone):
+        peer.index(str(nodes.path), "../../etc/passwd")
+    assert {tier for _, tier in nodes.run("a", "b", saves=1)} == {"memory"}, "it serves on"
+
+
+def test_a_flipped_bit_between_two_nodes_is_noticed():
+    ours, theirs = socket.socketpair()
+    with Wire(ours) as sender, Wire(theirs) as receiver:
+        sender.send(memoryview(b"some weights"))
+        raw = bytearray(theirs.recv(4096, socket.MSG_PEEK))
+        theirs.recv(4096)
+        raw[-1] ^= 1
+        ours.sendall(raw)
+        with pytest.raises(PeerGone, match="checksum"):
+            receiver.receive(memoryview(bytearray(12)))

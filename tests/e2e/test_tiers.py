@@ -1,0 +1,73 @@
+"""Nothing is lost with a node, and nothing is read from disk where memory has it; all of it real."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.store import store_at
+from tests.e2e.harness import PATIENCE_S, Cluster
+from tests.e2e.test_in_place import Residents
+
+SHARDED = str(Path(__file__).parent / "programs" / "sharded.py")
+STEPS, FATAL = 9, 5
+pytestmark = pytest.mark.timeout(240)
+
+
+def undisturbed() -> dict[int, float]:
+    """The losses of the same training in one process."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = {}
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step + 1] = loss.item()
+    return losses
+
+
+@pytest.mark.slow
+def test_a_sharded_job_that_loses_a_node_goes_on_from_the_memory_of_the_others(cluster: Cluster) -> None:
+    folder = cluster.folder / "out"
+    folder.mkdir()
+    cluster.limits = (2, 2)
+    options = ("--replicate=1",)
+    program = (SHARDED, str(folder), str(STEPS), str(FATAL))
+    agents = cluster.start("a", "b", "c", slots=1, options=options, program=program)
+    for agent in agents:
+        assert agent.process.wait(3 * PATIENCE_S) in (0, -signal.SIGKILL), agent.said()
+    assert sum(agent.process.returncode != 0 for agent in agents) == 1
+    for rank in range(2):
+        first, second = (folder / f"began-{rank}").read_text().splitlines()
+        assert first == "0 nothing 2"
+        step, tier, world = second.split()
+        assert (tier, world) == ("peer", "2") and int(step) == FATAL
+    expected = undisturbed()
+    made = [line.split() for line in (folder / "losses").read_text().splitlines()]
+    assert {int(step) for step, _ in made} == set(expected)
+    for step, loss in made:
+        assert float(loss) == pytest.approx(expected[int(step)], rel=1e-4)
+
+
+def test_a_lone_worker_that_is_drained_leaves_every_step_to_the_newcomer(cluster: Cluster) -> None:
+    residents = Residents(cluster)
+    cluster.limits = (1, 1)
+    options = (f"--checkpoints={cluster.folder}/kept",)
+    (a,) = residents.start("a", slots=1, options=options)
+    first, _ = residents.world(1)
+    (b,) = residents.start("b", slots=1, options=options)
+    cluster.until_said(b, "agent.started")
+    a.signal(signal.SIGTERM)
+    residents.world(1, after=first)
+    assert a.end() == 128 + signal.SIGTERM
+    residents.finish(b)  # which sees that each step was made, and once
+    committed = FilePointer(store_at(cluster.folder / "kept")).read().saved
+    assert committed and committed[-1].step > 0
