@@ -144,5 +144,4 @@ def consistent(
                     f"  {megabytes:5.1f} MB, {world} workers, {each} virtual ranks each: "
                     f"{PLAIN} {median(took[PLAIN]) * 1e3:.1f} ms, {times(AVERAGED)}, {times(CONSISTENT)}"
                 )
-                print(lines[-1], flush=True)
     return "\n".join(lines)
