@@ -166,7 +166,9 @@ def test_nodes_that_are_lost(cluster: Cluster, serve: Serve) -> None:
     alerts, run = prometheus.alerts, cluster.job
     cluster.limits = (3, 4)
     (a,) = cluster.start("a", slots=2)
-    b, c = cluster.start("b", "c")
+    (b,) = cluster.start("b")
+    cluster.until_anyone_said("leader.elected")  # who leads tells of the members, and is to be scraped
+    (c,) = cluster.start("c")
     begin(prometheus, cluster, a, b)
     full = cluster.world(4)
     absent = alerts.fires("ElasticdTargetAbsent", run=run)
