@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import select
 import shutil
 import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -150,3 +153,43 @@ def test_a_flipped_bit_between_two_nodes_is_noticed():
         ours.sendall(raw)
         with pytest.raises(PeerGone, match="checksum"):
             receiver.receive(memoryview(bytearray(12)))
+
+
+TRIES = 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_node_lost_at_any_instant_of_a_save_tears_nothing_and_loses_nothing_committed(nodes):
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    nodes.start("n0", "n1")
+    here, tiers, last = ["n0", "n1"], Counter(), 0
+    for number in range(2, 2 + TRIES):
+        kind = chance.choice(["replicated", "sharded"])
+        first = len(nodes.worlds.said)
+        nodes.begin(*here, saves=0, kind=kind)
+        for _ in range(chance.randrange(2, 9)):
+            nodes.worlds.until("handed")
+        time.sleep(chance.random() * 0.03)  # a random instant is what is tried here
+        lost = chance.choice(here)
+        nodes.lose(lost)
+        for line in nodes.worlds.said[first:]:
+            if line.startswith("pid "):
+                end(int(line.split()[2]))
+        newest = FilePointer(store_at(nodes.path)).read().newest
+        here = [node for node in here if node != lost] + [f"n{number}"]
+        nodes.start(here[-1])
+        [(step, tier), other] = nodes.run(*here, saves=1, kind=kind)
+        assert other[0] == step >= max(last, newest.step if newest else 0)
+        tiers[tier], last = tiers[tier] + 1, step + 1
+    print(tiers)
+    assert tiers["disk"] <= TRIES // 2, tiers
+
+
+def end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([pidfd], [], [], 60.0)
+        os.close(pidfd)
