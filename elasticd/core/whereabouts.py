@@ -47,11 +47,13 @@ _TALKING = re.compile(r"(distributed|nn[/\\]parallel)[/\\]")
 _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
 # One who waits here does so in C++, for other ranks or for the GPU, which waits for them.
 _HANDLE = re.compile(r"\.(wait|item|tolist|cpu|synchronize)\(")
+_OURS = ("elasticd_waits.py", "elasticd_heartbeat.py")  # what we put around torch's own calls
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 def whereabouts(stack: Stack) -> Whereabouts | None:
     """None for a thread that runs no Python."""
+    stack = tuple(f for f in stack if _name(f.file) not in _OURS)
     if not stack:
         return None
     own = next((f for f in stack if not _LIBRARY.search(f.file)), stack[0])

@@ -91,3 +91,9 @@ def test_a_script_that_is_itself_a_package_is_named_by_its_last_frame() -> None:
     )
     assert found is not None
     assert (found.at, found.place) == (At.OWN, "loop.py:3")
+
+
+def test_what_we_put_around_a_call_of_torchs_is_passed_over() -> None:
+    """The measure of waits is the innermost frame of whoever waits."""
+    measured = (f"{SITE}/elasticd/worker/boot/elasticd_waits.py", 82, "measured")
+    assert at(measured, (C10D, 3000, "all_reduce")) == ("collective", "job.py:40", "all_reduce")
