@@ -275,6 +275,7 @@ class Report:
 
     ``exits`` are those the agent did not cause itself. ``finished``: every worker here ended with
     status 0. ``steps``: optimizer steps made here in this round, of the slot that made the most.
+    ``returned``: the run function has, in all workers of the round; only the end of the scripts is to come.
     """
 
     node: str
@@ -283,6 +284,7 @@ class Report:
     exits: tuple[Exit, ...] = ()
     finished: bool = False
     steps: int = 0
+    returned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,6 +229,7 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         if r.round == round.number and round.member(name, r.incarnation)
     }
     finished = {name for name, r in reports.items() if r.finished}
+    returned = any(r.returned for r in reports.values())
     if all(m.node in finished for m in round.members):
         return _end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     if spec.stop:
@@ -253,13 +254,13 @@ def _supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
 
     leaving = [m.node for m in round.members if _present(view, m) and _leaving(view, spec, m)]
     if leaving:
-        wait = _await_heirs(view, spec, round, tuple(leaving), now)
+        wait = None if returned else _await_heirs(view, spec, round, tuple(leaving), now)
         return wait or _close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
 
     if missing:
         until = view.absence_counts_from
         return Plan(wake_at=until, reasons=(AwaitingReturn(tuple(missing), until),))
-    if finished:
+    if finished or returned:
         return Plan()  # the last steps of the job: no time to resize
     if not spec.limits.min <= round.world_size <= spec.limits.max:
         return _close(view, round, Cause.SCALED, True, now)

@@ -77,6 +77,15 @@ class WorkerWaiting:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerReturned:
+    """The run function has returned in all workers of the round; what follows is the end of their
+    scripts."""
+
+    slot: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class PortReserved:
     """Answer to ``RenewStore``: the port for the next store that this node hosts."""
 
@@ -123,6 +132,7 @@ Event = (
     | WorkerExited
     | WorkerLinked
     | WorkerWaiting
+    | WorkerReturned
     | PortReserved
     | StoreComplained
     | Signalled

@@ -183,11 +183,14 @@ class Procs(Protocol):
     later one in the same process.
     """
 
-    def listen(self, linked: Callable[[int], None], waiting: Waits) -> None:
+    def listen(
+        self, linked: Callable[[int], None], waiting: Waits, returned: Callable[[int, int], None]
+    ) -> None:
         """Called once, before any start. ``linked(slot)``: this worker can leave rounds.
         ``waiting(slot, round_number, steps, age)``: it has left that round (0: it was in none yet)
         after so many steps in it, acts in none, and may be given one by ``start``; ``age`` is that of
-        the state it could bring, None if it has none whole."""
+        the state it could bring, None if it has none whole. ``returned(slot, round_number)``: its run
+        function has returned, as it has in all workers of the round; the rest of the script is to come."""
 
     def start(
         self,

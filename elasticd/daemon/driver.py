@@ -34,6 +34,7 @@ from elasticd.core.messages import (
     Transact,
     WorkerExited,
     WorkerLinked,
+    WorkerReturned,
     WorkerWaiting,
 )
 from elasticd.core.ports import (
@@ -123,6 +124,7 @@ class Driver:
         procs.listen(
             lambda slot: self._post(WorkerLinked(slot)),
             lambda slot, round_number, steps, age: self._post(WorkerWaiting(slot, round_number, steps, age)),
+            lambda slot, round_number: self._post(WorkerReturned(slot, round_number)),
         )
 
     # ------------------------------------------------------------ what others may look at

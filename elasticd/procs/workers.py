@@ -100,6 +100,7 @@ class LocalProcs:
         self._warn = warn
         self._linked: Callable[[int], None] = lambda slot: None
         self._waiting: Waits = lambda slot, round_number, steps, age: None
+        self._returned: Callable[[int, int], None] = lambda slot, round_number: None
         self._lock = threading.Lock()
         self._round = 0
         self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
@@ -112,8 +113,10 @@ class LocalProcs:
 
     # ------------------------------------------------------------ the port
 
-    def listen(self, linked: Callable[[int], None], waiting: Waits) -> None:
-        self._linked, self._waiting = linked, waiting
+    def listen(
+        self, linked: Callable[[int], None], waiting: Waits, returned: Callable[[int, int], None]
+    ) -> None:
+        self._linked, self._waiting, self._returned = linked, waiting, returned
 
     def start(
         self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
@@ -138,12 +141,16 @@ class LocalProcs:
         with self._lock:
             told: list[Worker] = []
             others: list[Worker] = []
+            ending: list[Worker] = []
             for worker in self._workers.values():
-                if worker.acts:
+                if worker.acts and planned and worker.talk.stage is Stage.DONE:
+                    ending.append(worker)  # it leaves by itself, having nothing left to do in the round
+                elif worker.acts:
                     leave = wire.Leave(worker.round, planned, going)
                     worker.parted = worker.talk.linked and not worker.stopping and worker.tell(leave)
                     (told if worker.parted else others).append(worker)
             self._warden.stop_workers(0, part_s, [worker.id for worker in told])
+            self._warden.stop_workers(0, grace_s, [worker.id for worker in ending])
             self._stop(others, signal, grace_s)
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
@@ -390,6 +397,7 @@ class LocalProcs:
                 self._say("worker.entered", slot=slot, round=number, step=step, **took, **grown)
             case wire.Done(round=number):
                 self._say("worker.done", slot=slot, round=number)
+                self._returned(slot, number)
 
     def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
         """Whether it acts in no round any more."""

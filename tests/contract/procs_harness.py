@@ -91,10 +91,13 @@ class SimHarness:
         self.exits: list[tuple[int, Exit]] = []
         self.linked: list[int] = []
         self.waits: list[tuple[int, int, int, Age | None]] = []
+        self.returns: list[tuple[int, int]] = []
         self._clock = Clock(seed=1)
         self._training = Training(self._clock, Job(total_steps=1_000_000, step_s=0.01))
         self._procs = SimProcs(SimHost(self._clock, "a"), self._training)
-        self._procs.listen(self.linked.append, lambda *wait: self.waits.append(wait))
+        self._procs.listen(
+            self.linked.append, lambda *wait: self.waits.append(wait), lambda *done: self.returns.append(done)
+        )
         self.procs: Procs = self._procs
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
@@ -144,10 +147,15 @@ class RealHarness:
         self.exits: list[tuple[int, Exit]] = []
         self.linked: list[int] = []
         self.waits: list[tuple[int, int, int, Age | None]] = []
+        self.returns: list[tuple[int, int]] = []
         self._told = threading.Condition()
         self._warden = Warden.start()
         self._procs = LocalProcs(self._warden, _command, cwd=folder)
-        self._procs.listen(partial(self._tell, self.linked), lambda *wait: self._tell(self.waits, wait))
+        self._procs.listen(
+            partial(self._tell, self.linked),
+            lambda *wait: self._tell(self.waits, wait),
+            lambda *done: self._tell(self.returns, done),
+        )
         self.procs: Procs = self._procs
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:

@@ -509,6 +509,15 @@ def test_lost_node_below_minimum_waits_without_spending_budget() -> None:
     assert plan.writes == (Put("round", left),)
 
 
+def test_a_world_whose_run_functions_have_returned_is_not_resized() -> None:
+    live = round(5, {"a": 2})
+    nodes = [node("a"), node("new", 4)]
+    assert next_round(decide(view(spec(1, 8), live, nodes), NOW + 100)).phase is Phase.CLOSING
+    ending = Report("a", life("a"), 5, returned=True)
+    assert decide(view(spec(1, 8), live, nodes, [ending]), NOW + 100) == Plan()
+    assert decide(view(spec(1, 1), live, nodes, [ending]), NOW + 100) == Plan()
+
+
 def test_a_job_waits_for_workers_and_hands_nothing_over_meanwhile() -> None:
     """A handover that failed: the nodes start no workers for a round that only hands over."""
     seen = closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, [node("a", released=5)], wanted=spec(3, 8))

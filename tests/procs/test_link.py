@@ -39,13 +39,16 @@ class Party:
         self._told = threading.Condition()
         self.linked: list[int] = []
         self.waits: list[tuple[int, int, int, Age | None]] = []
+        self.returns: list[tuple[int, int]] = []
         self.exits: list[tuple[int, Exit]] = []
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.procs: LocalProcs = bench.procs(
             command, say=lambda event, **fields: self._add(self.said, (event, fields)), **how
         )
         self.procs.listen(
-            lambda slot: self._add(self.linked, slot), lambda *wait: self._add(self.waits, wait)
+            lambda slot: self._add(self.linked, slot),
+            lambda *wait: self._add(self.waits, wait),
+            lambda *done: self._add(self.returns, done),
         )
 
     def start(self, round_number: int, *how: str, **env: str) -> None:
@@ -125,6 +128,19 @@ def test_progress_is_that_of_the_round_and_keeps_quiet_about_who_waits(bench: Be
     assert (progress.slot, progress.pid) == (10, pid)
     assert progress.step <= 20
     party.until(lambda: party.procs.progress()[0].at > 0)
+
+
+def test_a_worker_whose_run_function_has_returned_ends_by_itself_though_its_round_is_closed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    party = Party(bench, LINKED)
+    party.start(1, "obeys", FINISH="1", LINGER=str(fifo))
+    party.until(lambda: party.returns == [(10, 1)])
+    party.procs.part(True, SIGTERM, LONG_S, 0.0)
+    with fifo.open("w"):
+        party.until(lambda: party.exits)
+    assert [(exit.code, exit.slot) for _, exit in party.exits] == [(0, 10)]
 
 
 def test_a_worker_that_is_done_may_end(bench: Bench) -> None:

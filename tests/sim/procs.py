@@ -42,6 +42,7 @@ class Job:
     step_s: float = 0.1
     save_every: int = 5
     start_s: tuple[float, float] = (0.05, 0.5)  # from the fork to being ready to train
+    end_s: tuple[float, float] = (0.005, 0.1)  # from the last step to the end of the process
     on_sigterm: OnSigterm = OnSigterm.DIE
     bug_at: int | None = None
     fails_at_end: int = 0
@@ -261,7 +262,7 @@ class SimWorker:
         if not self._there or self.stopping:
             return False
         training = self.procs.training
-        if self.finishing or training.random.random() < training.job.stuck:
+        if training.random.random() < training.job.stuck:
             self.stuck = True
             return True
         self.parted = True
@@ -332,7 +333,11 @@ class SimWorker:
     def finish_soon(self) -> None:
         self.finishing = True
         training = self.procs.training
-        training.clock.after(training.random.uniform(0.005, 0.1), lambda: self.die(0, "", primary=False))
+        if training.job.inplace:
+            returned, news = self.procs.returned, (self.slot, self.round)
+            self.procs.host.call(lambda: returned(*news))
+        end_s = training.random.uniform(*training.job.end_s)
+        training.clock.after(end_s, lambda: self.die(0, "", primary=False))
 
     def signal(self, number: int, *, fenced: bool = False) -> None:
         """What the process makes of it."""
@@ -383,6 +388,7 @@ class SimProcs:
     workers: dict[int, SimWorker] = field(default_factory=dict)
     linked: Callable[[int], None] = lambda slot: None
     waiting: Waits = lambda slot, round_number, steps, age: None
+    returned: Callable[[int, int], None] = lambda slot, round_number: None
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
     _round: int = 0
     _fence: Timer | None = None
@@ -390,8 +396,10 @@ class SimProcs:
 
     # ---- the port
 
-    def listen(self, linked: Callable[[int], None], waiting: Waits) -> None:
-        self.linked, self.waiting = linked, waiting
+    def listen(
+        self, linked: Callable[[int], None], waiting: Waits, returned: Callable[[int, int], None]
+    ) -> None:
+        self.linked, self.waiting, self.returned = linked, waiting, returned
 
     def start(
         self,
@@ -429,7 +437,9 @@ class SimProcs:
 
     def part(self, planned: bool, signal: int, grace_s: float, part_s: float, going: bool = False) -> None:
         for worker in [w for w in self.workers.values() if w.acts]:
-            if worker.part(planned):
+            if worker.finishing and planned:
+                worker.kill_after(grace_s)
+            elif not worker.finishing and worker.part(planned):
                 worker.kill_after(part_s)
             else:
                 self.stop(signal, grace_s, (worker.slot,))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.core import world
-from elasticd.core.facts import Limits, Outcome
+from elasticd.core import handover, world
+from elasticd.core.facts import Limits, Outcome, Policy
 from tests.sim.clock import START
 from tests.sim.cluster import Setup
 from tests.sim.procs import Job
@@ -76,7 +76,8 @@ def test_too_few_survivors_wait_for_the_replacement_and_hand_it_the_state() -> N
 
 
 def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does the rule that nothing is lost bite? A leader that leaves survivors out breaks it."""
+    """Does the rule that nothing is lost bite? A leader that leaves survivors out, and has them hand
+    nothing over, breaks it."""
     form = world.form
 
     def newcomers_first(nodes, last, limits, quarantines, now):  # type: ignore[no-untyped-def]
@@ -84,6 +85,7 @@ def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.Monkey
         return form(new or nodes, None, limits, quarantines, now)
 
     monkeypatch.setattr(world, "form", newcomers_first)
+    monkeypatch.setattr(handover, "members", lambda round, nodes, heirs: ())
     for seed in range(200):
         result = run(seed, draw(seed, kinds=frozenset({"join", "crash"})))
         if "know more" in result.broken:
@@ -109,6 +111,16 @@ def test_a_world_of_one_moves_to_another_node_without_losing_a_step() -> None:
     result = _run(*faults, setup=Setup((1,), Limits(1, 1), job=_job(start_s=(1.0, 2.0))))
     assert _sizes(result) == [1, 2, 1] and _handed_over(result) == [False, True, False]
     assert result.invariants.steps == 200
+
+
+def test_a_script_that_has_left_its_run_function_comes_to_its_end_whoever_joins_or_leaves() -> None:
+    """Its last evaluation takes longer than workers get to leave a round."""
+    job = _job(total_steps=50, end_s=(10.0, 12.0))
+    faults = (Fault(8.0, "join", "n2"), Fault(9.0, "scale", "n0"), Fault(10.0, "sigterm", "n1"))
+    policy = Policy(part_s=3.0, shutdown_s=30.0)
+    result = _run(*faults, setup=Setup((2, 2), Limits(1, 8), policy, job=job))
+    assert _sizes(result) == [4] and result.invariants.steps == 50
+    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
 
 
 def test_a_node_whose_heirs_do_not_get_ready_leaves_in_time_all_the_same() -> None:

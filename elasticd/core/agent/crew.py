@@ -117,10 +117,18 @@ def release(do: Doing) -> None:
 def note_report(do: Doing) -> None:
     """What the leader must know of this round; it outlives the crew, lest a late word be lost."""
     crew = do.state.crew
-    if crew is None or not (crew.failures or crew.finished):
+    if crew is None or not (crew.failures or crew.finished or crew.returned):
         return
     me = do.state.me
-    report = Report(me.node, me.incarnation, crew.round.number, crew.failures, crew.finished, crew.steps)
+    report = Report(
+        me.node,
+        me.incarnation,
+        crew.round.number,
+        crew.failures,
+        crew.finished,
+        crew.steps,
+        crew.returned,
+    )
     if report != do.state.report:
         do.set(report=report)
 

@@ -28,6 +28,7 @@ from elasticd.core.messages import (
     Tick,
     WorkerExited,
     WorkerLinked,
+    WorkerReturned,
     WorkerWaiting,
 )
 from elasticd.core.ports import Answer, Applied, Delete, Entry, Held, LeaseNews, Lost, Put, Silent, Write
@@ -61,6 +62,9 @@ def absorb(do: Doing, event: Event) -> None:
             do.set(inplace=True, linked=state.linked | {slot})
         case WorkerWaiting():
             _waits(do, event)
+        case WorkerReturned(_, number):
+            if state.crew is not None and state.crew.round.number == number:
+                do.crew(returned=True)
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):

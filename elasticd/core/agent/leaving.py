@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from elasticd.core.agent.crew import stop
+from elasticd.core.agent.crew import stop, unreported
 from elasticd.core.agent.reserve import dismiss
 from elasticd.core.agent.state import SIGTERM, Departure, Doing
 from elasticd.core.facts import Drained, Outcome, Round
-from elasticd.core.messages import Leave
+from elasticd.core.messages import Leave, Tag
 from elasticd.core.reasons import Draining
 
 DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round for it
@@ -66,6 +66,8 @@ def depart(do: Doing) -> None:
     elif hands_over(do):
         do.wakes.append(until)
         return
+    elif _has_yet_to_tell(do):
+        return
     do.set(exiting=Leave(128 + (departure.signal or SIGTERM), "drained"))
 
 
@@ -75,6 +77,16 @@ def hands_over(do: Doing) -> bool:
     if state.departure is None or state.round is None or not state.registered or state.silent is not None:
         return False
     return bool(state.waiting) and state.me.node in state.round.leaving and do.now < state.stays_until
+
+
+def _has_yet_to_tell(do: Doing) -> bool:
+    """Whether this node's workers came to their end, and the leader has not been told: it would have
+    their work done anew."""
+    state, departure = do.state, do.state.departure
+    if state.report is None or not state.report.finished or not state.registered or state.silent is not None:
+        return False
+    at_once = departure is not None and departure.at_once
+    return not at_once and (bool(unreported(state)) or Tag.REPORT in state.busy)
 
 
 def finish_leaving(do: Doing) -> None:

@@ -34,7 +34,8 @@ class Identity:
 class Crew:
     """The workers here, of one round. ``alive``: slots whose worker still acts in it: it has neither
     ended nor left the round to wait for the next. ``parting``: they were told to leave it, planned
-    or not; ``done``: those that ended well instead, as all of them had finished by then."""
+    or not; ``done``: those that ended well instead, as all of them had finished by then. ``returned``:
+    the run functions of the round have, and what follows is the end of the scripts."""
 
     round: Round
     member: Member
@@ -49,6 +50,7 @@ class Crew:
     parting: bool = False
     planned: bool = False
     done: frozenset[int] = frozenset()
+    returned: bool = False
 
     @property
     def finished(self) -> bool:

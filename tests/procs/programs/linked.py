@@ -78,5 +78,7 @@ try:
 except OSError:
     pass
 print("unlinked", flush=True)
+if "LINGER" in os.environ:
+    open(os.environ["LINGER"]).close()  # a fifo: until the test opens it too
 if os.environ.get("FINISH") is None:
     time.sleep(1000)
