@@ -11,9 +11,11 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -191,7 +193,9 @@ class Cluster:
         self.stage = Stage(self.news)
         self.limits = (1, 8)
         self.pace = dict(PACE)
-        for place in ("tmp", "run", "state"):
+        # Short, as multiprocessing makes sockets in it whose paths may have 107 characters.
+        self.tmp = Path(tempfile.mkdtemp(prefix="e2e-"))
+        for place in ("run", "state"):
             (folder / place).mkdir(mode=0o700)
 
     # ------------------------------------------------------------ starting
@@ -229,7 +233,7 @@ class Cluster:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         return kept | {
             MARK: self.mark,
-            "TMPDIR": str(self.folder / "tmp"),
+            "TMPDIR": str(self.tmp),
             "XDG_RUNTIME_DIR": str(self.folder / "run"),
             "XDG_STATE_HOME": str(self.folder / "state"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),  # else torch leaves one in TMPDIR
@@ -419,6 +423,7 @@ class Cluster:
                 for reader in agent._readers:
                     reader.join(PATIENCE_S)
             self.stage.close()
+            shutil.rmtree(self.tmp, ignore_errors=True)
 
 
 def await_end(pidfd: int, who: str) -> None:
@@ -449,7 +454,7 @@ def assert_nothing_left(cluster: Cluster) -> None:
             os.close(fd)
     pages = {Path(p.env["ELASTICD_PAGE"]).parent for p in cluster.stage.players}
     remains = [str(path) for path in pages if path.exists()]
-    remains += [str(path) for path in (cluster.folder / "tmp").iterdir()]
+    remains += [str(path) for path in cluster.tmp.iterdir()]
     remains += [str(path) for path in (cluster.folder / "run").rglob("*") if path.is_file()]
     assert not remains, f"left behind: {remains}"
 

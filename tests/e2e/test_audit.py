@@ -66,7 +66,7 @@ def test_each_sample_is_used_once_through_kills_and_resizes(cluster: Cluster, se
     [one, *_] = (cluster.folder / "state").glob("elasticd/logs/*/audit")
     alone = cluster.command("audit", str(one), etcd=False)
     assert alone.code == 1 and "nothing is noted of what rank" in alone.out, "half of the notes prove nothing"
-    for folder in (cluster.folder / "tmp").glob("pymp-*"):
+    for folder in cluster.tmp.glob("pymp-*"):
         shutil.rmtree(folder)  # multiprocessing's, of workers that were killed while others loaded for them
 
 
