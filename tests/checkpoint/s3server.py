@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import boto3
+import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -134,3 +137,17 @@ class _Quiet(WSGIRequestHandler):
 
     def log(self, *_: Any, **__: Any) -> None:
         """Tests print what they have to say."""
+
+
+@contextmanager
+def serving() -> Iterator[S3Server]:
+    """One that the environment names, with an empty bucket called bucket."""
+    server = S3Server()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        try:
+            yield server
+        finally:
+            server.close()

@@ -16,22 +16,15 @@ from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import store_at
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper
-from tests.checkpoint.s3server import SECRET, S3Server, parts, writes
+from tests.checkpoint.s3server import SECRET, S3Server, parts, serving, writes
 
 ELEMENTS = 3 << 20  # 24 MiB: a file in two parts
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    server = S3Server()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="bucket")
-        try:
-            yield server
-        finally:
-            server.close()
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

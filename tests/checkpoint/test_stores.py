@@ -16,22 +16,15 @@ from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.manifest import BLOCK, block_digest
 from elasticd.checkpoint.remote import Remote
 from elasticd.checkpoint.store import BadStore, Store, store_at
-from tests.checkpoint.s3server import SECRET, S3Server, everything, parts
+from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 
 BIG = bytes(range(256)) * (24 << 12)  # 24 MiB: two parts on S3
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
-    server = S3Server()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="bucket")
-        try:
-            yield server
-        finally:
-            server.close()
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture(params=["disk", "foldered", "memory", "s3"])

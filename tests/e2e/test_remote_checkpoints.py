@@ -16,22 +16,15 @@ import torch
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.worker import checkpoint
 from elasticd.worker.checkpoint import Checkpoints
-from tests.checkpoint.s3server import SECRET, S3Server, everything
+from tests.checkpoint.s3server import SECRET, S3Server, everything, serving
 
 PROGRAM = Path(__file__).parent / "programs" / "remote.py"
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
-    server = S3Server()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="bucket")
-        try:
-            yield server
-        finally:
-            server.close()
+    with serving() as server:
+        yield server
 
 
 def run(*options: str, script: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +53,10 @@ def test_a_job_saves_to_s3_and_resumes_from_there(s3):
     assert [line for line in job.stdout.splitlines() if "saved" in line] == ["saved 3", "saved 6", "saved 9"]
     assert steps(where) == [6, 9]
     names = {s.name for s in FilePointer(where).read().saved}
-    keys = {o["Key"].split("/")[1] for o in boto3.client("s3").list_objects_v2(Bucket="bucket")["Contents"]}
+    keys = {
+        o["Key"].split("/")[1]
+        for o in boto3.client("s3").list_objects_v2(Bucket="bucket", Prefix="job/")["Contents"]
+    }
     assert keys == names | {"committed.json"}, "what is not kept is gone"
     again = run("--checkpoints", where, "--resume", "required")
     assert again.returncode == 0 and "began at 9" in again.stdout, again.stderr[-3000:]
