@@ -108,7 +108,8 @@ class Launcher:
                     running.process.wait()
 
 
-@pytest.fixture(params=["torchrun", "elasticd"])
+# What torchrun does changes with torch alone: it need not be tried each time.
+@pytest.fixture(params=[pytest.param("torchrun", marks=pytest.mark.slow), "elasticd"])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launcher]:
     """Each test says what torchrun does, and that elasticd does the same."""
     launcher = Launcher(request.param, tmp_path)

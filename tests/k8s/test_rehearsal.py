@@ -215,6 +215,7 @@ def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     assert not cluster.controllers["train"].failed and not cluster.controllers["train"].counted
 
 
+@pytest.mark.slow
 def test_a_pod_that_is_cut_off_costs_the_others_nothing_and_comes_back(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster
     cluster.scale("train", 3)
