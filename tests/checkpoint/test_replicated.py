@@ -131,10 +131,10 @@ def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
         assert offer.step == 1 and 1 in offer.ranks
     for nonsense in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200)):
         with socket.create_connection((holder.host, holder.port)) as stranger:
-            stranger.sendall(nonsense)
-            stranger.shutdown(socket.SHUT_WR)
             answer = b""
-            with suppress(ConnectionResetError):
+            with suppress(OSError):  # it may have hung up by any of these
+                stranger.sendall(nonsense)
+                stranger.shutdown(socket.SHUT_WR)
                 while some := stranger.recv(4096):
                     answer += some
             assert len(answer) <= 32  # what it has drawn, and no more
