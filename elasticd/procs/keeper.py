@@ -41,7 +41,7 @@ class Ended:
     """How a process ended. ``code``: its exit status, or minus the signal that killed it.
 
     ``at``: seconds since the epoch. ``error``: why it could not be started (code 127).
-    ``fenced``: it was killed because nobody moved the fence in time.
+    ``fenced``: it was killed because nobody moved the fence in time, or its keeper was killed.
     """
 
     pid: int
@@ -423,7 +423,9 @@ class Warden:
             self._kill_stragglers(left)
         error = "" if self._closing else "the keeper of this node's processes was killed"
         for running in left:
-            _call(partial(running.ended, Ended(running.pid, -signal.SIGKILL, time.time(), error)))
+            # Not their fault, whoever hears of it first: as fenced.
+            end = Ended(running.pid, -signal.SIGKILL, time.time(), error, fenced=bool(error))
+            _call(partial(running.ended, end))
         with self._lock:
             keeper_lost = None if self._closing else self._keeper_lost
         if keeper_lost is not None:

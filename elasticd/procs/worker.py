@@ -97,7 +97,7 @@ class Worker:
         if hung:
             message = self.hung
         elif end.fenced:
-            message = "killed by its keeper: the agent had not said in time that it may run on"
+            message = end.error or "killed by its keeper: the agent had not said in time that it may run on"
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
         place = self._log_place()

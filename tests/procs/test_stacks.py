@@ -15,6 +15,7 @@ from elasticd.core.hang import ProcessState
 from elasticd.procs import scene, stacks
 from elasticd.procs.scene import Subject
 from elasticd.procs.vitals import vitals
+from elasticd.procs.workers import LocalProcs, Watched
 from tests.procs.conftest import Bench
 
 PROGRAM = """
@@ -60,7 +61,7 @@ def _started(bench: Bench, tmp_path: Path, how: str) -> Subject:
     procs = bench.procs([sys.executable, "-u", str(script), how])
     bench.start(procs)
     bench.console.wait_for(b"here")
-    (watched,) = procs.watched()
+    watched = the_one_watched(procs)
     return Subject(watched.slot, watched.rank, watched.pid, watched.page.path)
 
 
@@ -69,6 +70,14 @@ def _wait_until(subject: Subject, state: ProcessState) -> None:
     while (now := vitals(subject.pid).state) is not state:
         assert now is not ProcessState.GONE
         time.sleep(0.01)
+
+
+def the_one_watched(procs: LocalProcs) -> Watched:
+    """A worker may be heard before the warden's word that it has started."""
+    while not (found := procs.watched()):
+        time.sleep(0.01)
+    (watched,) = found
+    return watched
 
 
 @pytest.mark.parametrize("how", ["sleep", "native", "spin"])
@@ -143,7 +152,7 @@ child.wait()
     procs = bench.procs([sys.executable, "-c", program])
     bench.start(procs)
     bench.console.wait_for(b"here")
-    (watched,) = procs.watched()
+    watched = the_one_watched(procs)
     before = vitals(watched.pid).cpu_s
     while vitals(watched.pid).cpu_s < before + 0.2:
         pass
@@ -156,7 +165,7 @@ def test_a_process_that_only_waits_in_pieces_is_seen_to_go_on(bench: Bench) -> N
     procs = bench.procs([sys.executable, "-c", program])
     bench.start(procs)
     bench.console.wait_for(b"here")
-    (watched,) = procs.watched()
+    watched = the_one_watched(procs)
     before = vitals(watched.pid)
     while (now := vitals(watched.pid)).wakes < before.wakes + 10:
         time.sleep(0.01)
@@ -169,7 +178,7 @@ def test_a_condemned_worker_ends_as_one_that_hung_with_the_reason(bench: Bench) 
     procs = bench.procs([sys.executable, "-c", "print('here', flush=True); import time; time.sleep(3600)"])
     bench.start(procs)
     bench.console.wait_for(b"here")
-    (watched,) = procs.watched()
+    watched = the_one_watched(procs)
     procs.condemn(watched.slot, watched.pid + 1, "another one")
     procs.condemn(watched.slot, watched.pid, "hung: it is in job.py:7")
     (exit,) = bench.wait()

@@ -99,6 +99,7 @@ def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: St
     agent.hear("lost")
     assert [line["exit"]["code"] for line in exits] == [-9, -9]
     assert "keeper" in exits[0]["exit"]["message"]
+    assert all(line["exit"]["fenced"] for line in exits), "nobody is charged, also if this is heard first"
     wait_until_gone([ready["service"]])
     # A daemon that hides its origin cannot be told from the agent's own children.
     wait_until_gone(pid for family in families for kind, pid in family.items() if kind != "forgetful")
