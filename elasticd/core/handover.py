@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from elasticd.core import world
 from elasticd.core.facts import Member, Node, Round
 
 
@@ -21,10 +22,7 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
     """Those of the round that hands over, before the heirs train; none if there is nothing to hand over.
     The one that gives comes last, since the first hosts the store. It may not know yet that it is to
     leave. ``round``: the last, which is over."""
-    newest = max((node.age for node in nodes.values() if node.age is not None), default=None)
-    holding = {
-        node.name: node.holders for node in nodes.values() if newest is not None and node.age == newest
-    }
+    holding = world.newest_holders(nodes.values())
     if any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
         return ()
     rank = sum(len(heir.slots) for heir in heirs)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
-from elasticd.core.age import Age
 from elasticd.core.facts import Limits, Member, Node, Quarantine, Round
 
 
@@ -49,14 +48,14 @@ def form(
     ordered = order(nodes, last)
     chosen: dict[str, list[int]] = {node.name: [] for node in ordered}
     places = limits.max
-    newest = max((node.age for node in ordered if node.age is not None), default=None)
+    holding = newest_holders(ordered)
     for merit in reversed(_Merit):
         for node in ordered:
             mine = chosen[node.name]
             usable = [
                 slot
                 for slot in usable_slots(node, quarantines, now)
-                if _merit(node, slot, newest, last) is merit
+                if _merit(node, slot, holding, last) is merit
             ]
             room = min(places, (node.most or len(node.slots)) - len(mine))
             mine += usable[: max(0, room)]
@@ -70,6 +69,13 @@ def form(
     return tuple(members)
 
 
+def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
+    """Which slots hold the newest state that anybody has whole, by node; empty where nobody has any."""
+    aged = [(node.age, node) for node in nodes if node.age is not None]
+    newest = max((age for age, _ in aged), default=None)
+    return {node.name: node.holders for age, node in aged if age == newest}
+
+
 class _Merit(IntEnum):
     """What speaks for a slot where not all can be in the world."""
 
@@ -78,8 +84,8 @@ class _Merit(IntEnum):
     HOLDS = 2  # it has the newest state
 
 
-def _merit(node: Node, slot: int, newest: Age | None, last: Round | None) -> _Merit:
-    if newest is not None and node.age == newest and slot in node.holders:
+def _merit(node: Node, slot: int, holding: Mapping[str, tuple[int, ...]], last: Round | None) -> _Merit:
+    if slot in holding.get(node.name, ()):
         return _Merit.HOLDS
     before = last.member(node.name, node.incarnation) if last else None
     return _Merit.SEATED if before is not None and slot in before.slots else _Merit.NONE

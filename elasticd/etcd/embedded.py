@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -144,6 +145,13 @@ class Embedded:
                 if attempt == _PORTS_TRIES - 1 or not (new and taken):
                     raise
         raise AssertionError("unreachable")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self, *, remove: bool = True) -> None:
         """End it, and remove its data. Returns once it is gone; does nothing the second time."""

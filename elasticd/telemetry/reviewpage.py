@@ -9,13 +9,15 @@ from html import escape
 from elasticd.core.ledger import Kind
 from elasticd.telemetry import charts, words
 from elasticd.telemetry.events import Event
+from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.review import FailurePart, Review, RoundPart, SlotPart
 
 ROWS_MAX = 200  # of a table; a run of many rounds is told by the others
 _COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)")
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = """
+_STYLE = (
+    """
 :root{color-scheme:light dark;--line:#8884;--dim:#666;--ok:#1a7f37;--warn:#9a6700;--bad:#cf222e;
 --a:#0969da;--b:#bf5700;--c:#1a7f37;--d:#8250df;--e:#bf3989;--f:#57606a}
 @media(prefers-color-scheme:dark){:root{--dim:#999;--ok:#3fb950;--warn:#d29922;--bad:#f85149;
@@ -23,13 +25,9 @@ _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.45rem;margin:0}h2{font-size:1.05rem;margin:1.8rem 0 .4rem}.dim{color:var(--dim)}
 .good{color:var(--ok)}.bad{color:var(--bad)}p{margin:.3rem 0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:1rem 0}
-.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .7rem}
-.tile b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
-.tile span{color:var(--dim);font-size:.8rem}
-.note{border-left:.25rem solid var(--warn);padding:.3rem .8rem;margin:.8rem 0}
-.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{text-align:right;padding:.25rem .6rem;border-bottom:1px solid var(--line);white-space:nowrap}
+"""
+    + TILES_NOTES_TABLES
+    + """\
 th{color:var(--dim);font-weight:400}td.t,th.t{text-align:left}td.w{white-space:normal;min-width:14rem}
 svg{display:block}svg.plot{width:100%;height:auto;font-size:11px}svg text{fill:var(--dim)}
 svg text.left{text-anchor:end}.grid{stroke:var(--line)}.mark{stroke:var(--bad);stroke-dasharray:2 3}
@@ -45,6 +43,7 @@ code{font-size:.85em;overflow-wrap:anywhere;white-space:normal}footer{margin-top
 td.w{min-width:11rem}svg.plot{font-size:22px;overflow:visible}svg path{stroke-width:3}}
 @media print{body{margin:0;max-width:none}h2{break-after:avoid}tr,svg{break-inside:avoid}}
 """
+)
 
 NAMES = {
     Kind.PRODUCTIVE: "productive",

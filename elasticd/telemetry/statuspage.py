@@ -6,22 +6,20 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from html import escape
 
+from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.snapshot import SlotLine, Snapshot
 
 REFRESH_S = 2
 
-_STYLE = """
+_STYLE = (
+    """
 :root{color-scheme:light dark;--line:#8884;--dim:#777;--ok:#1a7f37;--warn:#9a6700;--bad:#cf222e;--off:#6e7781}
 @media(prefers-color-scheme:dark){:root{--dim:#999;--ok:#3fb950;--warn:#d29922;--bad:#f85149;--off:#8b949e}}
 body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.35rem;margin:0}h2{font-size:1rem;margin:1.6rem 0 .4rem}.dim{color:var(--dim)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:1rem 0}
-.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .7rem}
-.tile b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
-.tile span{color:var(--dim);font-size:.8rem}
-.note{border-left:.25rem solid var(--warn);padding:.3rem .8rem;margin:.8rem 0}
-.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{text-align:right;padding:.25rem .6rem;border-bottom:1px solid var(--line);white-space:nowrap}
+"""
+    + TILES_NOTES_TABLES
+    + """\
 th{color:var(--dim);font-weight:400}th:first-child,td:first-child,td.s,th.s{text-align:left}
 .running{color:var(--ok)}.starting,.stopping{color:var(--warn)}.failed,.quarantined{color:var(--bad)}
 .idle,.ready,.finished{color:var(--off)}
@@ -32,6 +30,7 @@ h1,.note{overflow-wrap:anywhere}td:first-child{max-width:22rem;overflow:hidden;t
 @media(max-width:40rem){body{margin-top:1rem}.more{display:none}table{font-size:.9em}
 th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem}}
 """
+)
 
 
 def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") -> str:

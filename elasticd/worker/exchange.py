@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elasticd.core.age import Age
 from elasticd.core.link import Holds
 from elasticd.worker.plain import with_tensors
 from elasticd.worker.state import State
@@ -26,9 +27,7 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker brings: its last committed step, and the round in which all agreed on what
-    came before that. ``agreed`` is the higher authority: a worker that was left behind may have
-    committed a step that the others have since made anew."""
+    """What a worker brings, and of what age: see ``Age``."""
 
     holds: Holds
     agreed: int
@@ -46,9 +45,9 @@ class Choice:
 
 def choose(standings: Sequence[Standing]) -> Choice:
     """Go on from the most advanced state there is; of several workers that have it, the first sends."""
-    ages = [(s.agreed, s.step) if s.holds is Holds.WHOLE else (-1, -1) for s in standings]
-    newest = max(ages)
-    if newest < (0, 0):
+    ages = [Age(s.agreed, s.step) if s.holds is Holds.WHOLE else None for s in standings]
+    newest = max((age for age in ages if age is not None), default=None)
+    if newest is None:
         return Choice(0, tuple(range(1, len(standings))), fresh=True)
     takers = tuple(rank for rank, age in enumerate(ages) if age != newest)
     return Choice(ages.index(newest), takers, fresh=False)

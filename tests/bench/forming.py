@@ -202,14 +202,10 @@ def forming(sizes: list[int], tries: int, c10d_most: int, c10d_timeout_s: float)
     lines = ["time to form a world of so many agents (median)"]
     gave_up = False
     for total in sizes:
-        server = Embedded()
-        endpoint = server.start().endpoints[0]
-        try:
+        with Embedded() as server:
             ours = sorted(
-                _measure("fleet_main", endpoint, total, 120.0) or float("inf") for _ in range(tries)
+                _measure("fleet_main", server.endpoint, total, 120.0) or float("inf") for _ in range(tries)
             )
-        finally:
-            server.stop()
         mine = ours[len(ours) // 2]
         text = f"  {total:>5} agents: elasticd {mine:.3f} s"
         if total <= c10d_most and not gave_up:

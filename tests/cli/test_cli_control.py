@@ -35,12 +35,8 @@ def a_node(name: str) -> Node:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Embedded]:
-    etcd = Embedded()
-    try:
-        etcd.start()
+    with Embedded() as etcd:
         yield etcd
-    finally:
-        etcd.stop()
 
 
 @pytest.fixture
@@ -277,9 +273,7 @@ def test_watching_ends_with_the_job(etcd: Client, server: Embedded) -> None:
 
 
 def test_a_watch_waits_for_an_etcd_that_is_away_and_goes_on() -> None:
-    etcd = Embedded()
-    try:
-        etcd.start()
+    with Embedded() as etcd:
         with Client(etcd.access) as client:
             put(client, "j", spec=SPEC, round=LIVE)
             with watching("j", "--json", etcd=etcd) as process:
@@ -293,15 +287,11 @@ def test_a_watch_waits_for_an_etcd_that_is_away_and_goes_on() -> None:
                 out, err = process.communicate(timeout=60)
         assert json.loads(out.splitlines()[-1])["outcome"] == "succeeded"
         assert (process.returncode, err) == (0, "")
-    finally:
-        etcd.stop()
 
 
 def test_watching_a_standalone_run_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    etcd = Embedded()
-    try:
-        etcd.start()
+    with Embedded() as etcd:
         registry.register("alone", etcd.endpoint, etcd.pid, 1.0, etcd.folder)
         with Client(etcd.access) as client:
             put(client, "alone", spec=SPEC, round=LIVE)
@@ -312,8 +302,6 @@ def test_watching_a_standalone_run_ends_with_it(tmp_path: Path, monkeypatch: pyt
             _, err = process.communicate(timeout=60)
         assert process.returncode == 2
         assert err == "elasticd: the standalone run alone has ended, and its etcd with it.\n"
-    finally:
-        etcd.stop()
 
 
 def test_an_interrupted_watch_leaves_quietly(etcd: Client, server: Embedded) -> None:

@@ -29,12 +29,8 @@ from elasticd.etcd.embedded import Embedded
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Embedded]:
-    etcd = Embedded()
-    try:
-        etcd.start()
+    with Embedded() as etcd:
         yield etcd
-    finally:
-        etcd.stop()
 
 
 @pytest.fixture

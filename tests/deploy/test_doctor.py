@@ -79,10 +79,8 @@ OWN_NET = ("unshare", "--net", "--mount")
 
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[EtcdAccess]:
-    server = Embedded()
-    server.start()
-    yield server.access
-    server.stop()
+    with Embedded() as server:
+        yield server.access
 
 
 def findings_of_etcd(access: EtcdAccess, wall: Callable[[], float] = time.time) -> list[Finding]:

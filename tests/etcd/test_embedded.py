@@ -61,15 +61,10 @@ def test_a_stopped_one_is_ended_all_the_same(etcd: Embedded, monkeypatch: pytest
 
 
 def test_two_at_once_do_not_meet(etcd: Embedded) -> None:
-    other = Embedded()
-    try:
-        other.start()
-        with Client(etcd.access) as one, Client(other.access) as two:
-            one.transact("job", (), (Put("budget", Budget()),))
-            assert one.jobs() == ["job"]
-            assert two.jobs() == []
-    finally:
-        other.stop()
+    with Embedded() as other, Client(etcd.access) as one, Client(other.access) as two:
+        one.transact("job", (), (Put("budget", Budget()),))
+        assert one.jobs() == ["job"]
+        assert two.jobs() == []
 
 
 def test_variables_of_etcd_in_our_environment_do_not_configure_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,8 @@ from elasticd.etcd.embedded import Embedded
 
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[Embedded]:
-    server = Embedded()
-    try:
-        server.start()
+    with Embedded() as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture
