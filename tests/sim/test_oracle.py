@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from elasticd.core import agent, budget, leader, world
+from elasticd.core import agent, budget, world
 from elasticd.core.agent import leaving, stepping
 from elasticd.core.facts import Round
+from elasticd.core.leader import deciding, forming, settling
 from elasticd.core.messages import Leave
 from elasticd.core.ports import Put, StillThere, Unchanged
 from elasticd.daemon.driver import Driver
@@ -30,7 +31,7 @@ def _no_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _release_unasked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(leader, "_released", lambda view, member, number: True)
+    patch.setattr(settling, "has_released", lambda view, member, number: True)
     patch.setattr(world, "available", lambda node, last: not node.draining)
 
 
@@ -55,7 +56,7 @@ def _charged_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _loss_charged(patch: pytest.MonkeyPatch) -> None:
     """Echoes of a lost node are taken for failures of the user's code."""
-    settle = leader._settle
+    settle = deciding.settle
 
     def unfair(view: Any, spec: Any, round: Round, now: float) -> Any:
         plan = settle(view, spec, round, now)
@@ -68,7 +69,7 @@ def _loss_charged(patch: pytest.MonkeyPatch) -> None:
         charged = replace(put.fact, restarts=round.restarts + 1)
         return replace(plan, writes=(replace(put, fact=charged), *plan.writes[1:]))
 
-    patch.setattr(leader, "_settle", unfair)
+    patch.setattr(deciding, "settle", unfair)
 
 
 def _never_enough(patch: pytest.MonkeyPatch) -> None:
@@ -115,12 +116,12 @@ def _never_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def _numbers_go_back(patch: pytest.MonkeyPatch) -> None:
-    write = leader._write
+    write = forming.write
 
     def forgetful(view: Any, round: Any, *rest: Any) -> Any:
         return write(view, replace(round, number=min(round.number, 2)), *rest)
 
-    patch.setattr(leader, "_write", forgetful)
+    patch.setattr(forming, "write", forgetful)
 
 
 def _steps_alone(patch: pytest.MonkeyPatch) -> None:

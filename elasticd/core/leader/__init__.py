@@ -1,0 +1,18 @@
+"""The leader of a job: from what etcd shows, the next thing to write.
+
+Level-triggered: each event updates the view, then ``decide`` looks at the whole of it. So a new
+leader needs nothing but the view, and failover is not a special case. Every plan is one guarded
+transaction; the driver adds the guard that this agent still leads.
+
+    waiting --enough workers--> live --broken, drained, resized--> closing --all released--+
+       ^                         |                                                         |
+       |                         +--all finished--> ended <--budget spent, stopped---------+
+       +--too few workers------------------------------------------------------------------+
+                                            (else the next round is live at once)
+"""
+
+from elasticd.core.leader.deciding import decide
+from elasticd.core.leader.plan import Plan
+from elasticd.core.leader.view import Registered, View, see
+
+__all__ = ["Plan", "Registered", "View", "decide", "see"]

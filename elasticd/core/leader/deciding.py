@@ -1,0 +1,47 @@
+"""The next step of the job, by the phase of its round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticd.core.facts import Budget, Cause, Phase, Resume, Round
+from elasticd.core.leader.forming import form_or_wait
+from elasticd.core.leader.plan import Plan, write
+from elasticd.core.leader.settling import settle
+from elasticd.core.leader.supervising import supervise
+from elasticd.core.leader.view import View
+from elasticd.core.ports import Delete, Unchanged
+
+
+def decide(view: View, now: float) -> Plan:
+    """The next step of the job. Pure: the same view at the same time gives the same plan."""
+    if not view.complete:
+        return Plan()
+    assert view.spec is not None
+    round = view.round
+    if round is None or round.phase is Phase.ENDED:
+        return _open(view, now)
+    match round.phase:
+        case Phase.WAITING:
+            return form_or_wait(view, view.spec, round, view.budget, (), now)
+        case Phase.LIVE:
+            return supervise(view, view.spec, round, now)
+        case Phase.CLOSING:
+            return settle(view, view.spec, round, now)
+
+
+def _open(view: View, now: float) -> Plan:
+    """A job that has never run here, or one that runs again after it ended."""
+    number = 0 if view.round is None else view.round.number
+    waiting = Round(number, Phase.WAITING, (), "", Cause.START, now)
+    plan = write(view, waiting, Budget())
+    assert view.spec_revision is not None
+    assert view.spec is not None
+    forgotten = (Delete("checkpoint"),) if view.spec.policy.resume is Resume.NEVER else ()
+    return replace(
+        plan,
+        # A job ends by one transaction that also deletes its spec, but the two are watched apart:
+        # without this guard the old spec and the end of its job would look like a new job.
+        guards=(*plan.guards, Unchanged("spec", view.spec_revision)),
+        writes=(*plan.writes, Delete("reports/", prefix=True), Delete("ledger/", prefix=True), *forgotten),
+    )

@@ -1,0 +1,98 @@
+"""Between rounds: the next one if there are enough workers, else the wait for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticd.core import handover, world
+from elasticd.core.facts import Budget, Outcome, Phase, Round, Spec
+from elasticd.core.leader.members import candidates_for
+from elasticd.core.leader.plan import Plan, end, write
+from elasticd.core.leader.view import View
+from elasticd.core.ports import Put, Unchanged
+from elasticd.core.reasons import BelowMinimum, Reason, RoundFormed, Settling
+
+
+def form_or_wait(
+    view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], now: float
+) -> Plan:
+    """The next round if there are enough workers, else a job that waits for them."""
+    assert view.nodes is not None
+    if spec.stop:
+        return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
+    candidates = candidates_for(view, spec, round)
+    members = world.form(candidates, round, spec.limits, budget.quarantines, now)
+    have, waiting = world.size(members), round.phase is Phase.WAITING
+
+    if have < spec.limits.min:
+        if not waiting:
+            cause = round.closing or round.cause
+            return write(
+                view,
+                replace(
+                    round,
+                    phase=Phase.WAITING,
+                    cause=cause,
+                    since=now,
+                    closing=None,
+                    planned=False,
+                    handover=False,
+                ),
+                budget,
+                reasons,
+            )
+        until = round.since + spec.policy.join_timeout_s
+        if now >= until:
+            why = (
+                f"only {have} of the {spec.limits.min} workers needed came within "
+                f"{spec.policy.join_timeout_s:g} s"
+            )
+            return end(view, round, now, Outcome.SHORT, why, reasons)
+        ends = [q.until for q in budget.quarantines if q.until > now]
+        return Plan(
+            wake_at=min([until, *ends]), reasons=(*reasons, BelowMinimum(have, spec.limits.min, until))
+        )
+
+    if waiting and have < spec.limits.max:
+        # More may be on their way. A round that closes has no such wait: whoever it was made of
+        # has answered already.
+        last = max(view.nodes[n.name].seen_at for n in candidates)
+        until = max(last, round.since) + spec.policy.settle_s
+        if now < until:
+            return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
+
+    nodes = {name: registered.node for name, registered in view.nodes.items()}
+    passing = handover.members(round, nodes, members) if spec.inplace else ()
+    members = passing or members
+    host = nodes[members[0].node]
+    cause = round.cause if waiting else (round.closing or round.cause)
+    formed = Round(
+        number=round.number + 1,
+        phase=Phase.LIVE,
+        members=members,
+        store=f"{host.address}:{host.store_port}",
+        cause=cause,
+        since=now,
+        restarts=round.restarts,
+        failure=round.failure,
+        leaving=round.leaving if passing else (),
+        leave_by=round.leave_by if passing else 0.0,
+        handover=bool(passing),
+    )
+    said = RoundFormed(formed.number, formed.world_size, len(members), cause)
+    plan = write(view, formed, budget, (*reasons, said))
+    assert view.spec_revision is not None
+    # Within the limits that are in force, not those of a moment ago.
+    plan = replace(plan, guards=(*plan.guards, Unchanged("spec", view.spec_revision)))
+    return _forget_drained(view, spec, plan)
+
+
+def _forget_drained(view: View, spec: Spec, plan: Plan) -> Plan:
+    """Drains that were carried out leave the spec, so that it does not grow for ever."""
+    assert view.nodes is not None
+    pending = tuple(
+        d for d in spec.drain if d.node in view.nodes and view.nodes[d.node].node.incarnation == d.incarnation
+    )
+    if pending == spec.drain:
+        return plan
+    return replace(plan, writes=(*plan.writes, Put("spec", replace(spec, drain=pending))))

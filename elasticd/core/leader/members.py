@@ -1,0 +1,72 @@
+"""What the members of a round are up to, and who may be in the next one: questions to the view."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticd.core import world
+from elasticd.core.facts import Drained, Member, Node, Round, Spec
+from elasticd.core.leader.view import View
+
+
+def is_present(view: View, member: Member) -> bool:
+    assert view.nodes is not None
+    known = view.nodes.get(member.node)
+    return known is not None and known.node.incarnation == member.incarnation
+
+
+def surely_gone(view: View, node: str, now: float) -> bool:
+    """Whether an absent member has been replaced, or can no longer be merely late."""
+    assert view.nodes is not None
+    return node in view.nodes or now >= view.absence_counts_from
+
+
+def has_released(view: View, member: Member, number: int) -> bool:
+    assert view.nodes is not None
+    return view.nodes[member.node].node.released >= number
+
+
+def is_fenced(view: View, member: Member, number: int) -> bool:
+    assert view.nodes is not None
+    return view.nodes[member.node].node.fenced >= number
+
+
+def has_finished(view: View, member: Member, number: int) -> bool:
+    assert view.reports is not None
+    report = view.reports.get(member.node)
+    return (
+        report is not None
+        and report.finished
+        and (report.incarnation, report.round) == (member.incarnation, number)
+    )
+
+
+def is_leaving(view: View, spec: Spec, member: Member) -> bool:
+    assert view.nodes is not None
+    return view.nodes[member.node].node.draining or Drained(member.node, member.incarnation) in spec.drain
+
+
+def candidates_for(view: View, spec: Spec, round: Round, *, live: bool = False) -> list[Node]:
+    """Nodes that may be in the next round, in order of arrival; while ``round`` is live its own
+    members count although they have not released it."""
+    assert view.nodes is not None
+    known = sorted(view.nodes.values(), key=lambda r: (r.created, r.node.name))
+    return [
+        _offering(r.node, spec, round, live)
+        for r in known
+        if Drained(r.node.name, r.node.incarnation) not in spec.drain
+        and (
+            world.available(r.node, round)
+            or (live and not r.node.draining and round.member(r.node.name, r.node.incarnation))
+        )
+    ]
+
+
+def _offering(node: Node, spec: Spec, round: Round, live: bool) -> Node:
+    """The node with the slots it has to offer: where workers keep their process, those in the live
+    round and those with a worker that waits."""
+    if not spec.inplace:
+        return node
+    member = round.member(node.name, node.incarnation) if live else None
+    there = set(node.ready) | set(member.slots if member else ())
+    return replace(node, slots=tuple(slot for slot in node.slots if slot in there))

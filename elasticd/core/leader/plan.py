@@ -1,0 +1,71 @@
+"""What the leader wants: one guarded transaction, or to be woken at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elasticd.core.facts import Budget, Cause, Failure, Outcome, Phase, Round
+from elasticd.core.leader.view import View
+from elasticd.core.ports import Delete, Guard, Put, Unchanged, Write
+from elasticd.core.reasons import JobEnded, Reason, RoundClosing
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to write, or until when to wait; ``reasons`` say why either way."""
+
+    guards: tuple[Guard, ...] = ()
+    writes: tuple[Write, ...] = ()
+    wake_at: float | None = None
+    reasons: tuple[Reason, ...] = ()
+
+
+def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:
+    """One transaction: the round, and the budget if it changed."""
+    assert view.round_revision is not None
+    assert view.budget_revision is not None
+    guards: list[Guard] = [Unchanged("round", view.round_revision)]
+    writes: list[Write] = [Put("round", round)]
+    if budget != view.budget:
+        guards.append(Unchanged("budget", view.budget_revision))
+        writes.append(Put("budget", budget))
+    return Plan(tuple(guards), tuple(writes), reasons=reasons)
+
+
+def close(
+    view: View,
+    round: Round,
+    cause: Cause,
+    planned: bool,
+    now: float,
+    *,
+    nodes: tuple[str, ...] = (),
+    failure: Failure | None = None,
+) -> Plan:
+    closing = replace(
+        round, phase=Phase.CLOSING, closing=cause, planned=planned, since=now, lived_s=now - round.since
+    )
+    return write(view, closing, view.budget, (RoundClosing(round.number, cause, nodes, failure),))
+
+
+def end(
+    view: View,
+    round: Round,
+    now: float,
+    outcome: Outcome,
+    why: str,
+    reasons: tuple[Reason, ...] = (),
+) -> Plan:
+    """The job is over. Only the round stays, as its epitaph; the budget goes with the rest."""
+    ended = replace(round, phase=Phase.ENDED, since=now, outcome=outcome, why=why)
+    assert view.round_revision is not None
+    return Plan(
+        guards=(Unchanged("round", view.round_revision),),
+        writes=(
+            Put("round", ended),
+            Delete("spec"),
+            Delete("budget"),
+            Delete("reports/", prefix=True),
+        ),
+        reasons=(*reasons, JobEnded(outcome, why)),
+    )

@@ -1,0 +1,92 @@
+"""A closing round: who still holds it, what did it cost, and what comes next?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from elasticd.core import budget as budgets
+from elasticd.core import world
+from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
+from elasticd.core.leader.forming import form_or_wait
+from elasticd.core.leader.members import (
+    candidates_for,
+    has_finished,
+    has_released,
+    is_fenced,
+    is_present,
+    surely_gone,
+)
+from elasticd.core.leader.plan import Plan, end, write
+from elasticd.core.leader.view import View
+from elasticd.core.page import Fatal
+from elasticd.core.reasons import AwaitingRelease, AwaitingReturn, FailureCharged, Reason, SlotQuarantined
+
+_OUTCOMES = {Fatal.NOT_FINITE: Outcome.DIVERGED, Fatal.NO_CHECKPOINT: Outcome.NOWHERE}
+
+
+def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
+    """Once every member has released the closing round or is lost: what did it cost, what next?"""
+    assert view.nodes is not None
+    assert view.reports is not None
+    missing = tuple(m.node for m in round.members if not is_present(view, m))
+    fenced = tuple(m.node for m in round.members if is_present(view, m) and is_fenced(view, m, round.number))
+    holding = tuple(
+        m.node for m in round.members if is_present(view, m) and not has_released(view, m, round.number)
+    )
+    if holding:
+        if round.planned and (missing or budgets.first_failure(round, view.reports.values())):
+            # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
+            return write(view, replace(round, planned=False), view.budget)
+        return Plan(reasons=(AwaitingRelease(holding),))
+    if not all(surely_gone(view, node, now) for node in missing):
+        until = view.absence_counts_from
+        return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))
+
+    if all(has_finished(view, m, round.number) for m in round.members):
+        # Their run functions had all returned when the round was closed: the job is done.
+        return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
+    budget = view.budget
+    reasons: tuple[Reason, ...] = ()
+    failure = budgets.first_failure(round, view.reports.values())
+    fatal = budgets.first_failure(round, view.reports.values(), fatal=True)
+    if fatal is not None and fatal.exit.fatal is not None:
+        ended = replace(round, failure=fatal)
+        return end(view, ended, now, _OUTCOMES[fatal.exit.fatal], _last_line(fatal.exit.message))
+    charged = round.closing is not None and round.closing.charged
+    if (missing or fenced) and charged:
+        # The workers that failed first are those that talked to the lost node: not their fault.
+        round, charged = replace(round, closing=Cause.NODE_LOST), False
+    if charged and failure is not None:
+        progressed = budgets.progressed(round, view.reports.values(), round.lived_s)
+        budget = budgets.charge(budget, failure, progressed, spec.policy, now)
+        round = replace(round, restarts=round.restarts + 1, failure=failure)
+        budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
+        why = budgets.exhausted(budget, spec.policy)
+        if why is not None:
+            return end(view, round, now, Outcome.FAILED, why, reasons)
+    if spec.stop:
+        return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
+    return form_or_wait(view, spec, round, budget, reasons, now)
+
+
+def _last_line(message: str) -> str:
+    """What a traceback ends with, without the name of the exception."""
+    line = next((line for line in reversed(message.splitlines()) if line.strip()), "a worker wanted it so")
+    return re.sub(r"^(\S+: )+", "", line.strip())
+
+
+def _judge_slot(
+    view: View, spec: Spec, round: Round, budget: Budget, failure: Failure, now: float
+) -> tuple[Budget, tuple[Reason, ...]]:
+    """Charge said aloud; and a slot that fails alone is kept out while enough others remain."""
+    policy = spec.policy
+    charged = FailureCharged(failure, len(budget.charges), policy.restarts_max)
+    place = budgets.suspect(budget, policy)
+    if place is None:
+        return budget, (charged,)
+    without = budgets.quarantine(budget, place, policy, now)
+    rest = world.form(candidates_for(view, spec, round), round, spec.limits, without.quarantines, now)
+    if world.size(rest) < spec.limits.min:
+        return budget, (charged,)
+    return without, (charged, SlotQuarantined(*place, without.quarantines[-1].until))

@@ -1,0 +1,143 @@
+"""A live round: is there anything to end it for?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elasticd.core import budget as budgets
+from elasticd.core import handover, world
+from elasticd.core.facts import Cause, Outcome, Round, Spec
+from elasticd.core.leader.members import candidates_for, has_released, is_leaving, is_present, surely_gone
+from elasticd.core.leader.plan import Plan, close, end, write
+from elasticd.core.leader.view import View
+from elasticd.core.ports import Put, Unchanged
+from elasticd.core.reasons import AwaitingHeirs, AwaitingRelease, AwaitingReturn, CoolingDown, SlotDrained
+
+
+def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
+    """Something to end the live round for?"""
+    assert view.nodes is not None
+    assert view.reports is not None
+    reports = {
+        name: r
+        for name, r in view.reports.items()
+        if r.round == round.number and round.member(name, r.incarnation)
+    }
+    finished = {name for name, r in reports.items() if r.finished}
+    returned = any(r.returned for r in reports.values())
+    if all(m.node in finished for m in round.members):
+        return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
+    if spec.stop:
+        return close(view, round, Cause.STOPPED, True, now)
+
+    failure = budgets.first_failure(round, reports.values())
+    if failure is not None:
+        cause = Cause.WORKER_HUNG if failure.exit.hung else Cause.WORKER_FAILED
+        return close(view, round, cause, False, now, failure=failure)
+
+    missing = [m.node for m in round.members if m.node not in finished and not is_present(view, m)]
+    lost = tuple(node for node in missing if surely_gone(view, node, now))
+    idle = [
+        m.node
+        for m in round.members
+        if m.node not in finished and is_present(view, m) and has_released(view, m, round.number)
+    ]
+    if round.handover:
+        return _see_handed_over(view, round, idle, lost, now)
+    if idle or lost:
+        return close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
+
+    leaving = [m.node for m in round.members if is_present(view, m) and is_leaving(view, spec, m)]
+    if leaving:
+        wait = None if returned else _await_heirs(view, spec, round, tuple(leaving), now)
+        return wait or close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
+
+    if missing:
+        until = view.absence_counts_from
+        return Plan(wake_at=until, reasons=(AwaitingReturn(tuple(missing), until),))
+    if finished or returned:
+        return Plan()  # the last steps of the job: no time to resize
+    if not spec.limits.min <= round.world_size <= spec.limits.max:
+        return close(view, round, Cause.SCALED, True, now)
+    return _drain_laggard(view, spec, round, now) or _grow_or_rest(view, spec, round, now)
+
+
+def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | None:
+    """Leave out the slot that lags behind most, where people want that and enough others remain."""
+    found = view.stragglers
+    if not spec.policy.straggler_drain or found is None or found.round != round.number:
+        return None
+    members = {(m.node, slot) for m in round.members for slot in m.slots}
+    for laggard in sorted(found.slow, key=lambda one: (not one.why, -one.ratio)):
+        place = (laggard.node, laggard.slot)
+        if place not in members:
+            continue
+        length_s = max(spec.policy.quarantine_max_s, spec.policy.quarantine_s)
+        without = budgets.quarantine(view.budget, place, spec.policy, now, at_least_s=length_s)
+        rest = world.form(
+            candidates_for(view, spec, round, live=True), round, spec.limits, without.quarantines, now
+        )
+        if world.size(rest) < spec.limits.min:
+            continue
+        plan = close(view, round, Cause.SLOT_DRAINED, True, now, nodes=(laggard.node,))
+        assert view.budget_revision is not None
+        drained = SlotDrained(*place, without.quarantines[-1].until)
+        return replace(
+            plan,
+            guards=(*plan.guards, Unchanged("budget", view.budget_revision)),
+            writes=(*plan.writes, Put("budget", without)),
+            reasons=(drained, *plan.reasons),
+        )
+    return None
+
+
+def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...], now: float) -> Plan | None:
+    """Where nobody would stay who holds the state, train on until others are ready to take it; but not
+    for so long that there is no time left for that."""
+    assert view.nodes is not None
+    stay = [m for m in round.members if m.node not in leaving and is_present(view, m)]
+    nodes = [registered.node for registered in view.nodes.values()]
+    if not spec.inplace or stay or not handover.may_come(round, nodes):
+        return None
+    heirs = world.form(candidates_for(view, spec, round), round, spec.limits, view.budget.quarantines, now)
+    if world.size(heirs) >= spec.limits.min:
+        if round.leaving == leaving:
+            return None
+    elif round.leaving == leaving:
+        until = round.leave_by - spec.policy.shutdown_s / 2
+        return Plan(wake_at=until, reasons=(AwaitingHeirs(leaving, until),)) if now < until else None
+    leave_by = round.leave_by or now + spec.policy.shutdown_s
+    return write(view, replace(round, leaving=leaving, leave_by=leave_by), view.budget)
+
+
+def _see_handed_over(
+    view: View, round: Round, idle: Sequence[str], lost: tuple[str, ...], now: float
+) -> Plan:
+    """Its workers leave by themselves."""
+    if lost:
+        return close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
+    holding = tuple(m.node for m in round.members if m.node not in idle)
+    if holding:
+        return Plan(reasons=(AwaitingRelease(holding),))
+    return close(view, round, Cause.NODE_DRAINED, True, now)
+
+
+def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
+    """Is a larger world possible, and has this one lived long enough?"""
+    could_have = world.size(
+        world.form(
+            candidates_for(view, spec, round, live=True), round, spec.limits, view.budget.quarantines, now
+        )
+    )
+    if could_have > round.world_size:
+        # In place, growing costs the time of a step, and whoever joins is ready.
+        ripe = round.since + (0.0 if spec.inplace else spec.policy.grow_cooldown_s)
+        if now >= ripe:
+            plan = close(view, round, Cause.GREW, True, now)
+            # Keys are watched apart: a slot just quarantined is no room to grow into.
+            assert view.budget_revision is not None
+            return replace(plan, guards=(*plan.guards, Unchanged("budget", view.budget_revision)))
+        return Plan(wake_at=ripe, reasons=(CoolingDown(round.world_size, could_have, ripe),))
+    released = [q.until for q in view.budget.quarantines if q.until > now]
+    return Plan(wake_at=min(released, default=None))
