@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
-from elasticd import __version__
 from elasticd.core import agent as agents
-from elasticd.core import auditlog
-from elasticd.core.agent import Identity
-from elasticd.core.environment import Setting, assignments, standbys
-from elasticd.core.facts import Holder, NodeLedger, Phase, Round, Spec
+from elasticd.core.environment import assignments, standbys
+from elasticd.core.facts import Holder
 from elasticd.core.ledger import totals
-from elasticd.core.messages import KeeperLost, Leave, StoreComplained
+from elasticd.core.messages import KeeperLost, StoreComplained
 from elasticd.core.reasons import Reason
-from elasticd.daemon import holding
+from elasticd.daemon import holding, identity, lastwords
 from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
@@ -40,17 +33,14 @@ from elasticd.daemon.standalone import Standalone
 from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
-from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
-from elasticd.etcd.diagnose import diagnose
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
 from elasticd.procs.keeper import Warden
-from elasticd.procs.linux import started_at
 from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
-from elasticd.telemetry import final, log, runs, words
-from elasticd.telemetry.events import ENDED, STARTED, Event, EventFile, of_agent
+from elasticd.telemetry import log, runs
+from elasticd.telemetry.events import EventFile
 from elasticd.telemetry.http import HttpServer
 from elasticd.telemetry.termination import TerminationLog
 from elasticd.telemetry.view import PlainView, View
@@ -143,11 +133,11 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         held = _hold(config)
         saver = SaverService(warden, access, config.job, held)
         cleanup.callback(saver.close)
-        setting = _setting(config, saver.name, began_at, holds=held is not None)
+        setting = identity.setting_of(config, saver.name, began_at, holds=held is not None)
         driver = Driver(
             agents.start(
-                _identity(config),
-                _wanted(config),
+                identity.of(config),
+                identity.spec_of(config),
                 stores.port,
                 config.etcd_grace_s,
                 f"etcd at {access.url}",
@@ -159,12 +149,12 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             stores=stores,
             assign=lambda round, member: assignments(round, member, setting),
             assign_standbys=lambda slots: standbys(slots, tuple(range(config.slots)), setting),
-            process_alive=process_alive,
+            process_alive=identity.process_alive,
             post=inbox.post,
             say=say,
         )
         pages = Pages(clock)
-        sampler = cleanup.enter_context(Sampler(visible_devices(config.slots)))
+        sampler = cleanup.enter_context(Sampler(identity.visible_devices(config.slots)))
 
         def step_times(slot: int, after: int) -> tuple[float, ...]:
             offset_s = clock() - time.monotonic()
@@ -203,39 +193,33 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             args=config.command.args,
             max_restarts=config.policy.restarts_max,
         )
-        events.write(_started(config, access, began_at))
+        events.write(lastwords.started(config, access, began_at))
         logger.info(
             "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at
         )
         service = Service(manager, lambda: driver.state)
-        routine = both(publisher.routine, service.routine)
-        routine = both(routine, comparison.routine)
+        routines = [publisher.routine, service.routine, comparison.routine]
         if held is not None:
-            routine = both(routine, holding.Announcement(held[1], driver, store).routine)
+            routines.append(holding.Announcement(held[1], driver, store).routine)
         if config.patience is not None:
             hangs = Hangs(config.patience, driver, store, procs, destinations.run_folder, say, time.monotonic)
-            routine = both(routine, hangs.routine)
-        Agent(spec, driver, inbox, clock, routine).run()
+            routines.append(hangs.routine)
+        Agent(spec, driver, inbox, clock, lambda now: min([routine(now) for routine in routines])).run()
         left = driver.left
         assert left is not None
         service.ends(left.why)
         if not driver.state.joined and driver.state.silent is not None:
-            left = replace(left, why=why_silent(left.why, access))
-        last = _ended_round(driver, left)
+            left = replace(left, why=lastwords.why_silent(left.why, access))
+        last = lastwords.ended_round(driver, left)
         if last is not None:
-            _pass_on_error_file(config, last, procs.error_file)
+            lastwords.pass_on_error_file(config, last, procs.error_file)
         ended_at = clock()
         ledgers = timekeeper.farewell(ended_at)
         publisher.farewell(ended_at)
         spent = totals(ledgers)
-        said = _last_words(config, last, left, ended_at - began_at, spent)
-        events.write(_ended(config, last, left, said, ledgers, ended_at))
+        said = lastwords.last_words(config, last, left, ended_at - began_at, spent)
+        events.write(lastwords.ended(config, last, left, said, ledgers, ended_at))
     return left.code, said
-
-
-def both(one: Callable[[float], float], other: Callable[[float], float]) -> Callable[[float], float]:
-    """Two routines as one, called whenever either is due."""
-    return lambda now: min(one(now), other(now))
 
 
 def _serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
@@ -251,30 +235,6 @@ def _serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
     return server.url
 
 
-# ---------------------------------------------------------------- who this agent is
-
-
-def _identity(config: RunConfig) -> Identity:
-    return Identity(
-        node=config.node,
-        incarnation=uuid.uuid4().hex,
-        address=config.address,
-        slots=tuple(range(config.slots)),
-        host=host_identity(),
-        pid=os.getpid(),
-    )
-
-
-def _wanted(config: RunConfig) -> Spec:
-    return Spec(
-        asked=config.limits,
-        limits=config.limits,
-        script=config.command.target,
-        fingerprint=config.fingerprint,
-        policy=config.policy,
-    )
-
-
 def _hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
     """Where other nodes' shards come to; they are held in the memory of one node more, or of none."""
     if not config.replicate:
@@ -283,49 +243,6 @@ def _hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
         return holding.listen(config.node, config.address)
     except OSError as error:
         raise CannotStart(f"no copies can be held for others at {config.address}: {error}") from error
-
-
-def _setting(config: RunConfig, saver: str, began_at: float, *, holds: bool) -> Setting:
-    audit = {}
-    if config.audit is not None:
-        # Rounds are counted in etcd, and one of our own is as old as this agent.
-        series = f"{began_at:017.6f}" if config.etcd is None else ""
-        audit = {auditlog.EVERY: str(config.audit), auditlog.SERIES: series}
-    return Setting(
-        job=config.job,
-        role=config.role,
-        restarts_max=config.policy.restarts_max,
-        devices=visible_devices(config.slots),
-        virtual_local_rank=config.virtual_local_rank,
-        inherited=dict(os.environ),
-        extra={
-            "ELASTICD_SAVER": saver,
-            "ELASTICD_BEGAN": f"{began_at:.0f}",
-            **({"ELASTICD_HOLDER": config.node} if holds else {}),
-            "ELASTICD_WORLD_MAX": str(config.limits.max),
-            **audit,
-            **config.env,
-        },
-    )
-
-
-def visible_devices(slots: int) -> tuple[str, ...]:
-    """The GPUs behind the slots, as CUDA_VISIBLE_DEVICES names them; harmless where there are none."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is not None:
-        return tuple(part.strip() for part in told.split(",") if part.strip())
-    return tuple(str(slot) for slot in range(slots))
-
-
-def host_identity() -> str:
-    """Tells this machine, since it booted, from all others."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
-
-
-def process_alive(pid: int) -> bool:
-    """A zombie is dead: nobody may be there to reap it for long."""
-    return started_at(pid) != 0
 
 
 class _Console:
@@ -339,93 +256,3 @@ class _Console:
 
     def is_terminal(self, stream: int) -> bool:
         return os.isatty(stream)
-
-
-# ---------------------------------------------------------------- the first and the last event
-
-
-def _started(config: RunConfig, access: EtcdAccess, at: float) -> Event:
-    script = os.path.basename(config.command.target)
-    return of_agent(
-        STARTED,
-        at,
-        config.job,
-        config.node,
-        f"{config.node} offers {words.count(config.slots, 'slot')} for {script}",
-        pid=os.getpid(),
-        pid_started=started_at(os.getpid()),
-        version=__version__,
-        script=config.command.target,
-        slots=config.slots,
-        spares=config.spares,
-        min=config.limits.min,
-        max=config.limits.max,
-        etcd=access.url if config.etcd is not None else "embedded",
-    )
-
-
-def _ended(
-    config: RunConfig, last: Round | None, left: Leave, said: str, ledgers: Sequence[NodeLedger], at: float
-) -> Event:
-    """``time``: of every node that has told its own, in seconds by kind. ``outcome``: of the job, if it
-    is over."""
-    over = {"outcome": last.outcome, "rounds": last.number, "restarts": last.restarts} if last else {}
-    return of_agent(
-        ENDED,
-        at,
-        config.job,
-        config.node,
-        words.first_line(said),
-        code=left.code,
-        why=(last.why if last is not None else "") or left.why,
-        time={ledger.node: totals([ledger]) for ledger in ledgers},
-        **over,
-    )
-
-
-# ---------------------------------------------------------------- last words
-
-
-def _ended_round(driver: Driver, left: Leave) -> Round | None:
-    """The round the job ended with, if it is this agent's job and it did end."""
-    round = driver.state.round
-    over = round is not None and round.phase is Phase.ENDED and driver.state.joined
-    return round if over and left.code != 2 else None
-
-
-def why_silent(why: str, access: EtcdAccess) -> str:
-    """Why etcd has not answered, as far as it can be seen from here: a certificate, a scheme, a port."""
-    found = diagnose(access)
-    return why if found is None else f"{why}: {found}"
-
-
-def _last_words(
-    config: RunConfig,
-    last: Round | None,
-    left: Leave,
-    lasted_s: float,
-    spent: Mapping[str, float] | None = None,
-) -> str:
-    if last is not None:
-        return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s, spent=spent or {})
-    if left.code > 128:
-        return f"{config.job}: {config.node} {left.why}."
-    return f"elasticd: {left.why}."
-
-
-def _pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[int], str]) -> None:
-    """Torch's contract of nested launchers: what the first failing worker wrote of its error becomes
-    the error file of the launcher, if whoever launched that asked for one."""
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
-    asked = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    failure = last.failure
-    if not asked or failure is None or failure.node != config.node:
-        return
-    written = error_file_of(failure.exit.slot)
-    if not written or not os.path.isfile(written):
-        return
-    try:
-        ErrorHandler().dump_error_file(written, failure.exit.code)  # with the code, as torch's launcher does
-    except ValueError:  # not whole: better than nothing
-        shutil.copyfile(written, asked)

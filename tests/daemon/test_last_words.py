@@ -15,7 +15,7 @@ import pytest
 from elasticd.core.facts import Limits
 from elasticd.core.messages import Leave
 from elasticd.daemon.config import Command, CommandKind, RunConfig
-from elasticd.daemon.main import _last_words, why_silent
+from elasticd.daemon.lastwords import last_words, why_silent
 from elasticd.etcd.access import parse_endpoints
 from elasticd.telemetry.view import _write_all
 
@@ -60,7 +60,7 @@ def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
     config = RunConfig(
         "j", "n", "127.0.0.1", Limits(1, 1), 1, Command(CommandKind.SCRIPT, "job.py"), fingerprint="f"
     )
-    assert _last_words(config, None, Leave(code, "drained"), 1.0, {}) == "j: n drained."
+    assert last_words(config, None, Leave(code, "drained"), 1.0, {}) == "j: n drained."
 
 
 @pytest.mark.parametrize(("said", "heard"), [("debug", "DEBUG"), ("", "None")])

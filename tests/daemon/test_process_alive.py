@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from elasticd.daemon.main import process_alive
+from elasticd.daemon.identity import process_alive
 
 
 def test_a_process_is_alive_until_it_has_ended_reaped_or_not() -> None:

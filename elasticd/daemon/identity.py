@@ -1,0 +1,82 @@
+"""Who this agent is: to the job, to its workers, and to the machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+
+from elasticd.core import auditlog
+from elasticd.core.agent import Identity
+from elasticd.core.environment import Setting
+from elasticd.core.facts import Spec
+from elasticd.daemon.config import RunConfig
+from elasticd.procs.linux import started_at
+
+
+def of(config: RunConfig) -> Identity:
+    """A new incarnation of the node."""
+    return Identity(
+        node=config.node,
+        incarnation=uuid.uuid4().hex,
+        address=config.address,
+        slots=tuple(range(config.slots)),
+        host=host_identity(),
+        pid=os.getpid(),
+    )
+
+
+def spec_of(config: RunConfig) -> Spec:
+    """What this agent would have the job be, if it is the first."""
+    return Spec(
+        asked=config.limits,
+        limits=config.limits,
+        script=config.command.target,
+        fingerprint=config.fingerprint,
+        policy=config.policy,
+    )
+
+
+def setting_of(config: RunConfig, saver: str, began_at: float, *, holds: bool) -> Setting:
+    """What workers find in their environment, whatever the round. ``holds``: copies for other nodes."""
+    audit = {}
+    if config.audit is not None:
+        # Rounds are counted in etcd, and one of our own is as old as this agent.
+        series = f"{began_at:017.6f}" if config.etcd is None else ""
+        audit = {auditlog.EVERY: str(config.audit), auditlog.SERIES: series}
+    return Setting(
+        job=config.job,
+        role=config.role,
+        restarts_max=config.policy.restarts_max,
+        devices=visible_devices(config.slots),
+        virtual_local_rank=config.virtual_local_rank,
+        inherited=dict(os.environ),
+        extra={
+            "ELASTICD_SAVER": saver,
+            "ELASTICD_BEGAN": f"{began_at:.0f}",
+            **({"ELASTICD_HOLDER": config.node} if holds else {}),
+            "ELASTICD_WORLD_MAX": str(config.limits.max),
+            **audit,
+            **config.env,
+        },
+    )
+
+
+def visible_devices(slots: int) -> tuple[str, ...]:
+    """The GPUs behind the slots, as CUDA_VISIBLE_DEVICES names them; harmless where there are none."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is not None:
+        return tuple(part.strip() for part in told.split(",") if part.strip())
+    return tuple(str(slot) for slot in range(slots))
+
+
+def host_identity() -> str:
+    """Tells this machine, since it booted, from all others."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
+
+
+def process_alive(pid: int) -> bool:
+    """A zombie is dead: nobody may be there to reap it for long."""
+    return started_at(pid) != 0
