@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, collect
-from elasticd.cli.run import Planned, plan, run
+from elasticd.cli.planning import Planned, plan
+from elasticd.cli.run import run
 from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
@@ -212,7 +213,7 @@ def test_a_value_is_read_as_torchrun_reads_it(name: str, way: str, monkeypatch: 
 
 
 def planned_lists(text: str) -> tuple[str, ...]:
-    from elasticd.cli.run import _commas
+    from elasticd.cli.outputs import _commas
 
     return _commas(text)
 

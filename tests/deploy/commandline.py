@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 from elasticd.cli.options import collect
-from elasticd.cli.run import Planned, plan, run
+from elasticd.cli.planning import Planned, plan
+from elasticd.cli.run import run
 
 VARIABLES = {v for p in run.params for v in ([p.envvar] if isinstance(p.envvar, str) else p.envvar or ())}
 

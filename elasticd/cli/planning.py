@@ -1,0 +1,205 @@
+"""From options to a checked RunConfig, or to one sentence about what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elasticd.checkpoint.store import BadStore, store_at
+from elasticd.cli import script as scripts
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.interfaces import network_environment
+from elasticd.cli.machine import Machine, default_node_name, is_ours, routed_address
+from elasticd.cli.meeting import check_name, meeting
+from elasticd.cli.options import RunOptions, Said, flag
+from elasticd.cli.outputs import logs, signals
+from elasticd.cli.policy import first, patience, policy
+from elasticd.cli.sizes import nodes, sizes
+from elasticd.core import cadence
+from elasticd.core.facts import Limits, Resume
+from elasticd.daemon.config import CommandKind, RunConfig
+from elasticd.etcd.access import EtcdAccess, host_and_port
+
+_MEANS_NOTHING: Mapping[str, str] = {
+    "monitor_interval": "exits are seen at once, not looked for at intervals",
+    "start_method": "workers are always started as programs of their own",
+    "event_log_handler": "events go to the log; see --log-format",
+    "node_rank": "ranks are dealt when a world forms, and survivors keep their order",
+    "master_addr": "the store of each round is hosted by an agent, and MASTER_ADDR tells the workers where",
+    "master_port": "the store of each round listens on a free port, and MASTER_PORT tells the workers which",
+}
+HTTP_DEFAULT = ("127.0.0.1", 9408)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """``notes``: what was said and means nothing here, a sentence each, to be told once."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+
+
+def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> Planned:
+    """The configuration that these options ask for. Nothing is started or left behind.
+
+    Raises Complaint for everything that can be seen to be wrong before starting.
+    """
+    notes: list[str] = []
+    _check_together(options)
+    _check_programs(options, environ)
+    low, high = nodes(options)
+    met = meeting(options, nodes_min=low, nodes_max=high)
+    size = sizes(options, machine, standalone=met.etcd is None)
+    script = scripts.find(
+        _kind(options),
+        options.target,
+        options.args,
+        own_python=not environ.get("PYTHON_EXEC"),
+    )
+    notes += [*size.notes, *met.notes, *_nothings(options)]
+    if environ.get("TORCHELASTIC_HEALTH_CHECK_PORT"):
+        notes.append("TORCHELASTIC_HEALTH_CHECK_PORT means nothing here: ask `elasticd status`")
+    env: dict[str, str] = {}
+    if size.slots > 1 and "OMP_NUM_THREADS" not in environ:
+        env["OMP_NUM_THREADS"] = "1"
+        notes.append("OMP_NUM_THREADS is not set, so each worker gets 1 thread, as with torchrun")
+    if options.on_nonfinite is not None:
+        env["ELASTICD_ON_NONFINITE"] = options.on_nonfinite
+    address = _address(options, met.etcd)
+    env |= network_environment(address, environ, asked=options.said("address", "local_addr") > Said.NOWHERE)
+    env |= _checkpoints(options)
+    config = RunConfig(
+        job=met.job or _new_name(script.stem, met.etcd, size.limits, size.slots),
+        node=check_name("node", options.node if options.node is not None else default_node_name()),
+        address=address,
+        limits=size.limits,
+        slots=size.slots,
+        command=script.command,
+        fingerprint=script.fingerprint,
+        policy=policy(options, environ, met.join_timeout_s, met.settle_s, met.node_ttl_s),
+        etcd=met.etcd,
+        etcd_grace_s=first(options.etcd_grace, 600.0),
+        etcd_wait_s=options.etcd_wait,
+        role=options.role or "default",
+        logs=logs(options, environ),
+        signals=signals(options.signals_to_handle or "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+        virtual_local_rank=options.virtual_local_rank,
+        numa_binding=options.numa_binding,
+        fresh_start=options.fresh_start,
+        spares=options.spares,
+        replicate=options.replicate,
+        http=http_place(options.http),
+        patience=patience(options),
+        audit=_audit(options),
+        env=env,
+    )
+    return Planned(config, tuple(notes))
+
+
+def _checkpoints(options: RunOptions) -> dict[str, str]:
+    """What workers are told of them. Raises Complaint."""
+    env = {"ELASTICD_RESUME": options.resume} if options.resume != Resume.AUTO else {}
+    if options.checkpoint_every is not None:
+        try:
+            cadence.parse(options.checkpoint_every)
+        except ValueError as error:
+            raise Complaint(f"--checkpoint-every: {error}.") from error
+        env["ELASTICD_CHECKPOINT_EVERY"] = options.checkpoint_every
+    if options.checkpoints:
+        try:
+            env["ELASTICD_CHECKPOINTS"] = store_at(options.checkpoints).url
+        except BadStore as error:
+            raise Complaint(f"--checkpoints: {error}.") from error
+    return env
+
+
+def _check_together(options: RunOptions) -> None:
+    if options.module and options.no_python and not options.run_path:
+        raise Complaint("-m and --no-python exclude each other: a module needs Python.")
+
+
+def _check_programs(options: RunOptions, environ: Mapping[str, str]) -> None:
+    """Those that workers are started with, beside the script."""
+    python, path = environ.get("PYTHON_EXEC"), environ.get("PATH")
+    if python is not None and _kind(options) is not CommandKind.PROGRAM:
+        if not python:
+            raise Complaint("PYTHON_EXEC is empty; unset it, or have it name a Python interpreter.")
+        if shutil.which(python, path=path) is None:
+            raise Complaint(f"PYTHON_EXEC names {python}, which is no program that can be run here.")
+    if options.numa_binding is not None and shutil.which("numactl", path=path) is None:
+        raise Complaint("--numa-binding needs the program numactl, which is not on the PATH here.")
+
+
+def _kind(options: RunOptions) -> CommandKind:
+    if options.run_path:
+        return CommandKind.SCRIPT
+    if options.no_python:
+        return CommandKind.PROGRAM
+    return CommandKind.MODULE if options.module else CommandKind.SCRIPT
+
+
+def _nothings(options: RunOptions) -> list[str]:
+    notes = []
+    for name, why in _MEANS_NOTHING.items():
+        value = getattr(options, name)
+        if value is not None and not (name == "event_log_handler" and value == "null"):
+            notes.append(f"{flag(name)} means nothing here: {why}")
+    return notes
+
+
+def _new_name(stem: str, etcd: EtcdAccess | None, limits: Limits, slots: int) -> str:
+    """A readable name that no other job has."""
+    if etcd is not None and limits.min > slots:
+        raise Complaint(
+            f"this node offers {slots} of at least {limits.min} workers, "
+            "and the other nodes need the job's name to join it: give --job NAME on each."
+        )
+    readable = re.sub(r"[^A-Za-z0-9_.-]", "-", stem).strip("-.")[:40] or "job"
+    return f"{readable}-{secrets.token_hex(3)}"
+
+
+def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
+    name = "address" if options.said("address") >= options.said("local_addr") else "local_addr"
+    asked: str | None = getattr(options, name)
+    if asked is not None:
+        asked = asked.strip("[]")
+        if not asked or any(c.isspace() or c == "/" for c in asked):
+            raise Complaint(f"{flag(name)} {asked!r} is not an address.")
+        if not is_ours(asked):
+            raise Complaint(f"{flag(name)} {asked} is not an address of this machine.")
+        return asked
+    if etcd is None:
+        return "127.0.0.1"
+    # Where no name resolves yet, etcd cannot be reached yet either; the host's own name may do later.
+    return routed_address([host_and_port(e) for e in etcd.endpoints]) or default_node_name()
+
+
+def http_place(asked: str | None) -> tuple[str, int] | None:
+    """Host and port of what --http says, None for off. Raises Complaint.
+
+    Loopback unless somebody says otherwise: what is served tells of paths, hosts and errors.
+    """
+    if asked is None:
+        return HTTP_DEFAULT
+    if asked.strip().lower() in ("off", "none", ""):
+        return None
+    host, _, port = asked.strip().rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise Complaint(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
+    if not is_ours(host):
+        raise Complaint(f"--http {asked}: {host} is not an address of this machine.")
+    return host, int(port)
+
+
+def _audit(options: RunOptions) -> int | None:
+    if not options.audit:
+        if options.said("audit_every") is Said.COMMAND_LINE:
+            raise Complaint("--audit-every says how often to note the weights: give --audit, too.")
+        return None
+    if options.logs_specs is not None:
+        raise Complaint("--audit notes beside the logs, in torch's layout of them: leave out --logs-specs.")
+    return first(options.audit_every, 100)
