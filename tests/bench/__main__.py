@@ -1,6 +1,5 @@
 """``python -m tests.bench recovery | resize | goodput | node-loss | forming | overhead | scrape | hang |
-checkpoint``:
-each prints its ratios."""
+checkpoint | consistent``: each prints its ratios."""
 
 from __future__ import annotations
 
@@ -143,7 +142,8 @@ def consistent(worlds: str, models: str, virtual_ranks: str, turns: int, steps: 
     from tests.bench.consistent import consistent as measure
 
     numbers = [[int(n) for n in text.split(",")] for text in (worlds, virtual_ranks)]
-    click.echo(measure(numbers[0], models.split(","), numbers[1], turns, steps))
+    for line in measure(numbers[0], models.split(","), numbers[1], turns, steps):
+        click.echo(line)
 
 
 main()

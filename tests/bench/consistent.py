@@ -4,6 +4,7 @@ elasticd's weighting, and consistent mode, in turns in the same processes."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -128,9 +129,10 @@ def _race(world: int, shape: str, each: int, rounds: int, steps: int) -> tuple[f
 
 def consistent(
     worlds: list[int], shapes: list[str], virtual_ranks: list[int], rounds: int, steps: int
-) -> str:
-    """A B C A B C; the ratio is the median of the ratios within each turn, as the machine drifts."""
-    lines = [f"one training step of a GPT on gloo, 1 thread a worker ({rounds} turns of {steps} steps each)"]
+) -> Iterator[str]:
+    """A B C A B C; the ratio is the median of the ratios within each turn, as the machine drifts. A line
+    as soon as it is measured: all of them take many minutes."""
+    yield f"one training step of a GPT on gloo, 1 thread a worker ({rounds} turns of {steps} steps each)"
     for each in virtual_ranks:
         for world in worlds:
             for shape in shapes:
@@ -140,8 +142,7 @@ def consistent(
                     ratio = median(a / b for a, b in zip(took[name], took[PLAIN], strict=True))
                     return f"{name} {median(took[name]) * 1e3:.1f} ms ({ratio:.3f}x)"
 
-                lines.append(
+                yield (
                     f"  {megabytes:5.1f} MB, {world} workers, {each} virtual ranks each: "
                     f"{PLAIN} {median(took[PLAIN]) * 1e3:.1f} ms, {times(AVERAGED)}, {times(CONSISTENT)}"
                 )
-    return "\n".join(lines)
