@@ -246,10 +246,10 @@ class _Bench:
         yield {"save": copy, "load": back}
 
     def ours(self) -> Iterator[dict[str, Callable[[], Any]]]:
-        from elasticd.worker import checkpoint as library
+        from elasticd.worker import Checkpoints, saverline
 
         path = self.place / "ours"
-        checkpoints = library.Checkpoints(path, last=2)
+        checkpoints = Checkpoints(path, last=2)
         state = {"model": self.model, "optimizer": self.optimizer}
         began: list[float] = []
         at: list[float] = []
@@ -260,8 +260,7 @@ class _Bench:
             assert checkpoints.save(state, self.count)
 
         def is_durable() -> bool:
-            checkpoints._listen()
-            return not checkpoints._pending
+            return checkpoints.wait(0.0)
 
         def when() -> float:
             # The saver tells how long it took since it was handed the first shard.
@@ -270,7 +269,7 @@ class _Bench:
             return began[0] + newest.took_s
 
         def memory() -> float:
-            plan = checkpoints._plan
+            plan = checkpoints._saving._plan
             assert plan is not None
             return float(sum(b.memory.size for b in plan.buffers)) * self.world
 
@@ -283,7 +282,7 @@ class _Bench:
             "memory": memory,
         }
         checkpoints.close()
-        for saver in library._savers:
+        for saver in saverline.started:
             saver.wait(60.0)
 
     def torch_save(self) -> Iterator[dict[str, Callable[[], Any]]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.worker import checkpoint
+from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints
 
 GONE_S = 60.0
@@ -62,8 +62,8 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Checkpoints]]:
     yield open_
     for checkpoints in made:
         checkpoints.close()
-    while checkpoint._savers:
-        assert checkpoint._savers.pop().wait(GONE_S) in (0, -9)
+    while saverline.started:
+        assert saverline.started.pop().wait(GONE_S) in (0, -9)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
 def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._say({"is": "torn", "buffer": 0})  # and there it was killed
+    checkpoints._saving._line.say({"is": "torn", "buffer": 0})  # and there it was killed
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 1 and not after.from_memory

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.main import cli
-from elasticd.worker import checkpoint
+from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints
 
 
@@ -32,8 +32,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         assert checkpoints.wait() and not checkpoints.failed
     checkpoints.close()
     yield tmp_path / "run"
-    while checkpoint._savers:
-        checkpoint._savers.pop().wait(60.0)
+    while saverline.started:
+        saverline.started.pop().wait(60.0)
 
 
 def ckpt(*arguments: object) -> Result:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.worker import checkpoint
+from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.s3server import SECRET, S3Server, everything, serving
 
@@ -129,9 +129,9 @@ def test_a_job_that_must_resume_and_cannot_ends_with_5_and_says_what_is_wrong_wi
     for step in (5, 10):
         assert checkpoints.save(trained(), step) and checkpoints.wait() and not checkpoints.failed
     checkpoints.close()
-    for saver in checkpoint._savers:
+    for saver in saverline.started:
         saver.wait(60.0)
-    checkpoint._savers.clear()
+    saverline.started.clear()
     five, ten = FilePointer(where).read().saved
     (where / five.name / "__0_0.distcp").unlink()
     raw = bytearray((where / ten.name / "__0_0.distcp").read_bytes())

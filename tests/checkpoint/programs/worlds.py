@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.worker.checkpoint import Checkpoints, _savers
+from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.saverline import started
 
 FOLDER = Path(sys.argv[1])
 RUN = FOLDER / "run"
@@ -118,7 +119,7 @@ for n, (world, how) in enumerate(
 ):
     stage(n, world, how)
 
-for saver in _savers:
+for saver in started:
     saver.wait(60.0)
 
 for peer in peers:

@@ -1,0 +1,184 @@
+"""Handing a state over to the saver: all ranks together, at the price of one copy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elasticd.checkpoint.frames import room_for
+from elasticd.checkpoint.handover import Gone, Message, Paper
+from elasticd.checkpoint.manifest import encode_index, folder_name
+from elasticd.checkpoint.store import Store
+from elasticd.core.retention import Keep
+from elasticd.worker.collect import Flat, flatten
+from elasticd.worker.layout import Held, lay_out
+from elasticd.worker.saverline import SaverLine, Terms
+from elasticd.worker.schedule import Schedule
+from elasticd.worker.staging import Plan, check_loadable, pickled, shape_of
+from elasticd.worker.target import parts_of
+from elasticd.worker.together import Together
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """``took_s``: from the handover until it was durable. ``size``: bytes of all ranks."""
+
+    name: str
+    step: int
+    took_s: float
+    size: int
+
+
+class Saving:
+    """What one ``Checkpoints`` saves, in one world after the other, and what became of it. ``schedule`` is
+    told what a save costs."""
+
+    def __init__(self, store: Store, keep: Keep, schedule: Schedule) -> None:
+        self._store, self._keep, self._schedule = store, keep, schedule
+        self._line = SaverLine(self._take, self._lost)
+        self._terms = Terms("", 0, copies=False)
+        self._together: Together | None = None
+        self._plan: Plan | None = None
+        self._plans = 0
+        self._seq = 0
+        self.pending: set[str] = set()  # names of what was handed over and is neither committed nor failed
+        self.skipped = 0
+        self.failed = 0
+        self.last_error = ""
+        self.newest: Committed | None = None
+
+    def begin(self, together: Together) -> None:
+        """In another world."""
+        self.close()
+        self.pending.clear()
+        self._together = together
+
+    def save(self, state: Mapping[str, Any], step: int) -> bool:
+        """See ``Checkpoints.save``."""
+        began = time.monotonic()
+        together = self._together
+        assert together is not None
+        flat = flatten(state)
+        self._line.listen()
+        plan = self._plan
+        shape = shape_of(flat)
+        blobs = pickled(flat.objects)
+        same = plan is not None and plan.suits(shape, blobs)
+        free = plan is None or not same or plan.free
+        answer = together.ask_least([self._line.is_open, same, free, step, -step])
+        # The copy is most likely wanted, and the others' answers take their time.
+        why = self._fill(flat, blobs) if self._line.is_open and same and free else None
+        agreed = answer()
+        if agreed[3] != -agreed[4]:
+            raise ValueError(
+                f"rank {together.rank} saves step {step}, but others of its world save "
+                f"steps {agreed[3]} to {-agreed[4]}"
+            )
+        if not agreed[0]:
+            self._plan = None
+            self.pending.clear()
+            self._terms = self._line.open(together, self._store, self._keep)
+        if not (agreed[0] and agreed[1]):
+            self._make_plan(together, flat, shape, blobs)
+            why = None
+        elif not agreed[2]:
+            self.skipped += 1
+            self._line.say({"is": "skip", "step": step})
+            return False
+        self._seq += 1
+        self._hand_over(self._fill(flat, blobs) if why is None else why, step, began)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """See ``Checkpoints.wait``."""
+        self._line.listen_while(self._is_waited_for, timeout_s)
+        return not self._is_waited_for()
+
+    def close(self) -> None:
+        """Leave; what was handed over is still written and committed."""
+        self._line.close()
+        self._plan, self._together = None, None
+
+    def _is_waited_for(self) -> bool:
+        return bool(self.pending) or (self._plan is not None and self._plan.copying)
+
+    def _make_plan(
+        self, together: Together, flat: Flat, shape: tuple[Any, ...], blobs: Mapping[str, bytes]
+    ) -> None:
+        """All ranks: decide who writes what, and set memory aside for it."""
+        check_loadable(blobs)
+        rooms = {key: room_for(raw) for key, raw in blobs.items()}
+        mine = Held(tuple(parts_of(flat)), rooms, flat.paths)
+        said = together.gather(msgspec.json.encode(mine))
+        shards, index = lay_out([msgspec.json.decode(raw, type=Held) for raw in said])
+        self._plans += 1
+        self._plan = Plan(self._plans, shape, shards[together.rank], rooms)
+        metadata = b""
+        if together.rank == 0:
+            from elasticd.checkpoint import metadata as dcp
+
+            metadata = dcp.made_of(index)
+        paper = Paper(encode_index(index), metadata).file()
+        try:
+            self._line.say({"is": "plan", "plan": self._plans, "size": self._plan.shard.size}, paper)
+        finally:
+            os.close(paper)
+
+    def _fill(self, flat: Flat, blobs: Mapping[str, bytes]) -> str:
+        assert self._plan is not None
+        return self._plan.fill(flat, blobs, self._line.say)
+
+    def _hand_over(self, why: str, step: int, began: float) -> None:
+        """What was filled; or say ``why`` it was not."""
+        plan = self._plan
+        assert plan is not None
+        name = folder_name(step, self._terms.round, self._terms.token, self._seq)
+        if not self._line.is_open:  # it went while we copied, which did not count this one yet
+            self.failed += 1
+            return
+        self.pending.add(name)
+        if why:
+            self._line.say({"is": "miss", "name": name, "step": step, "why": why})
+            return
+        number = plan.handed_over(copied=self._terms.copies)
+        note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
+        self._schedule.cost_s = time.monotonic() - began
+        self._line.say({"is": "save", **note, "blocked_s": self._schedule.cost_s})
+
+    # ------------------------------------------------------------ what the saver says
+
+    def _take(self, message: Message) -> None:
+        match message["is"]:
+            case "free" if self._plan is not None and message.get("plan") == self._plan.number:
+                self._plan.buffers[message["buffer"]].busy = False
+            case "copied" if self._plan is not None and message.get("plan") == self._plan.number:
+                self._plan.buffers[message["buffer"]].copying = False
+            case "committed":
+                self.pending.discard(message["name"])
+                self.newest = Committed(message["name"], message["step"], message["took_s"], message["size"])
+                self._schedule.durable_s = self.newest.took_s
+            case "written":
+                self.pending.discard(message["name"])
+            case "failed":
+                self.pending.discard(message["name"])
+                self._fail(message["step"], message["why"])
+
+    def _fail(self, step: int, why: str) -> None:
+        self.failed += 1
+        self.last_error = f"the checkpoint of step {step} was not saved: {why}"
+        if self._together is not None and self._together.rank == 0:
+            _log.warning("%s", self.last_error)
+
+    def _lost(self, error: Gone) -> None:
+        if self.pending:
+            self.failed += len(self.pending)
+            self.last_error = f"the saver is gone, and with it what it had not committed: {error}"
+            self.pending.clear()

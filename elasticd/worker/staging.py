@@ -1,0 +1,143 @@
+"""What a save copies, and the shared memory that it goes to: what stays the same from save to save."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from elasticd.checkpoint.frames import padded_blob
+from elasticd.checkpoint.handover import Memory
+from elasticd.worker.collect import Flat
+from elasticd.worker.layout import Shard
+from elasticd.worker.target import box
+
+BUFFERS: Final = 2
+_GROWS: Final = 768  # bytes that are left over in a room, so that what is a little longer still fits
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A shard's place. ``busy``: it is being read, to go to the disk or to another node; ``copying``: it is
+    on its way to another node."""
+
+    memory: Memory
+    into: list[torch.Tensor]  # where each part goes
+    busy: bool = False
+    copying: bool = False
+
+    @classmethod
+    def make(cls, shard: Shard) -> Buffer:
+        """Raises OSError where there is not so much memory."""
+        memory = Memory.make(shard.size)
+        for at, fixed in shard.fixed:
+            memory.map[at : at + len(fixed)] = fixed
+        image = torch.frombuffer(memory.map, dtype=torch.uint8)
+        into = []
+        for part, at in shard.parts:
+            dtype = getattr(torch, part.dtype)
+            into.append(image[at : at + part.size].view(dtype).view(part.sizes))
+        return cls(memory, into)
+
+
+@dataclass(slots=True)
+class Plan:
+    """How this rank's shard is laid out, and the two buffers that it is copied into by turns.
+
+    ``shape``: of the state that it was made for (see ``shape_of``). ``rooms``: bytes set aside for each
+    object, by key. ``turn``: which buffer is next; the other has the newest."""
+
+    number: int
+    shape: tuple[Any, ...]
+    shard: Shard
+    rooms: Mapping[str, int]
+    buffers: list[Buffer] = field(default_factory=list)
+    turn: int = 0
+    _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    @property
+    def free(self) -> bool:
+        """Whether the buffer whose turn it is may be written into."""
+        if self.copying:
+            return False  # what would be written over may be the newest that is with everybody
+        return self.turn >= len(self.buffers) or not self.buffers[self.turn].busy
+
+    @property
+    def copying(self) -> bool:
+        return any(buffer.copying for buffer in self.buffers)
+
+    def suits(self, shape: tuple[Any, ...], blobs: Mapping[str, bytes]) -> bool:
+        """Whether a state of that shape, with these objects, can be saved by it."""
+        return (
+            self.shape == shape
+            and self.rooms.keys() == blobs.keys()
+            and all(len(raw) + _GROWS <= self.rooms[key] for key, raw in blobs.items())
+        )
+
+    def fill(self, flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., None]) -> str:
+        """Copy into the buffer whose turn it is; what prevents that, if anything does. ``say``: to the
+        saver, a message and files."""
+        number = self.turn
+        try:
+            if number == len(self.buffers):
+                self.buffers.append(Buffer.make(self.shard))
+                memory = self.buffers[number].memory
+                say({"is": "buffer", "plan": self.number, "buffer": number}, memory.fd)
+        except OSError as error:
+            return f"there is no memory for {self.shard.size} bytes ({error.strerror})"
+        buffer = self.buffers[number]
+        say({"is": "torn", "buffer": number})
+        with torch.no_grad():
+            torch._foreach_copy_(
+                buffer.into, [box(flat.tensors[part.key], part) for part, _ in self.shard.parts]
+            )
+        for key, at, room in self.shard.blobs:
+            buffer.memory.map[at : at + room] = self._in_room(key, blobs[key], room)
+        return ""
+
+    def handed_over(self, *, copied: bool) -> int:
+        """The buffer whose turn it is has been filled and is the saver's now, who may copy it to another
+        node; its number."""
+        number = self.turn
+        self.turn = (number + 1) % BUFFERS
+        self.buffers[number].busy, self.buffers[number].copying = True, copied
+        return number
+
+    def _in_room(self, key: str, raw: bytes, room: int) -> bytes:
+        known = self._padded.get(key)
+        if known is None or known[0] != raw:
+            known = self._padded[key] = (raw, padded_blob(raw, room))
+        return known[1]
+
+
+def shape_of(flat: Flat) -> tuple[Any, ...]:
+    """Equal for states that can be saved by the same plan."""
+    tensors = tuple(
+        (key, t.shape, t.dtype, getattr(t, "placements", None)) for key, t in flat.tensors.items()
+    )
+    return tensors, tuple(flat.paths.items())
+
+
+def pickled(objects: Mapping[str, Any]) -> dict[str, bytes]:
+    """What is no tensor, as ``torch.save`` writes it."""
+    made = {}
+    for key, value in objects.items():
+        out = io.BytesIO()
+        torch.save(value, out)
+        made[key] = out.getvalue()
+    return made
+
+
+def check_loadable(blobs: Mapping[str, bytes]) -> None:
+    """Raises TypeError for what could not be loaded again."""
+    for key, raw in blobs.items():
+        try:
+            torch.load(io.BytesIO(raw), weights_only=True)
+        except Exception as error:
+            raise TypeError(
+                f"{key} could not be loaded again: checkpoints hold tensors and plain objects "
+                f"(numbers, strings, lists, dicts), as torch.load(weights_only=True) takes them"
+            ) from error
