@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Self
 
 from elasticd.procs.channel import Channel, Closed, Message
-from elasticd.procs.linux import adopt_orphans, children, kill_tree, session_of, steady_now, was_started_with
+from elasticd.procs.linux import (
+    adopt_orphans,
+    children,
+    is_ready,
+    kill_tree,
+    session_of,
+    steady_now,
+    was_started_with,
+)
 
 _log = logging.getLogger(__name__)
 _ROOT = str(Path(__file__).parents[2])
@@ -456,7 +464,7 @@ def _reap(pid: int, give_up_at: float) -> None:
     try:
         ended = os.pidfd_open(pid)
         try:
-            select.select([ended], [], [], max(0.0, give_up_at - time.monotonic()))
+            is_ready(ended, select.POLLIN, max(0.0, give_up_at - time.monotonic()))
         finally:
             os.close(ended)
         os.waitpid(pid, os.WNOHANG)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import time
 from collections.abc import Iterable
@@ -40,6 +41,14 @@ def name_process(name: str) -> None:
 def steady_now() -> float:
     """Seconds since boot, suspended time included: comparable between processes of a host."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def is_ready(fd: int, how: int, timeout_s: float | None = None) -> bool:
+    """Whether there is something to read, or room to write (``select.POLLIN``, ``POLLOUT``), within the
+    time. Of any descriptor: ``select.select`` takes none above 1,023."""
+    poll = select.poll()
+    poll.register(fd, how)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def _read(path: str) -> bytes:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Protocol
 
 from elasticd.procs.errorfile import TAIL_BYTES
+from elasticd.procs.linux import is_ready
 from elasticd.procs.screen import Author, Screen
 
 STDOUT, STDERR = 1, 2
@@ -94,12 +95,11 @@ class StdConsole:
 
 
 class Filtered:
-    """The file that the workers of a round share for filtered lines; closed with the last of them."""
+    """The file that the workers of a round share for filtered lines; closed when nobody has it any more."""
 
     def __init__(self, path: str, needles: Sequence[str]) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._needles = [needle.encode() for needle in needles]
-        self._users = 0
 
     def write(self, lines: Sequence[bytes], prefix: bytes) -> None:
         """Those of the lines that contain one of the filters."""
@@ -108,13 +108,8 @@ class Filtered:
             with contextlib.suppress(OSError):
                 _write_all(self._fd, b"".join(chosen))
 
-    def share(self) -> Filtered:
-        self._users += 1
-        return self
-
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):  # else it could not be opened
             os.close(self._fd)
 
 
@@ -134,8 +129,7 @@ class Feed:
 
     def discard(self) -> None:
         """Close what it would have been passed to."""
-        if self.filtered is not None:
-            self.filtered.release()
+        self.filtered = None
         for fd in (self.source, *self.copies):
             os.close(fd)
         self.copies.clear()
@@ -221,7 +215,7 @@ class Output:
                 if self._closing:
                     self._admit(selector)
                     for feed in list(self._feeds.values()):
-                        while select.select([feed.source], [], [], 0)[0] and self._pass_on(feed):
+                        while is_ready(feed.source, select.POLLIN, 0) and self._pass_on(feed):
                             pass
                         self._finish(feed)
                     return
@@ -302,7 +296,7 @@ def _write_all(fd: int, data: bytes) -> None:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:  # somebody made the console non-blocking
-            select.select([], [fd], [])
+            is_ready(fd, select.POLLOUT)
 
 
 def _open_pipe_or_terminal(like: int | None) -> tuple[int, int]:

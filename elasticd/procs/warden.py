@@ -184,6 +184,9 @@ class WardenProcess:
                 return
             warden = os.getpid()
             errors, tell_error = os.pipe()
+            # What is sent to the child before it has handlers of its own waits: those that it has from
+            # here ignore what ends a job.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 pid = os.fork()
             except OSError as error:
@@ -191,8 +194,11 @@ class WardenProcess:
                 os.close(tell_error)
                 self._tell_end(message["id"], 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
                 return
-            if pid == 0:
-                _become(message, fds, tell_error, warden)
+            else:
+                if pid == 0:
+                    _become(message, fds, tell_error, warden)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(tell_error)
         finally:
             for fd in fds:

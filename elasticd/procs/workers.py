@@ -21,7 +21,6 @@ from elasticd.core.ports import Assignment, Waits
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.link import Switchboard
-from elasticd.procs.linux import kill
 from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
 from elasticd.procs.preload import Preload, Say
@@ -209,7 +208,7 @@ class LocalProcs:
             worker = self._workers.get(slot)
             if worker is not None and worker.alive and worker.pid == pid:
                 worker.hung = why
-                kill(pid, signals.SIGKILL)
+                self._warden.stop_workers(signals.SIGKILL, 0.0, [worker.id])  # who knows it is that process
 
     def pids(self) -> Mapping[int, int]:
         """The processes that are there, by slot; 0 while one is being started."""
@@ -292,7 +291,7 @@ class LocalProcs:
                     feeds.append(feed)
                     undo.callback(feed.discard)
                     if stream in filtered and worker.dest.tee_of(stream, a.local_rank):
-                        feed.filtered = filtered[stream].share()
+                        feed.filtered = filtered[stream]
             undo.pop_all()
         worker.feeds = tuple(feeds)
         if feeds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from elasticd.core.ports import Assignment
 from elasticd.procs.output import LogDest, Output
 from tests.procs.agents import PROGRAMS, ROOT
 from tests.procs.conftest import Bench, Recorded
@@ -77,6 +79,45 @@ def test_a_filter_collects_the_matching_lines_of_teed_streams(bench: Bench, tmp_
     bench.run(program, 2, reify=_goes_to(dest), duplicate_stdout=["loss"])
     lines = sorted((tmp_path / "filtered.log").read_text().splitlines())
     assert lines == ["[default0]:loss 1", "[default0]:loss of 0", "[default1]:loss 1", "[default1]:loss of 1"]
+
+
+def test_a_filter_goes_on_when_the_first_worker_ends_before_the_second_is_started(
+    bench: Bench, tmp_path: Path
+) -> None:
+    files = {rank: str(tmp_path / f"{rank}.log") for rank in (0, 1)}
+    dest = LogDest(stdouts=files, tee_stdouts=files, filtered_stdout=str(tmp_path / "filtered.log"))
+
+    def command(a: Assignment) -> list[str]:
+        if a.local_rank == 0:
+            return ["/no/such/program"]
+        bench.wait()
+        return ["/bin/echo", "loss 1"]
+
+    bench.start(bench.procs(command, reify=_goes_to(dest), duplicate_stdout=["loss"], heartbeat=False), 2)
+    bench.wait(2)
+    assert (tmp_path / "filtered.log").read_text() == "[default1]:loss 1\n"
+
+
+def test_output_is_passed_on_to_the_end_however_many_files_are_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    taken: list[int] = []
+    try:
+        while not taken or taken[-1] < 1024:  # select(2) knows of no more
+            taken.append(os.dup(2))
+        console = Recorded()
+        output = Output(console)
+        target, feed = output.open(1, prefix=b"", copies=[], terminal=False)
+        taken.append(target)
+        os.write(target, b"a line\n")
+        output.carry([feed])
+        output.close(60.0)
+        assert feed.ended.is_set()
+        assert console.written[1] == b"a line\n"
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_many_workers_never_share_a_line(bench: Bench) -> None:

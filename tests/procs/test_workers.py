@@ -171,6 +171,14 @@ def test_what_a_worker_leaves_behind_is_killed_while_others_and_theirs_live_on(b
     assert len(bench.exits) <= 1
 
 
+def test_stop_reaches_a_worker_however_soon_after_its_start(bench: Bench) -> None:
+    procs = bench.procs(["/bin/sleep", "1000"], heartbeat=False)
+    for _ in range(5):
+        bench.start(procs, 2)
+        procs.stop(signal.SIGTERM, 1000.0)
+        assert [exit.code for exit in bench.wait(2)] == [-signal.SIGTERM] * 2
+
+
 def test_stop_spares_the_children_of_a_worker_that_is_saving(bench: Bench) -> None:
     program = """
 import signal, subprocess, sys
