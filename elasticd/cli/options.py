@@ -367,7 +367,8 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--on-nonfinite",
         type=click.Choice(["ignore", "stop", "rollback"]),
         help="Where a script tells that a loss or gradient is NaN or infinite: count it, stop the job (exit "
-        "code 6), or go back to the last checkpoint.  [ignore]",
+        "code 6), or go back to the last checkpoint, and stop if that happens three times without getting "
+        "further.  [ignore]",
     ),
     # how workers start
     _our_switch(

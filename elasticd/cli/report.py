@@ -79,6 +79,7 @@ class FailureReport:
     message: str | None = None
     traceback: str | None = None
     log: str | None = None
+    hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +276,7 @@ def _last_failure(round_: Round | None, budget: Budget) -> FailureReport | None:
             exit.message,
             exit.traceback or None,
             exit.log or None,
+            exit.hung,
         )
     if budget.charges:
         last = budget.charges[-1]
@@ -315,7 +317,7 @@ def as_text(r: JobReport, now: float) -> list[str]:
     elif r.stopping:
         lines.append("  stopping  somebody asked for it with `elasticd stop`")
     if f := r.last_failure:
-        how = f"rank {f.rank}, {words.ending(f.code)}" if f.code is not None else "see its log"
+        how = f"rank {f.rank}, {words.ending(f.code, hung=f.hung)}" if f.code is not None else "see its log"
         said = f": {words.first_line(f.message)}" if f.message and f.message.strip() else ""
         lines.append(f"  failed    slot {f.slot} on {f.node} {words.span(now - f.at)} ago ({how}){said}")
         if f.log:

@@ -79,7 +79,7 @@ def snapshot(report: JobReport, now: float) -> Snapshot:
         told.append(Event(now, spent))
     if failed := report.last_failure:
         how = (
-            f"rank {failed.rank} {words.ending(failed.code)}"
+            f"rank {failed.rank} {words.ending(failed.code, hung=failed.hung)}"
             if failed.code is not None
             else "a worker failed"
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticd.core.facts import (
+    Astray,
     Budget,
     Charge,
     Failure,
@@ -20,19 +21,31 @@ from elasticd.core.facts import (
 )
 
 PROGRESS_AFTER_S = 60.0  # a round that lived this long counts as progress even without a step seen
+ASTRAY_MAX = 3  # to go back is worth a try: it may have been a bit that flipped, or data that is dealt anew
 
 
 def first_failure(round: Round, reports: Iterable[Report], *, fatal: bool = False) -> Failure | None:
     """The failure that broke the round: the earliest, as the others are usually its echoes. ``fatal``: of
     those only that the job is to end with."""
     failures = [
+        f for f in _exits(round, reports) if f.exit.failed and (f.exit.fatal is not None or not fatal)
+    ]
+    return min(failures, key=lambda f: (f.exit.at, f.exit.rank), default=None)
+
+
+def astray_at(round: Round, reports: Iterable[Report]) -> int | None:
+    """The step at which the round's workers came to what is NaN or infinite, if some ended to go back."""
+    return max((f.exit.astray for f in _exits(round, reports) if f.exit.astray is not None), default=None)
+
+
+def _exits(round: Round, reports: Iterable[Report]) -> list[Failure]:
+    """Of the round's workers, however they ended."""
+    return [
         Failure(report.node, exit)
         for report in reports
         if report.round == round.number and round.member(report.node, report.incarnation)
         for exit in report.exits
-        if exit.failed and (exit.fatal is not None or not fatal)
     ]
-    return min(failures, key=lambda f: (f.exit.at, f.exit.rank), default=None)
 
 
 def progressed(round: Round, reports: Iterable[Report], lived_s: float) -> bool:
@@ -45,6 +58,25 @@ def charge(budget: Budget, failure: Failure, progressed: bool, policy: Policy, n
     recent = tuple(c for c in budget.charges if c.at > now - policy.restart_window_s)
     new = Charge(now, failure.node, failure.exit.slot, progressed)
     return replace(budget, charges=(*recent, new), total=budget.total + 1)
+
+
+def go_back(budget: Budget, step: int) -> Budget:
+    """The budget after the training has come to what is NaN or infinite at this step of the job."""
+    before = budget.astray
+    if before is None or step > before.step:
+        return replace(budget, astray=Astray(step, 1))
+    return replace(budget, astray=replace(before, times=before.times + 1))
+
+
+def lost(budget: Budget) -> str | None:
+    """Why going back does not help any more, in a sentence; None while it may."""
+    astray = budget.astray
+    if astray is None or astray.times < ASTRAY_MAX:
+        return None
+    return (
+        f"{astray.times} times the training came to a value that is NaN or infinite, and never beyond step "
+        f"{astray.step}: going back to the last checkpoint does not help (--on-nonfinite=rollback)"
+    )
 
 
 def exhausted(budget: Budget, policy: Policy) -> str | None:

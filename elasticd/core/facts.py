@@ -188,7 +188,8 @@ class Exit:
     file where it wrote one (torch's ``@record``), else from the end of its stderr. ``log``: where
     its output is, on its node. ``fenced``: it was killed because its node's lease was running out.
     ``hung``: it was killed because it hung, and ``message`` says where. ``fatal``: it said before that
-    the job is to end with it.
+    the job is to end with it. ``astray``: the job's step at which something was NaN or infinite, if it
+    ended for the job to go back to a checkpoint.
     """
 
     slot: int
@@ -201,6 +202,7 @@ class Exit:
     fenced: bool = False
     hung: bool = False
     fatal: Fatal | None = None
+    astray: int | None = None
 
     @property
     def failed(self) -> bool:
@@ -308,15 +310,26 @@ class Charge:
 
 
 @dataclass(frozen=True, slots=True)
+class Astray:
+    """How often the training came to what is NaN or infinite and went back, since it last got further
+    than ever before: to ``step``."""
+
+    step: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """What failures have cost the job. Key ``budget``, no lease; written by the leader only.
 
-    ``charges`` of the window, oldest first. ``total`` counts all there ever were.
+    ``charges`` of the window, oldest first. ``total`` counts all there ever were. ``astray`` is not
+    forgotten with the window: the way to that step may be longer.
     """
 
     charges: tuple[Charge, ...] = ()
     total: int = 0
     quarantines: tuple[Quarantine, ...] = ()
+    astray: Astray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ LOSSES: Final = 16  # how often it was told
 WAIT_NS: Final = 17  # spent waiting for other ranks
 WAITS: Final = 18  # how often that was measured
 FATAL: Final = 19  # why starting it again makes no sense, as Fatal has it; 0 otherwise
+ASTRAY: Final = 20  # 1 + the job's step at which it ends to go back, as something was NaN or infinite
 
 VALUES: Final = 32  # what the script tells by names of its own: the name, and a double
 VALUES_MAX: Final = 12
@@ -63,4 +64,5 @@ class Told:
     wait_s: float = 0.0
     waits: int = 0
     fatal: Fatal | None = None
+    astray: int | None = None
     values: tuple[tuple[str, float], ...] = ()

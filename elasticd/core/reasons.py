@@ -194,6 +194,7 @@ class WorkerEnded:
     rank: int
     code: int
     message: str
+    hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)

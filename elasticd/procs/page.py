@@ -122,6 +122,7 @@ class Page:
                 wait_s=words[at.WAIT_NS] / 1e9,
                 waits=words[at.WAITS],
                 fatal=at.FATALS[fatal] if fatal < len(at.FATALS) else None,
+                astray=words[at.ASTRAY] - 1 if words[at.ASTRAY] else None,
                 values=tuple(_values(data, doubles)),
             )
 

@@ -101,8 +101,20 @@ class Worker:
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
         place = self._log_place()
-        fatal = self.told().fatal if end.code > 0 else None
-        return Exit(a.slot, a.rank, end.code, end.at, message, traceback, place, end.fenced, hung, fatal)
+        told = self.told() if end.code > 0 else Told()
+        return Exit(
+            a.slot,
+            a.rank,
+            end.code,
+            end.at,
+            message,
+            traceback,
+            place,
+            fenced=end.fenced,
+            hung=hung,
+            fatal=told.fatal,
+            astray=told.astray,
+        )
 
     def _stderr_tail(self) -> bytes:
         for feed in self.feeds:

@@ -41,7 +41,7 @@ def _failure(failure: Failure, several_rounds: bool) -> Sequence[str]:
     exit = failure.exit
     when = " in its last round" if several_rounds else ""
     who = words.worker(failure.node, exit)
-    lines = ["", f"First to fail{when}: {who}, which {words.ending(exit.code)}."]
+    lines = ["", f"First to fail{when}: {who}, which {words.ending(exit.code, hung=exit.hung)}."]
     traceback = exit.traceback.rstrip()
     if traceback:
         lines += ["", *(f"    {line}" for line in _shortened(traceback.splitlines()))]

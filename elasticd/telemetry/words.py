@@ -53,10 +53,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def ending(code: int) -> str:
-    """How a process ended, from its exit status or minus the signal that killed it."""
+def ending(code: int, *, hung: bool = False) -> str:
+    """How a process ended, from its exit status or minus the signal that killed it. ``hung``: it was
+    killed because it hung."""
     if code == 0:
         return "ended well"
+    if hung:
+        return "was killed by elasticd"
     if code < 0:
         return f"was killed by {_with_hint(signal_name(-code))}"
     if code == 127:
@@ -79,7 +82,7 @@ def worker(node: str, exit: Exit) -> str:
 def failure(failure: Failure) -> str:
     """Who failed and how, in a clause without a full stop."""
     said = f": {first_line(failure.exit.message)}" if failure.exit.message.strip() else ""
-    return f"{worker(failure.node, failure.exit)} {ending(failure.exit.code)}{said}"
+    return f"{worker(failure.node, failure.exit)} {ending(failure.exit.code, hung=failure.exit.hung)}{said}"
 
 
 def first_line(text: str) -> str:
@@ -222,9 +225,9 @@ def sentence(reason: r.Reason, now: float) -> str:
             said = f": {first_line(message)}" if message.strip() else ""
             again = f"tried again{_in(until, now)}"
             return f"the worker that was to wait in slot {slot} {ending(code)}{said}; {again}"
-        case r.WorkerEnded(_, slot, rank, code, message):
+        case r.WorkerEnded(_, slot, rank, code, message, hung):
             said = f": {first_line(message)}" if message.strip() else ""
-            return f"rank {rank} (slot {slot}) {ending(code)}{said}"
+            return f"rank {rank} (slot {slot}) {ending(code, hung=hung)}{said}"
         case r.WorkersHung(number, verdict, evidence):
             seen = f"; what was seen is in {evidence}" if evidence else ""
             return f"round {number} hangs: {hang(verdict)}{seen}"

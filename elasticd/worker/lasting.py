@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from elasticd.worker import chance
+from elasticd.worker import chance, told
 from elasticd.worker.world import World
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Lasting:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         checkpoints.keep_in_step()
+        told.has_checkpoints()
         self._newest = (0, -1)  # the world and the step that was handed over, or resumed from, last
 
     def passed(self, parts: Parts, world: World | None, ends: bool) -> None:

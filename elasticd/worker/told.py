@@ -166,7 +166,9 @@ def not_finite(what: str) -> None:
     if act == "ignore":
         return
     said = f"after step {there.words[page.COMMITTED] - 1}: {what}" if there.words[page.COMMITTED] else what
-    if act == "rollback" and _Loaded.once:
+    if act == "rollback" and _Checkpoints.there:
+        base = there.words[page.BASE] - there.words[page.BASE_STEPS] if there.words[page.BASE] else 1
+        there.words[page.ASTRAY] = base + there.words[page.STEPS]
         raise NotFinite(f"{said}; going back to the last checkpoint (--on-nonfinite=rollback)")
     fatal(Fatal.NOT_FINITE)
     if act == "rollback":
@@ -210,8 +212,13 @@ def held_up() -> Iterator[None]:
         there.add(page.HELD, 1)
 
 
-class _Loaded:
-    once = False  # this script has checkpoints to go back to
+class _Checkpoints:
+    there = False  # this script has some to go back to
+
+
+def has_checkpoints() -> None:
+    """This script takes them up again when it is started anew."""
+    _Checkpoints.there = True
 
 
 def goes_on(load: Callable[P, int | None]) -> Callable[P, int | None]:
@@ -220,7 +227,7 @@ def goes_on(load: Callable[P, int | None]) -> Callable[P, int | None]:
     @functools.wraps(load)
     def noted(*args: P.args, **kwargs: P.kwargs) -> int | None:
         step = load(*args, **kwargs)
-        _Loaded.once = True
+        has_checkpoints()
         begins_after(step or 0)
         return step
 

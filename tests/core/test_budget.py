@@ -72,6 +72,23 @@ def test_a_charge_is_counted_and_old_ones_leave_the_window() -> None:
     assert new.total == 3
 
 
+@pytest.mark.parametrize(
+    ("steps", "lost"),
+    [
+        ((50, 50), False),
+        ((50, 50, 50), True),
+        ((50, 48, 49), True),
+        ((50, 50, 51, 50), False),  # a little further each time
+        ((50, 50, 51, 50, 51), True),
+    ],
+)
+def test_going_back_helps_as_long_as_it_leads_further(steps: tuple[int, ...], lost: bool) -> None:
+    been = Budget()
+    for at, step in enumerate(steps):  # a day apart each
+        been = budget.charge(budget.go_back(been, step), failure("a", 0), True, POLICY, NOW + 86400 * at)
+    assert (budget.lost(been) is not None) == lost
+
+
 def test_the_budget_bears_as_many_failures_as_allowed_and_not_one_more() -> None:
     spent = Budget()
     for i in range(3):

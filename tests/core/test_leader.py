@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elasticd.core import leader, world
 from elasticd.core.facts import (
+    Astray,
     Budget,
     Cause,
     Drained,
@@ -462,6 +463,21 @@ def test_a_worker_that_says_so_ends_the_job_whatever_the_budget_has_left() -> No
     assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.DIVERGED)
     assert ended.why == "after step 4: loss is nan; the job stops"
     assert ended.failure == Failure("b", last_word)
+
+
+def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_further() -> None:
+    echo, told = exit(0, 0, at=NOW - 3), replace(exit(0, 2), astray=50)
+    reports = [report("a", 5, echo, steps=7), report("b", 5, told)]
+    nodes = [node("a", released=5), node("b", released=5)]
+    seen = closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports)
+    again = decide(seen, NOW)
+    assert next_round(again).phase is Phase.LIVE
+    went_back = written(again, "budget")
+    assert isinstance(went_back, Budget) and went_back.astray == Astray(50, 1)
+    seen = replace(seen, budget=replace(seen.budget, astray=Astray(50, 2)))
+    ended = next_round(decide(seen, NOW))
+    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.DIVERGED)
+    assert ended.why.startswith("3 times the training came to a value that is NaN or infinite")
 
 
 def test_a_lost_node_is_not_charged_even_when_the_survivors_workers_failed_first() -> None:

@@ -43,6 +43,38 @@ def test_a_job_that_is_to_stop_at_a_loss_that_is_no_number_does_and_its_ledger_k
     assert 0 < spent["checkpoint"] < spent["productive"]
 
 
+def test_a_job_that_is_to_go_back_at_a_loss_that_is_no_number_goes_on_from_its_checkpoint(
+    standalone: Cluster, tmp_path: Path
+) -> None:
+    (a,) = standalone.start("a", options=("--on-nonfinite=rollback",), program=(PROGRAM, str(tmp_path), "1"))
+    assert a.end() == 0, a.said()
+    assert (tmp_path / "began").read_text().split() == ["0", "30", "40"], (
+        "once for the death, once for the loss"
+    )
+    made = [int(line.split()[1]) for line in (tmp_path / "steps").read_text().splitlines()]
+    assert made == [*range(1, 36), *range(31, 51), *range(41, 61)]
+    _, loss = a.find("failure.charged")
+    assert loss["message"].endswith(
+        "loss is nan; going back to the last checkpoint (--on-nonfinite=rollback)"
+    )
+    (part,) = runs.of_job(standalone.folder / "state" / "elasticd", standalone.job)
+    (ended,) = [e for e in events.read([part.folder]) if e["event"] == "agent.ended"]
+    assert (ended["code"], ended["outcome"]) == (0, "succeeded")
+    assert ended["time"]["a"]["replayed"] > 0
+
+
+def test_a_job_that_goes_back_to_the_same_loss_again_and_again_ends_in_a_sentence(
+    standalone: Cluster, tmp_path: Path
+) -> None:
+    (a,) = standalone.start("a", options=("--on-nonfinite=rollback",), program=(PROGRAM, str(tmp_path)))
+    assert a.end() == 6, a.said()
+    assert (tmp_path / "began").read_text().split() == ["0", "30", "40", "40"]
+    assert (
+        "3 times the training came to a value that is NaN or infinite, and never beyond step 50: going back "
+        "to the last checkpoint does not help (--on-nonfinite=rollback)." in a.screen
+    )
+
+
 def test_going_back_is_refused_in_a_sentence_where_there_are_no_checkpoints(
     standalone: Cluster, tmp_path: Path
 ) -> None:

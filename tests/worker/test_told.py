@@ -24,7 +24,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     made = Page(tmp_path / "page")
     os.pwrite(made._fd, struct.pack("=Q", os.getpid()), 16)
     monkeypatch.setenv(VARIABLE, str(made.path))
-    monkeypatch.setattr(told._Loaded, "once", False)
+    monkeypatch.setattr(told._Checkpoints, "there", False)
     told._page_of.cache_clear()
     yield made
     told._page_of.cache_clear()
@@ -81,8 +81,8 @@ def test_going_back_needs_checkpoints_to_go_back_to(page: Page, monkeypatch: pyt
     told.goes_on(lambda: 30)()
     with pytest.raises(worker.NotFinite, match="going back to the last checkpoint"):
         worker.report(loss=math.nan)
-    assert page.told().fatal is None and page.told().base == 30
-    monkeypatch.setattr(told._Loaded, "once", False)
+    assert page.told().fatal is None and page.told().base == 30 and page.told().astray == 30
+    monkeypatch.setattr(told._Checkpoints, "there", False)
     with pytest.raises(worker.NotFinite, match="needs a script that loads worker.Checkpoints"):
         worker.report(loss=math.nan)
     assert page.told().fatal is Fatal.NOT_FINITE

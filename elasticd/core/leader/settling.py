@@ -62,6 +62,11 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         budget = budgets.charge(budget, failure, progressed, spec.policy, now)
         round = replace(round, restarts=round.restarts + 1, failure=failure)
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
+        step = budgets.astray_at(round, view.reports.values())
+        if step is not None:
+            budget = budgets.go_back(budget, step)
+            if (why := budgets.lost(budget)) is not None:
+                return end(view, round, now, Outcome.DIVERGED, why, reasons)
         why = budgets.exhausted(budget, spec.policy)
         if why is not None:
             return end(view, round, now, Outcome.FAILED, why, reasons)

@@ -1,4 +1,7 @@
-"""Makes steps and checkpoints, dies once between two of them, and comes to a loss that is no number."""
+"""Makes steps and checkpoints, dies once between two of them, and comes to a loss that is no number.
+
+Usage: diverging.py FOLDER [TIMES]: so many times, and then goes on to a good end; by default for ever.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 from elasticd import worker
 
 folder = Path(sys.argv[1])
-STEP_S, SAVE_EVERY, DIES_AFTER, DIVERGES_AT = 0.03, 10, 35, 50
+times = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
+STEP_S, SAVE_EVERY, DIES_AFTER, DIVERGES_AT, STEPS = 0.03, 10, 35, 50, 60
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 1)
@@ -23,7 +27,8 @@ state = {"model": model, "optimizer": optimizer}
 step = checkpoints.load(state) or 0
 with (folder / "began").open("a") as note:
     note.write(f"{step}\n")
-while True:
+lives = len((folder / "began").read_text().split())
+while step < STEPS:
     loss = model(torch.ones(8, 4)).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -31,7 +36,8 @@ while True:
     step += 1
     with (folder / "steps").open("a") as log:
         log.write(f"{os.getpid()} {step} {time.time()}\n")
-    worker.report(loss=loss if step < DIVERGES_AT else loss * float("nan"), samples=8, pace=1 / STEP_S)
+    wrong = step >= DIVERGES_AT and lives < 2 + times  # it has died before
+    worker.report(loss=loss * float("nan") if wrong else loss, samples=8, pace=1 / STEP_S)
     time.sleep(STEP_S)
     if step % SAVE_EVERY == 0:
         checkpoints.save(state, step)
