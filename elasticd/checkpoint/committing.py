@@ -36,7 +36,8 @@ class Committer(Protocol):
 
 
 class _Receipt(msgspec.Struct, frozen=True):
-    """What the savers of other nodes leave beside their shards for the one that commits."""
+    """What the savers of other nodes leave beside their shards, or in place of them, for the one that
+    commits."""
 
     file: File | None = None
     why: str = ""
@@ -69,15 +70,9 @@ class Committing:
         return self._committer(world.store).witness(world.fence)
 
     def write(self, world: World, name: str, rank: int, memory: Memory) -> File:
-        """A shard of the checkpoint of that name. Raises OSError, and tells it to the one that commits."""
+        """A shard of the checkpoint of that name. Raises OSError."""
         shard = f"{name}/{shard_name(rank)}"
-        try:
-            file = world.store.write(shard, memory.view, self._pace)
-        except OSError as error:
-            if not world.commits:
-                with contextlib.suppress(OSError):
-                    world.store.replace(_receipt(shard), msgspec.json.encode(_Receipt(why=told(error))))
-            raise
+        file = world.store.write(shard, memory.view, self._pace)
         if not world.commits:
             world.store.replace(_receipt(shard), msgspec.json.encode(_Receipt(file)))
         return file
@@ -112,6 +107,13 @@ class Committing:
         self._sweep(world, made, saved)
         return saved
 
+    def refuse(self, world: World, gathering: Gathering) -> None:
+        """Tell the one that commits which shards it need not wait for."""
+        for rank in world.locals - gathering.files.keys():
+            receipt = _receipt(f"{gathering.name}/{shard_name(rank)}")
+            with contextlib.suppress(OSError):  # then it waits in vain, for a while
+                world.store.replace(receipt, msgspec.json.encode(_Receipt(why=gathering.why)))
+
     def discard(self, world: World, gathering: Gathering) -> None:
         """What was written of one that came to nothing."""
         world.store.remove(gathering.name)
@@ -124,7 +126,7 @@ class Committing:
             with contextlib.suppress(FileNotFoundError):
                 said = msgspec.json.decode(world.store.read(receipt), type=_Receipt)
                 if said.file is None:
-                    raise TimeoutError(f"the shard of rank {rank} could not be written: {said.why}")
+                    raise TimeoutError(said.why)
                 world.store.remove(receipt)
                 return said.file
             now = time.monotonic()

@@ -194,7 +194,7 @@ class Saver:
         if world is None or parse_folder(name) is None:
             raise ValueError(f"{name} is no checkpoint's name")
         plan.holds[buffer] = (step, name)
-        if all(
+        if not world.settled and all(
             (step, name) in world.plans[r].holds.values() if r in world.plans else False for r in world.locals
         ):
             world.handed.add(name)
@@ -207,6 +207,7 @@ class Saver:
                 gathering.witness = self._witnesses.submit(self._committing.witness, world)
         if rank == min(world.locals):
             self._report(Report(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
+        gathering.heard.add(rank)
         if rank == 0:
             gathering.paper = plan.paper
         self._miss_those_gone(world, gathering)
@@ -258,6 +259,7 @@ class Saver:
             paper = client.plan.paper if client.plan else Paper(b"", b"")
             gathering = Gathering(name, int(message["step"]), time.time(), time.monotonic(), paper)
             world.gatherings[name] = gathering
+        gathering.heard.add(client.rank)
         gathering.why = gathering.why or f"rank {client.rank} could not copy: {message['why']}"
         self._settle_if_failed(world, gathering)
 
@@ -405,23 +407,30 @@ class Saver:
         self._report(Report(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
 
     def _settle_if_failed(self, world: World, gathering: Gathering) -> None:
-        """Once nothing writes there any more, say so, and remove what was written."""
-        if not gathering.why or gathering.writing or gathering.settled:
+        """Say so once nothing writes there any more. Once no rank here will come with it, what was written
+        is removed, and it is the turn of the next."""
+        if not gathering.why or gathering.writing:
             return
-        gathering.settled = True
-        if world.commits:
-            self._jobs.run(
-                self._committers,
-                lambda: self._committing.discard(world, gathering),
-                lambda _: self._forget(world, gathering),
-            )
-        else:
-            self._forget(world, gathering)
-        self._tell(
-            world, {"is": "failed", "name": gathering.name, "step": gathering.step, "why": gathering.why}
-        )
-        if world.commits:
-            self._report(Report(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
+        if not gathering.failed:
+            gathering.failed = True
+            failed = {"name": gathering.name, "step": gathering.step, "why": gathering.why}
+            self._tell(world, {"is": "failed", **failed})
+            if world.commits:
+                self._report(Report(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
+            else:
+                self._jobs.run(
+                    self._writers, lambda: self._committing.refuse(world, gathering), lambda _: None
+                )
+        if not gathering.settled and world.locals <= gathering.heard | world.gone:
+            gathering.settled = True
+            if world.commits:
+                self._jobs.run(
+                    self._committers,
+                    lambda: self._committing.discard(world, gathering),
+                    lambda _: self._forget(world, gathering),
+                )
+            else:
+                self._forget(world, gathering)
 
     def _forget(self, world: World, gathering: Gathering) -> None:
         world.gatherings.pop(gathering.name, None)

@@ -39,10 +39,12 @@ class Gathering:
     paper: Paper
     files: dict[int, File] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)  # who has handed over, or has said that it will not
     witness: Future[bool] | None = None  # whether its round was the job's when it was handed over
     why: str = ""  # it came to nothing
     committing: bool = False
-    settled: bool = False
+    failed: bool = False  # and that has been told
+    settled: bool = False  # nothing more is to come of it
 
 
 @dataclass(slots=True, eq=False)

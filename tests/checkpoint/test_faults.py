@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -181,10 +181,19 @@ def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp
 # ------------------------------------------------------------ the protocol, without a training
 
 
-def joins(name: str, path: Path, rank: int, world: int, token: str = "0000000a", round: int = 1) -> Line:
+def joins(
+    name: str,
+    path: Path,
+    rank: int,
+    world: int,
+    token: str = "0000000a",
+    round: int = 1,
+    locals_: Iterable[int] = (),
+) -> Line:
+    """``locals_``: the ranks that this saver serves, unless it serves all."""
     line = handover.connect(name)
     who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round, "fence": round}
-    line.send({"is": "open", **who, "locals": list(range(world)), "last": 3, "every": 0})
+    line.send({"is": "open", **who, "locals": list(locals_ or range(world)), "last": 3, "every": 0})
     paper = Paper(encode_index(Index([], {}, {}, {})), b"not looked at").file()
     line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
     memory = Memory.make(64)
@@ -215,6 +224,32 @@ def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(fork
     assert failed["name"] == folder and "rank 1 was gone before it had handed over" in failed["why"]
     assert FilePointer(tmp_path / "run").read().newest is None
     one.close()
+
+
+def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker, tmp_path):
+    name, _ = forker.saver()
+    lines = [joins(name, tmp_path / "run", rank, 2) for rank in range(2)]
+    first, second = (folder_name(step, 1, "0000000a", step) for step in (5, 6))
+    lines[1].send({"is": "miss", "name": first, "step": 5, "why": "there is no memory"})
+    assert "rank 1 could not copy: there is no memory" in hears(lines[0], "failed")["why"]
+    hands_over(lines[0], 5, first)  # it has taken longer
+    hears(lines[0], "free")
+    for line in lines:
+        hands_over(line, 6, second)
+    assert hears(lines[0], "committed")["step"] == 6
+    assert folders(tmp_path / "run") == {second}
+    for line in lines:
+        line.close()
+
+
+def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, tmp_path):
+    here, there = (joins(forker.saver()[0], tmp_path / "run", r, 2, locals_=[r]) for r in range(2))
+    name = folder_name(5, 1, "0000000a", 1)
+    hands_over(here, 5, name)
+    there.send({"is": "miss", "name": name, "step": 5, "why": "there is no memory"})
+    assert "rank 1 could not copy: there is no memory" in hears(here, "failed")["why"]
+    for line in (here, there):
+        line.close()
 
 
 def test_all_gone_after_they_handed_over_is_committed_all_the_same(forker, tmp_path):
