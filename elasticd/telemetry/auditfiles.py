@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from elasticd.core.auditlog import FOLDER, SUFFIX, Numbered, as_of
-from elasticd.telemetry.events import FILE
+from elasticd.telemetry.events import COURSE, FILE
 
 
 def read(folders: Iterable[Path]) -> dict[str, Numbered]:
     """The notes in these runs' folders (or in their ``audit`` folders), by file. Raises OSError."""
     places = [folder / FOLDER if (folder / FOLDER).is_dir() else folder for folder in folders]
-    paths = [path for place in places for path in sorted(place.glob(f"*{SUFFIX}")) if path.name != FILE]
+    others = (FILE, COURSE)  # of a run that nobody was to audit
+    paths = [p for place in places for p in sorted(place.glob(f"*{SUFFIX}")) if p.name not in others]
     sizes = [path.stat().st_size for path in paths]
     return as_of({str(path): (path.read_bytes(), size) for path, size in zip(paths, sizes, strict=True)})

@@ -12,7 +12,7 @@ from elasticd.cli.audit import audit
 from elasticd.cli.complaint import Complaint
 from elasticd.core.auditlog import FOLDER, Committed, Entered, Note, Took, Weights, encode, pack
 from elasticd.core.order import Shuffled
-from elasticd.telemetry import runs
+from elasticd.telemetry import events, runs
 
 DATA = {
     "order": Shuffled(12, 3).facts,
@@ -104,6 +104,8 @@ def test_runs_of_which_nothing_is_known_are_refused_in_a_sentence(folder):
     with pytest.raises(Complaint, match="nowhere is neither a job that ran on this machine nor a folder"):
         say("nowhere")
     folder.mkdir()
+    for others in (events.FILE, events.COURSE):
+        (folder / others).write_text('{"at": 1.0}\n')
     with pytest.raises(Complaint, match=r"nothing was noted for an audit of .*: give `elasticd run` --audit"):
         say(str(folder))
     one = write(folder / "one", training())
