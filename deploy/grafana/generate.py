@@ -175,6 +175,19 @@ WORKERS = Board(
         ),
         Panel("Hung", ((f"increase(elasticd_hangs_total{SLOT}[15m])", WORKER),)),
         Panel(
+            "Its own time for a step, over its peers'",
+            ((f"elasticd_worker_slowdown_ratio{SLOT}", WORKER),),
+            help="Where workers measure how long they wait for each other: 1.2 is a fifth slower.",
+        ),
+        Panel(
+            "Stragglers and bad GPUs",
+            (
+                (f"elasticd_worker_straggling{SLOT} == 1", f"{WORKER} lags behind"),
+                (f"elasticd_slot_bad{SLOT} == 1", f"{WORKER} has a bad GPU"),
+            ),
+            stacked=True,
+        ),
+        Panel(
             "State",
             ((f"elasticd_slot_state{SLOT} == 1", f"{WORKER} {{{{kind}}}}"),),
         ),

@@ -307,6 +307,8 @@ class Meter:
         book, state, view = self.book, self._driver.state, self._driver.view
         book.set("elasticd_round", s.round)
         book.set("elasticd_world_size", s.world_size)
+        live = state.round is not None and state.round.phase is Phase.LIVE
+        book.set("elasticd_world_nodes", len(state.round.members) if state.round is not None and live else 0)
         book.set("elasticd_world_min", s.limits.min)
         book.set("elasticd_world_max", s.limits.max)
         book.choose("elasticd_job_phase", s.phase)

@@ -162,6 +162,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     # -------------------------------------------------------- the job
     _gauge("round", "Number of the present round; it only grows.", "", ()),
     _gauge("world_size", "Workers in the present round; 0 while none is live.", "", ()),
+    _gauge("world_nodes", "Nodes in the present round; 0 while none is live.", "", ()),
     _gauge("world_min", "Fewest workers the job runs with.", "", ()),
     _gauge("world_max", "Most workers the job runs with.", "", ()),
     _gauge(

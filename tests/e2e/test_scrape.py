@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from elasticd.telemetry import events, runs
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 from tests.telemetry import promtool
 
 T = TypeVar("T")
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def fetch(url: str, **headers: str) -> str:
@@ -160,6 +166,29 @@ def test_a_scrape_is_answered_while_etcd_hangs(clusters: Callable[[str | None], 
     etcd.wake()
     eventually(lambda: scrape(a)("etcd_up") == 1)
     cluster.finishes(a)
+
+
+def test_a_scrape_is_answered_while_the_disk_hangs(cluster: Cluster) -> None:
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler is installed, to make a disk with that hangs")
+    library, hangs, blocks = (cluster.folder / name for name in ("disk.so", "hangs", "blocks"))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, PROGRAMS / "hungdisk.c", "-ldl"], check=True)
+    cluster.limits = (1, 1)
+    disk = {"DISK": str(cluster.folder / "state"), "DISK_HANGS": str(hangs), "DISK_BLOCKS": str(blocks)}
+    (a,) = cluster.start("a", env={"LD_PRELOAD": str(library), **disk})
+    world = cluster.world(1)
+    cluster.goes_on(world)
+    hangs.touch()
+    eventually(blocks.exists)
+    before = scrape(a)("worker_steps_total", slot=0) or 0.0
+    cluster.goes_on(world)
+    eventually(lambda: (scrape(a)("worker_steps_total", slot=0) or 0.0) > before)
+    assert json.loads(fetch(f"{url_of(a)}status"))["round"] == world.round
+    assert fetch(f"{url_of(a)}healthz") == fetch(f"{url_of(a)}readyz") == "ok\n"
+    hangs.unlink()
+    cluster.finishes(a)
+    (part,) = runs.of_job(cluster.folder / "state" / "elasticd", cluster.job)
+    assert events.read([part.folder])[-1]["event"] == "agent.ended", "what had waited was written"
 
 
 def test_nothing_is_served_where_nobody_wants_it(cluster: Cluster) -> None:

@@ -19,12 +19,12 @@ def test_the_rank_that_is_a_fifth_slower_is_named_and_its_slot_left_out_without_
 ) -> None:
     standalone = clusters(None)
     standalone.limits = (2, 3)
-    end = tmp_path / "end"
+    (tmp_path / "slow").touch()
     (a,) = standalone.start(
         "a",
         slots=3,
         options=("--stragglers=drain", "--straggler-window=8"),
-        program=(PROGRAM, "1", "1.2", str(end)),
+        program=(PROGRAM, "1", "1.2", str(tmp_path)),
     )
     standalone.until(lambda: a.find("round.formed", cause="slot_drained"), "it goes on without", 180.0)
     (named,) = a.find("worker.straggling")
@@ -32,7 +32,7 @@ def test_the_rank_that_is_a_fifth_slower_is_named_and_its_slot_left_out_without_
     (drained,) = a.find("slot.drained")
     assert drained["slot"] == 1
     assert a.find("round.formed", cause="slot_drained")[0]["world_size"] == 2
-    end.touch()
+    (tmp_path / "end").touch()
     assert a.end() == 0, a.said()
     assert not a.find("failure.charged")
     report = standalone.command("report", standalone.job, etcd=False)
