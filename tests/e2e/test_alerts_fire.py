@@ -6,6 +6,7 @@ A real Prometheus judges, by the rules with all their times made shorter.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
@@ -21,12 +22,17 @@ import pytest
 from elasticd.core.facts import Checkpoint
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import Agent, Cluster
-from tests.e2e.prometheus import Prometheus, hastened, names, needs_prometheus, queries, rules
+from tests.e2e.prometheus import SHOWN_BY, Prometheus, hastened, names, needs_prometheus, queries, rules
 
 Serve = Callable[[dict[str, Any]], Prometheus]
 
 PROGRAMS = Path(__file__).parent / "programs"
 HASTE = 60  # a minute of the rules is a second
+
+
+def scenario(test: Callable[..., None]) -> Callable[..., None]:
+    """It takes minutes, and a Prometheus."""
+    return pytest.mark.slow(needs_prometheus(pytest.mark.timeout(500)(test)))
 
 
 def begin(prometheus: Prometheus, cluster: Cluster, *agents: Agent) -> None:
@@ -55,9 +61,7 @@ def test_all_times_of_the_rules_are_shortened_and_nothing_else() -> None:
     assert by_name["ElasticdGoodputLow"]["expr"] == "run:elasticd_goodput:ratio1h < 0.8"
 
 
-@pytest.mark.slow
-@needs_prometheus
-@pytest.mark.timeout(400)
+@scenario
 def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     prometheus = serve(hastened(HASTE))
     alerts, run = prometheus.alerts, cluster.job
@@ -116,9 +120,7 @@ def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     cluster.finishes(a)
 
 
-@pytest.mark.slow
-@needs_prometheus
-@pytest.mark.timeout(400)
+@scenario
 def test_workers_that_are_stopped_slow_or_idle(cluster: Cluster, serve: Serve) -> None:
     prometheus = serve(hastened(HASTE))
     alerts, run = prometheus.alerts, cluster.job
@@ -158,9 +160,7 @@ def test_workers_that_are_stopped_slow_or_idle(cluster: Cluster, serve: Serve) -
     cluster.finishes(a)
 
 
-@pytest.mark.slow
-@needs_prometheus
-@pytest.mark.timeout(400)
+@scenario
 def test_a_worker_that_lags_behind(cluster: Cluster, serve: Serve, tmp_path: Path) -> None:
     prometheus = serve(hastened(HASTE))
     alerts, run = prometheus.alerts, cluster.job
@@ -182,9 +182,7 @@ def test_a_worker_that_lags_behind(cluster: Cluster, serve: Serve, tmp_path: Pat
     assert a.end() == 0, a.said()
 
 
-@pytest.mark.slow
-@needs_prometheus
-@pytest.mark.timeout(500)
+@scenario
 def test_nodes_that_are_lost(cluster: Cluster, serve: Serve) -> None:
     prometheus = serve(hastened(HASTE))
     alerts, run = prometheus.alerts, cluster.job
@@ -231,9 +229,7 @@ def test_nodes_that_are_lost(cluster: Cluster, serve: Serve) -> None:
     cluster.finishes(a, *others)
 
 
-@pytest.mark.slow
-@needs_prometheus
-@pytest.mark.timeout(400)
+@scenario
 def test_an_etcd_that_is_away_or_slow(
     clusters: Callable[[str | None], Cluster], etcd: Etcd, serve: Serve
 ) -> None:
@@ -277,9 +273,7 @@ def test_an_etcd_that_is_away_or_slow(
     cluster.finishes(a, b)
 
 
-@pytest.mark.slow
-@needs_prometheus
-@pytest.mark.timeout(400)
+@scenario
 def test_gpus_that_have_errors(cluster: Cluster, serve: Serve) -> None:
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no C compiler is installed, to make a library of GPUs with")
@@ -330,9 +324,7 @@ def test_gpus_that_have_errors(cluster: Cluster, serve: Serve) -> None:
     cluster.finishes(a)
 
 
-@pytest.mark.slow
-@needs_prometheus
-@pytest.mark.timeout(400)
+@scenario
 def test_checkpoints_that_are_no_longer_made(cluster: Cluster, serve: Serve, tmp_path: Path) -> None:
     prometheus = serve(hastened(10 * HASTE))
     alerts, run = prometheus.alerts, cluster.job
@@ -389,3 +381,6 @@ def test_each_panel_and_each_alert_is_caused_by_a_test() -> None:
         assert f'"{name}"' in told or f'"{name.removeprefix("Elasticd")}"' in told, name
     for query in queries():
         assert f'"{query.panel}"' in told, query.panel
+    for test, places in SHOWN_BY.items():
+        for _, panel in places:
+            assert f'"{panel}"' in inspect.getsource(globals()[test]), (test, panel)

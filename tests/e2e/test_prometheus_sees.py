@@ -20,7 +20,7 @@ from elasticd.core.facts import Policy
 from elasticd.core.ledger import Kind
 from tests.e2e.harness import PATIENCE_S, Cluster
 from tests.e2e.programs.player import STEP_S
-from tests.e2e.prometheus import Answer, Prometheus, names, needs_prometheus, queries, rules
+from tests.e2e.prometheus import SHOWN_BY, Answer, Prometheus, names, needs_prometheus, queries, rules
 
 Serve = Callable[[dict[str, Any]], Prometheus]
 
@@ -146,8 +146,8 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
     assert 0.1 < fleet("Memory of agents")[0](run=run) / rss < 10
     assert not prometheus.alerts.told
     # No query is one that Prometheus does not take, and no record is without a value.
-    for query in queries():
-        prometheus.shows(query.panel, query.board)
+    empty = {(q.board, q.panel) for q in queries() if not all(prometheus.shows(q.panel, q.board))}
+    assert empty == {place for places in SHOWN_BY.values() for place in places}
     for name in names("record"):
         assert prometheus.query(name), name
     (fault,) = prometheus.query("run_cause:elasticd_faults:increase15m > 0").by("cause")
