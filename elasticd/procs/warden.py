@@ -179,7 +179,7 @@ class WardenProcess:
             if not service and (self._fence_passed or _is_past(self._fence_at)):
                 self._tell_end(message["id"], 0, -signal.SIGKILL, fenced=True)
                 return
-            if message.get("fork") and self._zygote is not None and self._zygote.ready:
+            if message.get("fork") and self._zygote is not None and self._zygote.takes_orders:
                 self._ask_zygote(lambda zygote: zygote.fork(message, fds))
                 return
             warden = os.getpid()
@@ -363,7 +363,8 @@ class WardenProcess:
                 case "ready":
                     zygote.imported(message["asked"])
                     self._tell({"is": "zygote", "id": zygote.id, "ready": zygote.ready})
-                case "left_out":
+                case "left_out":  # it begins again, and may have read what was asked of it
+                    self._start_without(zygote.give_up())
                     self._tell({"is": "zygote", "id": zygote.id, "left_out": message["names"]})
                 case "unfit":
                     self._tell({"is": "zygote", "id": zygote.id, "unfit": message["why"]})
@@ -371,7 +372,7 @@ class WardenProcess:
     def _take(self, fork: Fork, pid: int) -> None:
         """The worker is this process's child by now, and waits for its go."""
         if not pid:
-            self._spawn({**fork.request, "fork": False}, fork.start_afresh())
+            self._start_without([fork])
             return
         fork.take()
         request = fork.request
@@ -391,7 +392,10 @@ class WardenProcess:
         self._selector.unregister(zygote.channel)
         zygote.channel.close()
         kill(zygote.pid, signal.SIGKILL)
-        for fork in zygote.give_up():
+        self._start_without(zygote.give_up())
+
+    def _start_without(self, forks: Sequence[Fork]) -> None:
+        for fork in forks:
             self._spawn({**fork.request, "fork": False}, fork.start_afresh())
 
     def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
@@ -420,7 +424,10 @@ class WardenProcess:
                 child.fenced = True
                 child.kill_at = 0.0
         if self._zygote is not None and _is_past(self._zygote.until):
-            self._lose_zygote()
+            if self._zygote.ready:
+                self._lose_zygote()
+            else:
+                self._start_without(self._zygote.is_late())
         for child in list(self._children.values()):
             if _is_past(child.kill_at):
                 child.kill_at = None

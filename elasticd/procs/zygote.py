@@ -54,12 +54,19 @@ class Zygote:
         self.channel = Channel(sock)
         self._asked = 0
         self._done = 0
+        self._late = False
         self._forks: dict[int, Fork] = {}
 
     @property
     def ready(self) -> bool:
         """Whether it has imported all it was asked to."""
         return 0 < self._asked == self._done
+
+    @property
+    def takes_orders(self) -> bool:
+        """Whether a worker may be asked of it: as soon as it imports, since it is done sooner than a
+        fresh start, which has to import the same. Unless it was not, last time."""
+        return self._asked > 0 and not self._late
 
     @property
     def until(self) -> float | None:
@@ -71,7 +78,7 @@ class Zygote:
         self.channel.send(message)
 
     def imported(self, asked: int) -> None:
-        self._done = asked
+        self._done, self._late = asked, False
 
     def fork(self, request: Message, fds: Sequence[int]) -> None:
         """Ask for a worker. ``fds`` stay the caller's."""
@@ -84,6 +91,11 @@ class Zygote:
     def made(self, id: int) -> Fork | None:
         """The one that was asked for under this id, unless it was given up."""
         return self._forks.pop(id, None)
+
+    def is_late(self) -> list[Fork]:
+        """It imports for too long, so those asked for are given up, and no more are before it is done."""
+        self._late = True
+        return self.give_up()
 
     def give_up(self, ids: Collection[int] | None = None) -> list[Fork]:
         """All that were asked for and not made yet, or those of them."""

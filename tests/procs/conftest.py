@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment
 from elasticd.procs.keeper import Warden
+from elasticd.procs.linux import children
 from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
 from tests.procs.agents import PATIENCE_S
@@ -100,9 +102,19 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def wait_until_ready(procs: LocalProcs) -> None:
-    """Wait until workers are forked from now on."""
+    """Wait until workers are forked from now on, the next one ahead."""
     assert procs._preload is not None
     deadline = time.monotonic() + PATIENCE_S
-    while not procs._preload.ready:  # told to nobody but the log
+    while not (procs._preload.ready and named(procs._warden, "elasticd-embryo")):  # told to nobody
         assert time.monotonic() < deadline, "the zygote did not come up"
         time.sleep(0.02)
+
+
+def named(warden: Warden, name: str) -> list[int]:
+    """The pids of the warden's children of that name."""
+    found = []
+    for pid in children(warden.pid):
+        with contextlib.suppress(OSError):  # it is gone already
+            if Path(f"/proc/{pid}/comm").read_text() == f"{name}\n":
+                found.append(pid)
+    return found

@@ -17,7 +17,7 @@ from elasticd.procs.linux import children
 from elasticd.procs.warden import _Child, _read_error
 from elasticd.procs.workers import LocalProcs
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
-from tests.procs.conftest import Bench, wait_until_ready
+from tests.procs.conftest import Bench, named, wait_until_ready
 from tests.procs.forked import run
 
 PREAMBLE = (
@@ -35,11 +35,7 @@ def _procs(bench: Bench, folder: Path, script: str, *args: str, **how: object) -
 
 def _zygote(bench: Bench) -> int:
     """Its pid."""
-    (pid,) = (
-        pid
-        for pid in children(bench.warden.pid)
-        if Path(f"/proc/{pid}/comm").read_text() == "elasticd-zygote\n"
-    )
+    (pid,) = named(bench.warden, "elasticd-zygote")
     return pid
 
 
@@ -64,9 +60,9 @@ class News:
     def of(self, event: str) -> list[dict[str, object]]:
         return [fields for name, fields in self.events if name == event]
 
-    def wait_for(self, event: str) -> None:
+    def wait_for(self, event: str, times: int = 1) -> None:
         with self._told:
-            assert self._told.wait_for(lambda: self.of(event), PATIENCE_S), self.events
+            assert self._told.wait_for(lambda: len(self.of(event)) >= times, PATIENCE_S), self.events
 
 
 @pytest.fixture
@@ -201,6 +197,101 @@ def test_a_module_that_a_fork_does_not_suit_is_left_out_alone(
     assert set(left_out) == {"package.offender", "package.user"}
 
 
+def test_what_only_a_later_worker_imports_is_imported_before_the_next(bench: Bench, tmp_path: Path) -> None:
+    script = PREAMBLE + (
+        "there = [name in sys.modules for name in ('colorsys', 'elasticd.core.age')]\n"
+        "import elasticd.core.age\n"
+        "if forked: import colorsys\n"
+        "step_once()\nprint(*there)\n"
+    )
+    news = News()
+    procs = _procs(bench, tmp_path, script, say=news.say)
+    assert run(bench, procs).out == b"False False\n"
+    wait_until_ready(procs)
+    assert run(bench, procs).out == b"False True\n", "wherever elasticd itself is installed"
+    news.wait_for("zygote.ready", 2)
+    assert run(bench, procs).out == b"True True\n"
+
+
+@pytest.fixture
+def importing(bench: Bench, tmp_path: Path) -> tuple[LocalProcs, Path]:
+    """Workers whose zygote imports until somebody writes to that file."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    until = tmp_path / "until"
+    os.mkfifo(until)
+    (site / "slow.py").write_text(
+        f"import os\nif 'RANK' not in os.environ.copy(): open({str(until)!r}).read()"
+    )
+    script = STAY.replace("step_once()", "import slow; step_once()", 1)
+    procs = _procs(bench, tmp_path, script, base_env={**os.environ, "PYTHONPATH": str(site)})
+    bench.start(procs)
+    _lines(bench, 1)
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait()
+    bench.console.written[1] = b""
+    return procs, until
+
+
+def test_workers_asked_of_a_zygote_that_still_imports_wait_for_it(
+    bench: Bench, importing: tuple[LocalProcs, Path]
+) -> None:
+    procs, until = importing
+    bench.start(procs, 2)
+    until.write_text("go on")  # waits for it to be read
+    assert [line.split()[0] for line in _lines(bench, 2)] == [b"True"] * 2
+
+
+def test_workers_do_not_wait_for_a_zygote_for_longer_than_they_take_without(
+    bench: Bench, importing: tuple[LocalProcs, Path]
+) -> None:
+    procs, until = importing
+    for _ in range(2):
+        bench.start(procs, 2)
+        assert [line.split()[0] for line in _lines(bench, 2)] == [b"False"] * 2
+        procs.stop(signal.SIGKILL, 0.0)
+        bench.wait(2)
+        bench.console.written[1] = b""
+    zygote = _zygote(bench)
+    until.write_text("go on")
+    wait_until_ready(procs)
+    assert _zygote(bench) == zygote, "it was let import to the end"
+    bench.start(procs)
+    assert _lines(bench, 1)[0].startswith(b"True")
+
+
+# ---------------------------------------------------------------- the one that is forked ahead
+
+
+def test_one_worker_is_forked_before_it_is_asked_for(bench: Bench, staying: tuple[LocalProcs, int]) -> None:
+    procs, _ = staying
+    (embryo,) = named(bench.warden, "elasticd-embryo")
+    bench.start(procs, 3)
+    said = [line.split() for line in _lines(bench, 3)]
+    assert {(forked, int(parent)) for forked, _, parent in said} == {(b"True", bench.warden.pid)}
+    assert embryo in {int(pid) for _, pid, _ in said}
+    wait_until_ready(procs)  # the next
+    assert embryo not in named(bench.warden, "elasticd-embryo")
+
+
+def test_the_death_of_what_is_forked_ahead_costs_nothing(
+    bench: Bench, staying: tuple[LocalProcs, int]
+) -> None:
+    procs, _ = staying
+    embryos = named(bench.warden, "elasticd-embryo")
+    os.kill(embryos[0], signal.SIGKILL)
+    wait_until_gone(embryos)
+    bench.start(procs)
+    assert _lines(bench, 1)[0].startswith(b"True")
+
+
+def test_what_is_forked_ahead_ends_with_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) -> None:
+    _, zygote = staying
+    embryos = named(bench.warden, "elasticd-embryo")
+    os.kill(zygote, signal.SIGKILL)
+    wait_until_gone([zygote, *embryos])
+
+
 # ---------------------------------------------------------------- the warden's children
 
 
@@ -279,7 +370,7 @@ def test_the_death_of_the_zygote_leaves_its_workers_alone_and_another_one_comes(
     os.kill(zygote, signal.SIGKILL)
     wait_until_gone([zygote])
     deadline = time.monotonic() + PATIENCE_S
-    while not [p for p in children(bench.warden.pid) if p not in (zygote, *pids)]:
+    while not set(named(bench.warden, "elasticd-zygote")) - {zygote}:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     wait_until_ready(procs)
@@ -324,7 +415,8 @@ def test_workers_that_are_stopped_before_they_are_forked_never_run(
     bench.start(procs)
     (line,) = _lines(bench, 1)
     assert line.split()[0] == b"True"
-    assert len(children(bench.warden.pid)) == 2, "the zygote and the one worker"
+    others = {zygote, *named(bench.warden, "elasticd-embryo")}
+    assert len(set(children(bench.warden.pid)) - others) == 1, "the one worker"
 
 
 def test_the_fence_holds_for_workers_that_are_still_to_be_forked(

@@ -44,7 +44,7 @@ def start() -> None:
             if optimizers is None:
                 sys.meta_path.insert(0, _Finder(fields, path))
             else:  # forked from a zygote
-                _hook(optimizers, fields, path)
+                _hook(optimizers, fields, path, frozenset(sys.modules))
 
 
 def _claim(path: str) -> memoryview[int] | None:
@@ -136,15 +136,18 @@ class _Finder:
             pass
 
 
-def _hook(optimizers: Any, fields: memoryview[int], path: str) -> None:
+def _hook(optimizers: Any, fields: memoryview[int], path: str, known: frozenset[str] = frozenset()) -> None:
+    """``known``: modules that the zygote has already."""
     try:
-        optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
+        optimizers.register_optimizer_step_post_hook(_make_hook(fields, path, known))
         fields[_PHASE] = _IMPORTED
     except Exception:  # noqa: BLE001, S110  # a torch we do not know: no heartbeat, but it runs
         pass
 
 
-def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], None]:
+def _make_hook(
+    fields: memoryview[int], path: str, preloaded: frozenset[str]
+) -> Callable[[Any, Any, Any], None]:
     """What runs after each step of each optimizer.
 
     Iterations are counted, not steps: with several optimizers (a GAN's two, one for each layer)
@@ -173,7 +176,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
             fields[_STEPS] = steps
             fields[_PHASE] = _STEPPING
             if steps == 1:
-                _tell_imports(os.path.join(os.path.dirname(path), "imports"))
+                _tell_imports(os.path.join(os.path.dirname(path), "imports"), preloaded)
         else:
             fields[_LAST_NS] = now_ns()
         stepped.add(key)
@@ -188,14 +191,18 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
     return hook
 
 
-def _tell_imports(address: str) -> None:
-    """Send the names of the modules imported so far, in their order, if somebody wants to know."""
+def _tell_imports(address: str, known: frozenset[str]) -> None:
+    """Send the names of the modules imported so far but for those known, in their order, if somebody
+    wants to know."""
     try:
         if os.path.exists(address):
+            imported = _imported(known)
+            if known and not imported:
+                return
             import _socket
             import zlib
 
-            names = zlib.compress("\n".join(_imported()).encode())
+            names = zlib.compress("\n".join(imported).encode())
             with_fd = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM | _socket.SOCK_NONBLOCK)
             try:
                 with_fd.sendto(names, address)
@@ -205,9 +212,10 @@ def _tell_imports(address: str) -> None:
         pass
 
 
-def _imported() -> list[str]:
+def _imported(known: frozenset[str]) -> list[str]:
     """Modules of the standard library and of installed packages, but not what is the job's own."""
-    homes = [os.path.dirname(os.__file__)]
+    # Ours may be installed elsewhere (pip install -e, PYTHONPATH).
+    homes = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
     homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     main = sys.modules.get("__main__")
     own = []
@@ -221,6 +229,8 @@ def _imported() -> list[str]:
     own_package = spec.name.partition(".")[0] if spec else None  # python -m
     found = []
     for name, module in list(sys.modules.items()):
+        if name in known:
+            continue
         spec = getattr(module, "__spec__", None)
         origin = getattr(spec, "origin", None)
         if (

@@ -7,6 +7,9 @@ are python's own. What is left to do here is what the fork copied and a fresh pr
 
 Standard library only, and self-contained but for elasticd/procs/channel.py, which is loaded by path.
 The other end of the socket is elasticd/procs/zygote.py, in the warden.
+
+As forking this much memory takes a while, one process is forked ahead: the embryo, which costs no
+memory of its own but what it writes to, next to nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import importlib
 import importlib.util
 import io
 import json
+import math
 import os
 import select
 import signal
@@ -39,7 +43,8 @@ _PADDING = "ELASTICD_ZYGOTE"
 _TRIES_MAX = 8
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_PID = struct.Struct("=qi")
+_PID = struct.Struct("=i")
+_EMBRYO_AGAIN_S = 1.0  # until the next is made, when the job recovers and needs its cores
 
 
 def serve(here: str) -> None:
@@ -109,6 +114,8 @@ class Zygote:
         self._changed_env: dict[str, str | None] = {}
         self._fds: set[str] = set()
         self._said = (b"", b"")
+        self._embryo: tuple[int, Any] | None = None
+        self._embryo_at = math.inf  # when to make one
 
     def run(self) -> None:
         """Serve. Returns when the other end is gone, or in a worker."""
@@ -124,20 +131,29 @@ class Zygote:
         if self._resume():
             self._preload()
         while True:
-            forks, preload = [], False
+            if self._embryo is None and not self._asked_before(self._embryo_at):
+                if self._conceive():
+                    return
+                continue
+            forks = []
             for message, fds in self._receive():
                 if message["do"] == "fork":
                     forks.append((message, fds))
-                else:
-                    self._state["modules"] += message["modules"]
-                    self._state["personal"] = message["personal"]
-                    self._state["left_out"].update(message["left_out"])
-                    self._state["asked"] += 1
-                    preload = True
+                    continue
+                if forks and self._fork(forks):
+                    return
+                forks = []
+                self._state["modules"] += message["modules"]
+                self._state["personal"] = message["personal"]
+                self._state["left_out"].update(message["left_out"])
+                self._state["asked"] += 1
+                self._preload()
             if forks and self._fork(forks):
                 return
-            if preload:
-                self._preload()
+
+    def _asked_before(self, deadline: float) -> bool:
+        wait_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        return bool(select.select([self._channel], [], [], wait_s)[0])
 
     def _receive(self) -> list[tuple[Any, list[int]]]:
         """At least one message, and no half of another: an exec would lose it."""
@@ -168,6 +184,7 @@ class Zygote:
 
     def _preload(self) -> None:
         global _personal  # noqa: PLW0603  # os.environ has room for nothing of ours
+        self._drop_embryo()  # it would lack what is imported now
         personal = self._state["personal"]
         _personal = frozenset(personal["names"]), tuple(personal["prefixes"])
         path = [entry for entry in sys.path if entry == self._here]
@@ -193,6 +210,7 @@ class Zygote:
         self._said = tuple(os.pread(fd, os.fstat(fd).st_size, 0) for fd in (1, 2))  # type: ignore[assignment]
         _freeze()
         self._state["tries"] = 0
+        self._embryo_at = time.monotonic()
         self._tell({"is": "ready", "asked": self._state["asked"]})
 
     def _withdraw(self) -> None:
@@ -265,34 +283,102 @@ class Zygote:
     # ------------------------------------------------------------ forking
 
     def _fork(self, requests: list[tuple[Any, list[int]]]) -> bool:
-        """Fork a worker for each request; true in a worker.
+        """A worker for each request: the embryo, if there is one, and others forked now; true in one."""
+        if self._embryo is not None:
+            request, fds = requests[0]
+            pid = self._use_embryo(request, fds)
+            if pid:
+                self._tell({"is": "forked", "pids": {request["id"]: pid}})
+                _close(fds)
+                requests = requests[1:]
+        if not requests:
+            return False
+        forked = self._fork_apart(len(requests))
+        if isinstance(forked, int):
+            self._become_worker(*requests[forked])
+            return True
+        for _, fds in requests:
+            _close(fds)
+        ids = [request["id"] for request, _ in requests]
+        self._tell({"is": "forked", "pids": dict(zip(ids, forked, strict=False))})
+        return False
 
-        A process in between forks them and ends, so that they fall to the warden.
-        """
+    def _fork_apart(self, count: int) -> int | list[int]:
+        """Fork so many processes, by one in between that ends, so that they fall to the warden. In each,
+        its number; here their pids, 0 for what could not be forked."""
         pids, tell = os.pipe()
         between = os.fork()
         if between == 0:
-            for request, fds in requests:
+            for number in range(count):
                 try:
                     pid = os.fork()
                 except OSError:
                     pid = 0
                 else:
                     if pid == 0:
-                        os.close(tell)  # its end is waited for
-                        self._become_worker(request, fds)
-                        return True
-                os.write(tell, _PID.pack(request["id"], pid))
+                        _close((pids, tell))  # its end is waited for
+                        return number
+                os.write(tell, _PID.pack(pid))
             os._exit(0)
         os.close(tell)
-        for _, fds in requests:
-            for fd in fds:
-                os.close(fd)
         with open(pids, "rb") as file:
             data = file.read()
         os.waitpid(between, 0)  # from now on, the warden is their parent
-        self._tell({"is": "forked", "pids": dict(_PID.iter_unpack(data))})
+        return [pid for (pid,) in _PID.iter_unpack(data)]
+
+    # ------------------------------------------------------------ the embryo
+
+    def _conceive(self) -> bool:
+        """Fork a process that waits to hear which worker it is; true in it, once it is that."""
+        self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
+        ours, theirs = socket.socketpair()
+        try:
+            forked = self._fork_apart(1)
+        except OSError:
+            forked = [0]
+        if isinstance(forked, int):
+            ours.close()
+            self._libc.prctl(_PR_SET_NAME, b"elasticd-embryo", 0, 0, 0)
+            self._channel.close()
+            self._channel = type(self._channel)(theirs)
+            try:
+                ((request, fds),) = self._receive()
+                self._tell({"is": "there"})
+            except Exception:  # noqa: BLE001  # the zygote is gone, or has no use for it
+                os._exit(0)
+            self._become_worker(request, fds)
+            return True
+        theirs.close()
+        if forked == [0]:
+            ours.close()
+        else:
+            self._embryo = forked[0], type(self._channel)(ours)
         return False
+
+    def _use_embryo(self, request: Any, fds: list[int]) -> int:
+        """Have it be this worker; its pid, 0 if it has died."""
+        assert self._embryo is not None
+        pid, line = self._embryo
+        try:
+            line.send(request, [os.dup(fd) for fd in fds])
+            while line.pending:
+                select.select([], [line], [])
+                line.flush()
+            answer = None
+            while not answer:
+                select.select([line], [], [])
+                answer = line.receive()
+        except Exception:  # noqa: BLE001  # of the channel: the other end is gone
+            pid = 0
+        self._drop_embryo()
+        return pid
+
+    def _drop_embryo(self) -> None:
+        """It ends, unless it has become a worker."""
+        if self._embryo is not None:
+            self._embryo[1].close()
+            self._embryo = None
+            self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
 
     def _become_worker(self, request: Any, fds: list[int]) -> None:
         link = fds.pop()
@@ -498,6 +584,11 @@ def _read(path: str) -> str:
 def _write(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _bytes(text: str) -> bytes:
