@@ -146,7 +146,7 @@ def _hook(optimizers: Any, fields: memoryview[int], path: str, known: frozenset[
 
 
 def _make_hook(
-    fields: memoryview[int], path: str, preloaded: frozenset[str]
+    fields: memoryview[int], path: str, preloaded: frozenset[str] = frozenset()
 ) -> Callable[[Any, Any, Any], None]:
     """What runs after each step of each optimizer.
 
