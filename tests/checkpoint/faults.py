@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,21 @@ def filled(step: int) -> dict[str, Any]:
         "b": torch.full((7, 3), step),
         "step": step,
     }
+
+
+def state_of(step: int, kind: str) -> dict[str, Any]:
+    """``filled``, replicated or sharded over the world."""
+    state = filled(step)
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        state["w"] = distribute_tensor(state["w"], mesh, [Shard(0)])
+    return state
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """For ``check``, as this rank sees it: of a sharded tensor, its own part."""
+    w = state["w"]
+    return state | {"w": w.to_local() if isinstance(w, DTensor) else w}
 
 
 def check(state: dict[str, Any], step: int) -> None:

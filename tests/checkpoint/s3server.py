@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +24,8 @@ Answer = Callable[[str, list[tuple[str, str]]], Any]
 @dataclass(slots=True)
 class Fault:
     """``of``: whether a request (method, path and query) is hit; it lets ``fine`` of those pass, then
-    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read) or "hold" (until
-    ``gate`` is set)."""
+    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read), "hold" (until
+    ``gate`` is set) or "flip" (a random bit of the answer)."""
 
     how: str
     of: Callable[[str, str], bool]
@@ -108,6 +109,8 @@ class S3Server:
         if fault is not None and fault.how == "hold":
             self.stuck.set()
             fault.gate.wait(100.0)
+        elif fault is not None and fault.how == "flip":
+            return [_flipped(b"".join(self._real(environ, start)))]
         elif fault is not None:
             return self._fail(fault, environ, start)
         if KEY not in environ.get("HTTP_AUTHORIZATION", ""):
@@ -125,6 +128,11 @@ class S3Server:
         return _refusal(
             start, "500 Internal Server Error", "InternalError", "We encountered an internal error."
         )
+
+
+def _flipped(body: bytes) -> bytes:
+    bit = random.randrange(8 * len(body))
+    return body[: bit // 8] + bytes([body[bit // 8] ^ 1 << bit % 8]) + body[bit // 8 + 1 :]
 
 
 def _refusal(start: Answer, status: str, code: str, message: str) -> Iterable[bytes]:

@@ -178,6 +178,23 @@ def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp
     checkpoints.close()
 
 
+def test_two_jobs_that_save_into_one_folder_at_once_never_mix(forker, tmp_path, monkeypatch):
+    path, jobs = tmp_path / "run", []
+    for _ in range(2):
+        monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+        jobs.append(Checkpoints(path, last=2))
+    for step in range(1, 11):
+        for number, job in enumerate(jobs):
+            job.save(filled(step + 100 * number), step + 100 * number)
+        resumed(path)  # one step's, all of it
+    for job in jobs:
+        assert job.wait()
+    newest = FilePointer(path).read().newest
+    assert newest is not None and resumed(path) == newest.step > 100
+    for job in jobs:
+        job.close()
+
+
 # ------------------------------------------------------------ the protocol, without a training
 
 
@@ -250,6 +267,20 @@ def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, tmp_p
     assert "rank 1 could not copy: there is no memory" in hears(here, "failed")["why"]
     for line in (here, there):
         line.close()
+
+
+def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forker, tmp_path):
+    name, _ = forker.saver()
+    lines = [joins(name, tmp_path / "run", rank, 4) for rank in range(4)]
+    folder = folder_name(7, 1, "0000000a", 1)
+    (tmp_path / "run" / folder).mkdir(parents=True)
+    (tmp_path / "run" / folder / "__2_0.distcp").touch()  # whoever is to write it finds that it cannot
+    for line in lines:
+        hands_over(line, 7, folder)
+    for line in lines:
+        assert "the shard of rank 2 could not be written: File exists" in hears(line, "failed")["why"]
+        line.close()
+    assert FilePointer(tmp_path / "run").read().newest is None
 
 
 def test_all_gone_after_they_handed_over_is_committed_all_the_same(forker, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +104,25 @@ def test_an_object_that_is_not_as_it_was_is_named_and_the_one_before_taken(
         client.put_object(Bucket="bucket", Key=key, Body=bytes(body[: -1 if how == "truncated" else None]))
     assert resumed(where) == 1
     assert f"step 1 is resumed from, since {shard} is" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_bit_that_is_flipped_on_the_way_from_the_store_is_loaded(s3, checkpoints, where):
+    assert save(checkpoints, 1) and save(checkpoints, 2)
+    newest = FilePointer(where).read().saved[-1].name
+    tries, reads, found = 60, 6, []
+    for _ in range(tries):
+        fault = s3.fails(
+            "flip",
+            lambda method, url: method == "GET" and f"{newest}/__0_0" in url,
+            fine=random.randrange(reads),
+            bad=1,
+        )
+        found.append(resumed(where))
+        assert fault.hits and found[-1] == (1 if fault.hits > fault.fine else 2)
+        s3.mends()
+    assert found.count(1) > tries // 2
 
 
 @pytest.mark.parametrize("how", ["500", "drop"])

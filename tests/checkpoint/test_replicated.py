@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,9 +43,9 @@ class Nodes:
         self.pids: dict[str, int] = {}
         self._numbers = itertools.count()
 
-    def start(self, *nodes: str) -> None:
+    def start(self, *nodes: str, **options: Any) -> None:
         for node in nodes:
-            name, pid = self.savers.saver(linger_s=None, node=node, peers=str(self.peers))
+            name, pid = self.savers.saver(linger_s=None, node=node, peers=str(self.peers), **options)
             self.names[node], self.pids[node] = name, pid
 
     def lose(self, node: str) -> None:
@@ -143,16 +145,45 @@ def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
     assert {tier for _, tier in nodes.run("a", "b", saves=1)} == {"memory"}, "it serves on"
 
 
-def test_a_flipped_bit_between_two_nodes_is_noticed():
-    ours, theirs = socket.socketpair()
-    with Wire(ours) as sender, Wire(theirs) as receiver:
-        sender.send(memoryview(b"some weights"))
-        raw = bytearray(theirs.recv(4096, socket.MSG_PEEK))
-        theirs.recv(4096)
-        raw[-1] ^= 1
-        ours.sendall(raw)
-        with pytest.raises(PeerGone, match="checksum"):
-            receiver.receive(memoryview(bytearray(12)))
+BITS = 300
+
+
+def test_no_bit_flipped_between_two_nodes_is_taken():
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    weights = chance.randbytes(20_000)
+    for _ in range(BITS):
+        ours, theirs = socket.socketpair()
+        with Wire(ours) as sender, Wire(theirs) as receiver:
+            sender.send(memoryview(weights))
+            raw = bytearray(theirs.recv(1 << 16))
+            bit = chance.randrange(8 * len(raw))
+            raw[bit // 8] ^= 1 << bit % 8
+            ours.sendall(raw)
+            with pytest.raises(PeerGone):
+                receiver.receive(memoryview(bytearray(len(weights))))
+
+
+def test_a_shard_that_its_node_cannot_write_fails_the_checkpoint_on_all_nodes(nodes):
+    nodes.start("a")
+    nodes.start("b", fail=["fsync", 0, 1, errno.EIO])
+    nodes.begin("a", "b", saves=0)
+    failed = nodes.savers.until("step 1 was not saved as")
+    assert "the shard of rank 1 could not be written" in " ".join(failed)
+    nodes.savers.until("committed step ")
+    assert 1 not in [s.step for s in FilePointer(store_at(nodes.path)).read().saved]
+
+
+@pytest.mark.slow
+def test_a_shard_of_one_rank_from_another_save_is_noticed(nodes):
+    nodes.start("a", "b")
+    nodes.run("a", "b", saves=2)
+    one, two = (nodes.path / saved.name / "__1_0.distcp" for saved in FilePointer(nodes.path).read().saved)
+    shutil.copy(one, two)
+    for node in ("a", "b"):
+        nodes.lose(node)
+    nodes.start("c", "d")
+    assert nodes.run("c", "d", saves=1) == [(1, "disk")] * 2
 
 
 TRIES = 40

@@ -17,30 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from elasticd.worker.checkpoint import Checkpoints
-from tests.checkpoint.faults import check, filled
+from tests.checkpoint.faults import check, state_of, whole
 
 torch.set_num_threads(1)
 
 
 def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
-
-
-def state_of(step: int, kind: str) -> dict[str, Any]:
-    state = filled(step)
-    if kind == "sharded":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state["w"] = distribute_tensor(state["w"], mesh, [Shard(0)])
-    return state
-
-
-def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """As this rank sees it: of a sharded tensor, its own part repeated."""
-    w = state["w"]
-    return state | {"w": w.to_local() if isinstance(w, DTensor) else w}
 
 
 def train(rank: int, order: dict[str, Any]) -> None:
