@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.fitting import on_screen
 from elasticd.cli.options import Whole
 from elasticd.procs.linux import started_at
 from elasticd.telemetry import events as files
@@ -56,7 +57,9 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
     """
     job, known = known_runs(job)
     if failed:
-        _print([_log_of_failure(job, _folders(runs.state_dir(), job))])
+        how, log = _last_failure(job, _folders(runs.state_dir(), job))
+        click.echo(click.style(how, bold=True), err=True)
+        _print([log])
         return
     newest = {run.node: run for run in known}  # of each node's runs the last
     if node is not None and node not in newest:
@@ -115,11 +118,13 @@ def _process(started: Event) -> int | None:
 def _line(event: Event) -> str:
     at = datetime.fromtimestamp(float(event["at"])).astimezone()
     text = f"{at:%Y-%m-%d %H:%M:%S}  {event.get('node', '')}  {event.get('text') or event['event']}"
+    text = "\n".join(on_screen([text]))
     style = _STYLES.get(str(event.get("level")))
     return click.style(text, fg=style) if style else text
 
 
-def _log_of_failure(job: str, folders: list[Path]) -> Path:
+def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
+    """A sentence, and where its output is. Raises Complaint."""
     failures = [e for e in files.read(folders) if e["event"] == "failure.charged"]
     if not failures:
         raise Complaint(f"no failure of {job} is known on this machine")
@@ -127,7 +132,7 @@ def _log_of_failure(job: str, folders: list[Path]) -> Path:
     log = Path(str(last.get("log") or os.devnull))
     if not log.is_dir() and not log.is_file():
         raise Complaint(f"{last['text']}; its output is not here but on {last.get('failed_node')}")
-    return log
+    return str(last["text"]), log
 
 
 def _outputs(folder: Path, slot: int | None) -> Iterator[Path]:
@@ -144,14 +149,18 @@ def _outputs(folder: Path, slot: int | None) -> Iterator[Path]:
 
 
 def _print(places: Iterable[Path]) -> None:
-    """Files, or folders that hold a worker's streams, each under its name."""
-    out = sys.stdout.buffer
+    """Files, or folders that hold a worker's streams, each under its name; that there is nothing in them
+    is said, too."""
+    out, printed = sys.stdout.buffer, False
     for place in places:
         paths = [place / name for name in _STREAMS] if place.is_dir() else [place]
         for path in paths:
             if path.exists() and os.path.getsize(path):
+                printed = True
                 click.echo(click.style(f"==> {path} <==", bold=True))
                 sys.stdout.flush()
                 with path.open("rb") as file:
                     shutil.copyfileobj(file, out)
                 out.flush()
+    if not printed:
+        click.echo("it printed nothing", err=True)

@@ -7,9 +7,7 @@ its fields mean. Fields may be added, never renamed or removed, while ``schema``
 from __future__ import annotations
 
 import math
-import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -329,19 +327,6 @@ def as_text(r: JobReport, now: float) -> list[str]:
     if not r.nodes and not r.ended:
         lines.append("  no node is here")
     return lines
-
-
-def fitted(lines: Sequence[str], columns: int) -> list[str]:
-    """The same for a terminal so wide: broken between words, and what follows is set below its beginning.
-    A word that is longer, such as a path, stays whole, so that it can be copied."""
-    shown: list[str] = []
-    for line in lines:
-        named = re.match(r"  \S+(?: \S+)? {2,}", line)
-        under = named.end() if named else len(line) - len(line.lstrip(" ")) + 2
-        shown += textwrap.wrap(
-            line, columns, subsequent_indent=" " * under, break_long_words=False, break_on_hyphens=False
-        )
-    return shown
 
 
 def _slot(s: SlotReport, now: float) -> str:

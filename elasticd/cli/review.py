@@ -10,6 +10,7 @@ import click
 
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.fitting import on_screen
 from elasticd.cli.history import known_runs, living
 from elasticd.telemetry import events as files
 from elasticd.telemetry import reviewpage, reviewtext, runs
@@ -45,7 +46,7 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
         found = review(parts)
     except ValueError:
         raise Complaint(f"nothing was written of this run in {folders[-1]}") from None
-    click.echo("\n".join(reviewtext.lines(found)))
+    click.echo("\n".join(on_screen(reviewtext.lines(found))))
     if text:
         return
     page = out or folders[-1] / PAGE

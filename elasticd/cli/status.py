@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from typing import Any
@@ -12,8 +11,9 @@ import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import Place, answering, facts_of, find, places, unusable
+from elasticd.cli.fitting import on_screen
 from elasticd.cli.options import etcd_options
-from elasticd.cli.report import JobReport, as_text, fitted, report
+from elasticd.cli.report import JobReport, as_text, report
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord
 from elasticd.telemetry import words
@@ -89,13 +89,7 @@ def _show(r: JobReport, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(r.as_json()))
     else:
-        click.echo("\n".join(_lines(r)))
-
-
-def _lines(r: JobReport) -> list[str]:
-    """As wide as a terminal is; elsewhere who reads them may count on whole lines."""
-    lines = as_text(r, time.time())
-    return fitted(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines
+        click.echo("\n".join(on_screen(as_text(r, time.time()))))
 
 
 # ---------------------------------------------------------------- lists
@@ -139,4 +133,4 @@ def _show_anew(r: JobReport, as_json: bool) -> None:
         _show(r, as_json)
         sys.stdout.flush()
         return
-    click.echo("\x1b[H\x1b[J" + "\n".join(_lines(r)))
+    click.echo("\x1b[H\x1b[J" + "\n".join(on_screen(as_text(r, time.time()))))

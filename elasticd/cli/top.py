@@ -51,7 +51,7 @@ def top(job: str | None, **etcd: Any) -> None:
     if last:
         from elasticd.telemetry import footer
 
-        click.echo("\n".join(footer.render(snapshot(last[-1], time.time()), 80, 24)))
+        click.echo("\n".join(footer.render(snapshot(last[-1], time.time()), 80, 24, fold=True)))
 
 
 def _draw(report: JobReport, last: list[JobReport]) -> None:
@@ -60,7 +60,7 @@ def _draw(report: JobReport, last: list[JobReport]) -> None:
     room = size.lines - 1
     from elasticd.telemetry import footer  # and with it rich, which --help need not wait for
 
-    lines = footer.render(snapshot(report, time.time()), size.columns, 2 * room, rows_max=room)
+    lines = footer.render(snapshot(report, time.time()), size.columns, 2 * room, rows_max=room, fold=True)
     sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in lines[:room]) + "\x1b[J")
     sys.stdout.flush()
 

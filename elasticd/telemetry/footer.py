@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from io import StringIO
@@ -10,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
+from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 
 _STATE_STYLES: dict[SlotState, str] = {
     SlotState.IDLE: "dim",
@@ -26,9 +27,12 @@ _GAP = 3  # between columns of slots
 SLOT_ROWS_MAX = 8
 
 
-def render(snapshot: Snapshot, width: int, height: int, rows_max: int = SLOT_ROWS_MAX) -> list[str]:
+def render(
+    snapshot: Snapshot, width: int, height: int, rows_max: int = SLOT_ROWS_MAX, *, fold: bool = False
+) -> list[str]:
     """Lines with ANSI colours, each narrower than ``width`` cells; never more than half of
-    ``height``, whatever the number of slots, nor more than ``rows_max`` lines of them."""
+    ``height``, whatever the number of slots, nor more than ``rows_max`` lines of them. ``fold``: what
+    happened is told to its end where there is room for more lines, else cut off."""
     room = max(1, height // 2)
     usable = max(8, width - 1)  # a full last column makes some terminals wrap
     lines: list[Text] = [Text("─" * usable, style="dim")] if room > 2 else []
@@ -37,10 +41,22 @@ def render(snapshot: Snapshot, width: int, height: int, rows_max: int = SLOT_ROW
         lines.append(Text(f" {snapshot.waiting}", style="yellow"))
     events = snapshot.events[-3:] if room > 8 else snapshot.events[-1:]
     lines += _slots(snapshot.slots, usable, min(rows_max, room - len(lines) - len(events)))
-    for event in events[: max(0, room - len(lines))]:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.at))
-        lines.append(Text.assemble((f" {clock} ", "dim"), event.text))
+    lines += _told(events, usable, room - len(lines), fold)
     return _ansi(lines, usable)
+
+
+def _told(events: Sequence[Event], width: int, room: int, fold: bool) -> list[Text]:
+    lines: list[Text] = []
+    for at, event in enumerate(events, 1):
+        clock = time.strftime(" %H:%M:%S ", time.localtime(event.at))
+        most = room - len(lines) - (len(events) - at)  # a line for each of the others
+        words = textwrap.wrap(event.text, max(8, width - len(clock))) if fold and most > 1 else [event.text]
+        if len(words) > most:
+            words = [*words[: most - 1], " ".join(words[most - 1 :])]
+        for part in words[: max(0, most)]:
+            lines.append(Text.assemble((clock, "dim"), part))
+            clock = " " * len(clock)
+    return lines
 
 
 def _head(s: Snapshot, width: int) -> Text:
@@ -55,8 +71,8 @@ def _head(s: Snapshot, width: int) -> Text:
     ]
     if pace is not None:
         words.append((f"{_rate(pace)} steps/s", "cyan"))
-    words.append((f"restarts {s.restarts}", "yellow" if s.restarts else "dim"))
-    words.append((f"({s.budget_left} left)", "dim"))
+    restarts = f"restarts {s.restarts}  ({s.budget_left} left)"
+    words.append((restarts, "yellow" if s.restarts else "dim"))
     head = Text.assemble((f" {_short(s.job, max(8, width // 3))}", "bold cyan"))
     for word, style in words:
         if word and head.cell_len + 2 + cell_len(word) <= width:

@@ -193,7 +193,14 @@ def sentence(reason: r.Reason, now: float) -> str:
                 f"on {count(nodes, 'node')}: {cause(why)}"
             )
         case r.RoundClosing(number, why, nodes, failed):
-            who = f" ({failure(failed)})" if failed else f" ({listing(nodes)})" if nodes else ""
+            # How it failed is told by its own node, and when it is charged.
+            who = (
+                f" ({worker(failed.node, failed.exit)})"
+                if failed
+                else f" ({listing(nodes)})"
+                if nodes
+                else ""
+            )
             return f"round {number} ends: {cause(why)}{who}"
         case r.FailureCharged(failed, spent, allowed):
             return f"{failure(failed)}; {spent} of {allowed} restarts spent"
@@ -226,8 +233,10 @@ def sentence(reason: r.Reason, now: float) -> str:
             again = f"tried again{_in(until, now)}"
             return f"the worker that was to wait in slot {slot} {ending(code)}{said}; {again}"
         case r.WorkerEnded(_, slot, rank, code, message, hung):
+            if hung:  # at which place has just been told
+                return f"rank {rank} (slot {slot}) was killed by elasticd, as it hung"
             said = f": {first_line(message)}" if message.strip() else ""
-            return f"rank {rank} (slot {slot}) {ending(code, hung=hung)}{said}"
+            return f"rank {rank} (slot {slot}) {ending(code)}{said}"
         case r.WorkersHung(number, verdict, evidence):
             seen = f"; what was seen is in {evidence}" if evidence else ""
             return f"round {number} hangs: {hang(verdict)}{seen}"
@@ -417,6 +426,6 @@ def event(reason: r.Reason) -> LogEvent:
             flat[f.name] = list(value)
         elif f.name == "until" and isinstance(value, float):
             flat["until"] = datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
-        else:
+        elif f.name != "hung" or value:
             flat["round" if f.name == "number" else f.name] = value
     return LogEvent(name, level, {k: v for k, v in flat.items() if v not in (None, "", [])})

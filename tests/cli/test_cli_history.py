@@ -69,7 +69,14 @@ def test_a_slot_is_found_whatever_its_local_rank_was(ran: Path) -> None:
 
 
 def test_the_output_of_the_worker_that_failed_is_found_after_its_round(ran: Path) -> None:
-    assert "printed in 0 by 0" in say(logs, "--failed")
+    said = say(logs, "--failed")
+    assert "printed in 0 by 0" in said and "rank 0 (slot 0 on a) ended with exit code 1: boom" in said
+
+
+def test_that_a_worker_printed_nothing_is_said(ran: Path) -> None:
+    for kept in ran.glob("attempt_1/*/*.log"):
+        kept.write_text("")
+    assert say(logs, "train", "--slot", "1") == "it printed nothing\n"
 
 
 def test_what_is_not_here_is_said_in_a_sentence(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 
-from elasticd.cli.report import JobReport, Need, Pace, as_text, fitted, report
+from elasticd.cli.fitting import fitted
+from elasticd.cli.report import JobReport, Need, Pace, as_text, report
 from elasticd.core.facts import (
     Budget,
     Cause,
@@ -195,4 +196,4 @@ def test_on_a_narrow_terminal_lines_are_broken_between_words_and_stay_below_what
         "    slot 0  rank 0  running  step 589",
         "      19.77/s  pid 25595",
     ]
-    assert fitted(lines, 160) == lines
+    assert fitted(["", *lines], 160) == ["", *lines]

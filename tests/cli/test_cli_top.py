@@ -62,6 +62,17 @@ def test_all_nodes_are_shown_as_far_as_the_terminal_has_room(width: int, height:
     assert "productive" in shown
 
 
+@pytest.mark.parametrize(("width", "height", "whole"), [(60, 20, True), (60, 7, False), (200, 7, True)])
+def test_what_happened_is_told_to_its_end_where_there_is_room(width: int, height: int, whole: bool) -> None:
+    seen = snapshot(replace(report(1), time={"productive": 900.0, "restarting": 60.0, "hung": 40.0}), NOW)
+    lines = footer.render(seen, width, 2 * height, rows_max=height, fold=True)
+    plain = [Text.from_ansi(line) for line in lines]
+    assert len(lines) <= height and all(line.cell_len < width for line in plain)
+    told = " ".join(" ".join(line.plain for line in plain).split())
+    assert "90.0 % productive of 16 min 40 s of worker time" in told
+    assert ("1 min starting and losing workers, 40 s hung" in told) == whole
+
+
 def test_what_the_job_waits_for_and_what_became_of_it_are_shown() -> None:
     waits = snapshot(replace(report(1), waiting_for=Need(6, 8), world_size=0), NOW)
     assert "2 more workers" in "\n".join(footer.render(waits, 80, 48))
