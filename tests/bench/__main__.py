@@ -88,12 +88,12 @@ def overhead(
 ) -> None:
     """Steady state: what being watched costs, and step time against processes started by hand."""
     from tests.bench.overhead import overhead as measure
-    from tests.bench.watching import watching
+    from tests.bench.watching import ALL, watching
 
     if watched_pairs:
         click.echo(f"{workers} workers watched and not ({watched_steps} steps a block, the same processes)")
-        for library in (False, True):
-            click.echo(watching(workers, watched_pairs, watched_steps, library, width, batch))
+        for what in ALL:
+            click.echo(watching(workers, watched_pairs, watched_steps, what, width, batch))
     if pairs:
         click.echo(measure(workers, pairs, steps))
 

@@ -49,6 +49,28 @@ def joined(log: Sequence[Event], round_number: int, wall_s: float) -> list[Part]
     return [("told", has_group - last["group_s"]), ("group", has_group), ("state, model", at)]
 
 
+def grown(log: Sequence[Event], marks: Iterable[Mark], killed_at: float, wall_s: float) -> list[Part]:
+    """From the kill to a world of full size again, where the replacement had yet to be started: while it
+    comes to wait, the others train; then they end their step, and all form the next world."""
+    since = [e for e in log if e["at"] - wall_s >= killed_at]
+
+    def first(event: str, **fields: str) -> list[tuple[Event, float]]:
+        found = (e for e in since if e["event"] == event and fields.items() <= e.items())
+        return [(e, e["at"] - wall_s) for e in found][:1]
+
+    noticed, ready = first("worker.ended"), first("standby.ready")
+    began = [m.at for m in marks if m.what == "begins" and m.at >= killed_at][:1]
+    asked, formed = first("round.closing", cause="grew"), first("round.formed", cause="grew")
+    return [
+        *(("noticed", at) for _, at in noticed),
+        *(("process", at) for at in began),
+        *(("model, ready", at) for _, at in ready),
+        *(("asked to commit", at) for _, at in asked),
+        *(("committed, next formed", at) for _, at in formed),
+        *(part for event, _ in formed for part in joined(log, event["round"], wall_s)),
+    ]
+
+
 def begun(marks: Iterable[Mark], pids: set[int]) -> list[Part]:
     """The workers' part where they are new processes: of who was last."""
     mine = [m for m in marks if m.pid in pids]

@@ -90,8 +90,9 @@ def kills_in_place(workers: int, kills: int, spares: int) -> tuple[list[Kill], l
                 if again is None:
                     full.append(Kill(None))
                     break
-                full.append(Kill(again.at - killed_at))
                 _warm(steps, len(steps.made))
+                said = parts.grown(parts.events(log), steps.marks, killed_at, wall_s()) if not spares else []
+                full.append(Kill(again.at - killed_at, parts.lengths(killed_at, said, again) if said else {}))
                 step = next(s for s in steps.made[before:] if s.world < workers or s.pid not in old)
                 survivors.append(Kill(step.at - killed_at, _in_place(log, killed_at, step)))
             return survivors, full

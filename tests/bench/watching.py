@@ -1,9 +1,9 @@
 """What watching costs a step: the same processes watched and not watched, in turn.
 
 Launches of the same job differ by more than is looked for here. So one launch alternates: for the
-blocks that nobody watches, the workers take out the optimizer hook (and the library's commits), and the
-agent, its etcd and its other services are stopped; for the others all goes on, and /metrics is scraped
-every second.
+blocks that nobody watches, the workers take out the optimizer hook, which is the heartbeat, and the
+library's commits, and the agent, its etcd and its other services are stopped; for the others all goes on,
+and /metrics is scraped every second. Or only the one or the other is taken out.
 """
 
 from __future__ import annotations
@@ -59,12 +59,31 @@ class Scraper:
             self.took_s.append(time.perf_counter() - asked)
 
 
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """``part``: "all" of it, or only the "hook" or the "commit"."""
+
+    name: str
+    library: bool
+    part: str = "all"
+
+
+ALL = (
+    Watching("script as it is", library=False),
+    Watching("with elasticd.worker", library=True),
+    Watching("its heartbeat alone", library=True, part="hook"),
+    Watching("its commits alone", library=True, part="commit"),
+)
+
+
 class Watched:
     """A job of so many workers under one agent."""
 
-    def __init__(self, folder: Path, workers: int, library: bool, width: int, batch: int) -> None:
+    def __init__(self, folder: Path, workers: int, what: Watching, width: int, batch: int) -> None:
+        self._what = what
         port = launch.free_port()
-        env = {"PYTHONPATH": launch.ROOT, "BENCH_LIBRARY": str(int(library))}
+        env = {"PYTHONPATH": launch.ROOT, "BENCH_LIBRARY": str(int(what.library))}
+        env["BENCH_WATCHED"] = what.part
         env |= {"BENCH_WIDTH": str(width), "BENCH_BATCH": str(batch)}
         argv = [launch.BIN / "elasticd", "run", "--min", workers, "--max", workers, "--slots", workers]
         # No lease runs out, and no hang is judged, because the agent was stopped for a while.
@@ -100,7 +119,7 @@ class Watched:
         return []
 
     def switch(self, on: bool) -> None:
-        for process in self._watchers():
+        for process in self._watchers() if self._what.part == "all" else ():
             process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
         for pid in self.workers:
             os.kill(pid, signal.SIGUSR1)
@@ -110,6 +129,12 @@ class Watched:
         agent = psutil.Process(self.launched.agents[0].pid)
         agents, *others = [sum(p.cpu_times()[:2]) for p in (agent, *agent.children())]
         return agents, sum(others)
+
+    def call_s(self, name: str) -> float:
+        """What a call of "hook" or "commit" takes, by the workers' own clock: the median of all blocks."""
+        self.steps.read()
+        took = [m.what.partition(":")[2] for m in self.steps.marks if m.what.startswith(f"{name}:")]
+        return median(map(float, took)) / 1e9
 
     def block(self, count: int) -> float:
         """Seconds a step, on average of so many that come now."""
@@ -127,11 +152,11 @@ class Watched:
         return (begun[-1] - begun[SETTLING_STEPS]) / count
 
 
-def watching(workers: int, pairs: int, count: int, library: bool, width: int, batch: int) -> str:
+def watching(workers: int, pairs: int, count: int, what: Watching, width: int, batch: int) -> str:
     """Not watched, watched, watched, not watched, and so on, as the machine drifts; the median of the
     pairs, and what the agent used by its own account."""
     with tempfile.TemporaryDirectory() as folder:
-        job = Watched(Path(folder), workers, library, width, batch)
+        job = Watched(Path(folder), workers, what, width, batch)
         try:
             job.start()
             ratios: list[float] = []
@@ -155,15 +180,17 @@ def watching(workers: int, pairs: int, count: int, library: bool, width: int, ba
                 ratios.append(took[True] / took[False] - 1)
                 plain_s.append(took[False])
             scrapes = job.scraper.took_s
+            calls_s = {name: job.call_s(name) for name in ("hook", "commit")[: 1 + what.library]}
         finally:
             job.close()
     ratios.sort()
     quarter = len(ratios) // 4
-    name = "with elasticd.worker" if library else "script as it is"
-    scraped = f"; a scrape took {median(scrapes) * 1e3:.2f} ms" if scrapes else ""
-    spread = f"half of the {pairs} pairs: {ratios[quarter]:+.2%} to {ratios[-1 - quarter]:+.2%}"
-    return (
-        f"  {name:<20} {median(ratios):+.2%} of a step of {median(plain_s) * 1e3:.1f} ms ({spread}); "
-        f"the agent used {agent_s / watched_s:.2%} of a core, its services "
-        f"{others_s / watched_s:.2%}{scraped}"
-    )
+    said = [
+        f"{median(ratios):+.2%} of a step of {median(plain_s) * 1e3:.1f} ms",
+        f"half of the {pairs} pairs: {ratios[quarter]:+.2%} to {ratios[-1 - quarter]:+.2%}",
+        *(f"a {name} {took * 1e6:.0f} us ({took / median(plain_s):.3%})" for name, took in calls_s.items()),
+    ]
+    if what.part == "all":
+        said.append(f"the agent {agent_s / watched_s:.2%} of a core, its services {others_s / watched_s:.2%}")
+        said += [f"a scrape {median(scrapes) * 1e3:.2f} ms"] if scrapes else []
+    return f"  {what.name:<20} {'; '.join(said)}"
