@@ -23,7 +23,6 @@ from typing import Generic, TypeVar
 from elasticd.core.agent.state import Crew
 from elasticd.core.facts import Hang, Phase, Stall
 from elasticd.core.hang import (
-    GAPS_ENOUGH,
     Allowance,
     Doing,
     Look,
@@ -182,7 +181,8 @@ class Hangs:
         if still_s < allowed.stopped_s / 2:
             self._calm()
             return min(IDLE_S, allowed.stopped_s / 2 - still_s)
-        stopped = self._sample(at)
+        self._sample(at)
+        stopped = any(self._stopped_s(w, at) >= allowed.stopped_s for w in self._workers.values())
         if still_s < allowed.stopped_s and self._looking is None:
             return min(STALLED_S, allowed.stopped_s - still_s)
         return self._investigate(crew, allowed, still_s, stopped, at)
@@ -197,7 +197,7 @@ class Hangs:
         if self._in_step(crew):
             steps = min(worker.made for worker in self._workers.values())
         else:
-            steps = len(known) if len(known) > GAPS_ENOUGH else 0  # those of earlier rounds
+            steps = 1  # only who is stopped is judged: by earlier rounds' steps, or as after a first one
         return allowance(known, steps, self._patience)
 
     # ------------------------------------------------------------ what the job's steps are like
@@ -230,18 +230,23 @@ class Hangs:
     def _still_s(self, worker: _Worker, at: float) -> float:
         return at - max(worker.last_at if worker.made else worker.since, self._aware_since)
 
+    def _stopped_s(self, worker: _Worker, at: float) -> float:
+        """How long it has been stopped: since it was last seen otherwise, or stands still."""
+        still_s = self._still_s(worker, at)
+        for seen_at, seen in reversed(worker.sampled):
+            if seen.state is not ProcessState.STOPPED:
+                return min(still_s, at - seen_at)
+        return still_s if worker.sampled else 0.0
+
     # ------------------------------------------------------------ looking
 
-    def _sample(self, at: float) -> bool:
-        """Note how each is; whether one of them is stopped."""
-        stopped = False
+    def _sample(self, at: float) -> None:
+        """Note how each is."""
         for worker in self._workers.values():
             seen = vitals(worker.watched.pid)
             worker.sampled.append((at, seen))
             while len(worker.sampled) > 1 and worker.sampled[1][0] <= at - WINDOW_S:
                 worker.sampled.popleft()
-            stopped = stopped or seen.state is ProcessState.STOPPED
-        return stopped
 
     def _investigate(self, crew: Crew, allowed: Allowance, still_s: float, stopped: bool, at: float) -> float:
         if self._looking is not None:
@@ -301,7 +306,9 @@ class Hangs:
         worker = self._workers[of.slot]
         still_s = self._still_s(worker, at)
         kind = doing(seen.vitals.state, worker.pulse(at, seen.vitals), where)
-        if still_s < allowed.stopped_s and kind is not Doing.STOPPED:
+        if kind is Doing.STOPPED:
+            still_s = min(still_s, self._stopped_s(worker, at))
+        elif still_s < allowed.stopped_s:
             kind = Doing.MOVING
         place, what = (where.place, where.doing) if where else ("", "")
         return Look(self._driver.state.me.node, of.slot, of.rank, worker.steps, still_s, kind, place, what)

@@ -164,10 +164,25 @@ def test_a_stopped_worker_is_condemned_after_ten_steps_and_the_evidence_is_there
     assert (Path(said.evidence) / "conclusion.txt").exists()
 
 
-def test_nothing_is_judged_before_the_first_step(setup: Setup) -> None:
-    stop(setup.workers[1])
+def test_only_who_is_stopped_is_judged_before_the_first_step(setup: Setup) -> None:
     setup.stand_still(1000.0)
     assert not setup.condemned
+    stopped = setup.now
+    stop(setup.workers[1])
+    setup.stand_still(30.0)
+    ((slot, why, at),) = setup.condemned
+    assert slot == 1 and "is stopped (SIGSTOP)" in why
+    assert 9.0 < at - stopped < 13.0, "not for how long it has taken to begin"
+
+
+def test_who_is_stopped_after_it_stood_still_is_condemned_for_the_time_since(setup: Setup) -> None:
+    setup.train(10.0)
+    setup.stand_still(20.0)  # in an evaluation, say
+    stopped = setup.now
+    stop(setup.workers[1])
+    setup.stand_still(30.0)
+    ((slot, _, at),) = setup.condemned
+    assert slot == 1 and 0.49 < at - stopped < 3.0
 
 
 def test_one_stopped_before_its_first_step_is_judged_by_the_steps_of_earlier_rounds(setup: Setup) -> None:
