@@ -92,6 +92,9 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         _say(sentence)
         _leave_word(error, sentence)
         return 2
+    except PermissionError as error:  # of our own folders, or of a Python that others may not start
+        _say(f"{error}.")
+        return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:

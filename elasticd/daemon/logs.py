@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from elasticd.procs.output import LogDest
 from elasticd.telemetry.runs import state_dir
 
 RUNS_KEPT = 50
+RECENT_S = 86_400.0
 
 
 def logs_specs(options: LogOptions) -> LogsSpecs:
@@ -32,13 +34,13 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
         if not found:
             raise CannotStart(f"no package installed here offers the logs specs {options.specs!r}")
         made = next(iter(found)).load()
-    folder = options.dir or state_dir() / "logs"
     try:
+        folder = options.dir or state_dir() / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         if options.dir is None:  # a folder that people name is theirs to tidy
             forget_old_runs(folder)
     except OSError as error:
-        raise CannotStart(f"the log directory {folder} cannot be made: {error.strerror}") from error
+        raise CannotStart(f"there can be no log directory: {error}") from error
     return made(
         log_dir=str(folder),
         redirects=Std.from_str(options.redirects),
@@ -47,11 +49,23 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
     )
 
 
-def forget_old_runs(folder: Path, keep: int = RUNS_KEPT) -> None:
-    """Remove the logs of all runs but the newest ``keep``; runs still being written are among them."""
-    runs = sorted((f for f in folder.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
-    for old in runs[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+def forget_old_runs(folder: Path, keep: int = RUNS_KEPT, recent_s: float = RECENT_S) -> None:
+    """Remove the logs of all runs but the newest ``keep``, and those that something was written to of
+    late: they may go on, also on other machines that share the folder."""
+    written = {run: _last_written(run) for run in folder.iterdir() if run.is_dir()}
+    newest_first = sorted(written, key=lambda run: -written[run])
+    for old in newest_first[keep:]:
+        if written[old] < time.time() - recent_s:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _last_written(run: Path) -> float:
+    """Seconds since the epoch; the course of a run is noted for as long as it lasts."""
+    times = [0.0]
+    for path in (run, *run.glob("*")):
+        with contextlib.suppress(OSError):  # another agent may tidy, too
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 class Destinations:

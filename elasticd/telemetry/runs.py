@@ -26,21 +26,25 @@ class KnownRun:
 
 def state_dir() -> Path:
     """Where runs keep what outlives them: ``$XDG_STATE_HOME/elasticd``, or a temporary folder where
-    there is no home to write to."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(home) / "elasticd"
-    try:
+    there is no home to write to. Raises PermissionError where that is somebody else's."""
+    with suppress(OSError, RuntimeError):  # the latter where nobody knows of a home
+        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        folder = Path(home) / "elasticd"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
-        pass
-    return Path(tempfile.gettempdir()) / f"elasticd-state-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"elasticd-state-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not yours; set XDG_STATE_HOME to a folder that is")
+    return folder
 
 
 def note(state: Path, job: str, node: str, began_at: float, folder: Path) -> None:
     """Have the folder found by the job's name from now on. Raises OSError."""
     place = jobs_place(state, job)
+    _forget_those_gone(place.parent)
     place.mkdir(parents=True, exist_ok=True)
     link = place / f"{began_at:.3f}-{node}"
     with suppress(FileExistsError):
@@ -48,6 +52,15 @@ def note(state: Path, job: str, node: str, began_at: float, folder: Path) -> Non
     for old in sorted(place.iterdir())[:-RUNS_KEPT]:
         with suppress(OSError):
             old.unlink()
+
+
+def _forget_those_gone(jobs: Path) -> None:
+    """Runs whose folder was removed since: jobs are named anew each time, and would add up."""
+    for link in jobs.glob("*/*"):
+        with suppress(OSError):
+            if not link.exists():
+                link.unlink()
+                link.parent.rmdir()  # if it was the last
 
 
 def of_job(state: Path, job: str) -> list[KnownRun]:
