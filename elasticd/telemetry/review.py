@@ -18,6 +18,13 @@ from elasticd.telemetry.events import ENDED, STARTED, Event
 
 Line = Mapping[str, Any]
 BINS_MAX = 80  # of a plot over time
+_STRAGGLERS = ("worker.straggling", "slot.bad")
+_TOLD_ELSEWHERE = (
+    "worker.ended",
+    "failure.charged",
+    "workers.hung",
+    *_STRAGGLERS,
+)  # warnings though they are
 _CHANGES = ("job.waiting", "workers.stopping", "workers.leaving", "round.awaiting_release")
 
 
@@ -161,13 +168,10 @@ def review(parts: Sequence[Part]) -> Review:
         spent=spent,
         failures=_failures(events, rounds),
         hangs=_once([e for e in events if e["event"] == "workers.hung"], "round", "conclusion"),
-        stragglers=tuple(e for e in events if e["event"] in ("worker.straggling", "slot.bad")),
+        stragglers=tuple(e for e in events if e["event"] in _STRAGGLERS),
         checkpoints=_once([e for e in events if e["event"].startswith("checkpoint.")], "event", "name"),
         warnings=tuple(
-            e
-            for e in events
-            if e.get("level") in ("warning", "error")
-            and e["event"] not in ("worker.ended", "failure.charged")
+            e for e in events if e.get("level") in ("warning", "error") and e["event"] not in _TOLD_ELSEWHERE
         ),
         world=_world(course, ended_at),
         goodput_over_time=_goodput_over_time(by_node, began_at, ended_at),

@@ -28,7 +28,7 @@ h1{font-size:1.45rem;margin:0}h2{font-size:1.05rem;margin:1.8rem 0 .4rem}.dim{co
 """
     + TILES_NOTES_TABLES
     + """\
-th{color:var(--dim);font-weight:400}td.t,th.t{text-align:left}td.w{white-space:normal;min-width:14rem}
+th{color:var(--dim);font-weight:400}td.t,th.t{text-align:left}td.w{white-space:normal;min-width:14rem;overflow-wrap:anywhere}
 svg{display:block}svg.plot{width:100%;height:auto;font-size:11px}svg text{fill:var(--dim)}
 svg text.left{text-anchor:end}.grid{stroke:var(--line)}.mark{stroke:var(--bad);stroke-dasharray:2 3}
 svg path{fill:none;stroke-width:1.8;stroke-linejoin:round}svg.bar{border-radius:.35rem;overflow:hidden}
@@ -217,7 +217,7 @@ def _happened(title: str, events: Sequence[Event], since: float, place: str = ""
     """``place``: the field that says where there is more to read."""
     rows = (
         f"<td>{_since(float(e['at']), since)}<td class=t>{escape(str(e.get('node', '')))}"
-        f"<td class='t w'>{escape(_capital(str(e.get('text') or e['event'])))}"
+        f"<td class='t w'>{escape(_capital(str(e.get('conclusion') or e.get('text') or e['event'])))}"
         + (f"<br><code class=dim>{escape(str(e[place]))}</code>" if place and e.get(place) else "")
         for e in events
     )
