@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 CHECKPOINTS = "ELASTICD_CHECKPOINTS"  # where they go, unless the script says so itself
 _SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
 
+_SHARDED = (
+    "pieces of a sharded model (FSDP) are lost with each worker: have the script start again instead, with "
+    "worker.Checkpoints and without worker.run"
+)
+
 Wrap = Callable[[nn.Module], Any]
 
 
@@ -121,6 +126,8 @@ class State:
                 "State wraps the model itself, for each world anew: give it the module, not its DDP"
             )
         if isinstance(value, nn.Module):
+            if any(hasattr(p, "device_mesh") for p in value.parameters()):
+                raise TypeError(f"State cannot keep {name}, as {_SHARDED}")
             self._modules[name] = value
         elif isinstance(value, Optimizer):
             self._optimizers[name] = value
@@ -142,6 +149,18 @@ class State:
         refuse_inconsistent(self._modules.values())
         self._wrap = None
         self._stateful["_arithmetic"] = Arithmetic(next(self._modules["model"].parameters()).device)
+
+    def _wrapped_in(self, wrap: Wrap, model: nn.Module) -> Any:
+        mine = [(id(p), p.shape) for p in model.parameters()]
+        wrapped = wrap(model)
+        if [(id(p), p.shape) for p in model.parameters()] != mine:
+            raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {_SHARDED}")
+        if self._data is not None and getattr(wrapped, "static_graph", False):
+            raise TypeError(
+                "static_graph=True wants the same of every backward pass, and with Data not each of them "
+                "ends in a sum over the workers: leave it out of wrap="
+            )
+        return wrapped
 
     def _place(self) -> tuple[int, int]:
         """Of the step that is under way, in the data."""
@@ -257,7 +276,7 @@ class State:
         told.begins_after(self._step)
         model = self._modules.get("model")
         if model is not None and self._wrap is not None:
-            self._wrapped = self._wrap(model)
+            self._wrapped = self._wrapped_in(self._wrap, model)
             self._reduction = Averaged(self._wrapped)
             if world is not None and isinstance(self._wrapped, DistributedDataParallel):
                 _watch(self._wrapped, world)
@@ -380,9 +399,12 @@ class State:
         self._step = snapshot["step"]
 
     def _learned(self) -> Iterator[torch.Tensor]:
-        """All parameters and what the optimizers have of them, in one order everywhere."""
+        """All parameters and what the optimizers have of them, in one order everywhere. Buffers where they
+        are alike in all workers, as they are in consistent mode."""
         for _, module in sorted(self._modules.items()):
             yield from module.parameters()
+            if self._data is not None and self._data.consistent:
+                yield from module.buffers()
         for _, optimizer in sorted(self._optimizers.items()):
             for _, values in sorted(optimizer.state_dict()["state"].items()):
                 yield from (v for _, v in sorted(values.items()) if isinstance(v, torch.Tensor))

@@ -7,7 +7,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.harness import PATIENCE_S, Cluster
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 
 PROGRAM = Path(__file__).parent / "programs" / "consistent.py"
 STEPS = {"digits": 30, "gpt": 34}
+ACCIDENTS = ("kill", "stop", "sleep")
+DRAINED = 143  # an agent's exit code
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -85,29 +87,47 @@ def undisturbed(training: Training, cluster: Cluster, size: int) -> set[str]:
     return training.results()
 
 
-def disturbed(training: Training, cluster: Cluster, first: int) -> set[str]:
-    """Workers are killed where the schedule says so, and it is scaled whenever they wait for it."""
+def disturbed(training: Training, cluster: Cluster, first: int, nodes: int = 1) -> set[str]:
+    """Workers have their accidents where the schedule says so; whenever they wait for it, the job is scaled,
+    and a node leaves that another takes the place of. Any two nodes have room for the largest world."""
     cluster.limits = (2, first)
-    (agent,) = cluster.start("a", slots=8, options=("--max-restarts=100",), program=training.program)
-    schedule = json.loads((training.folder / "schedule.json").read_text())
-    for done, size in schedule["waits"]:
+    options = ("--max-restarts=100", "--hang-floor=0.03")
 
-        def waits(done: int = done) -> bool:
-            assert agent.process.poll() is None, agent.said()
+    def start() -> None:
+        name = f"node{len(cluster.agents)}"
+        cluster.start(name, slots=8 if nodes == 1 else 4, options=options, program=training.program)
+
+    for _ in range(nodes):
+        start()
+    alive = [*cluster.agents]
+    schedule = json.loads((training.folder / "schedule.json").read_text())
+    for done, size, leaves in schedule["waits"]:
+
+        def waits(done: int = done, alive: Sequence[Agent] = alive) -> bool:
+            assert all(agent.process.poll() is None for agent in alive), cluster.state()
             return any(m["done"] == done for p in cluster.stage.players for m in p.did("waits"))
 
         cluster.until(waits, f"after {done} steps they wait")
         said = cluster.command("scale", cluster.job, f"--max={size}")
         assert said.code == 0, said.err
+        if leaves:
+            start()
+            alive.append(cluster.agents[-1])
+            agent = alive.pop(0)
+            if leaves == "drained":
+                said = cluster.command("drain", agent.name)
+                assert said.code == 0, said.err
+                assert agent.end() == DRAINED, agent.said()
+            else:
+                agent.kill()
         (training.folder / f"scaled-{done}").touch()
-    assert agent.end() == 0, agent.said()
-    killed = sorted((at, where) for at, _, where in schedule["kills"])
-    assert (
-        sorted((int(p.name.split("-")[1]), p.name.split("-")[2]) for p in training.folder.glob("killed-*"))
-        == killed
-    )
+    for agent in alive:
+        assert agent.end() == 0, agent.said()
+    expected = {f"{what}-{at}-{where}" for at, _, where, what in schedule["accidents"]}
+    had = {path.name for what in ACCIDENTS for path in training.folder.glob(f"{what}-*")}
+    assert had == expected, "all the accidents, and no others"
     sizes = {m["world"] for p in cluster.stage.players for m in p.did("entered")}
-    assert {size for _, size in schedule["waits"]} <= sizes
+    assert {size for _, size, _ in schedule["waits"]} <= sizes
     return training.results()
 
 
@@ -116,7 +136,7 @@ def test_killed_grown_and_shrunk_it_ends_as_one_process_alone_does_to_the_last_b
 ) -> None:
     reference = alone(train("digits"), clusters(shared_etcd))
     assert len(reference) == 1
-    schedule = {"waits": [(8, 3), (16, 2)], "kills": [(11, 2, "forward")]}
+    schedule = {"waits": [(8, 3, ""), (16, 2, "")], "accidents": [(11, 2, "forward", "kill")]}
     assert disturbed(train("digits", **schedule), clusters(shared_etcd), 2) == reference
 
 
@@ -136,9 +156,31 @@ def test_worlds_of_any_size_and_random_schedules_of_kills_and_resizes_end_alike(
         assert found == reference, f"schedule {seed}: {schedule}"
 
 
-def random_schedule(chance: random.Random, steps: int) -> tuple[dict[str, Any], int]:
-    """Six resizes and five kills; and the size to begin with."""
-    waits = [(at, chance.randint(2, 8)) for at in sorted(chance.sample(range(1, steps), 6))]
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["digits", "gpt"])
+def test_random_schedules_of_kills_hangs_drains_and_lost_nodes_end_alike_on_several_nodes(
+    kind: str, train: Callable[..., Training], clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    reference = alone(train(kind), clusters(shared_etcd))
+    assert len(reference) == 1
+    for seed in range(3):
+        schedule, first = random_schedule(random.Random(100 + seed), STEPS[kind], nodes=3)
+        found = disturbed(train(kind, **schedule), clusters(shared_etcd), first, nodes=3)
+        assert found == reference, f"schedule {seed}: {schedule}"
+
+
+def random_schedule(chance: random.Random, steps: int, nodes: int = 1) -> tuple[dict[str, Any], int]:
+    """Six resizes and five accidents; and the size to begin with. On several nodes, half of the resizes come
+    with a node that leaves, and workers hang, too."""
+    ways = ("", "", "drained", "drained", "lost") if nodes > 1 else ("",)
+    waits = [
+        (at, chance.randint(2, 8), chance.choice(ways)) for at in sorted(chance.sample(range(1, steps), 6))
+    ]
     points = ("begun", "forward", "summed", "stepped")
-    kills = [(at, chance.randrange(8), chance.choice(points)) for at in chance.sample(range(steps), 5)]
-    return {"waits": waits, "kills": kills}, chance.randint(2, 8)
+    kinds = ("kill", *ACCIDENTS) if nodes > 1 else ("kill",)
+    accidents = [
+        (at, chance.randrange(8), chance.choice(points), chance.choice(kinds))
+        for at in chance.sample(range(steps), 5)
+    ]
+    return {"waits": waits, "accidents": accidents}, chance.randint(2, 8)

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,10 +40,10 @@ def noted(folder: Path) -> list[Note]:
     return [note for _, note in lines(path.read_bytes())]
 
 
-def train(data: Data) -> worker.State:
+def train(data: Data, model: nn.Module | None = None, **how: Any) -> worker.State:
     torch.manual_seed(1)
-    model = nn.Linear(1, 1)
-    state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.01), data=data, wrap=None)
+    model = model or nn.Linear(1, 1)
+    state = worker.State(model, torch.optim.AdamW(model.parameters(), lr=0.01), data=data, **how)
     state.begin()
     state.agree(1)
     state.enter(None)
@@ -58,7 +59,7 @@ def train(data: Data) -> worker.State:
 
 def test_what_is_taken_is_noted_before_it_is_committed_and_weights_now_and_then(folder):
     data = Data(Numbers(), global_batch=4, virtual_ranks=2, accumulate=2, shuffle=False)
-    state = train(data)
+    state = train(data, wrap=None)
     entered, *rest = noted(folder)
     assert entered == Entered(1, 0, 1, 0, "", 0, 0, data.facts)
     kinds = [type(note) for note in rest]
@@ -66,8 +67,23 @@ def test_what_is_taken_is_noted_before_it_is_committed_and_weights_now_and_then(
     took = [note for note in rest if isinstance(note, Took)]
     assert [list(unpack(t.ids)) for t in took] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [(start, count) for start, count, _ in took[0].parts] == [(0, 1), (1, 1), (2, 1), (3, 1)]
-    learned = [*state.model.parameters()]
-    assert rest[-1] == Weights(3, digest(learned))
+    assert rest[-1] == Weights(3, digest(learned(state)))
+
+
+def learned(state: worker.State) -> list[torch.Tensor]:
+    """The weights, and what the optimizer has of them: its moments, and how many steps it took."""
+    had = state.optimizer.state_dict()["state"]
+    moments = [had[i][name] for i in sorted(had) for name in ("exp_avg", "exp_avg_sq", "step")]
+    return [*state.model.parameters(), *moments]
+
+
+def test_buffers_are_digested_too_where_all_workers_have_the_same(folder):
+    data = Data(Numbers(), global_batch=4, virtual_ranks=1, consistent=True)
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    state = train(data, model)
+    parameters, moments = learned(state)[:4], learned(state)[4:]
+    assert noted(folder)[-1] == Weights(3, digest([*parameters, *model.buffers(), *moments]))
+    assert int(model[0].num_batches_tracked) == 3
 
 
 def test_without_data_the_commits_are_noted(folder):

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from elasticd import worker
 from elasticd.core.link import Holds
 from elasticd.worker import chance
+from tests.worker.worlds import in_world
 
 
 @pytest.fixture
@@ -82,6 +84,38 @@ def test_names_with_a_meaning_of_their_own_are_refused(name):
 def test_what_cannot_be_sent_to_others_is_refused_at_once():
     with pytest.raises(TypeError, match="State's file holds a"):
         worker.State(file=open(__file__))  # noqa: SIM115
+
+
+def test_models_that_cannot_be_kept_or_added_up_are_refused_in_a_sentence(tmp_path):
+    sharded, wrapped, static = in_world(1, tmp_path, refusals)[0]
+    assert sharded.startswith("State cannot keep model, as pieces of a sharded model (FSDP) are lost")
+    assert wrapped.startswith("wrap= gives the model other parameters, which State cannot keep, as pieces")
+    assert static.startswith("static_graph=True wants the same of every backward pass")
+
+
+def refusals() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    def whole() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+    def shard(model: nn.Module) -> nn.Module:
+        return fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+    def static(model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, static_graph=True)
+
+    def said(model: nn.Module, **how: Any) -> str:
+        data = worker.Data(list(range(8)), global_batch=4, virtual_ranks=2)
+        try:
+            state = worker.State(model, data=data, **how)
+            state.begin()
+            state.enter(None)
+        except TypeError as error:
+            return str(error)
+        return "nothing"
+
+    return [said(shard(whole())), said(whole(), wrap=shard), said(whole(), wrap=static)]
 
 
 def test_a_script_without_an_agent_runs_in_a_world_of_one_and_begins_where_restore_says():

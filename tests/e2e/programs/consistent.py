@@ -2,7 +2,8 @@
 its end what it has come to.
 
 argv: "digits" or "gpt"; a folder. In it: ``digits.npz``; ``schedule.json``: after so many steps, wait for a
-world of such a size ("waits"), and kill the worker of such a rank, at such a point ("kills").
+world of such a size ("waits"), and have the worker of such a rank, at such a point, die, stop or fall asleep
+("accidents").
 """
 
 from __future__ import annotations
@@ -90,19 +91,21 @@ def gpt() -> tuple[nn.Module, worker.Data, Any]:
 
 def accident(point: str, done: int) -> None:
     """At most once each, whoever comes to it."""
-    for at, rank, where in schedule.get("kills", ()):
+    for at, rank, where, what in schedule.get("accidents", ()):
         if (at, where) == (done, point) and worker.rank() == rank % worker.world_size():
             try:
-                (folder / f"killed-{at}-{where}").touch(exist_ok=False)
+                (folder / f"{what}-{at}-{where}").touch(exist_ok=False)
             except FileExistsError:
                 continue
-            os.kill(os.getpid(), signal.SIGKILL)
+            if what == "sleep":
+                time.sleep(3600)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
 
 
 def wait_for_world(state: worker.State) -> None:
     """Until it was scaled and all are in such a world; committing nothing meanwhile, which is where a
     world may end."""
-    wanted = next((size for at, size in schedule.get("waits", ()) if at == state.done), None)
+    wanted = next((size for at, size, _ in schedule.get("waits", ()) if at == state.done), None)
     if wanted is None:
         return
     say("waits", done=state.done, wanted=wanted)
