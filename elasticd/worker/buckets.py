@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.core.summing import pile_up
+from elasticd.worker.world import wait_for
 
 FIRST_BYTES = 1 << 20  # as DistributedDataParallel has them: the first is full soon
 BUCKET_BYTES = 25 << 20
@@ -97,7 +98,7 @@ class Bucket:
 
     def add_up(self) -> None:
         """Wait for them, add up the slice that this worker owns, and send the sum to all."""
-        _finish(self._works)
+        self._finish()
         exchange = self._exchange
         own = self._rows[:, self._of(exchange.rank)]
         arrived = iter(self._arrived)
@@ -120,7 +121,14 @@ class Bucket:
 
     def gather(self) -> None:
         """Wait for the sums."""
-        _finish(self._works)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._works and self._rows.is_cpu:
+            wait_for(self._works)
+        else:
+            for work in self._works:
+                work.wait()
 
     def _peers(self) -> Iterator[int]:
         return (peer for peer in range(self._exchange.size) if peer != self._exchange.rank)
@@ -174,8 +182,3 @@ def _start(sends: Sequence[_Way], receives: Sequence[_Way]) -> list[dist.Work]:
     together = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
     together += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
     return list(dist.batch_isend_irecv(together))  # or NCCL would wait for them one after the other
-
-
-def _finish(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()

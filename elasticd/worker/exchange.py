@@ -14,7 +14,7 @@ from elasticd.core.age import Age
 from elasticd.core.link import Holds
 from elasticd.worker.plain import with_tensors
 from elasticd.worker.state import State
-from elasticd.worker.world import World
+from elasticd.worker.world import World, wait_for
 
 PARCEL_BYTES = 8 << 20  # small tensors travel together, large ones in pieces of this
 _ALIGNED = 16
@@ -117,14 +117,13 @@ class _Chain:
         """The parcel's bytes, as they are at the source. It must stay as it is until ``finish``."""
         for piece in torch.split(parcel, PARCEL_BYTES):
             if self._before is not None:
-                dist.recv(piece, self._before)
+                wait_for([dist.irecv(piece, self._before)])
             if self._after is not None:
                 self._under_way.append(dist.isend(piece, self._after))
         return parcel
 
     def finish(self) -> None:
-        for sent in self._under_way:
-            sent.wait()
+        wait_for(self._under_way)
 
 
 def _send(snapshot: Any, choice: Choice) -> None:

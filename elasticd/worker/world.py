@@ -14,7 +14,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -314,6 +314,14 @@ def _abort_communicators() -> None:
             group.abort()
     if nccl is not None:
         nccl._group_end()
+
+
+def wait_for(messages: Iterable[dist.Work | None]) -> None:
+    """Between two workers each. Gloo would give them as long as it was given to connect."""
+    timeout = _world_group()._get_backend(torch.device("cpu")).options._timeout
+    for message in messages:
+        assert message is not None, "both are of the group"
+        message.wait(timeout)
 
 
 def _world_group() -> dist.ProcessGroup:

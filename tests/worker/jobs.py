@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,30 @@ def reads(folder: Path, name: str, what: str) -> list[Any]:
     path = folder / f"{name}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [entry[what] for entry in map(json.loads, lines) if what in entry]
+
+
+def work_slowly(address: str, folder: str, name: str) -> None:
+    """The first worker takes longer to send the state, and then to compute its part, than one may take to
+    connect."""
+    world.FORMING_S_MAX = 3.0
+    send = exchange._send
+
+    def send_late(*args: Any) -> None:
+        time.sleep(world.FORMING_S_MAX + 0.5)
+        send(*args)
+
+    exchange._send = send_late
+    samples = [(torch.full((8,), float(i)),) for i in range(8)]
+    data = worker.Data(samples, global_batch=4, virtual_ranks=2, consistent=True)
+    work(address, folder, name, body=train_slowly, exact=False, data=data)
+
+
+def train_slowly(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    for step in state.steps():
+        for (x,) in step:
+            if worker.rank() == 0 and step.number == 0:
+                time.sleep(world.FORMING_S_MAX + 0.5)
+            step.backward(state.model(x).square().mean())
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        commit(state, journal)

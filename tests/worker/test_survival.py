@@ -14,6 +14,7 @@ from tests.worker.jobs import (
     train_whatever_happens,
     train_without_commit,
     work,
+    work_slowly,
 )
 
 
@@ -114,3 +115,15 @@ def test_what_was_never_committed_is_lost_and_the_reason_is_said(crew, tmp_path)
     crew.all_ended()
     assert crew.hands[0].status == 1
     assert "state.commit() was never called" in (tmp_path / "0.err").read_text().splitlines()[-1]
+
+
+def test_workers_wait_for_a_slow_one_for_longer_than_they_would_for_one_that_connects(crew, tmp_path):
+    for name in ("0", "1"):
+        crew.start(work_slowly, str(tmp_path), name)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands)
+    crew.all_ended()
+    for i, hand in enumerate(crew.hands):
+        assert hand.status == 0, (tmp_path / f"{i}.err").read_text()
+        assert reads(tmp_path, str(i), "committed") == [1, 2]
+    assert crew.settled == [(1, 2)]
