@@ -39,7 +39,9 @@ class Whereabouts:
     doing: str = ""
 
 
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*)[/\\]|^<|^\?")
+_LIBRARY = re.compile(
+    r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*|elasticd[/\\]worker)[/\\]|^<|^\?"
+)
 _TORCH = re.compile(r"[/\\]torch[/\\](.*)")
 # Code of torch that is at work for itself, though it lies among what talks to other ranks.
 _OWN_WORK = re.compile(r"distributed[/\\](checkpoint|elastic|pipelining|optim)[/\\]")
@@ -48,11 +50,13 @@ _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
 # One who waits here does so in C++, for other ranks or for the GPU, which waits for them.
 _HANDLE = re.compile(r"\.(wait|item|tolist|cpu|synchronize)\(")
 _OURS = ("elasticd_waits.py", "elasticd_heartbeat.py")  # what we put around torch's own calls
+_AROUND_WAIT = ("elasticd_waits.py", "measured")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 def whereabouts(stack: Stack) -> Whereabouts | None:
     """None for a thread that runs no Python."""
+    waits = bool(stack) and (_name(stack[0].file), stack[0].function) == _AROUND_WAIT
     stack = tuple(f for f in stack if _name(f.file) not in _OURS)
     if not stack:
         return None
@@ -67,6 +71,8 @@ def whereabouts(stack: Stack) -> Whereabouts | None:
         return Whereabouts(At.COLLECTIVE, place, "backward")
     if module.startswith(("cuda/", "cuda\\")) and "synchronize" in inner.function:
         return Whereabouts(At.COLLECTIVE, place, "synchronize")
+    if waits:
+        return Whereabouts(At.COLLECTIVE, place, "wait")
     if inner is own and (handle := _HANDLE.search(inner.text)):
         return Whereabouts(At.COLLECTIVE, place, handle[1])
     if any(_waits_for_a_program(f) for f in stack[:4]):

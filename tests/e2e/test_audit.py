@@ -7,11 +7,13 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Agent, Cluster
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 
 AUDITED = str(Path(__file__).parent / "programs" / "audited.py")
 AUDIT = ("--audit", "--audit-every=5")
@@ -87,3 +89,68 @@ def test_a_run_that_takes_other_samples_than_it_should_is_found_out(cluster: Clu
     ]
     compared = cluster.command("audit", cluster.job, "--against", cluster.job, etcd=False)
     assert compared.code == 1 and "14 losses and 3 digests of weights are in both, and equal" in compared.out
+
+
+def test_learning_rates_follow_a_batch_that_grows_with_the_world_and_nothing_is_used_twice(
+    cluster: Cluster,
+) -> None:
+    cluster.limits = (1, 1)
+    program = (AUDITED, "8", "0", "0.05", "grows")
+    (a,) = cluster.start("a", slots=2, options=AUDIT, program=program)
+    for size, times in ((1, 1), (2, 2), (1, 2)):
+        if times > 1 or size > 1:
+            assert cluster.command("scale", cluster.job, f"--max={size}").code == 0
+        entered = cluster.until_said(a, "worker.entered", batch=16 * size, times=times)
+        assert entered["rates_times"] == float(size), "the log says what rates are multiplied by"
+        go_on(cluster, a)
+    assert a.end() == 0, a.said()
+
+    used = {line[line.index("rate") :] for line in a.out if "rate" in line}
+    assert used == {"rate 1.000 in 1", "rate 2.000 in 2"}
+    said = cluster.command("audit", cluster.job, etcd=False)
+    assert said.code == 0, said
+    first, *found, verdict = said.out.splitlines()
+    assert first.endswith("in 3 rounds of 1 to 2 workers")
+    assert found == [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(8)]
+    assert verdict == "proved: each was used once"
+
+
+def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undisturbed_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """All that there is of it is killed at once. The other run goes wrong after the eighth step."""
+    cluster.limits = (2, 2)
+    program = (AUDITED, "40", "0", "0.02", "consistent")
+    a, b = cluster.start("a", "b", options=AUDIT, program=program)
+    cluster.until(lambda: step_of(a, b) >= 16, "they train")
+    for pid in [*workers_of(a), *workers_of(b), a.pid, b.pid]:
+        os.kill(pid, signal.SIGKILL)
+    for agent in (a, b):
+        assert agent.end() == -signal.SIGKILL
+    last = step_of(a, b)
+
+    said = cluster.command("audit", cluster.job, etcd=False)
+    assert said.code == 0, said
+    rounds, *found, verdict = said.out.splitlines()
+    committed = int(rounds.removeprefix("steps 1 to ").split(",")[0])
+    assert last <= committed <= last + 2, "what was said before and what may have been committed since"
+    epochs, rest = divmod(committed, 7)  # steps of an epoch
+    expected = [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(epochs)]
+    assert found == [
+        *expected,
+        *([f"epoch {epochs}: {16 * rest} of 103 samples used, so far"] if rest else []),
+    ]
+    assert verdict == "proved: each was used once"
+
+    notes = {"ELASTICD_AUDIT_FOLDER": str(tmp_path / "alone" / "audit"), "ELASTICD_AUDIT_EVERY": "5"}
+    alone = subprocess.run(
+        [sys.executable, AUDITED, "2", "0", "0", "consistent"],
+        env=cluster.environment() | notes | {"E2E_DRIFT": "8"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert alone.returncode == 0, alone.stderr
+    compared = cluster.command("audit", cluster.job, "--against", str(tmp_path / "alone"), etcd=False)
+    assert compared.code == 1
+    assert compared.out.splitlines()[-1].startswith("the first difference is the loss of step 9: ")

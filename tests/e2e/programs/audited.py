@@ -1,5 +1,7 @@
 """A training on data, as its users would write it, for so many epochs, with so many processes that load, and
-a rest of so many seconds after each step. With ``E2E_BREAK`` its dataset takes another sample than asked for.
+a rest of so many seconds after each step. A fourth word: "grows" has the batch grow with the world, and
+"consistent" is the mode of that name. With ``E2E_BREAK`` its dataset takes another sample than asked for;
+after ``E2E_DRIFT`` steps its losses are a little too large.
 """
 
 import os
@@ -12,7 +14,12 @@ from torch.utils.data import Dataset
 
 from elasticd import worker
 
-SAMPLES, BATCH = 103, 16
+SAMPLES, BATCH, RATE = 103, 16, 0.001
+MODES = {
+    "": {"global_batch": BATCH},
+    "grows": {"worker_batch": BATCH, "rate": "linear"},
+    "consistent": {"global_batch": BATCH, "virtual_ranks": 4, "consistent": True},
+}
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -29,9 +36,15 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return [self[index] for index in indices]
 
 
+class Telling(torch.optim.AdamW):
+    def step(self, closure: None = None) -> None:
+        print(f"rate {self.param_groups[0]['lr'] / RATE:.3f} in {worker.world_size()}", flush=True)
+        super().step(closure)
+
+
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = Telling(model.parameters(), lr=RATE)
 
 
 @worker.run
@@ -39,7 +52,8 @@ def train(state: worker.State, seconds: float) -> None:
     print(f"entered {state.step} {worker.rank()}/{worker.world_size()} as {os.getpid()}", flush=True)
     for step in state.steps():
         for x, y in step:
-            step.backward((state.model(x).squeeze(-1) - y).square().mean())
+            loss = (state.model(x).squeeze(-1) - y).square().mean()
+            step.backward(loss * 1.0001 if state.step >= drift else loss)
         optimizer.step()
         optimizer.zero_grad()
         state.commit()
@@ -48,5 +62,7 @@ def train(state: worker.State, seconds: float) -> None:
 
 
 epochs, workers, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-data = worker.Data(Points(), global_batch=BATCH, seed=4, epochs=epochs, num_workers=workers)
+drift = int(os.environ.get("E2E_DRIFT", 1 << 62))
+how = MODES[sys.argv[4] if len(sys.argv) > 4 else ""]
+data = worker.Data(Points(), seed=4, epochs=epochs, num_workers=workers, **how)
 train(worker.State(model=model, optimizer=optimizer, data=data), seconds)
