@@ -17,6 +17,7 @@ from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 
 AUDITED = str(Path(__file__).parent / "programs" / "audited.py")
 AUDIT = ("--audit", "--audit-every=5")
+STOPPED = 143  # an agent's exit code
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -91,19 +92,21 @@ def test_a_run_that_takes_other_samples_than_it_should_is_found_out(cluster: Clu
     assert compared.code == 1 and "14 losses and 3 digests of weights are in both, and equal" in compared.out
 
 
+@pytest.mark.slow
 def test_learning_rates_follow_a_batch_that_grows_with_the_world_and_nothing_is_used_twice(
     cluster: Cluster,
 ) -> None:
     cluster.limits = (1, 1)
-    program = (AUDITED, "8", "0", "0.05", "grows")
+    program = (AUDITED, "1000", "0", "0.02", "grows")
     (a,) = cluster.start("a", slots=2, options=AUDIT, program=program)
     for size, times in ((1, 1), (2, 2), (1, 2)):
-        if times > 1 or size > 1:
+        if times > 1:
             assert cluster.command("scale", cluster.job, f"--max={size}").code == 0
         entered = cluster.until_said(a, "worker.entered", batch=16 * size, times=times)
         assert entered["rates_times"] == float(size), "the log says what rates are multiplied by"
         go_on(cluster, a)
-    assert a.end() == 0, a.said()
+    a.signal(signal.SIGTERM)
+    assert a.end() == STOPPED, a.said()
 
     used = {line[line.index("rate") :] for line in a.out if "rate" in line}
     assert used == {"rate 1.000 in 1", "rate 2.000 in 2"}
@@ -111,7 +114,7 @@ def test_learning_rates_follow_a_batch_that_grows_with_the_world_and_nothing_is_
     assert said.code == 0, said
     first, *found, verdict = said.out.splitlines()
     assert first.endswith("in 3 rounds of 1 to 2 workers")
-    assert found == [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(8)]
+    assert found[:-1] == [f"epoch {epoch}: 103 of 103 samples used" for epoch in range(len(found) - 1)]
     assert verdict == "proved: each was used once"
 
 
@@ -121,13 +124,12 @@ def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undistu
     """All that there is of it is killed at once. The other run goes wrong after the eighth step."""
     cluster.limits = (2, 2)
     program = (AUDITED, "40", "0", "0.02", "consistent")
-    a, b = cluster.start("a", "b", options=AUDIT, program=program)
-    cluster.until(lambda: step_of(a, b) >= 16, "they train")
-    for pid in [*workers_of(a), *workers_of(b), a.pid, b.pid]:
+    (a,) = cluster.start("a", slots=2, options=(*AUDIT, "--fresh-start"), program=program)
+    cluster.until(lambda: step_of(a) >= 16, "they train")
+    for pid in [*workers_of(a), a.pid]:
         os.kill(pid, signal.SIGKILL)
-    for agent in (a, b):
-        assert agent.end() == -signal.SIGKILL
-    last = step_of(a, b)
+    assert a.end() == -signal.SIGKILL
+    last = step_of(a)
 
     said = cluster.command("audit", cluster.job, etcd=False)
     assert said.code == 0, said

@@ -62,7 +62,7 @@ def train(state: worker.State, seconds: float) -> None:
 
 
 epochs, workers, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-drift = int(os.environ.get("E2E_DRIFT", 1 << 62))
+drift = int(os.environ.get("E2E_DRIFT", "1000000"))
 how = MODES[sys.argv[4] if len(sys.argv) > 4 else ""]
 data = worker.Data(Points(), seed=4, epochs=epochs, num_workers=workers, **how)
 train(worker.State(model=model, optimizer=optimizer, data=data), seconds)
