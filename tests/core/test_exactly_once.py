@@ -9,6 +9,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import count, product
+from typing import Protocol
 
 import pytest
 
@@ -37,6 +39,68 @@ class Training:
     epoch: int = 0
     position: int = 0
     steps: list[tuple[int, int, list[Used]]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])  # where each step began
+
+    undone: int = 0
+
+    def go_back_to(self, step: int) -> None:
+        self.undone += len(self.steps) - step
+        self.epoch, self.position = self.saved[step]
+        del self.steps[step:], self.saved[step + 1 :]
+
+
+class Fate(Protocol):
+    """What becomes of a training."""
+
+    def world(self) -> int:
+        """The next world's size."""
+        ...
+
+    def strikes(self, parts: int) -> int | None:
+        """After how many of a step's parts its world ends without a commit; None: it commits."""
+        ...
+
+    def passes(self, steps: int) -> tuple[bool, int]:
+        """After a commit: whether the world ends, and which step is gone on from: ``steps``, or an earlier
+        one that is on disk, if all have died."""
+        ...
+
+
+class Random(Fate):
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+
+    def world(self) -> int:
+        return self.chance.randint(1, 12)
+
+    def strikes(self, parts: int) -> int | None:
+        return self.chance.randint(0, parts) if self.chance.random() < 0.3 else None
+
+    def passes(self, steps: int) -> tuple[bool, int]:
+        if self.chance.random() < 0.02:
+            return True, self.chance.randint(0, steps)
+        return self.chance.random() < 0.2, steps
+
+
+class Once(Fate):
+    """One strike, and another world thereafter. ``struck``: whether it came to that."""
+
+    def __init__(self, step: int, point: int, worlds: tuple[int, int]) -> None:
+        self.left, self.point, self.worlds = step, point, list(worlds)
+        self.struck = False
+
+    def world(self) -> int:
+        return self.worlds.pop(0)
+
+    def strikes(self, parts: int) -> int | None:
+        self.left -= 1
+        if self.left != -1 or self.point > parts:
+            return None
+        self.struck = True
+        return self.point
+
+    def passes(self, steps: int) -> tuple[bool, int]:
+        return False, steps
 
 
 def draw(chance: random.Random) -> Job:
@@ -53,11 +117,11 @@ def draw(chance: random.Random) -> Job:
     return Job(length, batch, virtual_ranks, accumulate, chance.randint(1, 3), drop_last, grows, order)
 
 
-def train(job: Job, chance: random.Random) -> Training:
-    """The job in worlds that change at any point. A step that is abandoned, before or after any of its
-    parts, is made anew in another world, from what is committed."""
+def train(job: Job, fate: Fate) -> Training:
+    """The job in worlds that end at any point. A step that is abandoned, before or after any of its parts,
+    is made anew in another world, from what is committed."""
     done = Training()
-    world = chance.randint(1, 12)
+    world = fate.world()
     while True:
         size = job.batch * world if job.grows else job.batch
         ranks = world if job.grows else job.virtual_ranks
@@ -68,19 +132,38 @@ def train(job: Job, chance: random.Random) -> Training:
             parts_of(rank, world, samples=batch.samples, virtual_ranks=ranks, accumulate=job.accumulate)
             for rank in range(world)
         ]
-        fails_after = chance.randint(0, sum(map(len, shares))) if chance.random() < 0.3 else None
+        struck_after = fate.strikes(sum(map(len, shares)))
         used: list[Used] = []
-        for part in (part for share in shares for part in share):
-            if fails_after == len(used):
+        for number, part in enumerate(part for share in shares for part in share):
+            if struck_after == number:
                 break
             positions = range(batch.first + part.samples.start, batch.first + part.samples.stop)
             each = Fraction(part.weight).limit_denominator(10**6) / len(part.samples)
             used += [(sample, each) for sample in job.order.at(batch.epoch, positions)]
-        if fails_after is None:
-            done.steps.append((batch.epoch, world, used))
-            done.epoch, done.position = batch.epoch, batch.end
-        if fails_after is not None or chance.random() < 0.2:
-            world = chance.randint(1, 12)
+        if struck_after is not None:
+            world = fate.world()
+            continue
+        done.steps.append((batch.epoch, world, used))
+        done.epoch, done.position = batch.epoch, batch.end
+        done.saved.append((done.epoch, done.position))
+        ends, goes_on_from = fate.passes(len(done.steps))
+        done.go_back_to(goes_on_from)
+        if ends:
+            world = fate.world()
+
+
+def assert_sound(job: Job, done: Training, why: object) -> None:
+    """The obvious way: an epoch is a list, from which each step has taken the next batch."""
+    for epoch in range(job.epochs):
+        rest = job.order.at(epoch, range(job.length))
+        assert isinstance(job.order, Weighted) or sorted(rest) == list(range(job.length)), why
+        for at, world, used in done.steps:
+            if at == epoch:
+                size = job.batch * world if job.grows else job.batch
+                batch, rest = rest[:size], rest[size:]
+                assert used == [(sample, Fraction(1, len(batch))) for sample in batch], why
+        assert not rest or (job.drop_last and len(rest) < job.batch * (12 if job.grows else 1)), why
+    assert [epoch for epoch, _, _ in done.steps] == sorted(epoch for epoch, _, _ in done.steps), why
 
 
 @pytest.mark.parametrize("block", range(20))
@@ -88,17 +171,23 @@ def test_each_sample_of_an_epoch_is_used_once_and_weighs_the_same_as_its_neighbo
     for seed in range(block * 150, block * 150 + 150):
         chance = random.Random(seed)
         job = draw(chance)
-        done = train(job, chance)
-        for epoch in range(job.epochs):
-            rest = job.order.at(epoch, range(job.length))
-            assert isinstance(job.order, Weighted) or sorted(rest) == list(range(job.length)), seed
-            for at, world, used in done.steps:
-                if at == epoch:
-                    size = job.batch * world if job.grows else job.batch
-                    batch, rest = rest[:size], rest[size:]
-                    assert used == [(sample, Fraction(1, len(batch))) for sample in batch], seed
-            assert not rest or (job.drop_last and len(rest) < job.batch * (12 if job.grows else 1)), seed
-        assert [epoch for epoch, _, _ in done.steps] == sorted(epoch for epoch, _, _ in done.steps)
+        assert_sound(job, train(job, Random(chance)), seed)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_world_may_end_at_every_single_point_and_become_any_other(grows: bool, accumulate: int) -> None:
+    job = Job(13, 2 if grows else 6, 3, accumulate, 2, False, grows, Shuffled(13, 5))
+    points = 0
+    for worlds in product((1, 2, 5), repeat=2):
+        for step in count():
+            tried = [Once(step, point, worlds) for point in range(12)]
+            for fate in tried:
+                assert_sound(job, train(job, fate), (worlds, step, fate.point))
+            points += sum(fate.struck for fate in tried)
+            if not any(fate.struck for fate in tried):
+                break  # there is no such step
+    assert points > 100
 
 
 def test_the_schedules_have_every_kind_of_thing_in_them():
@@ -106,7 +195,7 @@ def test_the_schedules_have_every_kind_of_thing_in_them():
     for seed in range(300):
         chance = random.Random(seed)
         job = draw(chance)
-        done = train(job, chance)
+        done = train(job, Random(chance))
         sizes = {len(used) for _, _, used in done.steps}
         seen["grows"] += job.grows
         seen["a last batch that is short"] += not job.grows and len(sizes) > 1
@@ -114,7 +203,8 @@ def test_the_schedules_have_every_kind_of_thing_in_them():
         seen["idle workers"] += any(world > len(used) for _, world, used in done.steps)
         seen["several worlds"] += len({world for _, world, _ in done.steps}) > 1
         seen["several epochs"] += job.epochs > 1
-    assert min(seen.values()) > 10 and len(seen) == 6, seen
+        seen["steps undone"] += done.undone > 0
+    assert min(seen.values()) > 10 and len(seen) == 7, seen
 
 
 def test_an_epoch_without_a_single_batch_is_refused():

@@ -119,6 +119,13 @@ def disturbed(training: Training, cluster: Cluster, first: int, nodes: int = 1) 
                 assert said.code == 0, said.err
                 assert agent.end() == DRAINED, agent.said()
             else:
+
+                def spread(done: int = done, size: int = size) -> bool:
+                    """On more than one node: nobody has the state if all who have it are lost."""
+                    last = [entered[-1] for p in cluster.stage.players if (entered := p.did("entered"))]
+                    return any((e["done"], e["world"]) == (done, size) for e in last)
+
+                cluster.until(spread, f"a world of {size}")
                 agent.kill()
         (training.folder / f"scaled-{done}").touch()
     for agent in alive:
@@ -171,12 +178,13 @@ def test_random_schedules_of_kills_hangs_drains_and_lost_nodes_end_alike_on_seve
 
 
 def random_schedule(chance: random.Random, steps: int, nodes: int = 1) -> tuple[dict[str, Any], int]:
-    """Six resizes and five accidents; and the size to begin with. On several nodes, half of the resizes come
+    """Six resizes and five accidents; and the size to begin with. On several nodes, some of the resizes come
     with a node that leaves, and workers hang, too."""
     ways = ("", "", "drained", "drained", "lost") if nodes > 1 else ("",)
-    waits = [
-        (at, chance.randint(2, 8), chance.choice(ways)) for at in sorted(chance.sample(range(1, steps), 6))
-    ]
+    waits = []
+    for at in sorted(chance.sample(range(1, steps), 6)):
+        leaves = chance.choice(ways)
+        waits.append((at, chance.randint(5 if leaves == "lost" else 2, 8), leaves))
     points = ("begun", "forward", "summed", "stepped")
     kinds = ("kill", *ACCIDENTS) if nodes > 1 else ("kill",)
     accidents = [
