@@ -144,7 +144,7 @@ def _send(snapshot: Any, choice: Choice) -> None:
     chain.finish()
 
 
-def _receive(choice: Choice, rank: int) -> Any:
+def _receive(choice: Choice, rank: int) -> dict[str, Any]:
     """All of it is taken before any of it is used: if the source dies on the way, nothing is lost."""
     chain = _Chain(choice, rank)
     length = int(chain.carry(torch.zeros(8, dtype=torch.uint8)).view(torch.int64))
@@ -159,7 +159,16 @@ def _receive(choice: Choice, rank: int) -> Any:
         got.extend(_unpacked(parcel, kinds))
     chain.finish()
     arrived = iter(got)
-    return with_tensors(outline, lambda _: next(arrived))
+    snapshot = with_tensors(outline, lambda _: next(arrived))
+    # Parameters are copied to where they belong, and need no memory of their own meanwhile.
+    return {
+        name: part if name == "parameters" else with_tensors(part, _kept) for name, part in snapshot.items()
+    }
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """With memory of its own, in place of a piece of a parcel."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _room(tensor: torch.Tensor) -> int:
@@ -196,9 +205,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(parcel: torch.Tensor, kinds: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each with memory of its own, except a large one that has the parcel for itself."""
+    """As pieces of the parcel."""
     start = 0
     for kind in kinds:
-        tensor = parcel[start : start + kind.nbytes].view(kind.dtype).view(kind.shape)
+        yield parcel[start : start + kind.nbytes].view(kind.dtype).view(kind.shape)
         start += _room(kind)
-        yield tensor if len(parcel) == kind.nbytes else tensor.clone()

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from elasticd.core.link import Holds
-from elasticd.worker.exchange import PARCEL_BYTES, Choice, Standing, _packed, _parcels, _unpacked, choose
+from elasticd.worker.exchange import (
+    PARCEL_BYTES,
+    Choice,
+    Standing,
+    _kept,
+    _packed,
+    _parcels,
+    _unpacked,
+    choose,
+)
 from elasticd.worker.plain import copied, with_tensors
 
 
@@ -63,6 +72,13 @@ def test_tensors_of_every_kind_and_size_arrive_as_they_were():
         arrived += _unpacked(_packed([tensors[i] for i in together]), kinds)
     assert all(torch.equal(a, b) for a, b in zip(arrived, tensors, strict=True))
     assert [a.dtype for a in arrived] == [t.dtype for t in tensors]
+
+
+def test_what_is_kept_of_a_parcel_does_not_keep_the_parcel():
+    parcel = torch.arange(64, dtype=torch.uint8)
+    piece = _kept(parcel[16:32])
+    assert torch.equal(piece, parcel[16:32]) and piece.untyped_storage().nbytes() == 16
+    assert _kept(parcel) is parcel
 
 
 def test_small_tensors_travel_together_and_large_ones_alone():
