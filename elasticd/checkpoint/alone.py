@@ -15,14 +15,21 @@ from elasticd.checkpoint.report import Report, sentence
 from elasticd.checkpoint.saver import Saver
 
 _NICE: Final = 19
+_SESSION_NICE: Final = 10  # a tenth of a processor that a worker wants too: slow, but never starved
 
 
 def be_modest() -> None:
-    """Take what processor and disk time the training leaves."""
+    """Take what processor and disk time the training leaves.
+
+    Where the kernel groups processes by session, ``nice`` counts within a session only: one of our own would
+    get as much as a worker. Then the session has to be nice, too."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as session:
+            session.write(str(_SESSION_NICE))
 
 
 def say(words: str) -> None:

@@ -124,11 +124,12 @@ def hang(workers: int, stops: int, bound: float) -> None:
 @click.option("--megabytes", default=400, help="Of model and optimizer together.")
 @click.option("--saves", default=5)
 @click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure; default: TMPDIR.")
-def checkpoint(workers: int, megabytes: int, saves: int, folder: Path | None) -> None:
+@click.option("--only", multiple=True, help="Of the rows, those that begin so.")
+def checkpoint(workers: int, megabytes: int, saves: int, folder: Path | None, only: tuple[str, ...]) -> None:
     """What a checkpoint costs the training loop, and how long until it is durable."""
     from tests.bench.checkpoint import checkpoint as measure
 
-    click.echo(measure(workers, megabytes, saves, folder))
+    click.echo(measure(workers, megabytes, saves, folder, only))
 
 
 @main.command()

@@ -89,7 +89,8 @@ def draw(chance: random.Random, victims: tuple[str, ...] = VICTIMS) -> Try:
         by.append((worker, _OF_BEGINNING))
     who, events = chance.choice(by)
     event = chance.choice(tuple(events))
-    return Try(victim, node, slot, who, event, chance.randrange(2 * events[event]), chance.random())
+    times = events[event] if events is _OF_BEGINNING else 2 * events[event]
+    return Try(victim, node, slot, who, event, chance.randrange(times), chance.random())
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from elasticd.checkpoint.manifest import MANIFEST
 from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 
@@ -77,6 +78,17 @@ def test_an_optimizer_that_never_stepped_gets_its_state(saved):
     fresh["schedule"] = torch.optim.lr_scheduler.StepLR(fresh["optimizer"], 2)
     assert checkpoints.load(fresh) == 1
     assert_same(fresh, tensors_of(training(1)))
+
+
+def test_its_saver_leaves_the_processors_to_the_training(saved):
+    saved(1)
+    saver = saverline.started[-1].pid
+    assert os.getpriority(os.PRIO_PROCESS, saver) == 19
+    group = Path(f"/proc/{saver}/autogroup")
+    if not group.exists():
+        pytest.skip("this kernel does not group processes by session")
+    assert group.read_text().endswith(" nice 10\n")  # or nice would count for nothing beside other sessions
+    assert Path("/proc/self/autogroup").read_text() != group.read_text()
 
 
 def test_plain_dcp_loads_it(saved, tmp_path):
