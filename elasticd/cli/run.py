@@ -51,7 +51,6 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
                 options.log_format,  # type: ignore[arg-type]  # one of click's choices
                 level=os.environ.get("LOGLEVEL") or "info",
                 line=view.line,
-                colors=None if not os.environ.get("NO_COLOR") else False,
             )
         except ValueError as error:
             raise Complaint(f"LOGLEVEL: {error}.") from error

@@ -7,8 +7,9 @@ Events are named with dots and say what changed: ``log.info("round.formed", roun
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, ClassVar, Literal
 
 import structlog
@@ -49,6 +50,11 @@ def reason(logger: FilteringBoundLogger, why: Reason) -> None:
     logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.fields)
 
 
+def takes_colors(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a terminal, where there is one, is to be sent more than text."""
+    return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") not in ("", "dumb")
+
+
 def setup(
     format: Format = "auto",
     *,
@@ -85,7 +91,7 @@ def setup(
             _quiet_for_people,
         ]
         renderer = structlog.dev.ConsoleRenderer(
-            colors=terminal if colors is None else colors, pad_event_to=22
+            colors=terminal and takes_colors() if colors is None else colors, pad_event_to=22
         )
 
     write = line or _to_stderr

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from elasticd.telemetry import footer
 from elasticd.telemetry.lines import LineBuffer
+from elasticd.telemetry.log import takes_colors
 from elasticd.telemetry.snapshot import Snapshot
 
 REPAINT_S = 0.05  # between two paintings: smooth to the eye, and cheap under a flood of output
@@ -71,9 +72,8 @@ class View(ABC):
 
 
 def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> View:
-    """The live view, unless it was declined (``--plain``, NO_COLOR) or stderr is no terminal."""
-    declined = plain or bool(environ.get("NO_COLOR")) or environ.get("TERM", "dumb") in ("", "dumb")
-    if declined or not sys.stderr.isatty():
+    """The live view, unless it was declined (``--plain``, NO_COLOR) or stderr is no terminal that can."""
+    if plain or not takes_colors(environ) or not sys.stderr.isatty():
         return PlainView()
     return LiveView()
 

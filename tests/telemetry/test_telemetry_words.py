@@ -219,6 +219,21 @@ def test_a_person_is_not_told_job_and_node_on_every_line(lines: list[str]) -> No
     assert "round=7" in lines[1] and "job=" not in lines[1]
 
 
+@pytest.mark.parametrize(
+    ("environ", "colored"), [({}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)]
+)
+def test_a_terminal_gets_colors_unless_it_has_none_or_nobody_wants_them(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], colored: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", **environ}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    log.setup(line=lines.append)
+    log.get().info("round.formed", round=7)
+    assert ("\x1b[" in lines[0]) is colored
+
+
 def test_libraries_that_use_logging_join_in(lines: list[str]) -> None:
     log.setup("json", line=lines.append)
     try:
