@@ -43,6 +43,10 @@ class FilePointer:
             raise BadCheckpoint(f"{file} cannot be read: {error}") from error
         if record.v > VERSION:
             raise BadCheckpoint(f"{file} was written by a newer elasticd (version {record.v})")
+        # Names become paths, of what is removed in the end too.
+        strange = next((saved.name for saved in record.saved if parse_folder(saved.name) is None), None)
+        if strange is not None:
+            raise BadCheckpoint(f"{file} names {strange!r}, which is no checkpoint's name")
         return Checkpoint(self._store.url, record.saved)
 
     def known(self) -> tuple[Checkpoint, bool]:

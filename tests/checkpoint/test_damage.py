@@ -7,14 +7,16 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticd.checkpoint.manifest import MANIFEST
+from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint
 from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.core.retention import Keep
 from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
@@ -219,6 +221,16 @@ def test_a_damaged_pointer_is_no_fresh_start_either(damaged):
     (damaged.path / POINTER).write_bytes(b"{")
     with pytest.raises(NoCheckpoint, match=POINTER):
         damaged.checkpoints.load(damaged.state)
+
+
+def test_a_pointer_to_folders_of_others_is_not_believed(damaged):
+    pointer = FilePointer(damaged.path)
+    known = pointer.read()
+    pointer.write(replace(known, saved=(replace(known.saved[0], name="../others"), *known.saved[1:])))
+    with pytest.raises(
+        BadCheckpoint, match=r"committed.json names '../others', which is no checkpoint's name"
+    ):
+        pointer.commit(known.saved[-1], Keep(1))
 
 
 def test_nothing_committed_is_a_fresh_start_unless_one_is_required(opened):

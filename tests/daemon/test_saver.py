@@ -46,7 +46,7 @@ def round_is(client: Client, number: int, phase: Phase = Phase.LIVE) -> None:
 
 
 def saved(step: int, round: int) -> Saved:
-    return Saved(f"s{step}-{round}", step, round, 2, 1.0, 10, "d")
+    return Saved(folder_name(step, round, "0000000a", 1), step, round, 2, 1.0, 10, "d")
 
 
 def committed(client: Client) -> list[int]:
