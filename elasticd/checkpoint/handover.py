@@ -13,14 +13,14 @@ Worker to saver:
 * ``known``: ``path``. What is committed there; the answer is ``known`` (``own``: this job has committed
   there; ``why``: it cannot be told), with a file of it.
 * ``survey``: ``path``. What is held in memory of worlds that are over, here and, where copies are held, by
-  other nodes; the answer is an ``offer`` for each state and node, and ``that_is_all``.
-* ``lend``: ``path name nodes``. The shards of that state that are here, each a ``held``, and where those
-  nodes are to be asked, each a ``place``; and ``that_is_all``.
+  other nodes; the answer is ``offers``, with a file of them.
+* ``lend``: ``path name nodes``. The shards of that state that are here, each a ``held``, and then where
+  those nodes are to be asked: ``places``, with a file of them.
 
 Saver to worker: ``free`` (``plan buffer``: it is on disk and with who holds a copy, or never will be),
 ``copied`` (``plan buffer``: the latter), ``committed`` (``name step took_s size``), ``written`` (``name``: as
-far as it is of this node; another one commits), ``failed`` (``name step why``), ``offer`` (``node state
-ranks``), ``held`` (``rank``, and the memory and its paper), ``place`` (``node host port secret``).
+far as it is of this node; another one commits), ``failed`` (``name step why``), ``held`` (``rank``, and the
+memory and its paper).
 """
 
 from __future__ import annotations

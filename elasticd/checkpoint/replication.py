@@ -110,12 +110,10 @@ class Replication:
         """Where other nodes are to be asked, those of them that are known."""
         assert self._jobs is not None
 
+        wanted = set(nodes)
+
         def look() -> list[Holder]:
-            found = []
-            for node in nodes:
-                with contextlib.suppress(PeerGone):
-                    found.append(self._peers.find(node))
-            return found
+            return [holder for holder in self._peers.others() if holder.node in wanted]
 
         self._jobs.run(
             self._senders, look, lambda found: then([] if isinstance(found, BaseException) else found)

@@ -278,11 +278,7 @@ class Saver:
                 )
                 return
             known, own = outcome
-            file = Paper(msgspec.json.encode(known), b"").file()
-            try:
-                _reply(client.line, {"is": "known", "own": own}, file)
-            finally:
-                os.close(file)
+            _reply_at_length(client.line, {"is": "known", "own": own}, known)
 
         self._jobs.run(self._witnesses, lambda: self._committing.known(store), told_)
 
@@ -290,12 +286,7 @@ class Saver:
         path = str(message["path"])
 
         def found(offered: list[Offer]) -> None:
-            for its in offered:
-                state = [its.name, its.round, its.step, its.world]
-                _reply(
-                    client.line, {"is": "offer", "node": its.node, "state": state, "ranks": sorted(its.ranks)}
-                )
-            _reply(client.line, {"is": "that_is_all"})
+            _reply_at_length(client.line, {"is": "offers"}, offered)
 
         if self._replication is not None:
             self._replication.survey(path, found)
@@ -314,10 +305,7 @@ class Saver:
                     os.close(paper)
 
         def found(places: list[Holder]) -> None:
-            for its in places:
-                where = {"host": its.host, "port": its.port, "secret": its.secret}
-                _reply(client.line, {"is": "place", "node": its.node, **where})
-            _reply(client.line, {"is": "that_is_all"})
+            _reply_at_length(client.line, {"is": "places"}, places)
 
         if self._replication is not None:
             self._replication.places(map(str, message["nodes"]), found)
@@ -444,3 +432,12 @@ class Saver:
 def _reply(line: Line, message: Message, *files: int) -> None:
     with contextlib.suppress(Gone):  # it is noticed where we read
         line.send(message, files, wait=False)
+
+
+def _reply_at_length(line: Line, message: Message, what: object) -> None:
+    """In a file: of a large job it may be more than a socket holds."""
+    file = Paper(msgspec.json.encode(what), b"").file()
+    try:
+        _reply(line, message, file)
+    finally:
+        os.close(file)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,8 @@ from elasticd.checkpoint.reading import Wish
 from elasticd.checkpoint.wire import PeerGone
 from elasticd.core.facts import Checkpoint, Holder
 from elasticd.core.replicas import Choice, Offer
+
+_T = TypeVar("_T")
 
 
 class HolderLost(Exception):
@@ -87,12 +90,10 @@ class Memories:
 
     def survey(self) -> list[Offer]:
         """Of this node, and of all others that can be reached."""
-        found = []
-        for message, files in self._hear({"is": "survey", "path": self._path}, "offer"):
-            _shut(files)
-            name, round_, step, world = message["state"]
-            found.append(Offer(message["node"], name, round_, step, world, frozenset(message["ranks"])))
-        return found
+        for message, files in self._ask({"is": "survey", "path": self._path}):
+            if message["is"] == "offers":
+                return _read(files, list[Offer])
+        return []
 
     def recall(self, choice: Choice) -> Recalled:
         """What was chosen. Raises HolderLost where it is not as it was said to be."""
@@ -103,12 +104,10 @@ class Memories:
         ask = {"is": "lend", "path": self._path, "name": choice.name, "nodes": wanted}
         places: dict[str, Holder] = {}
         try:
-            for message, files in self._hear(ask, "held", "place"):
-                if message["is"] == "place":
-                    _shut(files)
-                    its = Holder(message["node"], message["host"], message["port"], message["secret"])
-                    places[its.node] = its
-                    continue
+            for message, files in self._ask(ask):
+                if message["is"] == "places":
+                    places = {its.node: its for its in _read(files, list[Holder])}
+                    break
                 memory, paper = files
                 index = index or decode_index(Paper.of(paper).index)
                 os.close(paper)
@@ -140,13 +139,23 @@ class Memories:
         except (PeerGone, ValueError) as error:
             raise HolderLost(holder.node, str(error)) from error
 
-    def _hear(self, question: handover.Message, *kinds: str) -> Iterator[tuple[handover.Message, list[int]]]:
+    def _ask(self, question: handover.Message) -> Iterator[tuple[handover.Message, list[int]]]:
+        """The answers, of which the asker knows the last."""
         if self._line is None:
             return
         with contextlib.suppress(Gone):  # what is missing is seen by whoever asks
             self._line.send(question)
-            while (heard := self._line.receive()) and heard[0]["is"] in kinds:
+            while heard := self._line.receive():
                 yield heard
+
+
+def _read(files: list[int], kind: type[_T]) -> _T:
+    """What came in a file."""
+    [file] = files
+    try:
+        return msgspec.json.decode(Paper.of(file).index, type=kind)
+    finally:
+        os.close(file)
 
 
 def _shut(files: Iterable[int]) -> None:
@@ -175,8 +184,4 @@ def known(saver: str, url: str) -> tuple[Checkpoint, bool] | None:
     message, files = heard
     if not files:
         raise BadCheckpoint(str(message.get("why", "the saver cannot tell what is committed")))
-    [file] = files
-    try:
-        return msgspec.json.decode(Paper.of(file).index, type=Checkpoint), bool(message["own"])
-    finally:
-        os.close(file)
+    return _read(files, Checkpoint), bool(message["own"])

@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,11 +22,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from elasticd.checkpoint import handover
+from elasticd.checkpoint.handover import Memory
 from elasticd.checkpoint.peers import Peer
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.replicas import Label, Replica
+from elasticd.checkpoint.replication import Replication
+from elasticd.checkpoint.saver import Saver
 from elasticd.checkpoint.store import store_at
 from elasticd.checkpoint.wire import PeerGone, Wire
 from elasticd.core.facts import Holder
+from elasticd.daemon import holding
+from elasticd.worker.recall import Memories
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.test_memory import held_by
 
@@ -143,6 +151,37 @@ def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
     with Peer(holder) as peer, pytest.raises(PeerGone):
         peer.index(str(nodes.path), "../../etc/passwd")
     assert {tier for _, tier in nodes.run("a", "b", saves=1)} == {"memory"}, "it serves on"
+
+
+class Alone:
+    """Nobody else has anything."""
+
+    def find(self, node: str) -> Holder:
+        raise PeerGone(node)
+
+    def others(self) -> list[Holder]:
+        return []
+
+
+def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tmp_path: Path) -> None:
+    path, memory = str(tmp_path), Memory.make(1)
+    listener, name = handover.listen()
+    here, me = holding.listen("a", "127.0.0.1")
+    replication = Replication(me, here, Alone())
+    for n in range(3000):
+        label = Label(path, f"state {n}", 1, 1, 3000, n)
+        replication._replicas.keep(Replica(label, b"", memory))
+    saver = Saver(listener, linger_s=None, replication=replication)
+    serving = threading.Thread(target=saver.serve)
+    serving.start()
+    try:
+        memories = Memories(name, path)
+        assert {offer.name for offer in memories.survey()} == {f"state {n}" for n in range(3000)}
+        memories.close()
+    finally:
+        saver.leave()
+        serving.join()
+        listener.close()
 
 
 BITS = 300
