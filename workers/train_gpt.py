@@ -274,9 +274,9 @@ def held_out_loss(model: GPT, text: Tensor, shape: Shape, device: torch.device) 
     total = (len(text) - 1) // shape.context
     chosen = sorted({i * total // 256 for i in range(256)})
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    mine = chosen[rank::world]
-    for start in range(0, len(mine), 16):
-        inputs, targets = windows(text, mine[start : start + 16], shape, device)
+    for start in range(0, len(chosen), 16 * world):  # as often on each: sharded models compute together
+        mine = chosen[start + rank : start + 16 * world : world]
+        inputs, targets = windows(text, mine, shape, device)
         sums[0] += F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
         sums[1] += targets.numel()
     dist.all_reduce(sums)

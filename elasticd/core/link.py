@@ -32,6 +32,16 @@ HANDOVER = "ELASTICD_HANDOVER"  # set in the environment of a round that only pa
 LINE_BYTES_MAX = 1 << 20
 
 
+class Source(StrEnum):
+    """Where a worker that enters a round has the training's state from."""
+
+    SURVIVOR = "survivor"  # itself, or another worker that trained before
+    MEMORY = "memory"  # of this node, where the saver keeps what was handed over
+    PEER = "peer"  # the same, and some of it of another node
+    DISK = "disk"  # the newest checkpoint that is whole
+    SCRIPT = "script"  # what the script starts from, or restores
+
+
 class LinkError(ValueError):
     """What the other end sent is not of this protocol; says what it was."""
 
@@ -80,6 +90,7 @@ class Entered:
     state_s: float
     batch: int = 0
     rates: float = 1.0
+    source: Source = Source.SCRIPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +154,9 @@ def decode(line: bytes) -> Message:
             "state_s": float(state_s) | int(state_s),
         } if isinstance(said.get("batch", 0), int) and isinstance(said.get("rates", 1.0), float | int):
             grown = said.get("batch", 0), float(said.get("rates", 1.0))
-            return Entered(n, step, float(group_s), float(state_s), *grown)
+            source = said.get("source", Source.SCRIPT)
+            if source in set(Source):
+                return Entered(n, step, float(group_s), float(state_s), *grown, Source(source))
         case {"is": "done", "round": int(n)}:
             return Done(n)
         case {"is": "enter", "round": int(n), "env": dict(env)} if all(

@@ -46,7 +46,7 @@ class Conversation:
             ):
                 self._check(message, number, agreed, 0 if holds is Holds.NONE else step)
                 self.stage = Stage.WAITING
-            case Stage.ENTERING, Entered(number, step, group_s, state_s, batch, rates):
+            case Stage.ENTERING, Entered(number, step, group_s, state_s, batch, rates, _):
                 self._check(message, number, step, group_s, state_s, batch, rates)
                 self.stage = Stage.INSIDE
             case Stage.INSIDE, Done(number):

@@ -390,10 +390,11 @@ class LocalProcs:
                 self._linked(slot)
             case wire.Waiting(age=age) if came_out:
                 self._waiting(slot, number, steps, age)
-            case wire.Entered(number, step, group_s, state_s, batch, rates):
+            case wire.Entered(number, step, group_s, state_s, batch, rates, source):
                 took = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
                 grown = {"batch": batch, "rates_times": round(rates, 6)} if batch else {}
-                self._say("worker.entered", slot=slot, round=number, step=step, **took, **grown)
+                came = {"slot": slot, "round": number, "step": step, "state_from": source}
+                self._say("worker.entered", **came, **took, **grown)
             case wire.Done(round=number):
                 self._say("worker.done", slot=slot, round=number)
                 self._returned(slot, number)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.core.age import Age
-from elasticd.core.link import Holds
+from elasticd.core.link import Holds, Source
 from elasticd.worker.plain import with_tensors
 from elasticd.worker.state import State
 from elasticd.worker.world import World, wait_for
@@ -53,16 +53,16 @@ def choose(standings: Sequence[Standing]) -> Choice:
     return Choice(ages.index(newest), takers, fresh=False)
 
 
-def agree(state: State, world: World) -> None:
-    """Afterwards all workers of the world have the same state. Raises StateLost, and WorldChanged
-    if the world ends before that; then this worker has what it had."""
+def agree(state: State, world: World) -> Source:
+    """Afterwards all workers of the world have the same state; where that came from. Raises StateLost, and
+    WorldChanged if the world ends before that; then this worker has what it had."""
     state.begin()
     standings = _tell(Standing(state.holds, state.agreed, state.step), world)
     choice = choose(standings)
     if choice.fresh:
-        if state.resume(world):
+        if tier := state.resume(world):
             state.agree(world.number)
-            return
+            return Source(tier)
         torn = [s.step for s in standings if s.holds is Holds.TORN]
         if torn and not state.can_restore:
             raise StateLost(_why_lost(max(torn)))
@@ -77,6 +77,7 @@ def agree(state: State, world: World) -> None:
                 snapshot = _receive(choice, world.rank)
             state.take(snapshot)
     state.agree(world.number)
+    return Source.SCRIPT if choice.fresh else Source.SURVIVOR
 
 
 def _why_lost(step: int) -> str:

@@ -43,6 +43,11 @@ class Lasting:
         told.has_checkpoints()
         self._newest = (0, -1)  # the world and the step that was handed over, or resumed from, last
 
+    @property
+    def tier(self) -> str:
+        """Where the last ``resume`` found the state."""
+        return self._checkpoints.tier
+
     def passed(self, parts: Parts, world: World | None, ends: bool) -> None:
         """A step is committed; with it the world may end. Raises WorldChanged if it ends otherwise."""
         if ends:

@@ -106,12 +106,13 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             started = time.monotonic()
             world.form(state.step, timeout)
             formed = time.monotonic()
-            agree(state, world)
+            source = agree(state, world)
             if handover:
                 world.end()  # nobody goes while another still takes
                 raise WorldChanged
             state.enter(world)
-            link.say(Entered(round, state.step, formed - started, time.monotonic() - formed, *state.growth))
+            took = formed - started, time.monotonic() - formed
+            link.say(Entered(round, state.step, *took, *state.growth, source))
             result = call()
             state.finish()
             if world.end():

@@ -86,6 +86,7 @@ class Saving:
             self._plan = None
             self.pending.clear()
             self._terms = self._line.open(together, self._store, self._keep)
+            self._seq = 0  # by which names differ, and which newcomers count from the start
         if not (agreed[0] and agreed[1]):
             self._make_plan(together, flat, shape, blobs)
             why = None

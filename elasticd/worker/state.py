@@ -329,18 +329,19 @@ class State:
         self._agreed = round
         self._torn = False
 
-    def resume(self, world: World) -> bool:
-        """All workers of the world together: have the newest state that was kept anywhere."""
+    def resume(self, world: World) -> str:
+        """All workers of the world together: have the newest state that was kept anywhere. The tier it was
+        kept in; empty where there is none."""
         if self._lasting is None:
-            return False
+            return ""
         found = self._lasting.resume(self._parts(), world, else_asks=self._restore is not None)
         if found is None:
-            return False
+            return ""
         self._plain.update(found.plain)
         self._step = found.step
         chance.resume(dict(found.random))
         self._keep()
-        return True
+        return self._lasting.tier
 
     def finish(self) -> None:
         """All workers' run functions have come to their end."""

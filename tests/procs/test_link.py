@@ -112,7 +112,7 @@ def test_what_entering_took_is_told(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.start(1, "obeys")
     party.until(lambda: party.events("worker.entered"))
-    told = {"slot": 10, "round": 1, "step": 0, "group_s": 0.01, "state_s": 0.02}
+    told = {"slot": 10, "round": 1, "step": 0, "state_from": "peer", "group_s": 0.01, "state_s": 0.02}
     assert party.events("worker.entered") == [told]
 
 

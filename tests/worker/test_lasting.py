@@ -108,6 +108,27 @@ def test_a_world_sent_away_hands_every_step_to_a_newcomer(
     assert reads(tmp_path, str(count), "entered") == [left]
 
 
+def train_and_wait_for_the_disk(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    train(state, journal, accident, steps)
+    state._lasting._checkpoints.wait()
+
+
+def train_until_others_come(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    train_until_told_to_leave(state, journal, accident, steps)
+    state._lasting._checkpoints.wait()
+
+
+def test_what_survivors_and_a_newcomer_hand_over_together_is_committed(crew, tmp_path, saver):
+    run = tmp_path / "run"
+    begin(crew, tmp_path, saver, 1, checkpoints=str(run), body=train_until_others_come)
+    more = {"saver": saver, "checkpoints": str(run), "body": train_and_wait_for_the_disk}
+    newcomer = crew.start(work, str(tmp_path), "1", **more)
+    crew.grow(newcomer)
+    crew.all_ended()
+    [joined] = reads(tmp_path, "1", "entered")
+    assert 0 < joined < saved_steps(run)[-1]
+
+
 def test_the_end_of_training_is_saved_and_a_job_that_is_run_again_has_nothing_left_to_do(
     crew, tmp_path, saver, undisturbed
 ):

@@ -65,7 +65,7 @@ try:
                     round, inside = message["round"], True
                     os.environ.update(message["env"])
                     print(f"round {round} rank {os.environ.get('RANK')}", flush=True)
-                    say("entered", round=round, step=step, group_s=0.01, state_s=0.02)
+                    say("entered", round=round, step=step, group_s=0.01, state_s=0.02, source="peer")
                 elif inside and how != "deaf":
                     inside = False
                     wait(round, step)

@@ -1,0 +1,200 @@
+"""The GPTs of ``workers/`` through kills and resizes, from each tier that keeps their state: they end as
+if nothing had happened. All of it real, and as a user would run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elasticd.core.facts import Progress
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster
+
+WORKERS = Path(__file__).parents[2] / "workers"
+DATA = str(Path(os.__file__).parent / "asyncio")
+STEPS = 400
+SHAPE = f"--layers=2 --heads=2 --width=32 --context=32 --lr=1e-3 --steps={STEPS} --log-every=1"
+OPTIONS = ("--replicate=1", "--checkpoint-every=1", "--hang-after=off", "--max-restarts=100")
+ENDS = {"train_gpt_in_place": "weights and optimizer: ", "train_gpt_fsdp": "held-out loss: "}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class Training:
+    """One job of such a script; ``resumed`` says, oldest first, where its worlds had their state from."""
+
+    def __init__(self, cluster: Cluster, script: str) -> None:
+        self.cluster, self.script = cluster, script
+        self.checkpoints = f"--checkpoints={cluster.folder}/kept"
+        cluster.limits = (2, 8)
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        return (str(WORKERS / f"{self.script}.py"), f"--data={DATA}", *SHAPE.split())
+
+    def start(self, *names: str, slots: int) -> list[Agent]:
+        options = (*OPTIONS, self.checkpoints)
+        return self.cluster.start(*names, slots=slots, options=options, program=self.program)
+
+    @property
+    def step(self) -> int:
+        said = (re.match(r"step +(\d+) ", line) for agent in self.cluster.agents for line in [*agent.out])
+        return max((int(m[1]) for m in said if m), default=0)
+
+    @property
+    def resumed(self) -> list[tuple[str, int, int]]:
+        """The tier, the step and the world of each."""
+        if self.script == "train_gpt_fsdp":
+            lines = [line for agent in self.cluster.agents for line in [*agent.out]]
+            found = (re.match(r"resumed after step (\d+) of \d+ from (\w+), (\d+) w", line) for line in lines)
+            return sorted((m[2], int(m[1]), int(m[3])) for m in found if m)
+        worlds: dict[int, list[dict[str, object]]] = {}
+        for agent in self.cluster.agents:
+            for event in agent.find("worker.entered"):
+                worlds.setdefault(event["round"], []).append(event)
+        for events in worlds.values():
+            assert len({(e["state_from"], e["step"]) for e in events}) == 1, "all from the same"
+        return [
+            (str(events[0]["state_from"]), int(str(events[0]["step"])), len(events))
+            for _, events in sorted(worlds.items())
+            if events[0]["step"]
+        ]
+
+    def goes_on(self, world: int, steps: int = 8) -> None:
+        """Wait until a world of that size has made some steps."""
+
+        def lives() -> bool:
+            begun = [event for agent in self.cluster.agents for event in agent.find("workers.started")]
+            newest = max(begun, key=lambda event: event["round"], default=None)
+            return newest is not None and newest["world_size"] == world
+
+        self.cluster.until(lives, f"there is a world of {world}")
+        goal = self.step + steps
+        self.cluster.until(lambda: self.step >= goal, f"it goes on to step {goal}")
+        assert lives() and goal < STEPS
+
+    def workers(self, *nodes: str) -> list[int]:
+        """Their processes."""
+
+        def known() -> list[int]:
+            round = self.cluster.round
+            pids = []
+            for member in round.members:
+                if member.node in nodes:
+                    there = self.cluster.fact(f"progress/{member.node}", Progress)
+                    if there is None or there.round != round.number:
+                        return []
+                    pids += [slot.pid for slot in there.slots]
+            return pids if all(pids) else []
+
+        return self.cluster.until(known, f"the workers of {nodes} are known")
+
+    @contextmanager
+    def standstill(self, *nodes: str) -> Iterator[list[int]]:
+        """Nothing is trained meanwhile, which may take long."""
+        pids = self.workers(*nodes)
+        send(signal.SIGSTOP, pids)
+        yield pids
+        send(signal.SIGCONT, pids)
+
+    def kill(self, pids: list[int]) -> None:
+        """All of them at once."""
+        send(signal.SIGSTOP, pids)
+        send(signal.SIGKILL, pids)
+
+    def scale(self, most: int, *nodes: str) -> None:
+        with self.standstill(*nodes):
+            said = self.cluster.command("scale", self.cluster.job, f"--max={most}")
+            assert said.code == 0, said.err
+
+    def until_resumed(self, tier: str, *, times: int = 1) -> None:
+        self.cluster.until(
+            lambda: [t for t, _, _ in self.resumed].count(tier) >= times, f"{tier} is resumed from"
+        )
+
+    def end(self) -> str:
+        [said] = [
+            line.removeprefix(ENDS[self.script])
+            for agent in self.cluster.agents
+            for line in [*agent.out]
+            if line.startswith(ENDS[self.script])
+        ]
+        return said
+
+
+def send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def undisturbed(training: Training) -> str:
+    """In one process, without an agent."""
+    environment = {k: v for k, v in training.cluster.environment().items() if not k.startswith("E2E_")}
+    argv = [sys.executable, *training.program]
+    if training.script == "train_gpt_fsdp":
+        argv.append(f"--checkpoints={training.cluster.folder}/alone")
+    done = subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    [said] = [line for line in done.stdout.splitlines() if line.startswith(ENDS[training.script])]
+    return said.removeprefix(ENDS[training.script])
+
+
+@pytest.mark.parametrize("script", ["train_gpt_in_place", "train_gpt_fsdp"])
+def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_go_on_from(
+    script: str, clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    training = Training(clusters(shared_etcd), script)
+    in_place = script == "train_gpt_in_place"
+
+    (a,) = training.start("a", slots=4)
+    training.goes_on(4)
+    training.kill(training.workers("a")[:1])
+    training.until_resumed("survivor" if in_place else "memory")
+    training.goes_on(4)
+    training.kill(training.workers("a"))
+    training.until_resumed("memory", times=1 if in_place else 2)
+    training.goes_on(4)
+
+    with training.standstill("a"):
+        b, c = training.start("b", "c", slots=2)
+        for agent in (b, c):
+            training.cluster.until_said(agent, "agent.started")
+    training.goes_on(8)
+    before = len([t for t, _, _ in training.resumed if t == "peer"])
+    lost = training.workers("a", "b", "c")
+    send(signal.SIGSTOP, lost)
+    b.kill()
+    send(signal.SIGKILL, [pid for pid in lost if Path(f"/proc/{pid}").exists()])
+    training.until_resumed("peer", times=before + 1)
+    training.goes_on(6)
+
+    training.scale(3, "a", "c")
+    training.goes_on(3)
+    training.scale(8, "a", "c")
+    training.goes_on(6)
+
+    a.kill()
+    c.kill()
+    assert not [t for t, _, _ in training.resumed if t == "disk"]
+    (d,) = training.start("d", slots=2)
+    training.until_resumed("disk")
+    training.goes_on(2)
+    assert d.end() == 0, d.said()
+
+    tiers = {t for t, _, _ in training.resumed}
+    assert tiers == {"memory", "peer", "disk"} | ({"survivor"} if in_place else set())
+    assert {2, 3, 4, 6, 8} <= {world for _, _, world in training.resumed}
+    expected = undisturbed(training)
+    if in_place:
+        assert training.end() == expected, "to the last bit"
+    else:
+        assert float(training.end()) == pytest.approx(float(expected), abs=5e-3)

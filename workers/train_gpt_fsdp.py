@@ -1,0 +1,173 @@
+"""Train the small GPT of train_gpt.py with its weights spread over the workers (FSDP2).
+
+    elasticd run --min 2 --max 8 --checkpoints ~/gpt --checkpoint-every auto workers/train_gpt_fsdp.py
+    torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/train_gpt_fsdp.py --checkpoints ~/gpt
+    python workers/train_gpt_fsdp.py --checkpoints ~/gpt          # one process, no launcher
+
+No worker has the whole model, so each hands its own part to the saver, which costs one copy. When one
+dies, all start again, in a world of any size, from the nearest place that has all parts: the memory of
+the nodes (with --replicate 1 also of those that are lost), else the disk. The rest is as in train_gpt.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from train_gpt import (
+    GPT,
+    Shape,
+    StopRequest,
+    Text,
+    held_out_loss,
+    is_lost_peer,
+    join_world,
+    learning_rate,
+    positive,
+    read_text,
+    require_same_text,
+    say,
+    share,
+    windows,
+)
+
+from elasticd import worker
+
+
+def spread(model: GPT, device: torch.device) -> GPT:
+    """Each worker keeps its part of each block, and has the others' only while it computes with them."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = half if device.type == "cuda" else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+class Trainer:
+    def __init__(self, options: argparse.Namespace, text: Text, device: torch.device) -> None:
+        self.options, self.text, self.device = options, text, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.shape = Shape(options.layers, options.heads, options.width, options.context)
+        self.windows_total = (len(text.train) - 1) // self.shape.context
+        torch.manual_seed(options.seed)
+        self.model = spread(GPT(self.shape).to(device), device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+        self.checkpoints = worker.Checkpoints(options.checkpoints)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.step = self.checkpoints.load(self.state) or 0
+        if self.step:
+            where = f"from {self.checkpoints.tier}, {self.world} workers"
+            say(f"resumed after step {self.step} of {options.steps} {where}")
+        else:
+            say(f"{len(text.train):,} bytes of text, {self.world} workers")
+
+    def take_step(self) -> Tensor:
+        """Learn from one global batch; returns this worker's part of its mean loss."""
+        options, batch = self.options, self.options.global_batch
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, options.steps, options.lr)
+        position = self.step * batch
+        mine = share(options.seed, position, batch, self.windows_total, self.rank, self.world)
+        inputs, targets = windows(self.text.train, mine, self.shape, self.device)
+        logits = self.model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        # Shares may differ in size, and FSDP averages over workers: divide by the whole batch here.
+        loss = summed / (batch * self.shape.context)
+        self.optimizer.zero_grad()
+        (loss * self.world).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        detached: Tensor = loss.detach()
+        return detached
+
+    def train(self) -> int:
+        """Take all steps that are left, unless asked to stop. Returns the signal that asked, else 0."""
+        options, stop = self.options, StopRequest()
+        since, step_since = time.monotonic(), self.step
+        while self.step < options.steps:
+            loss = self.take_step()
+            # All workers must leave after the same step, or some would wait for those that left.
+            told = torch.tensor([float(loss), float(stop.received > 0)], device=self.device)
+            dist.all_reduce(told)
+            stopping, is_last = bool(told[1]), self.step == options.steps
+            if is_last or self.step % options.log_every == 0:
+                rate = (self.step - step_since) / (time.monotonic() - since)
+                say(f"step {self.step:>5}  loss {told[0]:.3f}  {rate:.1f} steps/s")
+            if stopping or is_last:
+                self.checkpoints.wait()  # for the one before, or this one might be left out
+                self.checkpoints.save(self.state, self.step)
+            else:
+                self.checkpoints.save_if_due(self.state, self.step)
+            if stopping:
+                self.checkpoints.wait()
+                say(f"asked to stop: left after step {self.step}")
+                return stop.received or signal.SIGTERM
+        return 0
+
+    def run(self) -> int:
+        """Train, and say what came of it. Returns the exit status."""
+        try:
+            asked_to_stop = self.train()
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            sys.stderr.write(f"rank {self.rank}: lost a peer after step {self.step}\n")
+            return 1
+        if asked_to_stop:
+            return 128 + asked_to_stop
+        say(f"held-out loss: {held_out_loss(self.model, self.text.held_out, self.shape, self.device):.4f}")
+        return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--checkpoints", type=Path, help="a folder that all nodes share (default: elasticd's --checkpoints)")
+    add("--data", type=Path, help="a text file, or a folder of them (default: Python's standard library)")
+    add("--steps", type=positive, default=400)
+    add("--global-batch", type=positive, default=24, help="windows a step, whatever the number of workers")
+    add("--context", type=positive, default=128, help="bytes in a window")
+    add("--layers", type=positive, default=4)
+    add("--heads", type=positive, default=4)
+    add("--width", type=positive, default=128)
+    add("--lr", type=float, default=3e-3, help="the peak learning rate")
+    add("--seed", type=int, default=0)
+    add("--log-every", type=positive, default=20, metavar="STEPS")
+    options = parser.parse_args()
+    if not options.checkpoints and "ELASTICD_CHECKPOINTS" not in os.environ:
+        parser.error("say where checkpoints are to be: --checkpoints here, or among elasticd's own options")
+    return options
+
+
+@record
+def main() -> int:
+    options = parse_options()
+    device, local_rank = join_world()
+    try:
+        text = read_text(options.data)
+        require_same_text(text, device)
+    except ValueError as error:  # trying again would not help
+        if local_rank == 0:
+            print(f"train_gpt_fsdp: {error}", file=sys.stderr)
+        return 2
+    status = Trainer(options, text, device).run()
+    if status == 0:
+        dist.destroy_process_group()  # otherwise it might wait for those that are gone
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
