@@ -139,7 +139,7 @@ class Hangs:
         self._look_at_s: float | None = None  # stacks are asked for when they stand still so long
         self._looking: _Errand[tuple[Scene, ...]] | None = None
         self._scenes: tuple[Scene, ...] = ()
-        self._judged: tuple[Verdict, int, str, _Errand[None]] | None = None
+        self._judged: tuple[Verdict, int, _Errand[str]] | None = None
         self._judged_at = -REPEAT_S
         self._round = 0
         self._killed: dict[tuple[Why, str], float] = {}  # how long it had stood still, by place
@@ -328,17 +328,19 @@ class Hangs:
         folder = base / f"hang-of-round-{round_number}" if base is not None else None
         conclusion = words.hang(verdict)
 
-        def write() -> None:
-            if folder is not None:
+        def write() -> str:
+            if folder is None:
+                return ""
+            with contextlib.suppress(OSError):
                 scene.write(folder, conclusion, scenes)
+            return str(folder) if (folder / "conclusion.txt").exists() else ""
 
-        place = str(folder) if folder is not None else ""
-        self._judged = (verdict, round_number, place, _Errand(write, at + WRITE_PATIENCE_S))
+        self._judged = (verdict, round_number, _Errand(write, at + WRITE_PATIENCE_S))
         return ERRAND_S
 
     def _carry_out(self, at: float) -> float:
         assert self._judged is not None
-        verdict, round_number, place, writing = self._judged
+        verdict, round_number, writing = self._judged
         if not writing.over(at):
             return ERRAND_S
         self._judged = None
@@ -349,8 +351,7 @@ class Hangs:
         if any(look.slot in self._workers and not self._as_it_was(look) for look in mine):
             return IDLE_S  # it goes on, after all
         self._judged_at = at
-        if place and not Path(place, "conclusion.txt").exists():
-            place = ""
+        place = writing.result or ""  # where the evidence is, if it could be written in time
         self._say(WorkersHung(round_number, verdict, place))
         conclusion = words.hang(verdict)
         seen = f" (see {place})" if place else ""

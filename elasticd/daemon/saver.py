@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ _BEHIND: Final = "those before it are not yet durable"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
 _FINISH_S: Final = 60.0  # at the end of the agent
+_AGAIN_S: Final = 2.0  # from one start to the next, at least
 
 
 class SaverService:
@@ -65,7 +67,8 @@ class SaverService:
         self._saying.setblocking(False)  # an agent that is stopped must not stop the saver
         self._rest = b""
         warden.watch(self._said, self._listen)
-        self._closed = False
+        self._closing = threading.Event()
+        self._began = -_AGAIN_S
         self._pid = 0
         self._ready = threading.Event()
         self._ended = threading.Event()
@@ -105,37 +108,37 @@ class SaverService:
             self._pid = 0
             self._ready.set()
             self._ended.set()
-            if not self._closed and not self._warden.closing:
+            if not self._closing.is_set() and not self._warden.closing:
                 _log.warning("saver.ended", code=end.code, note="another starts when it is asked for")
                 self._await()
 
-        if self._closed:
-            return
         program = _PROGRAM.format(root=_ROOT)
-        try:
+        while not self._closing.wait(max(0.0, self._began + _AGAIN_S - time.monotonic())):
+            self._began = time.monotonic()
             self._ready.clear()
             self._ended.clear()
-            self._pid = self._warden.spawn_service(
-                [sys.executable, "-c", program],
-                env=self._env,
-                stdin=self._listener.fileno(),
-                output=self._saying.fileno(),
-                also=[listener.fileno() for listener in self._also],
-                ended=ended,
-            )
-        except KeeperError as error:
-            self._ended.set()
-            _log.warning("saver.failed", why=f"checkpoints cannot be saved: {error}")
+            try:
+                self._pid = self._warden.spawn_service(
+                    [sys.executable, "-c", program],
+                    env=self._env,
+                    stdin=self._listener.fileno(),
+                    output=self._saying.fileno(),
+                    also=[listener.fileno() for listener in self._also],
+                    ended=ended,
+                )
+                return
+            except KeeperError as error:  # who asked for it waits
+                _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
 
     def close(self) -> None:
         """No more are started, and the one there is ends when it has done what there is to do, or at
         once if that takes too long."""
-        self._closed = True
+        self._closing.set()
+        if self._starter is not None:
+            self._starter.join()
         self._listener.close()
         for listener in self._also:
             listener.close()
-        if self._starter is not None:
-            self._starter.join()
         if self._pid:
             self._ready.wait(_FINISH_S)  # before that it would die of the signal
             self._warden.stop_service(self._pid, _FINISH_S)

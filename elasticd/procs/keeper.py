@@ -230,8 +230,9 @@ class Warden:
         given = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if stdin is None else os.dup(stdin)
         fds = [given, log, os.dup(log), *map(os.dup, also)]
         running = _Running(service_ended, "", True, 0, answer)
-        self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running)
+        id = self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):
+            self._tell({"do": "stop_service", "id": id, "grace_s": 0.0})  # nobody waits for it any more
             raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
             case int(pid):

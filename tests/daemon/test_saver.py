@@ -22,9 +22,11 @@ from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.ports import Applied, Put
 from elasticd.core.retention import Commit, Keep, Refused
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
+from elasticd.daemon.saver import SaverService
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
+from elasticd.procs.keeper import KeeperError, Warden
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +204,26 @@ def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(s
         thread.join()
         listener.close()
         pointer.close()
+
+
+def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatch):
+    spawn = Warden.spawn_service
+    tries: list[object] = []
+
+    def fails_once(warden, *args, **kwargs):
+        tries.append(args)
+        if len(tries) == 1:
+            raise KeeperError("cannot fork: Resource temporarily unavailable")
+        return spawn(warden, *args, **kwargs)
+
+    monkeypatch.setattr(Warden, "spawn_service", fails_once)
+    with Warden.start() as warden:
+        service = SaverService(warden, EtcdAccess(("127.0.0.1:1",), timeout_s=0.1), "j")
+        line = handover.connect(service.name)
+        line.send({"is": "known", "path": str(tmp_path)})
+        heard = line.receive()
+        assert heard is not None and heard[0]["is"] == "known"
+        os.close(*heard[1])
+        line.close()
+        service.close()
+    assert len(tries) == 2
