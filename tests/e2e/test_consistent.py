@@ -120,10 +120,10 @@ def disturbed(training: Training, cluster: Cluster, first: int, nodes: int = 1) 
                 assert agent.end() == DRAINED, agent.said()
             else:
 
-                def spread(done: int = done, size: int = size) -> bool:
+                def spread(size: int = size) -> bool:
                     """On more than one node: nobody has the state if all who have it are lost."""
-                    last = [entered[-1] for p in cluster.stage.players if (entered := p.did("entered"))]
-                    return any((e["done"], e["world"]) == (done, size) for e in last)
+                    here = [p.did("entered") for p in cluster.stage.players if not p.gone]
+                    return any(entered and entered[-1]["world"] == size for entered in here)
 
                 cluster.until(spread, f"a world of {size}")
                 agent.kill()
