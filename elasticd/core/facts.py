@@ -224,6 +224,7 @@ class Outcome(StrEnum):
     STOPPED = "stopped"  # by `elasticd stop`
     DIVERGED = "diverged"  # a loss or gradient was not finite, and the job was to stop then
     NOWHERE = "nowhere"  # no checkpoint to resume from, and one was required
+    REFUSED = "refused"  # the data is not what the training that is to be gone on with had
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,10 @@ class Fatal(StrEnum):
 
     NOT_FINITE = "not_finite"  # a loss or gradient is NaN or infinite, and the job is to stop then
     NO_CHECKPOINT = "no_checkpoint"  # none is whole, and one was required
+    BAD_DATA = "bad_data"  # not what the training that is to be gone on with was committed with
 
 
-FATALS: Final = (None, Fatal.NOT_FINITE, Fatal.NO_CHECKPOINT)  # by their numbers in the page
+FATALS: Final = (None, Fatal.NOT_FINITE, Fatal.NO_CHECKPOINT, Fatal.BAD_DATA)  # by their numbers in the page
 
 
 @dataclass(frozen=True, slots=True)

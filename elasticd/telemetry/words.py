@@ -275,7 +275,7 @@ def ended(outcome: Outcome) -> str:
             return "gave up waiting for workers"
         case Outcome.STOPPED:
             return "was stopped"
-        case Outcome.DIVERGED | Outcome.NOWHERE:
+        case Outcome.DIVERGED | Outcome.NOWHERE | Outcome.REFUSED:
             return "stopped itself"
         case _:
             assert_never(outcome)
@@ -400,6 +400,7 @@ def event(reason: r.Reason) -> LogEvent:
         Outcome.SHORT,
         Outcome.DIVERGED,
         Outcome.NOWHERE,
+        Outcome.REFUSED,
     ):
         level = "error"
     flat: dict[str, object] = {}

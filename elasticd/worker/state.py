@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elasticd.core.link import Holds
+from elasticd.core.page import Fatal
 from elasticd.worker import chance, told
 from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
 from elasticd.worker.consistent import Consistent
-from elasticd.worker.data import Data
+from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
 from elasticd.worker.plain import copied
@@ -334,7 +335,11 @@ class State:
         kept in; empty where there is none."""
         if self._lasting is None:
             return ""
-        found = self._lasting.resume(self._parts(), world, else_asks=self._restore is not None)
+        try:
+            found = self._lasting.resume(self._parts(), world, else_asks=self._restore is not None)
+        except DataChanged:
+            told.fatal(Fatal.BAD_DATA)  # another try would find the same
+            raise
         if found is None:
             return ""
         self._plain.update(found.plain)

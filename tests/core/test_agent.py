@@ -750,6 +750,7 @@ def test_an_agent_without_workers_leaves_at_once_when_signalled() -> None:
         (Outcome.SHORT, 3),
         (Outcome.STOPPED, 143),
         (Outcome.NOWHERE, 5),
+        (Outcome.REFUSED, 2),
     ],
 )
 def test_the_outcome_of_the_job_is_the_exit_code_of_its_agents(outcome: Outcome, code: int) -> None:

@@ -15,6 +15,7 @@ from elasticd.etcd.names import job_prefix
 from tests.e2e.harness import PLAYER, Agent, Cluster
 from tests.e2e.stage import Script
 
+AUDITED = str(Path(__file__).parent / "programs" / "audited.py")
 MakeCluster = Callable[[str | None], Cluster]
 
 
@@ -148,3 +149,25 @@ def test_a_standalone_run_of_a_name_that_runs_already_is_refused(
     assert cluster.job in refused(b)
     cluster.goes_on(world)
     cluster.finishes(a)
+
+
+@pytest.mark.slow
+def test_a_job_whose_dataset_has_changed_is_refused_in_one_sentence_at_once(
+    clusters: MakeCluster, tmp_path: Path
+) -> None:
+    """Each run is another one, with another etcd: they have the checkpoints in common."""
+    options = (f"--checkpoints={tmp_path / 'kept'}", "--checkpoint-every=2")
+    program = (AUDITED, "2", "0", "0")
+    ended = []
+    for samples in ("103", "102"):
+        cluster = clusters(None)
+        cluster.job = "changed"
+        cluster.limits = (1, 1)
+        (a,) = cluster.start("a", options=options, program=program, env={"E2E_SAMPLES": samples})
+        ended.append(a.end())
+    assert ended == [0, 2], a.said()
+    assert len(a.find("workers.started")) == 1, "another try would find the same"
+    (said,) = a.find("job.ended")
+    assert (said["outcome"], said["level"]) == ("refused", "error")
+    assert said["why"].startswith("samples in an epoch: 102 now, and 103 when the training to go on with was")
+    assert a.text[-1] == f"elasticd: {said['why']}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
 from elasticd import worker
+from elasticd.core.page import Fatal
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.loading import Share
 
@@ -285,6 +287,17 @@ def test_a_training_does_not_go_on_with_other_data(what):
     with pytest.raises(DataChanged, match=sentence) as refused:
         Data(**{**before, **options}).load_state_dict(state)
     assert "\n" not in str(refused.value)
+
+
+def test_a_training_that_finds_its_data_changed_has_its_job_end(monkeypatch):
+    said = []
+    monkeypatch.setattr("elasticd.worker.told.fatal", said.append)
+    state = state_of(Data(Numbers(9), global_batch=4, virtual_ranks=2))
+    before = Data(Numbers(8), global_batch=4, virtual_ranks=2).state_dict()
+    state._lasting = SimpleNamespace(resume=lambda *_, **__: state.data.load_state_dict(before))
+    with pytest.raises(DataChanged):
+        state.resume(None)
+    assert said == [Fatal.BAD_DATA]
 
 
 def test_weights_and_samplers_of_before_are_wanted_too():

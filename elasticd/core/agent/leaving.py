@@ -37,6 +37,8 @@ def epitaph(round: Round) -> Leave:
             return Leave(0, round.why)
         case Outcome.FAILED | None:
             return Leave(1, round.why)
+        case Outcome.REFUSED:
+            return Leave(2, round.why)
         case Outcome.SHORT:
             return Leave(3, round.why)
         case Outcome.NOWHERE:

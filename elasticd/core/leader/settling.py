@@ -22,7 +22,11 @@ from elasticd.core.leader.view import View
 from elasticd.core.page import Fatal
 from elasticd.core.reasons import AwaitingRelease, AwaitingReturn, FailureCharged, Reason, SlotQuarantined
 
-_OUTCOMES = {Fatal.NOT_FINITE: Outcome.DIVERGED, Fatal.NO_CHECKPOINT: Outcome.NOWHERE}
+_OUTCOMES = {
+    Fatal.NOT_FINITE: Outcome.DIVERGED,
+    Fatal.NO_CHECKPOINT: Outcome.NOWHERE,
+    Fatal.BAD_DATA: Outcome.REFUSED,
+}
 
 
 def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:

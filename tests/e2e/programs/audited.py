@@ -1,7 +1,7 @@
 """A training on data, as its users would write it, for so many epochs, with so many processes that load, and
 a rest of so many seconds after each step. A fourth word: "grows" has the batch grow with the world, and
 "consistent" is the mode of that name. With ``E2E_BREAK`` its dataset takes another sample than asked for;
-after ``E2E_DRIFT`` steps its losses are a little too large.
+after ``E2E_DRIFT`` steps its losses are a little too large; ``E2E_SAMPLES`` is the length of its dataset.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from elasticd import worker
 
-SAMPLES, BATCH, RATE = 103, 16, 0.001
+SAMPLES, BATCH, RATE = int(os.environ.get("E2E_SAMPLES", "103")), 16, 0.001
 MODES = {
     "": {"global_batch": BATCH},
     "grows": {"worker_batch": BATCH, "rate": "linear"},
