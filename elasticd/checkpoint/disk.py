@@ -36,12 +36,16 @@ class Disk:
     def sync(self, folder: str) -> None:
         sync_folder(self.path / folder)
 
-    def replace(self, name: str, content: bytes) -> None:
+    def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
+        del over  # there are locks
         make_folder((self.path / name).parent)
         replace_file(self.path / name, content)
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
+
+    def look(self, name: str) -> tuple[bytes, str | None]:
+        return self.read(name), None
 
     def sizes(self, folder: str) -> dict[str, int]:
         with os.scandir(self.path / folder) as entries:

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
-from elasticd.checkpoint.store import Store, store_at
+from elasticd.checkpoint.store import Overtaken, Store, store_at
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Commit, Keep, commit
 
@@ -32,11 +32,15 @@ class FilePointer:
 
     def read(self) -> Checkpoint:
         """Empty where nothing was ever committed. Raises BadCheckpoint, OSError."""
+        return self._look()[0]
+
+    def _look(self) -> tuple[Checkpoint, str | None]:
+        """And what it may be written over by."""
         file = f"{self._store.url}/{POINTER}"
         try:
-            raw = self._store.read(POINTER)
+            raw, version = self._store.look(POINTER)
         except FileNotFoundError:
-            return Checkpoint(self._store.url)
+            return Checkpoint(self._store.url), ""
         try:
             record = msgspec.json.decode(raw, type=_Record)
         except (msgspec.DecodeError, ValueError) as error:
@@ -47,7 +51,7 @@ class FilePointer:
         strange = next((saved.name for saved in record.saved if parse_folder(saved.name) is None), None)
         if strange is not None:
             raise BadCheckpoint(f"{file} names {strange!r}, which is no checkpoint's name")
-        return Checkpoint(self._store.url, record.saved)
+        return Checkpoint(self._store.url, record.saved), version
 
     def known(self) -> tuple[Checkpoint, bool]:
         """A file knows nothing of jobs. Raises as ``read``."""
@@ -70,22 +74,32 @@ class FilePointer:
         """Both ``fence`` and ``in_time`` are of rounds, which a file knows nothing of. Raises
         ``retention.Refused``, BadCheckpoint, OSError; then nothing has changed."""
         with self._store.locked(f".{POINTER}.lock"):
-            made = commit(self.read(), new, keep)
-            try:
-                self.write(made.checkpoint)
-            except OSError:
-                if self.read() != made.checkpoint:
-                    raise
-                # It is in place, and may be gone after a power cut: what it was before still counts.
-                return Commit(made.checkpoint, ())
-        return made
+            while True:
+                known, version = self._look()
+                if new in known.saved:  # a former try that was not answered
+                    return Commit(known, ())
+                made = commit(known, new, keep)
+                try:
+                    self.write(made.checkpoint, version)
+                except Overtaken:
+                    continue
+                except OSError:
+                    if self.read() != made.checkpoint:
+                        raise
+                    # It is in place, and may be gone after a power cut: what it was before still counts.
+                    return Commit(made.checkpoint, ())
+                return made
 
     def forget(self, name: str) -> None:
         """It is none of ours any more. Raises BadCheckpoint, OSError."""
         with self._store.locked(f".{POINTER}.lock"):
-            known = self.read()
-            self.write(replace(known, saved=tuple(s for s in known.saved if s.name != name)))
+            while True:
+                known, version = self._look()
+                with contextlib.suppress(Overtaken):
+                    stay = tuple(s for s in known.saved if s.name != name)
+                    return self.write(replace(known, saved=stay), version)
 
-    def write(self, checkpoint: Checkpoint) -> None:
+    def write(self, checkpoint: Checkpoint, over: str | None = None) -> None:
+        """``over``: see ``Store.replace``."""
         record = msgspec.json.encode(_Record(VERSION, checkpoint.saved))
-        self._store.replace(POINTER, record)
+        self._store.replace(POINTER, record, over=over)

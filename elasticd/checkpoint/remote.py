@@ -21,11 +21,14 @@ from fsspec.spec import AbstractBufferedFile
 
 from elasticd.checkpoint.manifest import BLOCK, File, block_digest
 from elasticd.checkpoint.pace import Pace
-from elasticd.checkpoint.store import BadStore
+from elasticd.checkpoint.store import BadStore, Overtaken
 
 PART: Final = 16 << 20  # bytes; at most 10,000 parts to a file on S3, so files up to 160 GB
 _PARTS_MAX: Final = 9_000
 _FLAT: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "cos", "memory"}  # no folders
+
+_OVERTAKEN: Final = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
+_NO_CONDITIONS: Final = {"NotImplemented", "501", "ParamValidationError"}  # of a server or client that is old
 
 
 class Remote:
@@ -80,10 +83,10 @@ class Remote:
     def sync(self, folder: str) -> None:
         """What is written is there, in such a store."""
 
-    def replace(self, name: str, content: bytes) -> None:
+    def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
         with self._plainly(name):
             if self._flat:
-                self._fs.pipe_file(self._at(name), content)
+                self._put(name, content, over if self._is_s3 else None)
                 return
             self._make_folder_of(name)
             fresh = self._at(f"{name}.{os.getpid()}.new")
@@ -93,6 +96,13 @@ class Remote:
     def read(self, name: str) -> bytes:
         with self._plainly(name):
             return bytes(self._fs.cat_file(self._at(name)))
+
+    def look(self, name: str) -> tuple[bytes, str | None]:
+        if not self._is_s3:
+            return self.read(name), None
+        with self._plainly(name):  # in this order: what is newer than its tag replaces nothing
+            tag = str(self._fs.info(self._at(name))["ETag"])
+        return self.read(name), tag
 
     def sizes(self, folder: str) -> dict[str, int]:
         with self._plainly(folder):
@@ -127,7 +137,26 @@ class Remote:
         with self._plainly(name):
             return bytes(self._fs.cat_file(self._at(name), start=at, end=at + length))
 
+    def _put(self, name: str, content: bytes, over: str | None) -> None:
+        """Raises Overtaken, and whatever the library does."""
+        condition = {} if over is None else {"IfMatch": over} if over else {"IfNoneMatch": "*"}
+        try:
+            self._fs.pipe_file(self._at(name), content, **condition)
+        except Exception as error:
+            answer = getattr(error.__cause__, "response", None) or {}
+            code = answer.get("Error", {}).get("Code", type(error).__name__)
+            if condition and code in _NO_CONDITIONS:
+                self._put(name, content, None)
+            elif condition and code in _OVERTAKEN:
+                raise Overtaken(errno.EEXIST, "somebody else has written it meanwhile") from error
+            else:
+                raise
+
     # ------------------------------------------------------------ names and words
+
+    @property
+    def _is_s3(self) -> bool:
+        return "s3" in self._fs.protocol
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -162,6 +191,8 @@ class Remote:
         """Each library has errors of its own; here they are OSErrors with a clause for people."""
         try:
             yield
+        except Overtaken:
+            raise
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, _clause(error), self._url(name)) from error
         except Exception as error:

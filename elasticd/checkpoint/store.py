@@ -49,11 +49,16 @@ class Store(Protocol):
     def sync(self, folder: str) -> None:
         """The names of the files in it are durable too."""
 
-    def replace(self, name: str, content: bytes) -> None:
-        """At once, for whoever reads it: the old content or the new."""
+    def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
+        """At once, for whoever reads it: the old content or the new. ``over``: only if the old is what
+        ``look`` returned with that, or if there is none (""); raises Overtaken otherwise. Only S3 and its
+        like can tell; elsewhere it is replaced all the same."""
 
     def read(self, name: str) -> bytes:
         """All of a small file."""
+
+    def look(self, name: str) -> tuple[bytes, str | None]:
+        """The same, and what ``replace`` knows it by."""
 
     def sizes(self, folder: str) -> Mapping[str, int]:
         """Of the files in a folder, by name. May be empty where there is no such folder."""
@@ -69,7 +74,11 @@ class Store(Protocol):
 
     def locked(self, name: str) -> AbstractContextManager[object]:
         """One at a time, as far as the store can tell: on disk among the processes of this host (and of
-        others, where the disk keeps locks), elsewhere among the threads of this process."""
+        others, where the disk keeps locks), elsewhere among the threads of this process: see ``replace``."""
+
+
+class Overtaken(OSError):
+    """Somebody else has written it since it was looked at."""
 
 
 class BadStore(ValueError):

@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class S3Server:
     def __init__(self) -> None:
         self._real = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
+        self._one = threading.Lock()
         self._faults: list[Fault] = []
         self.stuck = threading.Event()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
@@ -117,7 +118,10 @@ class S3Server:
             return _refusal(
                 start, "403 Forbidden", "InvalidAccessKeyId", "The key does not exist in our records."
             )
-        return self._real(environ, start)
+        with self._one if "HTTP_IF_MATCH" in environ or "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+            return self._real(
+                environ, start
+            )  # which looks first and writes then, and the real S3 does at once
 
     def _fail(self, fault: Fault, environ: Environ, start: Answer) -> Iterable[bytes]:
         if fault.how == "drop":

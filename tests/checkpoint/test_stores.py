@@ -5,17 +5,23 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import boto3
 import fsspec
 import pytest
+from botocore.exceptions import ClientError
 
 from elasticd.checkpoint import remote
 from elasticd.checkpoint.disk import Disk
-from elasticd.checkpoint.manifest import BLOCK, block_digest
+from elasticd.checkpoint.manifest import BLOCK, block_digest, folder_name
+from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.remote import Remote
 from elasticd.checkpoint.store import BadStore, Store, store_at
+from elasticd.core.facts import Saved
+from elasticd.core.retention import Keep, Refused
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 
 BIG = bytes(range(256)) * (24 << 12)  # 24 MiB: two parts on S3
@@ -92,6 +98,61 @@ def test_one_at_a_time_has_the_lock(store):
 
 
 # ------------------------------------------------------------ S3 alone
+
+
+def saved(step: int, round_: int) -> Saved:
+    return Saved(folder_name(step, round_, "0000000a", step), step, round_, 1, 1.0, 1, "")
+
+
+def test_of_those_who_commit_to_s3_at_once_none_undoes_what_another_has_done(s3, tmp_path):
+    where = f"s3://bucket/{tmp_path.name}/fenced"
+    writers = [FilePointer(Remote.at(where)) for _ in range(4)]  # as if each were on another machine
+
+    def commit(n: int) -> list[int]:
+        made = []
+        for step in range(n, 40, len(writers)):
+            with suppress(Refused):  # another has committed a later step
+                writers[n].commit(saved(step, 1), Keep(last=100))
+                made.append(step)
+        return made
+
+    with ThreadPoolExecutor(len(writers)) as pool:
+        made = [step for steps in pool.map(commit, range(len(writers))) for step in steps]
+    assert [s.step for s in writers[0].read().saved] == sorted(made) and 39 in made
+
+
+def test_a_world_of_an_older_round_cannot_commit_to_s3_over_a_later_one_that_it_has_not_seen(
+    s3, tmp_path, monkeypatch
+):
+    where = f"s3://bucket/{tmp_path.name}/fenced"
+    old, new = (FilePointer(Remote.at(where)) for _ in range(2))
+    old.commit(saved(1, 1), Keep())
+    real = Remote.look
+
+    def overtaken(self: Remote, name: str) -> tuple[bytes, str | None]:
+        seen = real(self, name)
+        monkeypatch.setattr(Remote, "look", real)
+        new.commit(saved(2, 2), Keep())
+        return seen
+
+    monkeypatch.setattr(Remote, "look", overtaken)
+    with pytest.raises(Refused, match="round 2 has committed since"):
+        old.commit(saved(9, 1), Keep())
+    assert [s.step for s in new.read().saved] == [1, 2]
+
+
+def test_a_server_that_knows_no_conditions_is_written_to_without(s3, bucket, monkeypatch):
+    real = bucket._fs.pipe_file
+
+    def old(path: str, content: bytes, **condition: str) -> None:
+        if condition:
+            refused = ClientError({"Error": {"Code": "NotImplemented"}}, "PutObject")
+            raise OSError(errno.ENOSYS, "it is not implemented") from refused
+        real(path, content)
+
+    monkeypatch.setattr(bucket._fs, "pipe_file", old)
+    FilePointer(bucket).commit(saved(1, 1), Keep())
+    assert FilePointer(bucket).commit(saved(2, 1), Keep()).checkpoint == FilePointer(bucket).read()
 
 
 @pytest.fixture
