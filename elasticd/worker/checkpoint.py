@@ -91,7 +91,8 @@ class Checkpoints:
         since the disk has not caught up. ``step``: how many steps ``state`` has behind it.
 
         Raises ValueError where ranks differ in the step, TypeError for objects that could not be
-        loaded again. Whatever happens to the disk raises nothing: see ``failed``.
+        loaded again, NotFinite for NaN if the job is run with ``--on-nonfinite=rollback``. Whatever
+        happens to the disk raises nothing: see ``failed``.
         """
         self._in_this_world()
         return self._saving.save(state, step)

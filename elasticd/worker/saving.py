@@ -16,7 +16,9 @@ from elasticd.checkpoint.handover import Gone, Message, Paper
 from elasticd.checkpoint.manifest import encode_index, folder_name
 from elasticd.checkpoint.store import Store
 from elasticd.core.retention import Keep
+from elasticd.worker import told
 from elasticd.worker.collect import Flat, flatten
+from elasticd.worker.finite import any_nan
 from elasticd.worker.layout import Held, lay_out
 from elasticd.worker.saverline import SaverLine, Terms
 from elasticd.worker.schedule import Schedule
@@ -67,6 +69,8 @@ class Saving:
         together = self._together
         assert together is not None
         flat = flatten(state)
+        if told.policy() == "rollback" and any_nan(flat.tensors.values()):
+            told.not_finite("what is to be saved holds NaN")  # nobody shall go back to that
         self._line.listen()
         plan = self._plan
         shape = shape_of(flat)

@@ -17,6 +17,7 @@ from elasticd.worker import chance, told
 from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
 from elasticd.worker.consistent import Consistent
 from elasticd.worker.data import Data, DataChanged
+from elasticd.worker.finite import all_finite
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
 from elasticd.worker.plain import copied
@@ -426,7 +427,7 @@ class State:
                 torch.cuda.current_stream().synchronize()  # the sums are there, or the world is over
                 world.check()
             world.vouch()
-        if told.policy() != "ignore" and not _all_finite(optimizer):
+        if told.policy() != "ignore" and not all_finite(_gradients(optimizer)):
             told.not_finite("a gradient is NaN or infinite")
         self._torn = True
 
@@ -500,20 +501,9 @@ def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lastin
     return Lasting(made)
 
 
-def _all_finite(optimizer: Optimizer) -> bool:
-    """Whether all gradients are: a pass over them, and with a GPU a wait for it."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
+def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None and grad.numel() and grad.layout is torch.strided:
-                grad = grad.to_local() if hasattr(grad, "to_local") else grad
-                found.setdefault(grad.device, []).append(grad)
-    # The largest, not the sum of squares, which may overflow where no element has.
-    return all(
-        bool(torch.stack(torch._foreach_norm(grads, ord=float("inf"))).isfinite().all())
-        for grads in found.values()
-    )
+        yield from (p.grad for p in group["params"] if p.grad is not None)
 
 
 def _watch(model: DistributedDataParallel, world: World) -> None:

@@ -62,6 +62,17 @@ def test_amtool_takes_the_example_of_an_alertmanager() -> None:
     assert code == 0, said
 
 
+@pytest.mark.parametrize(
+    ("severity", "told"), [("critical", "people"), ("warning", "people"), ("info", "nobody")]
+)
+def test_that_alertmanager_would_tell_people_of_all_but_what_may_be_intended(
+    severity: str, told: str
+) -> None:
+    config = f"--config.file={HERE / 'alertmanager.yml'}"
+    code, said = run("amtool", "config", "routes", "test", config, f"severity={severity}", "run=r")
+    assert code == 0 and told in said.splitlines(), said
+
+
 def test_each_alert_fires_when_it_should_and_not_when_it_should_not() -> None:
     code, said = run("promtool", "test", "rules", UNIT_TESTS)
     assert code == 0, said

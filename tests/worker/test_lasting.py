@@ -141,6 +141,12 @@ def test_the_end_of_training_is_saved_and_a_job_that_is_run_again_has_nothing_le
     assert reads(tmp_path, "2", "entered") == [STEPS] and not reads(tmp_path, "2", "committed")
 
 
+def end_on_disk(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    train(state, journal, accident, steps)
+    state.finish()
+    state._lasting._checkpoints.wait()
+
+
 def restored(state: object) -> int:
     state.seen.extend(range(3))
     return 3
@@ -160,8 +166,9 @@ def test_restore_is_asked_where_no_checkpoint_is_whole_and_without_it_that_is_an
     crew, tmp_path, saver, other_saver
 ):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, 1, checkpoints=str(run), steps=4)
+    begin(crew, tmp_path, saver, 1, checkpoints=str(run), steps=4, body=end_on_disk)
     crew.all_ended()
+    assert saved_steps(run)[-1] == 4
     for saved in FilePointer(run).read().saved:
         shutil.rmtree(run / saved.name)
     begin(crew, tmp_path, other_saver, 1, of=1, checkpoints=str(run), steps=4)
