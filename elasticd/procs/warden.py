@@ -68,6 +68,8 @@ class WardenProcess:
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._zygote: Zygote | None = None
+        self._fresh_at = 0.0  # when a worker was last started that imports all itself
+        self._fresh_s: float | None = None  # what that took, to its first step
         self._ended_early: dict[int, int] = {}  # exit codes of forked ones that were not taken yet
         self._ended_sessions: deque[int] = deque(maxlen=_REMEMBERED)
         self._ended_marks: deque[str] = deque(maxlen=_REMEMBERED)
@@ -203,6 +205,8 @@ class WardenProcess:
         finally:
             for fd in fds:
                 os.close(fd)
+        if not service:
+            self._fresh_at = steady_now()
         child = _Child(message["id"], pid, service, message["mark"], message["whole_group"], errors)
         self._add(child)
         if service:  # its caller waits to hear that it runs; a worker's failure is told by its end
@@ -331,7 +335,9 @@ class WardenProcess:
         if pid is None:
             ours.close()
             return
-        self._zygote = Zygote(message["id"], pid, ours)
+        if self._fresh_s is None:  # the first zygote comes with the first step
+            self._fresh_s = steady_now() - self._fresh_at
+        self._zygote = Zygote(message["id"], pid, ours, self._fresh_s)
         self._selector.register(self._zygote.channel, selectors.EVENT_READ, "zygote")
 
     def _ask_zygote(self, ask: Callable[[Zygote], None]) -> None:

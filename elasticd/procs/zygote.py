@@ -18,6 +18,7 @@ from elasticd.procs.channel import Channel, Message
 from elasticd.procs.linux import steady_now
 
 _PATIENCE_S = 3.0  # about what a fresh start takes
+_IMPORTING_S_MAX = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,12 @@ class Fork:
 
 
 class Zygote:
-    """Raises ``channel.Closed`` where the process is gone."""
+    """Raises ``channel.Closed`` where the process is gone. ``start_s``: what the start of a worker took
+    that had to import all itself."""
 
-    def __init__(self, id: int, pid: int, sock: socket.socket) -> None:
+    def __init__(self, id: int, pid: int, sock: socket.socket, start_s: float) -> None:
         self.id = id
+        self._should_be_ready = steady_now() + min(start_s, _IMPORTING_S_MAX)
         self.pid = pid
         self.channel = Channel(sock)
         self._asked = 0
@@ -83,7 +86,10 @@ class Zygote:
     def fork(self, request: Message, fds: Sequence[int]) -> None:
         """Ask for a worker. ``fds`` stay the caller's."""
         ours, theirs = socket.socketpair()
-        fork = Fork(request, tuple(map(os.dup, fds)), ours.detach(), steady_now() + _PATIENCE_S)
+        until = steady_now() + _PATIENCE_S
+        if not self.ready:
+            until = max(until, self._should_be_ready)
+        fork = Fork(request, tuple(map(os.dup, fds)), ours.detach(), until)
         self._forks[request["id"]] = fork
         message = {"do": "fork", **{key: request[key] for key in ("id", "argv", "env", "cwd")}}
         self.channel.send(message, [*map(os.dup, fds), theirs.detach()])

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.procs.linux import children
+from elasticd.procs.linux import children, steady_now
 from elasticd.procs.warden import _Child, _read_error
 from elasticd.procs.workers import LocalProcs
+from elasticd.procs.zygote import Zygote
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench, named, wait_until_ready
 from tests.procs.forked import run
@@ -261,6 +262,25 @@ def test_workers_do_not_wait_for_a_zygote_for_longer_than_they_take_without(
     assert zygote in named(bench.warden, "elasticd-zygote"), "it was let import to the end"
     bench.start(procs)
     assert _lines(bench, 1)[0].startswith(b"True")
+
+
+def test_one_that_imports_may_take_until_a_fresh_worker_would_have_been_there() -> None:
+    ours, theirs = socket.socketpair()
+    request = {"id": 7, "argv": [], "env": {}, "cwd": "/"}
+    zygote = Zygote(1, 0, ours, start_s=1000.0)
+    began = steady_now()
+    zygote.preload({"do": "preload"})
+    zygote.fork(request, [])
+    assert zygote.until is not None and 25.0 < zygote.until - began < 40.0, "but no longer than half a minute"
+    zygote.imported(1)
+    for fork in zygote.give_up():
+        fork.drop()
+    zygote.fork(request, [])
+    assert zygote.until is not None and zygote.until - steady_now() < 5.0
+    for fork in zygote.give_up():
+        fork.drop()
+    zygote.channel.close()
+    theirs.close()
 
 
 # ---------------------------------------------------------------- the one that is forked ahead
