@@ -801,3 +801,17 @@ def test_the_version_is_told() -> None:
     from elasticd import __version__
 
     assert elasticd("--version").stdout == elasticd("version").stdout == f"elasticd {__version__}\n"
+
+
+def test_what_cannot_be_printed_as_the_disk_is_full_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticd.cli.main", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "elasticd: what there is to say cannot be written: No space left on device.\n"
