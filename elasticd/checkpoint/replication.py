@@ -19,7 +19,7 @@ from elasticd.core.facts import Holder
 from elasticd.core.replicas import Offer
 
 _T = TypeVar("_T")
-_CALLERS_MAX: Final = 64  # at a time; more wait in the listener's queue
+_CALLERS_MAX: Final = 64  # at a time; more wait for their turn
 _SPARE: Final = 0.1  # of the machine's memory that is left alone
 
 

@@ -7,7 +7,8 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,75 +39,72 @@ def worker_kills(
     launcher: Callable[[int, Path, Path], Launched], workers: int, kills: int, settle_s: float = 0.0
 ) -> list[Kill]:
     """To the first step of the new world, each time. ``settle_s``: from one kill to the next, at least."""
-    with tempfile.TemporaryDirectory() as folder:
-        steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
-        launched = launcher(workers, steps.path, log)
-        took: list[Kill] = []
-        try:
-            if not _warm(steps, 0):
-                raise RuntimeError(f"the job did not start: {log.read_text()[-2000:]}")
-            for n in range(kills):
-                time.sleep(settle_s)
-                steps.read()
-                before = len(steps.made)
-                old, killed_at = _kill(steps, workers, n)
-                step = steps.first(lambda s, old=old: s.pid not in old, 60.0, before)  # type: ignore[misc]
-                if step is None or not _warm(steps, len(steps.made)):
-                    took.append(Kill(None))
-                    break
-                new = {s.pid for s in steps.made[before:]} - old
-                said = [
-                    *parts.decided(parts.events(log), killed_at, wall_s()),
-                    *parts.begun(steps.marks, new),
-                ]
-                took.append(Kill(step.at - killed_at, parts.lengths(killed_at, said, step)))
-            return took
-        finally:
-            launched.stop()
-            steps.close()
+    took: list[Kill] = []
+    with _job(lambda steps, log: launcher(workers, steps, log)) as (steps, log):
+        for old, killed_at, before in _kill_each(steps, workers, kills, settle_s):
+            step = steps.first(lambda s, old=old: s.pid not in old, 60.0, before)  # type: ignore[misc]
+            if step is None or not _warm(steps, len(steps.made)):
+                took.append(Kill(None))
+                break
+            new = {s.pid for s in steps.made[before:]} - old
+            said = [
+                *parts.decided(parts.events(log), killed_at, wall_s()),
+                *parts.begun(steps.marks, new),
+            ]
+            took.append(Kill(step.at - killed_at, parts.lengths(killed_at, said, step)))
+    return took
 
 
 def kills_in_place(workers: int, kills: int, spares: int) -> tuple[list[Kill], list[Kill]]:
     """To the first step of the survivors, and of a world that is as large as before, each time. With a
     spare the two are one."""
+    survivors: list[Kill] = []
+    full: list[Kill] = []
+    with _job(lambda steps, log: launch.elasticd_in_place(workers, spares, steps, log)) as (steps, log):
+        for old, killed_at, before in _kill_each(steps, workers, kills, SETTLE_S):
+            again = steps.first(
+                lambda s, old=old: s.world == workers and s.pid not in old,  # type: ignore[misc]
+                60.0,
+                before,
+            )
+            if again is None:
+                full.append(Kill(None))
+                break
+            _warm(steps, len(steps.made))
+            said = parts.grown(parts.events(log), steps.marks, killed_at, wall_s()) if not spares else []
+            full.append(Kill(again.at - killed_at, parts.lengths(killed_at, said, again) if said else {}))
+            step = next(s for s in steps.made[before:] if s.world < workers or s.pid not in old)
+            survivors.append(Kill(step.at - killed_at, _in_place(log, killed_at, step)))
+    return survivors, full
+
+
+@contextmanager
+def _job(launcher: Callable[[Path, Path], Launched]) -> Iterator[tuple[Steps, Path]]:
+    """A job that is well under way: its steps, and its log."""
     with tempfile.TemporaryDirectory() as folder:
         steps, log = Steps(Path(folder, "steps")), Path(folder, "log")
-        launched = launch.elasticd_in_place(workers, spares, steps.path, log)
-        survivors: list[Kill] = []
-        full: list[Kill] = []
+        launched = launcher(steps.path, log)
         try:
             if not _warm(steps, 0):
                 raise RuntimeError(f"the job did not start: {log.read_text()[-2000:]}")
-            for n in range(kills):
-                time.sleep(SETTLE_S)
-                steps.read()
-                before = len(steps.made)
-                old, killed_at = _kill(steps, workers, n)
-                again = steps.first(
-                    lambda s, old=old: s.world == workers and s.pid not in old,  # type: ignore[misc]
-                    60.0,
-                    before,
-                )
-                if again is None:
-                    full.append(Kill(None))
-                    break
-                _warm(steps, len(steps.made))
-                said = parts.grown(parts.events(log), steps.marks, killed_at, wall_s()) if not spares else []
-                full.append(Kill(again.at - killed_at, parts.lengths(killed_at, said, again) if said else {}))
-                step = next(s for s in steps.made[before:] if s.world < workers or s.pid not in old)
-                survivors.append(Kill(step.at - killed_at, _in_place(log, killed_at, step)))
-            return survivors, full
+            yield steps, log
         finally:
             launched.stop()
             steps.close()
 
 
-def _kill(steps: Steps, workers: int, n: int) -> tuple[set[int], float]:
-    """Kill one of the world, each time of another rank; the pids of all of it, and when."""
-    pids = {s.rank: s.pid for s in steps.made[-4 * workers :]}
-    killed_at = time.monotonic()
-    os.kill(pids[n % workers], signal.SIGKILL)
-    return set(pids.values()), killed_at
+def _kill_each(
+    steps: Steps, workers: int, kills: int, settle_s: float
+) -> Iterator[tuple[set[int], float, int]]:
+    """Kill one of the world, each time of another rank: the pids of all of it, when, and how many steps
+    had been made."""
+    for n in range(kills):
+        time.sleep(settle_s)
+        steps.read()
+        pids = {s.rank: s.pid for s in steps.made[-4 * workers :]}
+        killed_at = time.monotonic()
+        os.kill(pids[n % workers], signal.SIGKILL)
+        yield set(pids.values()), killed_at, len(steps.made)
 
 
 def _in_place(log: Path, killed_at: float, step: StepMade) -> Mapping[str, float]:
