@@ -121,6 +121,41 @@ def test_all_worlds_together_are_one_training(kind):
     assert [sum(len(s) for _, s, _ in step) for step in alone] == [6, 6, 6, 5]
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_data_and_the_worlds_are_its_batches_are_cut_from_a_list(seed):
+    chance = random.Random(seed)
+    virtual_ranks, accumulate, drop_last = chance.randint(1, 5), chance.choice([1, 1, 2, 3]), seed % 3 == 0
+    batch = virtual_ranks * accumulate + chance.choice([0, 1, 6])
+    length = chance.randint(1, 25) + batch * drop_last
+    dataset, order = [
+        (Numbers(length), {}),
+        (Numbers(length), {"shuffle": False}),
+        (Numbers(length), {"weights": [chance.random() for _ in range(length)]}),
+        (Numbers(length), {"sampler": lambda epoch: [(7 * i + epoch) % length for i in range(length)]}),
+        (Flow(length), {}),
+    ][seed % 5]
+    options = {
+        "dataset": dataset,
+        "global_batch": batch,
+        "virtual_ranks": virtual_ranks,
+        "accumulate": accumulate,
+        "drop_last": drop_last,
+        "epochs": 2,
+        "seed": seed,
+        **order,
+    }
+    expected: list[list[int]] = []
+    for epoch in range(2):
+        one = list(range(length + epoch)) if isinstance(dataset, Flow) else []
+        one = one or Data(**options)._order.at(epoch, range(length))
+        expected += [one[i : i + batch] for i in range(0, len(one), batch)]
+        if drop_last and len(expected[-1]) < batch:
+            expected.pop()
+    alone = epoch_in([1], **options)
+    assert [ids([step]) for step in alone] == expected
+    assert epoch_in([chance.randint(1, 6) for _ in range(5)], **options) == alone
+
+
 @pytest.mark.parametrize("kind", ["indexed", "iterable"])
 def test_workers_of_the_dataloader_change_nothing_but_the_speed(kind):
     options = {**KINDS[kind], "dataset": type(KINDS[kind]["dataset"])(8)}
