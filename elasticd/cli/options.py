@@ -49,6 +49,7 @@ class RunOptions:
     join_timeout: float | None = None
     settle: float | None = None
     grow_cooldown: float | None = None
+    checkpoint_wait: float | None = None
     node_ttl: float | None = None
     etcd_grace: float | None = None
     etcd_wait: float | None = None
@@ -280,6 +281,11 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--grow-cooldown",
         Seconds(),
         "Seconds a round lives before it ends in order to grow.  [30]",
+    ),
+    _ours(
+        "--checkpoint-wait",
+        Seconds(),
+        "Seconds to wait, before a resize, for the next checkpoint of a script that tells of them.  [600]",
     ),
     _ours(
         "--node-ttl",

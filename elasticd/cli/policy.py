@@ -33,6 +33,7 @@ def policy(
         shutdown_s=first(options.shutdown_timeout, _torch_shutdown_s(environ), default.shutdown_s),
         broken_s=first(options.broken_timeout, default.broken_s),
         part_s=first(options.part_timeout, default.part_s),
+        checkpoint_wait_s=first(options.checkpoint_wait, default.checkpoint_wait_s),
         node_ttl_s=first(options.node_ttl, node_ttl_s, default.node_ttl_s),
         restarts_max=restarts_max,
         restart_window_s=first(options.restart_window, default.restart_window_s),

@@ -50,6 +50,8 @@ class Policy:
     ``part_s``: how long workers that keep their process get to leave a round that closes, before
     they are killed after all: a step may take long, and they hold the job's state.
     ``node_ttl_s``: the lease of a node; a lost node is noticed after at most this long.
+    ``checkpoint_wait_s``: how long a round that is to be resized waits for the next checkpoint of scripts
+    that tell of their own; one that a node leaves, for half of ``shutdown_s`` at most.
     ``restarts_max`` in ``restart_window_s``: the restart budget.
     ``futile_max``: failures in a row without a single step of progress before the job gives up.
     ``quarantine_after``: failures in a row by which a slot is judged to fail alone (below
@@ -67,6 +69,7 @@ class Policy:
     shutdown_s: float = 30.0
     broken_s: float = 2.0
     part_s: float = 60.0
+    checkpoint_wait_s: float = 600.0
     node_ttl_s: float = 5.0
     restarts_max: int = 10
     restart_window_s: float = 3600.0
@@ -95,7 +98,8 @@ class Spec:
     ``asked`` are the limits on the command lines of its agents, which must agree; ``limits`` are
     those in force, which ``elasticd scale`` changes. ``script`` is what runs, for people;
     ``fingerprint`` tells another script from the same one. ``inplace``: its workers keep their
-    process from round to round, as the first of them said (``elasticd.worker``).
+    process from round to round, as the first of them said (``elasticd.worker``). ``checkpointed``: they
+    write checkpoints of their own, and tell of them.
     """
 
     asked: Limits
@@ -106,6 +110,7 @@ class Spec:
     stop: bool = False
     drain: tuple[Drained, ...] = ()
     inplace: bool = False
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +247,9 @@ class Round:
     Where workers keep their process: ``leaving`` are nodes that are asked to leave and have all there
     is of the state; until ``leave_by`` they stay to hand it over. ``handover``: this round does that and
     no more: its workers pass the state on, make no step, and leave it by themselves.
+
+    ``resizes_by``: the round is to be resized with the next checkpoint that its scripts tell of, where
+    they are held for it, or then at the latest; 0 where it is not.
     """
 
     number: int
@@ -260,6 +268,7 @@ class Round:
     leaving: tuple[str, ...] = ()
     leave_by: float = 0.0
     handover: bool = False
+    resizes_by: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -279,6 +288,7 @@ class Report:
     ``exits`` are those the agent did not cause itself. ``finished``: every worker here ended with
     status 0. ``steps``: optimizer steps made here in this round, of the slot that made the most.
     ``returned``: the run function has, in all workers of the round; only the end of the scripts is to come.
+    ``checkpointed``: a worker here has just written a checkpoint, and is held there.
     """
 
     node: str
@@ -288,6 +298,7 @@ class Report:
     finished: bool = False
     steps: int = 0
     returned: bool = False
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

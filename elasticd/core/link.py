@@ -13,6 +13,10 @@ They meet at an abstract Unix stream socket whose name, without the leading NUL,
     ...
     Done(round m)             ->
 
+A script that keeps to torchrun's ways says no Hello, but perhaps, each time it has written a checkpoint,
+Checkpointed. It is held until the agent hangs up, or says by Leave that it is to end; then it may go on
+to its end. To those that have said Hello nothing is answered.
+
 A worker may also say Waiting without having been told to leave: its group broke and it knows why
 no better than that its round is over. The end of the stream is the end of whoever was there.
 """
@@ -101,6 +105,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """The script has written a checkpoint of its own, ``path``, and it is whole."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Enter:
     """Take part in the round. ``env`` replaces those variables of the worker's environment."""
 
@@ -119,7 +130,7 @@ class Leave:
     going: bool = False
 
 
-FromWorker = Hello | Waiting | Entered | Done
+FromWorker = Hello | Waiting | Entered | Done | Checkpointed
 FromAgent = Enter | Leave
 Message = FromWorker | FromAgent
 
@@ -159,6 +170,8 @@ def decode(line: bytes) -> Message:
                 return Entered(n, step, float(group_s), float(state_s), *grown, Source(source))
         case {"is": "done", "round": int(n)}:
             return Done(n)
+        case {"is": "checkpointed", "path": str(path)}:
+            return Checkpointed(path)
         case {"is": "enter", "round": int(n), "env": dict(env)} if all(
             isinstance(v, str) for v in env.values()
         ):

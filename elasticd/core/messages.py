@@ -86,6 +86,15 @@ class WorkerReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerCheckpointed:
+    """A script has written a checkpoint of its own, at ``path``. Unless it is linked, it is held there."""
+
+    slot: int
+    round: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class PortReserved:
     """Answer to ``RenewStore``: the port for the next store that this node hosts."""
 
@@ -133,6 +142,7 @@ Event = (
     | WorkerLinked
     | WorkerWaiting
     | WorkerReturned
+    | WorkerCheckpointed
     | PortReserved
     | StoreComplained
     | Signalled
@@ -184,6 +194,13 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOn:
+    """Hold the workers of these slots no longer, which have told of a checkpoint."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StartStandbys:
     """Start processes that belong to no round yet."""
 
@@ -225,6 +242,7 @@ Action = (
     | StartWorkers
     | CloseRound
     | StopWorkers
+    | GoOn
     | StartStandbys
     | RenewStore
     | Fence

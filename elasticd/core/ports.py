@@ -184,13 +184,19 @@ class Procs(Protocol):
     """
 
     def listen(
-        self, linked: Callable[[int], None], waiting: Waits, returned: Callable[[int, int], None]
+        self,
+        linked: Callable[[int], None],
+        waiting: Waits,
+        returned: Callable[[int, int], None],
+        checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None,
     ) -> None:
         """Called once, before any start. ``linked(slot)``: this worker can leave rounds.
         ``waiting(slot, round_number, steps, age)``: it has left that round (0: it was in none yet)
         after so many steps in it, acts in none, and may be given one by ``start``; ``age`` is that of
         the state it could bring, None if it has none whole. ``returned(slot, round_number)``: its run
-        function has returned, as it has in all workers of the round; the rest of the script is to come."""
+        function has returned, as it has in all workers of the round; the rest of the script is to come.
+        ``checkpointed(slot, round_number, path)``: it has written a checkpoint of its own; one that is not
+        linked is held there until ``go_on`` or its end."""
 
     def start(
         self,
@@ -219,6 +225,9 @@ class Procs(Protocol):
         """Send the signal to the workers of these slots, or to all there are, and SIGKILL to what is
         left after ``grace_s``; returns at once. Descendants that a worker leaves behind are killed
         when it ends. Calling it again with a shorter grace shortens it."""
+
+    def go_on(self, slots: tuple[int, ...]) -> None:
+        """Hold those that have told of a checkpoint no longer."""
 
     def fence(self, until: float | None) -> None:
         """Workers may run until then (seconds since the epoch; None: without limit) and are killed

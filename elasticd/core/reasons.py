@@ -44,6 +44,13 @@ class AwaitingHeirs:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitingCheckpoint:
+    """The round is to be resized, once its script has written its next checkpoint or at ``until``."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitingReturn:
     """Members are not registered, but etcd was away, so they may come back until ``until``."""
 
@@ -164,6 +171,15 @@ class StandbysStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointTold:
+    """A script has written a checkpoint of its own."""
+
+    round: int
+    slot: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class StandbyReady:
     """One of them waits now."""
 
@@ -258,7 +274,15 @@ class PolicyDiffers:
     fields: tuple[str, ...]
 
 
-Wait = BelowMinimum | Settling | AwaitingRelease | AwaitingHeirs | AwaitingReturn | CoolingDown
+Wait = (
+    BelowMinimum
+    | Settling
+    | AwaitingRelease
+    | AwaitingHeirs
+    | AwaitingCheckpoint
+    | AwaitingReturn
+    | CoolingDown
+)
 Reason = (
     Wait
     | RoundFormed
@@ -274,6 +298,7 @@ Reason = (
     | WorkersStopping
     | WorkersLeaving
     | StandbysStarted
+    | CheckpointTold
     | StandbyReady
     | StandbyFailed
     | WorkerEnded

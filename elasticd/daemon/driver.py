@@ -20,6 +20,7 @@ from elasticd.core.messages import (
     CloseRound,
     Event,
     Fence,
+    GoOn,
     LeaseChanged,
     Leave,
     LookAround,
@@ -32,6 +33,7 @@ from elasticd.core.messages import (
     StartWorkers,
     StopWorkers,
     Transact,
+    WorkerCheckpointed,
     WorkerExited,
     WorkerLinked,
     WorkerReturned,
@@ -125,6 +127,7 @@ class Driver:
             lambda slot: self._post(WorkerLinked(slot)),
             lambda slot, round_number, steps, age: self._post(WorkerWaiting(slot, round_number, steps, age)),
             lambda slot, round_number: self._post(WorkerReturned(slot, round_number)),
+            lambda slot, round_number, path: self._post(WorkerCheckpointed(slot, round_number, path)),
         )
 
     # ------------------------------------------------------------ what others may look at
@@ -211,6 +214,8 @@ class Driver:
                 self._procs.part(planned, signal, grace_s, part_s, going)
             case StopWorkers(signal, grace_s, slots):
                 self._procs.stop(signal, grace_s, slots)
+            case GoOn(slots):
+                self._procs.go_on(slots)
             case StartStandbys(slots):
                 self._procs.standby(self._assign_standbys(slots), self._exited)
             case RenewStore():

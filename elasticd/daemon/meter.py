@@ -14,6 +14,7 @@ from elasticd.core.outage import Standstill
 from elasticd.core.page import Told
 from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
+    CheckpointTold,
     FailureCharged,
     Reason,
     RoundFormed,
@@ -131,6 +132,8 @@ class Meter:
         match reason:
             case RoundFormed(cause=cause):
                 book.add("elasticd_rounds_total", 1, cause)
+            case CheckpointTold():
+                book.set("elasticd_checkpoint_age_seconds", now)
             case FailureCharged():
                 book.add("elasticd_failures_charged_total", 1)
             case WorkersStarted(ranks=ranks):

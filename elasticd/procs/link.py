@@ -63,6 +63,10 @@ class Line:
             self.hang_up()
         return sent == len(data)
 
+    def release(self) -> None:
+        """End the link; it may be made again."""
+        self._close()
+
     def hang_up(self) -> None:
         """End the link, and let nobody in for it any more."""
         self._switchboard._forget(self)

@@ -30,6 +30,7 @@ class Worker:
     What it prints goes where it did when it was started, then as ``log_rank``. ``steps_before``: those
     it had made when it entered the round. ``parted``: it was told to leave the round, and is killed
     if it does not; ``stopping``: it is to end. ``hung``: why it was killed, if it was because it hung.
+    ``held``: it has told of a checkpoint, and waits to be let go on.
     """
 
     assignment: Assignment
@@ -50,6 +51,7 @@ class Worker:
     parted: bool = False
     stopping: bool = False
     hung: str = ""
+    held: bool = False
 
     def started(self, pid: int) -> None:
         self.pid = pid

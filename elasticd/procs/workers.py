@@ -100,6 +100,7 @@ class LocalProcs:
         self._linked: Callable[[int], None] = lambda slot: None
         self._waiting: Waits = lambda slot, round_number, steps, age: None
         self._returned: Callable[[int, int], None] = lambda slot, round_number: None
+        self._checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None
         self._lock = threading.Lock()
         self._round = 0
         self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
@@ -113,9 +114,14 @@ class LocalProcs:
     # ------------------------------------------------------------ the port
 
     def listen(
-        self, linked: Callable[[int], None], waiting: Waits, returned: Callable[[int, int], None]
+        self,
+        linked: Callable[[int], None],
+        waiting: Waits,
+        returned: Callable[[int, int], None],
+        checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None,
     ) -> None:
         self._linked, self._waiting, self._returned = linked, waiting, returned
+        self._checkpointed = checkpointed
 
     def start(
         self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
@@ -156,6 +162,13 @@ class LocalProcs:
         with self._lock:
             chosen = [w for slot, w in self._workers.items() if slots is None or slot in slots]
             self._stop(chosen, signal, grace_s)
+
+    def go_on(self, slots: tuple[int, ...]) -> None:
+        with self._lock:
+            for worker in (self._workers[slot] for slot in slots if slot in self._workers):
+                if worker.held and worker.line is not None:
+                    worker.held = False
+                    worker.line.release()
 
     def fence(self, until: float | None) -> None:
         self._warden.fence(None if until is None else until - self._clock())
@@ -373,6 +386,9 @@ class LocalProcs:
             worker.stopping = True
         if alive:
             self._warden.stop_workers(signal, grace_s, [worker.id for worker in alive])
+        for worker in alive:
+            if worker.held:
+                worker.tell(wire.Leave(worker.round, planned=True))
 
     # ------------------------------------------------------------ from the keeper's thread
 
@@ -384,6 +400,8 @@ class LocalProcs:
             slot, came_out = worker.assignment.slot, False
             if isinstance(message, wire.Waiting):
                 came_out = self._comes_to_wait(worker, message)
+            if isinstance(message, wire.Checkpointed) and not worker.talk.linked:
+                worker.held = True
             number, steps = worker.round, worker.steps
         match message:
             case wire.Hello():
@@ -395,6 +413,8 @@ class LocalProcs:
                 grown = {"batch": batch, "rates_times": round(rates, 6)} if batch else {}
                 came = {"slot": slot, "round": number, "step": step, "state_from": source}
                 self._say("worker.entered", **came, **took, **grown)
+            case wire.Checkpointed(path):
+                self._checkpointed(slot, number, path)
             case wire.Done(round=number):
                 self._say("worker.done", slot=slot, round=number)
                 self._returned(slot, number)

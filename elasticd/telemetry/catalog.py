@@ -200,7 +200,10 @@ METRICS: Final[tuple[Metric, ...]] = (
         *_RESUMED,
     ),
     # -------------------------------------------------------- checkpoints
-    _age("checkpoint_age", "Time since the newest committed checkpoint was made."),
+    _age(
+        "checkpoint_age",
+        "Time since the newest committed checkpoint was made, or the script told of one of its own here.",
+    ),
     _gauge("checkpoint_step", "Step of the newest committed checkpoint.", "", ()),
     _gauge("checkpoint_size_bytes", "Size of the newest committed checkpoint.", "bytes", ()),
     _seconds("checkpoint_duration", "From the copy of the state to the commit of its checkpoint.", _SAVE_S),

@@ -159,6 +159,8 @@ def waiting(wait: r.Wait, now: float) -> str:
                 f"{listing(nodes)} has the only copy of the training's state, and stays until others are "
                 f"ready to take it{_left(until, now)}"
             )
+        case r.AwaitingCheckpoint(until):
+            return f"waiting for the script's next checkpoint before the world is resized{_left(until, now)}"
         case r.AwaitingReturn(nodes, until):
             return f"waiting for {listing(nodes)} to come back after the etcd outage{_left(until, now)}"
         case r.CoolingDown(have, could_have, until):
@@ -183,6 +185,7 @@ def sentence(reason: r.Reason, now: float) -> str:
             | r.Settling()
             | r.AwaitingRelease()
             | r.AwaitingHeirs()
+            | r.AwaitingCheckpoint()
             | r.AwaitingReturn()
             | r.CoolingDown()
         ):
@@ -226,6 +229,8 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"the workers leave round {number} {when}: {cause(why)}"
         case r.StandbysStarted(slots):
             return f"started {count(len(slots), 'worker')} to wait for a round"
+        case r.CheckpointTold(_, slot, path):
+            return f"the worker in slot {slot} has written a checkpoint" + (f", {path}" if path else "")
         case r.StandbyReady(slot):
             return f"the worker in slot {slot} is ready for a round"
         case r.StandbyFailed(slot, code, message, until):
@@ -360,6 +365,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.Settling: ("job.settling", "info"),
     r.AwaitingRelease: ("round.awaiting_release", "info"),
     r.AwaitingHeirs: ("round.awaiting_heirs", "info"),
+    r.AwaitingCheckpoint: ("round.awaiting_checkpoint", "info"),
     r.AwaitingReturn: ("round.awaiting_return", "warning"),
     r.CoolingDown: ("round.cooling_down", "info"),
     r.RoundFormed: ("round.formed", "info"),
@@ -375,6 +381,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.WorkersStopping: ("workers.stopping", "info"),
     r.WorkersLeaving: ("workers.leaving", "info"),
     r.StandbysStarted: ("standbys.started", "info"),
+    r.CheckpointTold: ("checkpoint.told", "info"),
     r.StandbyReady: ("standby.ready", "info"),
     r.StandbyFailed: ("standby.failed", "warning"),
     r.WorkerEnded: ("worker.ended", "info"),

@@ -25,6 +25,7 @@ from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
+from elasticd.worker.saved import checkpointed
 from elasticd.worker.state import State
 from elasticd.worker.told import NotFinite, report
 from elasticd.worker.world import WorldChanged
@@ -41,6 +42,7 @@ __all__ = [
     "State",
     "StateLost",
     "WorldChanged",
+    "checkpointed",
     "device",
     "rank",
     "report",

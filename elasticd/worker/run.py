@@ -47,7 +47,7 @@ def run(
         address = os.environ.get(ADDRESS)
         if not address:
             return _run_alone(state, call, timeout)
-        if _link.cache_info().currsize:
+        if own_link.cache_info().currsize:
             raise RuntimeError(
                 "a run function has returned already, and with it this worker's part in the job: have one "
                 "that trains it all"
@@ -57,13 +57,14 @@ def run(
                 "there is a process group already: elasticd.worker makes one for each world, so leave out "
                 "init_process_group()"
             )
-        return _run_in_rounds(state, call, _link(address), timeout)
+        return _run_in_rounds(state, call, own_link(address), timeout)
 
     return entered
 
 
 @functools.cache
-def _link(address: str) -> Link:
+def own_link(address: str) -> Link:
+    """This process's, made when its run function is first entered."""
     link = Link(address)
     link.say(Hello(os.getpid()))
     return link

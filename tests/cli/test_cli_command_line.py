@@ -459,6 +459,7 @@ def test_every_time_of_the_policy_has_its_option(job: str) -> None:
         "shutdown_s": "--shutdown-timeout",
         "broken_s": "--broken-timeout",
         "part_s": "--part-timeout",
+        "checkpoint_wait_s": "--checkpoint-wait",
         "node_ttl_s": "--node-ttl",
         "restarts_max": "--max-restarts",
         "restart_window_s": "--restart-window",

@@ -36,6 +36,7 @@ from elasticd.core.leader import Plan, View, decide
 from elasticd.core.page import Fatal
 from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
+    AwaitingCheckpoint,
     AwaitingRelease,
     AwaitingReturn,
     BelowMinimum,
@@ -254,6 +255,54 @@ def test_a_leaving_node_closes_the_round_with_time_to_save(more: dict[str, Any])
     plan = decide(live({"a": 2, "b": 2}, more.pop("nodes"), **more), NOW)
     assert next_round(plan).planned
     assert plan.reasons == (RoundClosing(5, Cause.NODE_DRAINED, ("b",)),)
+
+
+def resizing(wish: str, **more: Any) -> View:
+    """A live round of a script that tells of its checkpoints, and something to resize it for."""
+    nodes = {"grow": [node("a"), node("b")], "scale": [node("a")], "drain": [node("a", draining=True)]}
+    low, high = (1, 1) if wish == "scale" else (1, 8)
+    seen = live({"a": 2}, nodes[wish], since=NOW - 100, min=low, max=high, **more)
+    assert seen.spec is not None
+    return replace(seen, spec=replace(seen.spec, checkpointed=True))
+
+
+@pytest.mark.parametrize(
+    ("wish", "wait_s"), [("grow", 600.0), ("scale", 600.0), ("drain", POLICY.shutdown_s / 2)]
+)
+def test_a_resize_waits_for_the_next_checkpoint_that_is_told_of_but_not_for_ever(
+    wish: str, wait_s: float
+) -> None:
+    seen = resizing(wish)
+    announced = next_round(decide(seen, NOW))
+    assert (announced.phase, announced.resizes_by) == (Phase.LIVE, NOW + wait_s)
+    seen = replace(seen, round=announced)
+    waits = Plan(wake_at=NOW + wait_s, reasons=(AwaitingCheckpoint(NOW + wait_s),))
+    assert decide(seen, NOW + wait_s - 1) == waits
+    told = replace(seen, reports={"a": replace(report("a", 5), checkpointed=True)})
+    for plan in (decide(told, NOW + 1), decide(seen, NOW + wait_s)):
+        assert (next_round(plan).phase, next_round(plan).planned) == (Phase.CLOSING, True)
+        assert next_round(plan).resizes_by == 0
+
+
+def test_a_node_that_leaves_hurries_a_resize_that_waits_for_a_checkpoint() -> None:
+    seen = resizing("drain")
+    assert seen.round is not None
+    seen = replace(seen, round=replace(seen.round, resizes_by=NOW + 500))
+    assert next_round(decide(seen, NOW)).resizes_by == NOW + POLICY.shutdown_s / 2
+
+
+def test_a_resize_that_nobody_wants_any_more_is_called_off() -> None:
+    seen = resizing("grow")
+    assert seen.round is not None and seen.nodes is not None
+    seen = replace(seen, round=replace(seen.round, resizes_by=NOW + 500), nodes={"a": seen.nodes["a"]})
+    plan = decide(seen, NOW)
+    assert (next_round(plan).phase, next_round(plan).resizes_by) == (Phase.LIVE, 0)
+
+
+@pytest.mark.parametrize("wish", ["grow", "scale", "drain"])
+def test_a_resize_waits_for_no_checkpoint_where_nobody_wants_to_wait(wish: str) -> None:
+    seen = resizing(wish, policy=replace(POLICY, checkpoint_wait_s=0.0))
+    assert next_round(decide(seen, NOW)).phase is Phase.CLOSING
 
 
 def test_a_drain_of_an_earlier_incarnation_is_over() -> None:

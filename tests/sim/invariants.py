@@ -69,7 +69,8 @@ class Invariants:
             Phase.ENDED: {Phase.WAITING},
         }
         hurried = old.phase is new.phase is Phase.CLOSING and old.planned and not new.planned
-        told = old.phase is new.phase is Phase.LIVE and old.leaving != new.leaving
+        news = old.leaving != new.leaving or old.resizes_by != new.resizes_by
+        told = old.phase is new.phase is Phase.LIVE and news
         if new.phase not in allowed[old.phase] and not (hurried or told):
             raise Broken(f"round {new.number} goes from {old.phase} to {new.phase}")
         if new.phase is Phase.LIVE and not told:

@@ -32,7 +32,8 @@ class Job:
     """The user's code. ``saved`` is the step that a new world resumes from.
 
     ``bug_at``: the step at which rank 0 fails each time; ``fails_at_end``: how many workers fail
-    after the last step, where the others finish. ``inplace``: it uses elasticd.worker, and keeps its
+    after the last step, where the others finish. ``tells``: rank 0 tells of what is saved, and is held there
+    until it is let go on. ``inplace``: it uses elasticd.worker, and keeps its
     processes and their state, with ``spares`` more of them per node; ``stuck``: how likely one is not to
     leave a round when told to; ``tears``: how likely a survivor's state is torn when its world breaks.
     Times in seconds.
@@ -46,6 +47,7 @@ class Job:
     on_sigterm: OnSigterm = OnSigterm.DIE
     bug_at: int | None = None
     fails_at_end: int = 0
+    tells: bool = False
     inplace: bool = False
     spares: int = 0
     stuck: float = 0.0
@@ -73,6 +75,7 @@ class World:
         self.running = False
         self.broken = False
         self.leaving = False  # with the next step, all of them
+        self.held = False  # at what was saved
         self._next: Timer | None = None
 
     def join(self, worker: SimWorker) -> None:
@@ -139,7 +142,8 @@ class World:
             return
         self.step += 1
         self.made += 1
-        if self.step % job.save_every == 0 or self.step == job.total_steps:
+        saves = self.step % job.save_every == 0 or self.step == job.total_steps
+        if saves:
             job.saved = max(job.saved, self.step)
         for worker in self.workers.values():
             worker.committed = self.step
@@ -149,8 +153,16 @@ class World:
             self.running = False
             for worker in list(self.workers.values()):
                 worker.come_out()
+        elif saves and job.tells:
+            self.held = True
+            self.workers[0].procs.tell_of_checkpoint(self.workers[0])
         else:
             self._go_on()
+
+    def let_go_on(self) -> None:
+        if self.held and self.running and not self.broken:
+            self._go_on()
+        self.held = False
 
 
 class Training:
@@ -389,6 +401,7 @@ class SimProcs:
     linked: Callable[[int], None] = lambda slot: None
     waiting: Waits = lambda slot, round_number, steps, age: None
     returned: Callable[[int, int], None] = lambda slot, round_number: None
+    checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
     _round: int = 0
     _fence: Timer | None = None
@@ -397,8 +410,13 @@ class SimProcs:
     # ---- the port
 
     def listen(
-        self, linked: Callable[[int], None], waiting: Waits, returned: Callable[[int, int], None]
+        self,
+        linked: Callable[[int], None],
+        waiting: Waits,
+        returned: Callable[[int, int], None],
+        checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None,
     ) -> None:
+        self.checkpointed = checkpointed
         self.linked, self.waiting, self.returned = linked, waiting, returned
 
     def start(
@@ -448,6 +466,16 @@ class SimProcs:
         for worker in [w for slot, w in self.workers.items() if slots is None or slot in slots]:
             worker.kill_after(grace_s)
             worker.signal(signal)
+
+    def tell_of_checkpoint(self, worker: SimWorker) -> None:
+        told, news = self.checkpointed, (worker.slot, worker.round, "")
+        self.host.call(lambda: told(*news))
+
+    def go_on(self, slots: tuple[int, ...]) -> None:
+        for slot in slots:
+            worker = self.workers.get(slot)
+            if worker is not None and worker.world is not None:
+                worker.world.let_go_on()
 
     def fence(self, until: float | None) -> None:
         self._fence_at = None if until is None else until - self.host.skew_s

@@ -194,6 +194,8 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
             tears=in_place.choice((0.0, 0.0, 0.2)),
             end_s=in_place.choice(((0.005, 0.1), (0.005, 0.1), (1.0, 8.0))),
         )
+    elif Random(f"{seed}/tells").random() < 0.5:
+        job = replace(job, tells=True)
     setup = Setup(slots, Limits(least, most), skew_max_s=random.choice((0.0, 0.05, 0.5)), job=job)
     allowed = {k: w for k, (w, _) in KINDS.items() if kinds is None or k in kinds}
     favourites = random.sample(sorted(allowed), k=min(len(allowed), random.randint(1, 6)))

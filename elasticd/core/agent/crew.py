@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, State
 from elasticd.core.facts import Cause, Phase, Report
-from elasticd.core.messages import CloseRound, RenewStore, StartWorkers, StopWorkers, Tag
+from elasticd.core.messages import CloseRound, GoOn, RenewStore, StartWorkers, StopWorkers, Tag
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
 
@@ -97,6 +97,19 @@ def _cause(do: Doing, crew: Crew) -> Cause:
     return (round.closing if round else None) or crew.round.cause
 
 
+def let_go_on(do: Doing) -> None:
+    """A worker is held at its checkpoint only where the round is to be resized there."""
+    state, crew, round = do.state, do.state.crew, do.state.round
+    if crew is None or not crew.held or crew.stopping:
+        return
+    to_be_resized = round is not None and round.number == crew.round.number and round.resizes_by > 0
+    if to_be_resized and state.silent is None and do.now < crew.held_until:
+        do.wakes.append(crew.held_until)
+        return
+    do.actions.append(GoOn(tuple(sorted(crew.held))))
+    do.crew(held=frozenset())
+
+
 def release(do: Doing) -> None:
     """Once no worker of a round is left and the round is over (for us), say so."""
     state, crew = do.state, do.state.crew
@@ -116,8 +129,11 @@ def release(do: Doing) -> None:
 
 def note_report(do: Doing) -> None:
     """What the leader must know of this round; it outlives the crew, lest a late word be lost."""
-    crew = do.state.crew
-    if crew is None or not (crew.failures or crew.finished or crew.returned):
+    crew, before = do.state.crew, do.state.report
+    if crew is None:
+        return
+    was_held = before is not None and before.round == crew.round.number and before.checkpointed
+    if not (crew.failures or crew.finished or crew.returned or crew.held or was_held):
         return
     me = do.state.me
     report = Report(
@@ -128,6 +144,7 @@ def note_report(do: Doing) -> None:
         crew.finished,
         crew.steps,
         crew.returned,
+        bool(crew.held),
     )
     if report != do.state.report:
         do.set(report=report)

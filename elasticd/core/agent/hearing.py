@@ -15,6 +15,7 @@ from elasticd.core.messages import (
     Answered,
     Event,
     Fence,
+    GoOn,
     KeeperLost,
     LeaseChanged,
     Leave,
@@ -26,6 +27,7 @@ from elasticd.core.messages import (
     StoreComplained,
     Tag,
     Tick,
+    WorkerCheckpointed,
     WorkerExited,
     WorkerLinked,
     WorkerReturned,
@@ -33,6 +35,7 @@ from elasticd.core.messages import (
 )
 from elasticd.core.ports import Answer, Applied, Delete, Entry, Held, LeaseNews, Lost, Put, Silent, Write
 from elasticd.core.reasons import (
+    CheckpointTold,
     Draining,
     LeadsNow,
     LeaseLost,
@@ -42,6 +45,7 @@ from elasticd.core.reasons import (
     WorkerEnded,
 )
 
+HELD_S = 10.0  # a worker at its checkpoint: by then the leader has heard of it, or will not for long
 RETRY_S = 0.5  # after an unknown or refused write: by then the watch has shown why
 
 
@@ -65,6 +69,8 @@ def absorb(do: Doing, event: Event) -> None:
         case WorkerReturned(_, number):
             if state.crew is not None and state.crew.round.number == number:
                 do.crew(returned=True)
+        case WorkerCheckpointed():
+            _checkpointed(do, event)
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):
@@ -173,6 +179,16 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
     )
 
 
+def _checkpointed(do: Doing, event: WorkerCheckpointed) -> None:
+    crew = do.state.crew
+    do.set(checkpointed=True)
+    do.reasons.append(CheckpointTold(event.round, event.slot, event.path))
+    if crew is not None and crew.round.number == event.round and event.slot in crew.alive:
+        do.crew(held=crew.held | {event.slot}, held_until=do.now + HELD_S)
+    else:
+        do.actions.append(GoOn((event.slot,)))
+
+
 def _exited(do: Doing, event: WorkerExited) -> None:
     crew = do.state.crew
     exit = event.exit
@@ -188,6 +204,7 @@ def _exited(do: Doing, event: WorkerExited) -> None:
     own_doing = (crew.stopping and not missed) or exit.fenced
     do.crew(
         alive=crew.alive - {exit.slot},
+        held=crew.held - {exit.slot},
         fenced=crew.fenced or exit.fenced,
         steps=max(crew.steps, event.steps),
         done=crew.done | {exit.slot} if linked and crew.parting and not exit.failed else crew.done,

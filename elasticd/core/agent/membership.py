@@ -170,17 +170,22 @@ def _ready(state: State) -> tuple[int, ...]:
     return tuple(sorted(state.waiting - state.dismissed))
 
 
-def tell_inplace(do: Doing) -> None:
-    """Have everybody know that workers of this job keep their process: the first to learn it says so,
-    and a node that comes later has its workers ready before it is given work."""
+def tell_of_workers(do: Doing) -> None:
+    """Have everybody know what the first learns: that workers of this job keep their process, so that a
+    node that comes later has its workers ready before it is given work; or that they tell of checkpoints."""
     state, spec = do.state, do.state.spec
     if not state.joined or spec is None:
         return
     if spec.inplace:
         do.set(inplace=True)
-    elif state.inplace and state.registered:
+    known = replace(
+        spec,
+        inplace=spec.inplace or state.inplace,
+        checkpointed=spec.checkpointed or state.checkpointed,
+    )
+    if known != spec and state.registered:
         guard = Unchanged("spec", state.seen["spec"].revision)
-        do.transact(Tag.INPLACE, (guard,), (Put("spec", replace(spec, inplace=True)),))
+        do.transact(Tag.INPLACE, (guard,), (Put("spec", known),))
 
 
 def _wait_for_name(do: Doing, key: Entry, holder: Node) -> None:

@@ -35,7 +35,8 @@ class Crew:
     """The workers here, of one round. ``alive``: slots whose worker still acts in it: it has neither
     ended nor left the round to wait for the next. ``parting``: they were told to leave it, planned
     or not; ``done``: those that ended well instead, as all of them had finished by then. ``returned``:
-    the run functions of the round have, and what follows is the end of the scripts."""
+    the run functions of the round have, and what follows is the end of the scripts. ``held``: slots whose
+    script has told of a checkpoint and has not been let go on; ``held_until``: for how long at most."""
 
     round: Round
     member: Member
@@ -51,6 +52,8 @@ class Crew:
     planned: bool = False
     done: frozenset[int] = frozenset()
     returned: bool = False
+    held: frozenset[int] = frozenset()
+    held_until: float = 0.0
 
     @property
     def finished(self) -> bool:
@@ -87,8 +90,9 @@ class State:
 
     ``spares``: how many workers more than the world needs this node keeps waiting, if it can.
     ``inplace``: a worker of this job keeps its process from round to round; ``linked``: slots of those
-    here that do. ``waiting``: slots whose process waits for a round; ``ages``: of the states that
-    they could bring; ``starting``: those whose process, started outside any round, is on its way there;
+    here that do. ``checkpointed``: one has told of a checkpoint of its own.
+    ``waiting``: slots whose process waits for a round; ``ages``: of the states that they could bring;
+    ``starting``: those whose process, started outside any round, is on its way there;
     ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
     until when, a slot's process did not get there.
     ``history``: the revision of a round that had ended before this agent came, which is no news.
@@ -103,6 +107,7 @@ class State:
     spares: int = 0
     inplace: bool = False
     linked: frozenset[int] = frozenset()
+    checkpointed: bool = False
     waiting: frozenset[int] = frozenset()
     ages: Mapping[int, Age] = field(default_factory=dict)
     starting: frozenset[int] = frozenset()
@@ -169,9 +174,11 @@ class State:
         departure, round = self.departure, self.round
         assert departure is not None
         needed = round is not None and not self.over and self.me.node in round.leaving
-        if departure.at_once or not needed or round is None:
+        if departure.at_once or round is None:
             return departure.patient_until
-        return max(departure.patient_until, round.leave_by)
+        half_s = self.policy_source.policy.shutdown_s / 2
+        checkpoint_by = min(round.resizes_by, departure.patient_until + half_s)
+        return max(departure.patient_until, checkpoint_by, round.leave_by if needed else 0.0)
 
     @property
     def reserve(self) -> frozenset[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd.core.agent.crew import follow_the_round, note_report, release, report
+from elasticd.core.agent.crew import follow_the_round, let_go_on, note_report, release, report
 from elasticd.core.agent.hearing import absorb
 from elasticd.core.agent.leaving import (
     depart,
@@ -17,7 +17,7 @@ from elasticd.core.agent.membership import (
     notice_a_false_start,
     outlast_the_store,
     register,
-    tell_inplace,
+    tell_of_workers,
 )
 from elasticd.core.agent.reserve import keep_reserve
 from elasticd.core.agent.state import Doing, Identity, State, Step
@@ -63,8 +63,9 @@ def decide(do: Doing) -> None:
     if not do.state.joined and do.state.exiting is None and do.state.departure is None:
         join(do)
     heed_the_end(do)
-    tell_inplace(do)
+    tell_of_workers(do)
     follow_the_round(do)
+    let_go_on(do)
     note_report(do)
     release(do)
     depart(do)

@@ -43,7 +43,13 @@ def close(
     failure: Failure | None = None,
 ) -> Plan:
     closing = replace(
-        round, phase=Phase.CLOSING, closing=cause, planned=planned, since=now, lived_s=now - round.since
+        round,
+        phase=Phase.CLOSING,
+        closing=cause,
+        planned=planned,
+        since=now,
+        lived_s=now - round.since,
+        resizes_by=0.0,
     )
     return write(view, closing, view.budget, (RoundClosing(round.number, cause, nodes, failure),))
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from elasticd.core import budget as budgets
 from elasticd.core import handover, world
-from elasticd.core.facts import Cause, Outcome, Round, Spec
+from elasticd.core.facts import Cause, Outcome, Report, Round, Spec
 from elasticd.core.leader.members import candidates_for, has_released, is_leaving, is_present, surely_gone
 from elasticd.core.leader.plan import Plan, close, end, write
 from elasticd.core.leader.view import View
 from elasticd.core.ports import Put, Unchanged
-from elasticd.core.reasons import AwaitingHeirs, AwaitingRelease, AwaitingReturn, CoolingDown, SlotDrained
+from elasticd.core.reasons import (
+    AwaitingCheckpoint,
+    AwaitingHeirs,
+    AwaitingRelease,
+    AwaitingReturn,
+    CoolingDown,
+    SlotDrained,
+)
 
 
 def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
@@ -51,7 +59,9 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     leaving = [m.node for m in round.members if is_present(view, m) and is_leaving(view, spec, m)]
     if leaving:
         wait = None if returned else _await_heirs(view, spec, round, tuple(leaving), now)
-        return wait or close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
+        plan = wait or close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
+        half_s = spec.policy.shutdown_s / 2
+        return plan if finished else _at_a_checkpoint(view, spec, round, reports.values(), plan, now, half_s)
 
     if missing:
         until = view.absence_counts_from
@@ -59,8 +69,35 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if finished or returned:
         return Plan()  # the last steps of the job: no time to resize
     if not spec.limits.min <= round.world_size <= spec.limits.max:
-        return close(view, round, Cause.SCALED, True, now)
-    return _drain_laggard(view, spec, round, now) or _grow_or_rest(view, spec, round, now)
+        plan = close(view, round, Cause.SCALED, True, now)
+    else:
+        plan = _drain_laggard(view, spec, round, now) or _grow_or_rest(view, spec, round, now)
+    if plan.writes:
+        return _at_a_checkpoint(view, spec, round, reports.values(), plan, now)
+    if round.resizes_by:  # there is no need to any more
+        return write(view, replace(round, resizes_by=0.0), view.budget, plan.reasons)
+    return plan
+
+
+def _at_a_checkpoint(
+    view: View,
+    spec: Spec,
+    round: Round,
+    reports: Iterable[Report],
+    plan: Plan,
+    now: float,
+    most_s: float = math.inf,
+) -> Plan:
+    """What closes the round, as soon as its script has written the checkpoint that it is about to tell of."""
+    wait_s = min(spec.policy.checkpoint_wait_s, most_s)
+    if not spec.checkpointed or spec.inplace or wait_s <= 0 or any(r.checkpointed for r in reports):
+        return plan
+    if not round.resizes_by or now + wait_s < round.resizes_by:
+        by = now + wait_s
+        return write(view, replace(round, resizes_by=by), view.budget, (AwaitingCheckpoint(by),))
+    if now >= round.resizes_by:
+        return plan
+    return Plan(wake_at=round.resizes_by, reasons=(AwaitingCheckpoint(round.resizes_by),))
 
 
 def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | None:

@@ -1,0 +1,72 @@
+"""What an agent does about a script that tells of checkpoints of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.core.agent.hearing import HELD_S
+from elasticd.core.facts import Cause, Phase, Spec
+from elasticd.core.messages import GoOn, LeaseChanged, StopWorkers, Tag, WorkerCheckpointed
+from elasticd.core.ports import Silent
+from elasticd.core.reasons import CheckpointTold
+from tests.core.build import NOW, report, round
+from tests.core.by_hand import Agent, put
+
+ROUND = round(1, {"a": 2, "b": 2})
+TOLD = WorkerCheckpointed(0, 1, "/shared/x.pt")
+
+
+def held() -> Agent:
+    """At its checkpoint, of a round that is to be resized."""
+    one = Agent.working(ROUND)
+    one.sees("round", replace(ROUND, resizes_by=NOW + 100))
+    assert one.told(TOLD) != ()
+    return one
+
+
+def test_a_worker_that_has_told_goes_on_at_once_and_everybody_learns_that_it_tells() -> None:
+    one = Agent.working(ROUND)
+    one.told(TOLD)
+    assert one.one(GoOn).slots == (0,)
+    spec = put(one.wrote(Tag.INPLACE).writes[0])
+    assert isinstance(spec, Spec) and spec.checkpointed and not spec.inplace
+    assert one.said == (CheckpointTold(1, 0, "/shared/x.pt"),)
+
+
+def test_before_a_resize_it_is_held_and_the_leader_is_told() -> None:
+    one = held()
+    assert not one.all_of(GoOn)
+    assert put(one.wrote(Tag.REPORT).writes[0]) == replace(report("a", 1), checkpointed=True)
+
+
+def test_a_held_worker_is_stopped_where_it_is() -> None:
+    one = held()
+    one.sees("round", replace(ROUND, phase=Phase.CLOSING, closing=Cause.GREW, planned=True))
+    assert one.one(StopWorkers) and not one.all_of(GoOn)
+
+
+@pytest.mark.parametrize("why", ["called off", "etcd away", "no answer"])
+def test_a_held_worker_goes_on_where_the_resize_does_not_come(why: str) -> None:
+    one = held()
+    one.answered(Tag.REPORT)
+    match why:
+        case "called off":
+            one.sees("round", ROUND)
+        case "etcd away":
+            one.told(LeaseChanged(Silent(NOW, cut_off=False)))
+        case "no answer":
+            assert one.wake_at is not None and one.wake_at <= NOW + HELD_S
+            one.at(NOW + HELD_S)
+    assert one.one(GoOn).slots == (0,)
+    if why != "etcd away":
+        assert put(one.wrote(Tag.REPORT).writes[0]) == report("a", 1), "it is no longer at its checkpoint"
+
+
+@pytest.mark.parametrize("stray", [WorkerCheckpointed(0, 0, ""), WorkerCheckpointed(5, 1, "")])
+def test_one_that_acts_in_no_round_is_never_held(stray: WorkerCheckpointed) -> None:
+    one = Agent.working(ROUND)
+    one.sees("round", replace(ROUND, resizes_by=NOW + 100))
+    one.told(stray)
+    assert one.one(GoOn).slots == (stray.slot,)
