@@ -176,9 +176,11 @@ def not_at_work(state: State, slot: int) -> Kind | None:
         return Kind.RESTARTING if failed or crew.stopping or crew.fenced or slot in crew.alive else Kind.IDLE
     if round is None or not state.joined:
         return Kind.RENDEZVOUS
+    if slot in state.starting:
+        return Kind.RESTARTING  # and only then it waits for others
     if round.phase is Phase.WAITING:
         return Kind.WAITING
     member = round.member(state.me.node, state.me.incarnation)
     if member is not None and slot in member.slots:
         return Kind.RENDEZVOUS
-    return Kind.RESTARTING if slot in state.starting else Kind.IDLE
+    return Kind.IDLE
