@@ -79,9 +79,14 @@ class Line:
         if not raw:
             raise Gone("the other end has closed")
         try:
-            return json.loads(raw), list(files)
-        except ValueError as error:
-            raise Gone(f"the other end talks nonsense: {error}") from error
+            message = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            message = error
+        if not isinstance(message, dict):
+            for fd in files:
+                os.close(fd)
+            raise Gone(f"the other end talks nonsense: {message!r}")
+        return message, list(files)
 
     def close(self) -> None:
         self.socket.close()
@@ -136,7 +141,10 @@ class Paper:
     def of(cls, fd: int) -> Paper:
         with open(os.dup(fd), "rb") as file:
             file.seek(0)
-            index, metadata = _LENGTHS.unpack(file.read(_LENGTHS.size))
+            try:
+                index, metadata = _LENGTHS.unpack(file.read(_LENGTHS.size))
+            except struct.error as error:
+                raise ValueError("the paper is cut off") from error
             return cls(file.read(index), file.read(metadata))
 
 

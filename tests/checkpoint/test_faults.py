@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -311,12 +312,20 @@ def test_a_world_of_an_older_round_cannot_commit(forker, tmp_path):
 def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
     name, _ = forker.saver(linger_s=60.0)
     good = joins(name, tmp_path / "run", 0, 1)
+    empty = os.memfd_create("empty")
     for message in ({"is": "save"}, {"is": "open"}, {"is": "x"}, {"is": "plan", "plan": 1, "size": 3}, {}):
         bad = handover.connect(name)
         bad.send(message)
         with pytest.raises(handover.Gone):
             bad.receive()
         bad.close()
+    for raw, files in ((b"[]", []), (b"[" * 50_000, []), (b'{"is": "plan", "plan": 1, "size": 3}', [empty])):
+        bad = handover.connect(name)
+        socket.send_fds(bad.socket, [raw], files)
+        with pytest.raises(handover.Gone):
+            bad.receive()
+        bad.close()
+    os.close(empty)
     outside = joins(name, tmp_path / "run", 0, 1, "0000000c")
     hands_over(outside, 1, "../../elsewhere")
     with pytest.raises(handover.Gone):
