@@ -503,13 +503,23 @@ def test_a_failed_worker_is_charged_once_and_replaced() -> None:
     assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
 
 
-def test_a_worker_that_says_so_ends_the_job_whatever_the_budget_has_left() -> None:
+@pytest.mark.parametrize(
+    ("fatal", "outcome"),
+    [
+        (Fatal.NOT_FINITE, Outcome.DIVERGED),
+        (Fatal.NO_CHECKPOINT, Outcome.NOWHERE),
+        (Fatal.BAD_DATA, Outcome.REFUSED),
+    ],
+)
+def test_a_worker_that_says_so_ends_the_job_whatever_the_budget_has_left(
+    fatal: Fatal, outcome: Outcome
+) -> None:
     said = "Traceback ...\n[rank2]: job.NotFinite: after step 4: loss is nan; the job stops\n"
-    echo, last_word = exit(0, 0, at=NOW - 3), replace(exit(0, 2), message=said, fatal=Fatal.NOT_FINITE)
+    echo, last_word = exit(0, 0, at=NOW - 3), replace(exit(0, 2), message=said, fatal=fatal)
     reports = [report("a", 5, echo, steps=7), report("b", 5, last_word)]
     nodes = [node("a", released=5), node("b", released=5)]
     ended = next_round(decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports), NOW))
-    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.DIVERGED)
+    assert (ended.phase, ended.outcome) == (Phase.ENDED, outcome)
     assert ended.why == "after step 4: loss is nan; the job stops"
     assert ended.failure == Failure("b", last_word)
 
