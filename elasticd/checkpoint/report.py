@@ -1,4 +1,4 @@
-"""What became of a checkpoint, for whoever counts and for people."""
+"""What became of a checkpoint, and what memory the saver holds, for whoever counts and for people."""
 
 from __future__ import annotations
 
@@ -33,10 +33,24 @@ class Report:
         return msgspec.json.encode(self) + b"\n"
 
 
-def from_line(line: bytes) -> Report | None:
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of shared memory with the saver. ``own``: what workers of this node hand over in, two buffers
+    each; ``replicas``: copies for other nodes."""
+
+    own: int = 0
+    replicas: int = 0
+
+    def line(self) -> bytes:
+        """As ``from_line`` takes it."""
+        return msgspec.json.encode(self) + b"\n"
+
+
+def from_line(line: bytes) -> Report | Footprint | None:
     """None for whatever else a process writes."""
     try:
-        return msgspec.json.decode(line, type=Report)
+        said = msgspec.json.decode(line, type=dict)
+        return msgspec.convert(said, Report) if "fate" in said else msgspec.convert(said, Footprint)
     except (msgspec.DecodeError, ValueError):
         return None
 

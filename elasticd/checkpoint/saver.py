@@ -25,7 +25,7 @@ from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica, offers
 from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.report import Fate, Report
+from elasticd.checkpoint.report import Fate, Footprint, Report
 from elasticd.checkpoint.store import Store, store_at
 from elasticd.checkpoint.worlds import Gathering, Plan, World
 from elasticd.core.facts import Checkpoint, Holder, Saved
@@ -58,6 +58,7 @@ class Saver:
         first_s: float = 60.0,
         say: Callable[[str], None] = lambda _: None,
         report: Callable[[Report], None] = lambda _: None,
+        occupies: Callable[[Footprint], None] = lambda _: None,
         replication: Replication | None = None,
     ) -> None:
         self._listener = listener
@@ -66,6 +67,8 @@ class Saver:
         self._first_s = first_s
         self._say = say
         self._report = report
+        self._occupies = occupies
+        self._footprint = Footprint()
         self._replication = replication
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
@@ -117,6 +120,7 @@ class Saver:
                     elif key.data in self._clients:
                         self._hear(key.data)
                 self._jobs.finish()
+                self._measure()
         finally:
             self._writers.shutdown(cancel_futures=True)
             self._committers.shutdown(cancel_futures=True)
@@ -125,6 +129,13 @@ class Saver:
                 self._replication.close()
             self._selector.close()
             self._jobs.close()
+
+    def _measure(self) -> None:
+        replicas = self._replication.size if self._replication is not None else 0
+        now = Footprint(sum(world.memory for world in self._worlds), replicas)
+        if now != self._footprint:
+            self._footprint = now
+            self._occupies(now)
 
     # ------------------------------------------------------------ the workers
 

@@ -86,6 +86,11 @@ class World:
         """Whether nothing older than what it has handed over is needed: others may lag behind by one."""
         return len(self.handed) >= (1 if self.is_here else 2)
 
+    @property
+    def memory(self) -> int:
+        """Bytes that its shards lie in."""
+        return sum(memory.size for plan in self.plans.values() for memory in plan.buffers.values())
+
     def whole(self) -> Iterator[Replica]:
         """Each shard that is whole in memory."""
         for rank, plan in self.plans.items():

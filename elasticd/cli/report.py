@@ -48,13 +48,15 @@ class SlotReport:
 @dataclass(frozen=True, slots=True)
 class NodeReport:
     """``state``: "member" of the round, "waiting" for the next, "draining", or "lost": a member
-    whose lease has run out."""
+    whose lease has run out. ``own_bytes``, ``replica_bytes``: see ``Progress``."""
 
     node: str
     state: str
     address: str | None
     host: str | None
     slots: tuple[SlotReport, ...]
+    own_bytes: int = 0
+    replica_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
                 node.address if node else None,
                 node.host if node else None,
                 tuple(slots),
+                progress[name].own_bytes if name in progress else 0,
+                progress[name].replica_bytes if name in progress else 0,
             )
         )
 
@@ -323,6 +327,11 @@ def as_text(r: JobReport, now: float) -> list[str]:
     for node in r.nodes:
         where = f" at {node.address}" if node.address else ""
         lines.append(f"  {node.node}{where}: {node.state}, {words.count(len(node.slots), 'slot')}")
+        if node.own_bytes or node.replica_bytes:
+            lines.append(
+                f"    memory  {node.own_bytes / 1e6:.1f} MB of its checkpoints, "
+                f"{node.replica_bytes / 1e6:.1f} MB of other nodes'"
+            )
         lines += [f"    {_slot(s, now)}" for s in node.slots]
     if not r.nodes and not r.ended:
         lines.append("  no node is here")

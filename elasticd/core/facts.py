@@ -361,7 +361,8 @@ class SlotProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the workers of a node are. Key ``progress/<node>``, on the agent's lease.
+    """How far the workers of a node are. Key ``progress/<node>``, on the agent's lease. ``own_bytes`` and
+    ``replica_bytes``: memory that checkpoints of its workers, and of other nodes', lie in there.
 
     Written every second or two, for people to look at; no decision rests on it.
     """
@@ -369,6 +370,8 @@ class Progress:
     node: str
     round: int
     slots: tuple[SlotProgress, ...] = ()
+    own_bytes: int = 0
+    replica_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

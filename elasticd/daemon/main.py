@@ -160,7 +160,9 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             offset_s = clock() - time.monotonic()
             return tuple(at + offset_s for at in procs.step_times(slot, after))
 
-        meter = Meter(config, driver, store, step_times, began_at, saver.reports, procs.told)
+        meter = Meter(
+            config, driver, store, step_times, began_at, saver.reports, procs.told, lambda: saver.footprint
+        )
         timekeeper = Timekeeper(config, driver, store, step_times, began_at)
         events = cleanup.enter_context(
             EventFile(

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticd.checkpoint.report import Fate, Report
+from elasticd.checkpoint.report import Fate, Footprint, Report
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.outage import Standstill
@@ -75,11 +75,13 @@ class Meter:
         began_at: float,
         saves: deque[Report] | None = None,
         hear: Hear = dict,
+        footprint: Callable[[], Footprint] = Footprint,
     ) -> None:
         self._saves: deque[Report] = deque() if saves is None else saves
         self.on_save: Callable[[Report], None] = lambda report: None  # told of each once it is counted
         self._step_times = step_times
         self._hear = hear
+        self._footprint = footprint
         self._told: dict[int, Told] = {}
         self._driver = driver
         self._store = store
@@ -341,7 +343,15 @@ class Meter:
             book.set("elasticd_members", kinds[kind], kind)
         book.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))
 
+    @property
+    def footprint(self) -> Footprint:
+        """What checkpoints take of this node's memory."""
+        return self._footprint()
+
     def _update_checkpoint(self) -> None:
+        held = self._footprint()
+        self.book.set("elasticd_checkpoint_memory_bytes", held.own, "own")
+        self.book.set("elasticd_checkpoint_memory_bytes", held.replicas, "replicas")
         found = self._checkpoint
         names = {saved.name for saved in found.saved} if found is not None else set()
         if self._saved is not None and self._driver.state.leads is not None:

@@ -89,9 +89,9 @@ class Pages:
 
 
 def as_json(published: Published) -> dict[str, Any]:
-    """The snapshot's fields, beside ``schema``, ``version``, ``at``, ``unready``, and ``time``: what this
-    node's slots spent it on, in seconds by kind. Fields may be added, never renamed or removed, while
-    ``schema`` stays the same."""
+    """The snapshot's fields, beside ``schema``, ``version``, ``at``, ``unready``, ``time``: what this node's
+    slots spent it on, in seconds by kind, and ``checkpoint_memory``: bytes by kind. Fields may be added,
+    never renamed or removed, while ``schema`` stays the same."""
     s = published.snapshot
     return {
         "schema": SCHEMA,
@@ -103,6 +103,7 @@ def as_json(published: Published) -> dict[str, Any]:
         "step": s.step,
         "steps_per_s": s.steps_per_s,
         "time": time_spent(published.measured),
+        "checkpoint_memory": checkpoint_memory(published.measured),
     }
 
 
@@ -113,6 +114,12 @@ def time_spent(measured: Measured) -> dict[str, float]:
         assert isinstance(seconds, float)
         spent[kind] = spent.get(kind, 0.0) + seconds
     return spent
+
+
+def checkpoint_memory(measured: Measured) -> dict[str, int]:
+    """On this node, in bytes by kind."""
+    held = measured.values.get("elasticd_checkpoint_memory_bytes", {})
+    return {kind: int(size) for (kind,), size in held.items() if isinstance(size, int | float)}
 
 
 def _starting() -> Answer:

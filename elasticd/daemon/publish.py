@@ -181,7 +181,8 @@ class Publisher:
         crew, own = state.crew, state.own
         if self._writing or crew is None or own is None or own.fact is None or state.silent:
             return
-        progress = Progress(self._config.node, crew.round.number, slots)
+        held = self._meter.footprint
+        progress = Progress(self._config.node, crew.round.number, slots, held.own, held.replicas)
         if progress == self._written:
             return
         self._writing = True

@@ -20,7 +20,7 @@ import msgspec
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.alone import be_modest, say
 from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.report import Fate, Report, from_line
+from elasticd.checkpoint.report import Fate, Footprint, Report, from_line
 from elasticd.checkpoint.saver import Saver
 from elasticd.core.facts import Holder
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
@@ -46,9 +46,9 @@ class SaverService:
     """Has a saver run for the workers of this agent while there is one that asks for it.
 
     Until then there is only a socket, ``name`` (for workers: ELASTICD_SAVER). What it does is in the
-    agent's log, and in ``reports`` for whoever counts it, oldest first. It ends with the agent, which
-    waits until what was handed over is committed. ``holding``: the socket at which it holds copies for
-    other nodes, and how those find it.
+    agent's log, and in ``reports`` for whoever counts it, oldest first; ``footprint`` is its memory. It
+    ends with the agent, which waits until what was handed over is committed. ``holding``: the socket at
+    which it holds copies for other nodes, and how those find it.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class SaverService:
         self._warden = warden
         self._also = [holding[0]] if holding is not None else []
         self.reports: deque[Report] = deque(maxlen=_REPORTS_MAX)
+        self.footprint = Footprint()
         self._listener, self.name = handover.listen()
         self._said, self._saying = socket.socketpair()
         self._said.setblocking(False)
@@ -106,6 +107,7 @@ class SaverService:
     def _start(self) -> None:
         def ended(end: Ended) -> None:
             self._pid = 0
+            self.footprint = Footprint()  # memory of a process that is gone
             self._ready.set()
             self._ended.set()
             if not self._closing.is_set() and not self._warden.closing:
@@ -162,6 +164,9 @@ class SaverService:
         if report is None:  # what Python itself or a library has to complain of
             _log.warning("saver.said", text=line.decode(errors="replace")[:_LINE_MAX])
             return
+        if isinstance(report, Footprint):
+            self.footprint = report
+            return
         match report.fate:
             case Fate.COMMITTED:
                 facts = {"size": report.size, "took_s": round(report.took_s, 3)}
@@ -199,7 +204,7 @@ def main() -> None:
         me = msgspec.json.decode(os.environ[_HOLDER], type=Holder)
         replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
 
-    def tell(report: Report) -> None:
+    def tell(report: Report | Footprint) -> None:
         with contextlib.suppress(OSError):  # the agent does not listen
             os.write(1, report.line())
 
@@ -209,6 +214,7 @@ def main() -> None:
         linger_s=None,
         say=say,
         report=tell,
+        occupies=tell,
         replication=replication,
     )
     signal.signal(signal.SIGTERM, lambda *_: saver.leave())

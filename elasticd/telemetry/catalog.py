@@ -206,6 +206,14 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge("checkpoint_step", "Step of the newest committed checkpoint.", "", ()),
     _gauge("checkpoint_size_bytes", "Size of the newest committed checkpoint.", "bytes", ()),
+    _gauge(
+        "checkpoint_memory_bytes",
+        "Shared memory that checkpoints lie in on this node, its own workers' and copies for other nodes.",
+        "bytes",
+        ("kind",),
+        "own",
+        "replicas",
+    ),
     _seconds("checkpoint_duration", "From the copy of the state to the commit of its checkpoint.", _SAVE_S),
     _seconds("checkpoint_blocked", "Time for which a checkpoint held up the training loop.", _SAVE_S),
     _counter(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from elasticd.checkpoint.report import Fate, Report
+from elasticd.checkpoint.report import Fate, Footprint, Report
 from elasticd.core import agent
 from elasticd.core.facts import Checkpoint, Leadership, Limits, Saved, Spec
 from elasticd.core.ports import Changes, Entry, Listing, Seen
@@ -117,3 +117,11 @@ def test_what_the_saver_reports_is_counted() -> None:
     assert sum(value(made.book, "checkpoint_blocked_seconds").counts) == 2
     assert sum(value(made.book, "checkpoint_duration_seconds").counts) == 1
     assert not made._saves
+
+
+def test_what_checkpoints_take_of_the_memory_is_shown_by_whose_they_are() -> None:
+    made, _ = meter()
+    made._footprint = lambda: Footprint(own=300, replicas=200)
+    made._update_checkpoint()
+    assert value(made.book, "checkpoint_memory_bytes", "own") == 300
+    assert value(made.book, "checkpoint_memory_bytes", "replicas") == 200

@@ -3,19 +3,23 @@ if nothing had happened. All of it real, and as a user would run it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from elasticd.core.facts import Progress
-from tests.e2e.harness import PATIENCE_S, Agent, Cluster
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster, assert_nothing_left, marked
 
 WORKERS = Path(__file__).parents[2] / "workers"
 DATA = str(Path(os.__file__).parent / "asyncio")
@@ -146,6 +150,64 @@ def undisturbed(training: Training) -> str:
     assert done.returncode == 0, done.stderr
     [said] = [line for line in done.stdout.splitlines() if line.startswith(ENDS[training.script])]
     return said.removeprefix(ENDS[training.script])
+
+
+def holders(mark: str) -> list[int]:
+    """Processes of that mark that hold memory of shards."""
+    return [
+        pid
+        for pid in marked(mark)
+        if any("elasticd" in open_file and "memfd" in open_file for open_file in files_of(pid))
+    ]
+
+
+def files_of(pid: int) -> list[str]:
+    found = []
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found.append(os.readlink(link))
+    return found
+
+
+@pytest.mark.parametrize("with_keeper", [False, True], ids=["the agent", "the agent and its keeper"])
+def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
+    with_keeper: bool, clusters: Callable[[str | None], Cluster], shared_etcd: str
+) -> None:
+    training = Training(clusters(shared_etcd), "train_gpt_fsdp")
+    cluster = training.cluster
+    agents = training.start("a", "b", slots=1)
+    training.goes_on(2)
+
+    def shown() -> list[dict[str, Any]]:
+        there = json.loads(cluster.command("status", cluster.job, "--json").out)["nodes"]
+        return there if all(n["own_bytes"] and n["replica_bytes"] for n in there) else []
+
+    nodes = {node["node"]: node for node in cluster.until(shown, "both nodes hold their own and a copy")}
+    for agent in agents:
+        page = agent.find("agent.started")[0]["http"]
+        with urllib.request.urlopen(f"{page}status", timeout=PATIENCE_S) as answer:
+            held = json.load(answer)["checkpoint_memory"]
+        assert held == {
+            "own": nodes[agent.name]["own_bytes"],
+            "replicas": nodes[agent.name]["replica_bytes"],
+        }
+    sizes = [(node["own_bytes"], node["replica_bytes"]) for node in nodes.values()]
+    assert max(own for own, _ in sizes) == max(copies for _, copies in sizes), "two buffers, two copies"
+    assert "MB of other nodes'" in cluster.command("status", cluster.job).out
+
+    assert holders(cluster.mark)
+    processes = [agent.pid for agent in agents]
+    if with_keeper:
+        children = [child for pid in processes for child in psutil.Process(pid).children()]
+        processes += [child.pid for child in children if child.name() == "elasticd-warden"]
+        assert len(processes) == 2 * len(agents)
+    send(signal.SIGSTOP, processes)
+    send(signal.SIGKILL, processes)
+    for agent in agents:
+        agent.process.wait()
+    assert_nothing_left(cluster)
+    assert not holders(cluster.mark)
 
 
 @pytest.mark.parametrize("script", ["train_gpt_in_place", "train_gpt_fsdp"])
