@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -100,6 +101,19 @@ class SaverLine:
                 self._line.send(message, files)
             except Gone as error:
                 self._lose(error)
+
+    def say_when(self, landed: Future[str], message: Message, spoilt: Callable[[str], Message]) -> None:
+        """Once it has landed, on another thread: ``message``, or what ``spoilt`` returns, which is told why.
+        If the line is lost meanwhile, that is seen here."""
+        line = self._line
+
+        def send(done: Future[str]) -> None:
+            said = spoilt(why) if (why := done.result()) else message
+            if line is not None:
+                with contextlib.suppress(Gone):
+                    line.send(said)
+
+        landed.add_done_callback(send)
 
     def listen(self) -> None:
         """To what has been said already."""

@@ -6,8 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +21,7 @@ from elasticd.worker import told
 from elasticd.worker.collect import Flat, flatten
 from elasticd.worker.finite import any_nan
 from elasticd.worker.layout import Held, lay_out
+from elasticd.worker.offload import Gpu
 from elasticd.worker.saverline import SaverLine, Terms
 from elasticd.worker.schedule import Schedule
 from elasticd.worker.staging import Plan, check_loadable, pickled, shape_of
@@ -27,6 +29,7 @@ from elasticd.worker.target import parts_of
 from elasticd.worker.together import Together
 
 _log = logging.getLogger(__name__)
+_LANDS_S: Final = 10.0  # for a copy from a GPU, which may hang in what was asked of it before
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Saving:
     def __init__(self, store: Store, keep: Keep, schedule: Schedule) -> None:
         self._store, self._keep, self._schedule = store, keep, schedule
         self._line = SaverLine(self._take, self._lost)
+        self._gpu = Gpu()
         self._terms = Terms("", 0, copies=False)
         self._together: Together | None = None
         self._plan: Plan | None = None
@@ -79,7 +83,7 @@ class Saving:
         free = plan is None or not same or plan.free
         answer = together.ask_least([self._line.is_open, same, free, step, -step])
         # The copy is most likely wanted, and the others' answers take their time.
-        why = self._fill(flat, blobs) if self._line.is_open and same and free else None
+        why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
         agreed = answer()
         if agreed[3] != -agreed[4]:
             raise ValueError(
@@ -99,7 +103,7 @@ class Saving:
             self._line.say({"is": "skip", "step": step})
             return False
         self._seq += 1
-        self._hand_over(self._fill(flat, blobs) if why is None else why, step, began)
+        self._hand_over(self._fill(state, flat, blobs) if why is None else why, step, began)
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -109,6 +113,8 @@ class Saving:
 
     def close(self) -> None:
         """Leave; what was handed over is still written and committed."""
+        if self._plan is not None and self._plan.landed is not None:
+            futures.wait([self._plan.landed], _LANDS_S)
         self._line.close()
         self._plan, self._together = None, None
 
@@ -125,7 +131,7 @@ class Saving:
         said = together.gather(msgspec.json.encode(mine))
         shards, index = lay_out([msgspec.json.decode(raw, type=Held) for raw in said])
         self._plans += 1
-        self._plan = Plan(self._plans, shape, shards[together.rank], rooms)
+        self._plan = Plan(self._plans, shape, shards[together.rank], rooms, self._gpu)
         metadata = b""
         if together.rank == 0:
             from elasticd.checkpoint import metadata as dcp
@@ -137,9 +143,9 @@ class Saving:
         finally:
             os.close(paper)
 
-    def _fill(self, flat: Flat, blobs: Mapping[str, bytes]) -> str:
+    def _fill(self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]) -> str:
         assert self._plan is not None
-        return self._plan.fill(flat, blobs, self._line.say)
+        return self._plan.fill(state, flat, blobs, self._line.say)
 
     def _hand_over(self, why: str, step: int, began: float) -> None:
         """What was filled; or say ``why`` it was not."""
@@ -156,7 +162,16 @@ class Saving:
         number = plan.handed_over(copied=self._terms.copies)
         note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
         self._schedule.cost_s = time.monotonic() - began
-        self._line.say({"is": "save", **note, "blocked_s": self._schedule.cost_s})
+        message = {"is": "save", **note, "blocked_s": self._schedule.cost_s}
+        if plan.landed is None:
+            self._line.say(message)
+            return
+
+        def spoilt(why: str) -> Message:
+            plan.buffers[number].busy = plan.buffers[number].copying = False
+            return {"is": "miss", "name": name, "step": step, "why": why}
+
+        self._line.say_when(plan.landed, message, spoilt)
 
     # ------------------------------------------------------------ what the saver says
 

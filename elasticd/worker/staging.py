@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from elasticd.checkpoint.frames import padded_blob
 from elasticd.checkpoint.handover import Memory
 from elasticd.worker.collect import Flat
 from elasticd.worker.layout import Shard
+from elasticd.worker.offload import Gpu, offload, stepped
 from elasticd.worker.target import box
 
 BUFFERS: Final = 2
@@ -54,8 +56,10 @@ class Plan:
     shape: tuple[Any, ...]
     shard: Shard
     rooms: Mapping[str, int]
+    gpu: Gpu
     buffers: list[Buffer] = field(default_factory=list)
     turn: int = 0
+    landed: Future[str] | None = None  # of what is still being copied; what spoilt it, if anything did
     _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
     @property
@@ -77,23 +81,33 @@ class Plan:
             and all(len(raw) + _GROWS <= self.rooms[key] for key, raw in blobs.items())
         )
 
-    def fill(self, flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., None]) -> str:
-        """Copy into the buffer whose turn it is; what prevents that, if anything does. ``say``: to the
-        saver, a message and files."""
+    def fill(
+        self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., None]
+    ) -> str:
+        """Copy into the buffer whose turn it is, from a GPU while training goes on: see ``landed``. What
+        prevents that, if anything does. ``say``: to the saver, a message and files."""
         number = self.turn
+        sources = [box(flat.tensors[part.key], part) for part, _ in self.shard.parts]
+        on_gpu = any(map(self.gpu.has, sources))
         try:
             if number == len(self.buffers):
                 self.buffers.append(Buffer.make(self.shard))
                 memory = self.buffers[number].memory
+                if on_gpu:
+                    self.gpu.pin(memory)
                 say({"is": "buffer", "plan": self.number, "buffer": number}, memory.fd)
         except OSError as error:
             return f"there is no memory for {self.shard.size} bytes ({error.strerror})"
         buffer = self.buffers[number]
         say({"is": "torn", "buffer": number})
+        self.landed = None
         with torch.no_grad():
-            torch._foreach_copy_(
-                buffer.into, [box(flat.tensors[part.key], part) for part, _ in self.shard.parts]
-            )
+            if on_gpu:
+                lasting = stepped(state, flat)
+                stays = [part.key in lasting for part, _ in self.shard.parts]
+                self.landed = offload(self.gpu, buffer.into, sources, stays, buffer.memory)
+            else:
+                torch._foreach_copy_(buffer.into, sources)
         for key, at, room in self.shard.blobs:
             buffer.memory.map[at : at + room] = self._in_room(key, blobs[key], room)
         return ""

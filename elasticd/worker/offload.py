@@ -1,0 +1,174 @@
+"""Copies from a GPU that training does not wait for: on a stream of their own, into pinned memory, while the
+next forward and backward run.
+
+What an optimizer's step alone changes is copied meanwhile, and the next step of any optimizer waits for it,
+on the GPU. All else (buffers of modules, what scripts change themselves) is waited for before anything that
+is asked of the GPU after the save. Whatever was changed by other means before it was copied makes that save
+fail, and is noticed by the tensors' own count of changes. Written by reading: not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elasticd.checkpoint.handover import Memory
+from elasticd.worker.collect import Flat
+from elasticd.worker.target import local_of
+
+
+class Event(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class Gpu:
+    """``torch.cuda``, as far as copying needs it."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def pin(self, memory: Memory) -> None:
+        """So that copies into it need nobody's help. Where that is refused they are slower, and right."""
+        at = torch.frombuffer(memory.map, dtype=torch.uint8).data_ptr()
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(cuda.cudaHostRegister(at, memory.size, 0)) == 0:
+            weakref.finalize(memory, cuda.cudaHostUnregister, at)
+
+    def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> Event:
+        """Begin to, after all that was asked of this GPU; they are of one."""
+        device = sources[0].device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            torch._foreach_copy_(into, sources, non_blocking=True)
+        for source in sources:
+            source.record_stream(stream)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def hold(self, event: Event) -> None:
+        """What is asked of the GPU from now on waits for it."""
+        torch.cuda.current_stream().wait_event(event)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Flight:
+    """Copies under way, of ``tensors`` that nothing but an optimizer's step is to change meanwhile.
+    ``memory``, which they are copied into, is kept until they are done."""
+
+    gpu: Gpu
+    event: Event
+    tensors: Sequence[torch.Tensor]
+    memory: Memory | None
+    _versions: list[int] = field(default_factory=list)
+    _intact: bool | None = None  # once an optimizer is about to step, which waits
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._versions = self._count()
+
+    def protect(self) -> None:
+        """An optimizer is about to step."""
+        with self._lock:
+            if self._intact is None:
+                self._intact = self._count() == self._versions
+                self.gpu.hold(self.event)
+
+    def land(self) -> str:
+        """Wait until all is copied; what prevented that from being of one step, if anything did."""
+        self.event.synchronize()
+        with self._lock:
+            if self._intact is None:
+                self._intact = self._count() == self._versions
+        return "" if self._intact else "parameters were changed before they were copied, and by no optimizer"
+
+    def _count(self) -> list[int]:
+        return [tensor._version for tensor in self.tensors]
+
+
+_flights: weakref.WeakSet[Flight] = weakref.WeakSet()
+_landing = ThreadPoolExecutor(
+    1, "offload"
+)  # in the order of the saves; the interpreter waits for it at its end
+
+
+def offload(
+    gpu: Gpu,
+    into: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    lasting: Iterable[bool],
+    memory: Memory | None = None,
+) -> Future[str] | None:
+    """Copy all. None where nothing of it is still under way; else what ``Flight.land`` will say.
+    ``lasting``: of each source, whether nothing but an optimizer's step changes it. ``memory``: where
+    ``into`` lies."""
+    pairs = list(zip(into, sources, lasting, strict=True))
+    by_gpu = {b.device for _, b, _ in pairs if gpu.has(b)}
+    here = [(a, b) for a, b, _ in pairs if not gpu.has(b) or len(by_gpu) > 1]
+    there = [(a, b) for a, b, stays in pairs if gpu.has(b) and len(by_gpu) == 1 and not stays]
+    later = [(a, b) for a, b, stays in pairs if gpu.has(b) and len(by_gpu) == 1 and stays]
+    event = None
+    if there:
+        event = gpu.copy(*_apart(there))
+        gpu.hold(event)
+    if later:  # after those before it, on the same stream
+        event = gpu.copy(*_apart(later))
+    landed = None
+    if event is not None:
+        _watch_optimizers()
+        flight = Flight(gpu, event, [b for _, b in later], memory)
+        _flights.add(flight)
+        landed = _landing.submit(flight.land)
+    if here:
+        torch._foreach_copy_(*_apart(here))
+    return landed
+
+
+def stepped(state: Mapping[str, Any], flat: Flat) -> set[str]:
+    """Keys of what nothing but an optimizer's step changes. Steps within a CUDA graph nobody sees."""
+    optimizers = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Optimizer) and not any(g.get("capturable") for g in value.param_groups)
+    }
+    held = {
+        local_of(parameter.detach())[0].data_ptr()
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {
+        key
+        for key, tensor in flat.tensors.items()
+        if flat.paths[key][0] in optimizers or local_of(tensor)[0].data_ptr() in held
+    }
+
+
+def _apart(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    def before_step(*_: Any) -> None:
+        for flight in list(_flights):
+            flight.protect()
+
+    register_optimizer_step_pre_hook(before_step)

@@ -1,0 +1,50 @@
+"""A GPU that is none, and copies as late as one could."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from elasticd.checkpoint.handover import Memory
+from elasticd.worker.offload import Gpu
+
+
+@dataclass(eq=False)
+class Copy:
+    """One that was asked for. It is made once training asks for something that waits for it, or ``run``."""
+
+    into: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        if not self.done.is_set():
+            torch._foreach_copy_(self.into, self.sources)
+        self.done.set()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(60.0)
+
+
+class Lazy(Gpu):
+    """Copies nothing before it has to."""
+
+    def __init__(self) -> None:
+        self.copies: list[Copy] = []
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0
+
+    def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> Copy:
+        self.copies.append(Copy(into, sources))
+        return self.copies[-1]
+
+    def hold(self, event: Copy) -> None:
+        for copy in self.copies[: self.copies.index(event) + 1]:
+            copy.run()
+
+    def pin(self, memory: Memory) -> None:
+        """There is nothing to be helped."""

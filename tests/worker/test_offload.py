@@ -1,0 +1,77 @@
+"""Copies from a GPU beside the training; a GPU that is none copies when it is told to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elasticd.worker.collect import flatten
+from elasticd.worker.offload import offload, stepped
+from tests.checkpoint.lazygpu import Lazy
+
+
+@pytest.fixture
+def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad
+def begin(gpu: Lazy, state: dict) -> tuple:
+    flat = flatten(state)
+    lasting = stepped(state, flat)
+    into = {key: torch.zeros_like(t) for key, t in flat.tensors.items()}
+    before = {key: t.clone() for key, t in flat.tensors.items()}
+    landed = offload(gpu, list(into.values()), list(flat.tensors.values()), [k in lasting for k in into])
+    assert landed is not None
+    return landed, into, before
+
+
+def test_what_is_copied_late_is_what_was_saved_and_a_step_waits_for_it(training):
+    model, optimizer = training
+    landed, into, before = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
+    model(torch.randn(8, 4)).sum().backward()  # the next forward changes what the batches were like
+    assert not landed.done() and torch.equal(into["model.1.running_mean"], before["model.1.running_mean"])
+    assert not into["model.0.weight"].any(), "parameters are under way still"
+    optimizer.step()
+    assert landed.result(60.0) == ""
+    assert all(torch.equal(into[key], before[key]) for key in before)
+    assert not torch.equal(model[0].weight, before["model.0.weight"]) and gpu.copies[-1].done.is_set()
+
+
+def test_what_a_script_changes_by_itself_before_it_was_copied_fails_that_save(training):
+    model, optimizer = training
+    landed, _, _ = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        model[0].weight.clamp_(max=0.1)
+    gpu.copies[-1].run()
+    assert "changed before they were copied" in landed.result(60.0)
+
+
+def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed_as_well(training):
+    model, optimizer = training
+    landed, _, _ = begin(Lazy(), {"model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        model[0].weight.clamp_(max=0.1)
+    optimizer.step()
+    assert "changed before they were copied" in landed.result(60.0)
+
+
+def test_only_what_optimizers_of_the_state_step_is_copied_late(training):
+    model, optimizer = training
+    average = torch.nn.Linear(4, 4)
+    late = stepped(s := {"model": model, "optimizer": optimizer, "average": average}, flatten(s))
+    assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= late
+    assert not {"model.1.running_mean", "average.weight"} & late
+    for group in optimizer.param_groups:
+        group["capturable"] = True  # it may step within a CUDA graph
+    assert not stepped(s, flatten(s))
