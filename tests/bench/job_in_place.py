@@ -19,8 +19,11 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
         state.optimizer.zero_grad()
         state.model(batch).square().mean().backward()
         state.optimizer.step()
-        state.commit()
-        os.write(LOG, f"{time.monotonic():.6f} {place} {step}\n".encode())
+        try:
+            state.commit()
+        finally:
+            if state.step > step:  # it is committed, also where the world ends with it
+                os.write(LOG, f"{time.monotonic():.6f} {place} {step}\n".encode())
 
 
 def main() -> None:
