@@ -77,7 +77,10 @@ def agree(state: State, world: World) -> Source:
                 snapshot = _receive(choice, world.rank)
             state.take(snapshot)
     state.agree(world.number)
-    return Source.SCRIPT if choice.fresh else Source.SURVIVOR
+    if choice.fresh:
+        return Source.SCRIPT
+    state.outlived()
+    return Source.SURVIVOR
 
 
 def _why_lost(step: int) -> str:

@@ -41,12 +41,18 @@ class Lasting:
         self._checkpoints = checkpoints
         checkpoints.keep_in_step()
         told.has_checkpoints()
+        self._outlived = False
         self._newest = (0, -1)  # the world and the step that was handed over, or resumed from, last
 
     @property
     def tier(self) -> str:
         """Where the last ``resume`` found the state."""
         return self._checkpoints.tier
+
+    def outlived(self) -> None:
+        """Workers that outlived the last world have what training goes on from, and perhaps nobody else: its
+        first commit is saved, due or not. Said to all ranks of a world, or to none."""
+        self._outlived = True
 
     def passed(self, parts: Parts, world: World | None, ends: bool) -> None:
         """A step is committed; with it the world may end. Raises WorldChanged if it ends otherwise."""
@@ -58,8 +64,9 @@ class Lasting:
         else:
             with _in(world):
                 due = self._checkpoints.due(parts.step)
-            if due:
+            if due or self._outlived:
                 self._save(parts, world)
+            self._outlived = False
 
     def finished(self, parts: Parts, world: World | None) -> None:
         """Training is at its end. Raises WorldChanged if the world ends otherwise meanwhile."""

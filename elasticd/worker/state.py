@@ -55,11 +55,11 @@ class State:
     at hand by ``wrap`` (None: not wrapped; gradients are the script's to add up).
 
     ``checkpoints``: what is committed is kept in a ``Checkpoints`` or below a folder (by default the
-    one that ``elasticd run --checkpoints`` names): when they are due, when all workers go, and at the
-    end. Where no worker has the state any more, it comes from the memory of this node, or of another,
-    or from the newest checkpoint. ``restore``: where there is none either, as at the start, one worker
-    calls ``restore(state)``, which may load something into the objects and returns the step that it
-    is of, or None.
+    one that ``elasticd run --checkpoints`` names): when they are due, at the first commit of a world of
+    survivors, when all workers go, and at the end. Where no worker has the state any more, it comes from
+    the memory of this node, or of another, or from the newest checkpoint. ``restore``: where there is
+    none either, as at the start, one worker calls ``restore(state)``, which may load something into the
+    objects and returns the step that it is of, or None.
 
     ``data``: what it is trained with; ``steps`` then yields this worker's share of it.
 
@@ -330,6 +330,11 @@ class State:
         """All have the same, which is whole."""
         self._agreed = round
         self._torn = False
+
+    def outlived(self) -> None:
+        """This world goes on from what workers of the last one have in memory."""
+        if self._lasting is not None:
+            self._lasting.outlived()
 
     def resume(self, world: World) -> str:
         """All workers of the world together: have the newest state that was kept anywhere. The tier it was

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.core.cadence import EverySteps
 from elasticd.worker.world import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew
-from tests.worker.jobs import STEPS, Accident, Journal, reads, train, work
+from tests.worker.jobs import NOTHING, STEPS, Accident, Journal, reads, train, work
 
 COMMITTED = 7
 
@@ -127,6 +128,23 @@ def test_what_survivors_and_a_newcomer_hand_over_together_is_committed(crew, tmp
     crew.all_ended()
     [joined] = reads(tmp_path, "1", "entered")
     assert 0 < joined < saved_steps(run)[-1]
+
+
+def train_seldom_saved(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    state._lasting._checkpoints._schedule.cadence = EverySteps(1000)
+    train_and_wait_for_the_disk(state, journal, accident, steps)
+
+
+def test_survivors_save_at_once_what_perhaps_nobody_else_has(crew, tmp_path, saver):
+    run = tmp_path / "run"
+    more = {"saver": saver, "checkpoints": str(run), "body": train_seldom_saved}
+    accidents = [NOTHING, Accident("forward", 4), NOTHING]
+    hands = [crew.start(work, str(tmp_path), str(i), its, **more) for i, its in enumerate(accidents)]
+    crew.all_waiting(*hands)
+    crew.form(*hands)
+    crew.all_ended()
+    assert reads(tmp_path, "0", "entered") == [0, 4]
+    assert saved_steps(run)[0] == 5
 
 
 def test_the_end_of_training_is_saved_and_a_job_that_is_run_again_has_nothing_left_to_do(
