@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -59,8 +60,9 @@ class Lasting:
         if ends:
             assert world is not None
             if world.nobody_stays():  # else those who do have it, and it need not be written
+                by = time.monotonic() + GOING_S_MAX
                 self._save(parts, world, must=True)
-                self._checkpoints.wait(GOING_S_MAX)
+                self._checkpoints.wait(max(0.0, by - time.monotonic()))
         else:
             with _in(world):
                 due = self._checkpoints.due(parts.step)
