@@ -78,7 +78,7 @@ class Meter:
         footprint: Callable[[], Footprint] = Footprint,
     ) -> None:
         self._saves: deque[Report] = deque() if saves is None else saves
-        self.on_save: Callable[[Report], None] = lambda report: None  # told of each once it is counted
+        self.on_save: Callable[[Report, float], None] = lambda report, now: None  # told of each once counted
         self._step_times = step_times
         self._hear = hear
         self._footprint = footprint
@@ -174,7 +174,7 @@ class Meter:
         self._update_job(snapshot, now)
         self._update_etcd()
         self._update_checkpoint()
-        self._update_saves()
+        self._update_saves(now)
 
     def used(self, slot: int, pid: int, used: Usage) -> None:
         """What the slot's worker uses, if it still is that one."""
@@ -364,7 +364,7 @@ class Meter:
             self.book.set("elasticd_checkpoint_step", newest.step)
             self.book.set("elasticd_checkpoint_size_bytes", newest.size)
 
-    def _update_saves(self) -> None:
+    def _update_saves(self, now: float) -> None:
         """What this node's saver has told. Who commits tells of all but the copies, which are this node's."""
         for _ in range(len(self._saves)):
             save = self._saves.popleft()
@@ -375,7 +375,7 @@ class Meter:
                     self.book.observe("elasticd_checkpoint_duration_seconds", save.took_s)
                 case Fate.SKIPPED | Fate.FAILED:
                     self.book.add("elasticd_checkpoints_total", 1, save.fate)
-            self.on_save(save)
+            self.on_save(save, now)
 
     def _checkpoint_seen(self, news: Seen) -> None:
         """On the store's thread."""

@@ -6,7 +6,6 @@ Reads the driver's state, never changes it.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -122,8 +121,8 @@ class Publisher:
         self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
         self._chronicle.note(snapshot, self._timekeeper.ledger, self._meter.book, now, last=True)
 
-    def _saved(self, report: Report) -> None:
-        """An event of what became of a checkpoint."""
+    def _saved(self, report: Report, now: float) -> None:
+        """An event of what became of a checkpoint; none is younger than the agent's last."""
         if report.fate is Fate.COPIED:
             return
         well = report.fate is Fate.COMMITTED
@@ -131,7 +130,7 @@ class Publisher:
         self._file.write(
             of_agent(
                 f"checkpoint.{report.fate}",
-                time.time(),
+                now,
                 self._config.job,
                 self._config.node,
                 sentence(report),

@@ -112,7 +112,10 @@ def test_what_the_saver_reports_is_counted() -> None:
             Report(Fate.SKIPPED, 4),
         ]
     )
-    made._update_saves()
+    told: list[tuple[Fate, float]] = []
+    made.on_save = lambda report, now: told.append((report.fate, now))
+    made._update_saves(7.0)
+    assert told[0] == (Fate.COPIED, 7.0) and len(told) == 6, "at the time that it was counted"
     assert [value(made.book, "checkpoints_total", kind) for kind in ("skipped", "failed")] == [2, 1]
     assert sum(value(made.book, "checkpoint_blocked_seconds").counts) == 2
     assert sum(value(made.book, "checkpoint_duration_seconds").counts) == 1
