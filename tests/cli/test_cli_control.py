@@ -230,13 +230,18 @@ def test_a_standalone_run_is_found_by_itself(
 def watching(*argv: str, etcd: Embedded | None = None) -> Iterator[subprocess.Popen[str]]:
     """``elasticd status --watch`` in a process of its own; without an etcd it must find one."""
     environ = {k: v for k, v in os.environ.items() if k != "ELASTICD_ETCD"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "elasticd.cli.main", "status", "--watch", *argv],
-        env=environ | ({"ELASTICD_ETCD": f"http://{etcd.endpoint}"} if etcd else {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # What a shell runs in the background ignores SIGINT, and so would what we start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "elasticd.cli.main", "status", "--watch", *argv],
+            env=environ | ({"ELASTICD_ETCD": f"http://{etcd.endpoint}"} if etcd else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         yield process
     finally:

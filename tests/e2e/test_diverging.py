@@ -63,6 +63,7 @@ def test_a_job_that_is_to_go_back_at_a_loss_that_is_no_number_goes_on_from_its_c
     assert ended["time"]["a"]["replayed"] > 0
 
 
+@pytest.mark.slow
 def test_a_job_that_goes_back_to_the_same_loss_again_and_again_ends_in_a_sentence(
     standalone: Cluster, tmp_path: Path
 ) -> None:

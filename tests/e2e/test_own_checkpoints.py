@@ -14,6 +14,7 @@ SNAPSHOTS = str(Path(__file__).parent / "programs" / "snapshots.py")
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.slow
 def test_a_script_that_tells_of_its_checkpoints_is_resized_right_after_one_and_makes_no_step_twice(
     cluster: Cluster,
 ) -> None:

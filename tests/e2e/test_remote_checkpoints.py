@@ -46,6 +46,7 @@ def steps(where: str) -> list[int]:
     return [s.step for s in FilePointer(where).read().saved]
 
 
+@pytest.mark.slow
 def test_a_job_saves_to_s3_and_resumes_from_there(s3):
     where = "s3://bucket/job"
     job = run("--checkpoints", where, "--checkpoint-every", "3")
@@ -123,6 +124,7 @@ def trained() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
+@pytest.mark.slow
 def test_a_job_that_must_resume_and_cannot_ends_with_5_and_says_what_is_wrong_with_each(tmp_path):
     where = tmp_path / "run"
     checkpoints = Checkpoints(where)

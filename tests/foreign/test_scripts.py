@@ -18,6 +18,7 @@ def alone(program: str, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_the_tutorials_snapshots_carry_a_killed_job_to_the_same_weights(launcher: Launcher) -> None:
     whole = launcher.run(PROGRAMS / "tutorial_ddp.py", "6", "1", "--snapshot", "whole.pt")
     assert whole.status == 0, whole.err

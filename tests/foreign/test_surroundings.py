@@ -27,7 +27,7 @@ def described(launcher: Launcher, way: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("way", ["path", "module"])
+@pytest.mark.parametrize("way", ["path", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_worker_cannot_tell_who_started_it(launchers: tuple[Launcher, Launcher], way: str) -> None:
     theirs, ours = (described(launcher, way) for launcher in launchers)
     for their, our in zip(theirs, ours, strict=True):

@@ -176,6 +176,7 @@ def rehearsal(
 SNAPSHOT_EVERY = 10  # steps: what a crash may cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_names", [False], ids=["of_names_that_do_not_resolve"])
 def test_training_goes_on_while_pods_come_and_go(rehearsal: Rehearsal) -> None:
     cluster = rehearsal.cluster

@@ -137,6 +137,7 @@ def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> 
     _hold(run(1625, draw(1625, 3, kinds)), replay_command(1625, 3, ",".join(sorted(kinds))))
 
 
+@pytest.mark.slow
 def test_a_thousand_nodes_form_a_world_and_lose_some_of_them() -> None:
     cluster = Cluster("thousand", Setup((1,) * 1000, Limits(500, 1000), job=Job(total_steps=40, step_s=1.0)))
     invariants = Invariants(cluster)

@@ -51,6 +51,7 @@ def test_the_node_of_rank_0_dies_and_the_rest_goes_on(agents: Agents) -> None:
     assert [agent.ends() for agent in rest] == [0, 0]
 
 
+@pytest.mark.slow
 def test_an_agent_stopped_past_its_lease_never_trains_beside_the_new_world(agents: Agents) -> None:
     pair = [agents.start("1:2", "alone"), agents.start("1:2", "alone")]
     for agent in pair:
@@ -87,6 +88,7 @@ def test_an_agent_that_is_terminated_leaves_at_once_and_does_not_end_the_job(age
     assert stays.ends() == 0
 
 
+@pytest.mark.slow
 def test_workers_killed_three_times_in_a_row_come_back_three_times(agents: Agents) -> None:
     agent = agents.start("1:1", "crash", "3", nproc=2, restarts=3)
     agent.hears(r"<joined rank=\d world=2 pid=\d+ attempt=3>", times=2)
