@@ -105,7 +105,8 @@ def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_fir
     crew.until(lambda: leaver.status is not None)
     assert_exact(crew, tmp_path, {0}, undisturbed)
     assert crew.settled == [(1, 1), (2, 2), (3, 1)]
-    assert reads(tmp_path, "1", "entered")[0] == committed_in_round(tmp_path, "0")[4] == 5
+    # The commit that it left at: the first, or the second if the word reached it late.
+    assert reads(tmp_path, "1", "entered")[0] in committed_in_round(tmp_path, "0")[4:]
 
 
 def test_in_a_handover_the_heirs_get_the_state_and_nobody_trains(crew, tmp_path, undisturbed):
@@ -124,7 +125,8 @@ def test_in_a_handover_the_heirs_get_the_state_and_nobody_trains(crew, tmp_path,
     crew.form(*heirs)
     crew.all_ended()
     assert_exact(crew, tmp_path, {0}, undisturbed)
-    assert [reads(tmp_path, name, "entered") for name in "012"] == [[0], [5], [5]]
+    [began], [one], [other] = (reads(tmp_path, name, "entered") for name in "012")
+    assert began == 0 and one == other == committed_in_round(tmp_path, "0")[-1] >= 5
 
 
 def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path, undisturbed):
