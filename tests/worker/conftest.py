@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.worker.crew import Crew
-from tests.worker.jobs import reads, work
+from tests.worker.jobs import lone, reads
 
 
 @pytest.fixture
@@ -24,7 +24,3 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         assert hand.status == 0, (folder / "alone.err").read_text()
     [outcome] = reads(folder, "alone", "outcome")
     return outcome
-
-
-def lone(_address: str, folder: str) -> None:
-    work("", folder, "alone")
