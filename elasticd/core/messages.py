@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Member, Round
-from elasticd.core.ports import Answer, Entry, Guard, LeaseNews, Write
+from elasticd.core.ports import Answer, Entry, Guard, LeaseNews, WorkerNews, Write
 
 # ---------------------------------------------------------------- events
 
@@ -59,42 +58,6 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLinked:
-    """A worker uses ``elasticd.worker``: it can leave a round, and take part in a later one."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerWaiting:
-    """A worker has left ``round`` (0: it never was in one) and waits for its next. ``age``: of the
-    state it could bring, None if it has none whole."""
-
-    slot: int
-    round: int
-    steps: int = 0
-    age: Age | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReturned:
-    """The run function has returned in all workers of the round; what follows is the end of their
-    scripts."""
-
-    slot: int
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCheckpointed:
-    """A script has written a checkpoint of its own, at ``path``. Unless it is linked, it is held there."""
-
-    slot: int
-    round: int
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class PortReserved:
     """Answer to ``RenewStore``: the port for the next store that this node hosts."""
 
@@ -139,10 +102,7 @@ Event = (
     | Answered
     | LeaseChanged
     | WorkerExited
-    | WorkerLinked
-    | WorkerWaiting
-    | WorkerReturned
-    | WorkerCheckpointed
+    | WorkerNews
     | PortReserved
     | StoreComplained
     | Signalled

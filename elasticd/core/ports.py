@@ -173,7 +173,43 @@ class Assignment:
     env: Mapping[str, str]
 
 
-Waits = Callable[[int, int, int, Age | None], None]
+@dataclass(frozen=True, slots=True)
+class WorkerLinked:
+    """A worker uses ``elasticd.worker``: it can leave a round, and take part in a later one."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWaiting:
+    """A worker has left ``round`` (0: it never was in one) and waits for its next. ``age``: of the
+    state it could bring, None if it has none whole."""
+
+    slot: int
+    round: int
+    steps: int = 0
+    age: Age | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReturned:
+    """The run function has returned in all workers of the round; what follows is the end of their
+    scripts."""
+
+    slot: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCheckpointed:
+    """A script has written a checkpoint of its own, at ``path``. Unless it is linked, it is held there."""
+
+    slot: int
+    round: int
+    path: str
+
+
+WorkerNews = WorkerLinked | WorkerWaiting | WorkerReturned | WorkerCheckpointed
 
 
 class Procs(Protocol):
@@ -183,20 +219,8 @@ class Procs(Protocol):
     later one in the same process.
     """
 
-    def listen(
-        self,
-        linked: Callable[[int], None],
-        waiting: Waits,
-        returned: Callable[[int, int], None],
-        checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None,
-    ) -> None:
-        """Called once, before any start. ``linked(slot)``: this worker can leave rounds.
-        ``waiting(slot, round_number, steps, age)``: it has left that round (0: it was in none yet)
-        after so many steps in it, acts in none, and may be given one by ``start``; ``age`` is that of
-        the state it could bring, None if it has none whole. ``returned(slot, round_number)``: its run
-        function has returned, as it has in all workers of the round; the rest of the script is to come.
-        ``checkpointed(slot, round_number, path)``: it has written a checkpoint of its own; one that is not
-        linked is held there until ``go_on`` or its end."""
+    def listen(self, news: Callable[[WorkerNews], None]) -> None:
+        """Called once, before any start: whom to tell what workers say of themselves."""
 
     def start(
         self,

@@ -33,11 +33,7 @@ from elasticd.core.messages import (
     StartWorkers,
     StopWorkers,
     Transact,
-    WorkerCheckpointed,
     WorkerExited,
-    WorkerLinked,
-    WorkerReturned,
-    WorkerWaiting,
 )
 from elasticd.core.ports import (
     Answer,
@@ -123,12 +119,7 @@ class Driver:
         self._term: _Term | None = None
         self._terms = 0
         self._trust_absence_from = 0.0
-        procs.listen(
-            lambda slot: self._post(WorkerLinked(slot)),
-            lambda slot, round_number, steps, age: self._post(WorkerWaiting(slot, round_number, steps, age)),
-            lambda slot, round_number: self._post(WorkerReturned(slot, round_number)),
-            lambda slot, round_number, path: self._post(WorkerCheckpointed(slot, round_number, path)),
-        )
+        procs.listen(self._post)
 
     # ------------------------------------------------------------ what others may look at
 

@@ -17,7 +17,14 @@ from string import Template
 from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.page import Told
-from elasticd.core.ports import Assignment, Waits
+from elasticd.core.ports import (
+    Assignment,
+    WorkerCheckpointed,
+    WorkerLinked,
+    WorkerNews,
+    WorkerReturned,
+    WorkerWaiting,
+)
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.link import Switchboard
@@ -97,10 +104,7 @@ class LocalProcs:
         self._duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
         self._say = say
         self._warn = warn
-        self._linked: Callable[[int], None] = lambda slot: None
-        self._waiting: Waits = lambda slot, round_number, steps, age: None
-        self._returned: Callable[[int, int], None] = lambda slot, round_number: None
-        self._checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None
+        self._news: Callable[[WorkerNews], None] = lambda news: None
         self._lock = threading.Lock()
         self._round = 0
         self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
@@ -113,15 +117,8 @@ class LocalProcs:
 
     # ------------------------------------------------------------ the port
 
-    def listen(
-        self,
-        linked: Callable[[int], None],
-        waiting: Waits,
-        returned: Callable[[int, int], None],
-        checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None,
-    ) -> None:
-        self._linked, self._waiting, self._returned = linked, waiting, returned
-        self._checkpointed = checkpointed
+    def listen(self, news: Callable[[WorkerNews], None]) -> None:
+        self._news = news
 
     def start(
         self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
@@ -405,19 +402,19 @@ class LocalProcs:
             number, steps = worker.round, worker.steps
         match message:
             case wire.Hello():
-                self._linked(slot)
+                self._news(WorkerLinked(slot))
             case wire.Waiting(age=age) if came_out:
-                self._waiting(slot, number, steps, age)
+                self._news(WorkerWaiting(slot, number, steps, age))
             case wire.Entered(number, step, group_s, state_s, batch, rates, source):
                 took = {"group_s": round(group_s, 6), "state_s": round(state_s, 6)}
                 grown = {"batch": batch, "rates_times": round(rates, 6)} if batch else {}
                 came = {"slot": slot, "round": number, "step": step, "state_from": source}
                 self._say("worker.entered", **came, **took, **grown)
             case wire.Checkpointed(path):
-                self._checkpointed(slot, number, path)
+                self._news(WorkerCheckpointed(slot, number, path))
             case wire.Done(round=number):
                 self._say("worker.done", slot=slot, round=number)
-                self._returned(slot, number)
+                self._news(WorkerReturned(slot, number))
 
     def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
         """Whether it acts in no round any more."""

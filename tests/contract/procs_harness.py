@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from elasticd.core.age import Age
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment, Procs
 from elasticd.procs.keeper import Warden
 from elasticd.procs.workers import LocalProcs
+from tests.contract.heard import Heard
 from tests.sim.clock import Clock
 from tests.sim.host import SimHost
 from tests.sim.procs import Job, OnSigterm, SimProcs, Training
@@ -58,8 +58,7 @@ Behaviour = Train | EndWith | InPlace
 class ProcsHarness(Protocol):
     procs: Procs
     exits: list[tuple[int, Exit]]  # as `exited` was told, in order
-    linked: list[int]  # and as `linked` and `waiting` were
-    waits: list[tuple[int, int, int, Age | None]]
+    heard: Heard
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
         """Start one worker in each of these slots; ranks follow the order of slots."""
@@ -89,15 +88,11 @@ def _size(behaviours: Mapping[int, Behaviour]) -> dict[str, str]:
 class SimHarness:
     def __init__(self) -> None:
         self.exits: list[tuple[int, Exit]] = []
-        self.linked: list[int] = []
-        self.waits: list[tuple[int, int, int, Age | None]] = []
-        self.returns: list[tuple[int, int]] = []
+        self.heard = Heard()
         self._clock = Clock(seed=1)
         self._training = Training(self._clock, Job(total_steps=1_000_000, step_s=0.01))
         self._procs = SimProcs(SimHost(self._clock, "a"), self._training)
-        self._procs.listen(
-            self.linked.append, lambda *wait: self.waits.append(wait), lambda *done: self.returns.append(done)
-        )
+        self._procs.listen(self.heard.news.append)
         self.procs: Procs = self._procs
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:
@@ -145,17 +140,11 @@ class SimHarness:
 class RealHarness:
     def __init__(self, folder: Path) -> None:
         self.exits: list[tuple[int, Exit]] = []
-        self.linked: list[int] = []
-        self.waits: list[tuple[int, int, int, Age | None]] = []
-        self.returns: list[tuple[int, int]] = []
+        self.heard = Heard()
         self._told = threading.Condition()
         self._warden = Warden.start()
         self._procs = LocalProcs(self._warden, _command, cwd=folder)
-        self._procs.listen(
-            partial(self._tell, self.linked),
-            lambda *wait: self._tell(self.waits, wait),
-            lambda *done: self._tell(self.returns, done),
-        )
+        self._procs.listen(partial(self._tell, self.heard.news))
         self.procs: Procs = self._procs
 
     def start(self, round_number: int, behaviours: Mapping[int, Behaviour]) -> None:

@@ -182,14 +182,14 @@ def _part(harness: ProcsHarness, *, planned: bool = False, part_s: float = LONG_
 
 
 def _waiting(harness: ProcsHarness, count: int) -> None:
-    harness.until(lambda: len(harness.waits) == count)
+    harness.until(lambda: len(harness.heard.waits) == count)
 
 
 def test_a_worker_started_for_a_round_enters_it_once_it_is_linked(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace(), 1: InPlace()})
     _training(harness, 2)
-    assert sorted(harness.linked) == [0, 1]
-    assert harness.waits == []
+    assert sorted(harness.heard.linked) == [0, 1]
+    assert harness.heard.waits == []
 
 
 @pytest.mark.parametrize("planned", [True, False])
@@ -201,13 +201,13 @@ def test_workers_told_to_leave_wait_with_their_steps_and_go_on_in_the_next_round
     before = harness.process(3), harness.process(7)
     _part(harness, planned=planned)
     _waiting(harness, 2)
-    assert {(slot, number) for slot, number, _, _ in harness.waits} == {(3, 1), (7, 1)}
-    assert all(steps > 0 for _, _, steps, _ in harness.waits)
-    assert all(age is not None and age.agreed == 1 for _, _, _, age in harness.waits)
+    assert {(slot, number) for slot, number, _, _ in harness.heard.waits} == {(3, 1), (7, 1)}
+    assert all(steps > 0 for _, _, steps, _ in harness.heard.waits)
+    assert all(age is not None and age.agreed == 1 for _, _, _, age in harness.heard.waits)
     harness.start(2, {3: InPlace(), 7: InPlace()})
     _training(harness, 2)
     assert (harness.process(3), harness.process(7)) == before
-    assert sorted(harness.linked) == [3, 7]
+    assert sorted(harness.heard.linked) == [3, 7]
     assert harness.exits == []
 
 
@@ -216,8 +216,8 @@ def test_steps_of_a_process_that_goes_on_count_from_the_start_of_its_round(harne
     harness.until(lambda: harness.procs.steps()[0] >= 50)
     _part(harness)
     _waiting(harness, 1)
-    assert harness.waits[0][2] >= 50
-    assert harness.procs.steps()[0] == harness.waits[0][2]
+    assert harness.heard.waits[0][2] >= 50
+    assert harness.procs.steps()[0] == harness.heard.waits[0][2]
     harness.start(2, {0: InPlace()})
     assert harness.procs.steps()[0] < 50
     _training(harness, 1)
@@ -229,7 +229,7 @@ def test_workers_that_are_not_linked_are_stopped_instead(harness: ProcsHarness) 
     _part(harness)
     _ended(harness, 2)
     assert [e.code for _, e in harness.exits] == [-SIGTERM, -SIGTERM]
-    assert harness.linked == harness.waits == []
+    assert harness.heard.linked == harness.heard.waits == []
 
 
 def test_a_linked_worker_that_does_not_leave_is_killed(harness: ProcsHarness) -> None:
@@ -238,7 +238,7 @@ def test_a_linked_worker_that_does_not_leave_is_killed(harness: ProcsHarness) ->
     _part(harness, part_s=0.3)
     _ended(harness, 1)
     assert harness.exits[0][1].code == -SIGKILL
-    assert harness.waits == []
+    assert harness.heard.waits == []
 
 
 def test_the_time_to_leave_does_not_reach_into_the_next_round(harness: ProcsHarness) -> None:
@@ -260,13 +260,17 @@ def test_to_leave_as_planned_may_become_to_leave_at_once(harness: ProcsHarness) 
     _waiting(harness, 1)
     harness.start(2, {0: InPlace()})
     _training(harness, 1)
-    assert len(harness.waits) == 1
+    assert len(harness.heard.waits) == 1
 
 
 def test_a_standby_waits_for_its_first_round_and_has_no_steps(harness: ProcsHarness) -> None:
     harness.standby({5: InPlace()})
     _waiting(harness, 1)
-    assert (harness.linked, harness.waits, dict(harness.procs.steps())) == ([5], [(5, 0, 0, None)], {})
+    assert (harness.heard.linked, harness.heard.waits, dict(harness.procs.steps())) == (
+        [5],
+        [(5, 0, 0, None)],
+        {},
+    )
     process = harness.process(5)
     harness.start(4, {5: InPlace()})
     _training(harness, 1)
@@ -277,7 +281,7 @@ def test_a_standby_on_its_way_enters_the_round_it_is_given_when_it_comes(harness
     harness.standby({0: InPlace()})
     harness.start(1, {0: InPlace()})
     _training(harness, 1)
-    assert (harness.linked, harness.waits) == ([0], [])
+    assert (harness.heard.linked, harness.heard.waits) == ([0], [])
 
 
 def test_a_replacement_may_come_to_wait_while_the_others_train(harness: ProcsHarness) -> None:
@@ -287,7 +291,7 @@ def test_a_replacement_may_come_to_wait_while_the_others_train(harness: ProcsHar
     _ended(harness, 1)
     harness.standby({1: InPlace()})
     _waiting(harness, 1)
-    assert harness.waits == [(1, 0, 0, None)]
+    assert harness.heard.waits == [(1, 0, 0, None)]
     _part(harness)
     _waiting(harness, 2)
     harness.start(2, {0: InPlace(), 1: InPlace()})
@@ -306,7 +310,7 @@ def test_those_who_have_no_part_in_a_round_wait_on(harness: ProcsHarness) -> Non
     assert set(harness.procs.steps()) == {0}
     _part(harness)
     _waiting(harness, 3)
-    assert harness.waits[2][:2] == (0, 2), "only who acts is told to leave"
+    assert harness.heard.waits[2][:2] == (0, 2), "only who acts is told to leave"
     harness.start(3, {0: InPlace(), 1: InPlace()})
     _training(harness, 2)
     assert harness.process(1) == spare

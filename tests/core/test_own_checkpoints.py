@@ -8,8 +8,8 @@ import pytest
 
 from elasticd.core.agent.hearing import HELD_S
 from elasticd.core.facts import Cause, Phase, Spec
-from elasticd.core.messages import GoOn, LeaseChanged, StopWorkers, Tag, WorkerCheckpointed
-from elasticd.core.ports import Silent
+from elasticd.core.messages import GoOn, LeaseChanged, StopWorkers, Tag
+from elasticd.core.ports import Silent, WorkerCheckpointed
 from elasticd.core.reasons import CheckpointTold
 from tests.core.build import NOW, report, round
 from tests.core.by_hand import Agent, put

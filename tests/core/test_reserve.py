@@ -14,9 +14,8 @@ from elasticd.core.messages import (
     StartWorkers,
     StopWorkers,
     Tag,
-    WorkerLinked,
-    WorkerWaiting,
 )
+from elasticd.core.ports import WorkerLinked, WorkerWaiting
 from elasticd.core.reasons import StandbyFailed, StandbyReady
 from tests.core.build import NOW, exit, members, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put

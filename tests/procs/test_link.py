@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from elasticd.core.age import Age
 from elasticd.core.facts import Exit
 from elasticd.core.link import Hello, Message, encode
 from elasticd.core.ports import Assignment
@@ -24,6 +23,7 @@ from elasticd.procs.keeper import Warden
 from elasticd.procs.link import Switchboard
 from elasticd.procs.output import LogDest
 from elasticd.procs.workers import LocalProcs
+from tests.contract.heard import Heard
 from tests.procs.agents import PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench
 
@@ -37,19 +37,13 @@ class Party:
 
     def __init__(self, bench: Bench, command: list[str], **how: Any) -> None:
         self._told = threading.Condition()
-        self.linked: list[int] = []
-        self.waits: list[tuple[int, int, int, Age | None]] = []
-        self.returns: list[tuple[int, int]] = []
+        self.heard = Heard()
         self.exits: list[tuple[int, Exit]] = []
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.procs: LocalProcs = bench.procs(
             command, say=lambda event, **fields: self._add(self.said, (event, fields)), **how
         )
-        self.procs.listen(
-            lambda slot: self._add(self.linked, slot),
-            lambda *wait: self._add(self.waits, wait),
-            lambda *done: self._add(self.returns, done),
-        )
+        self.procs.listen(lambda said: self._add(self.heard.news, said))
 
     def start(self, round_number: int, *how: str, **env: str) -> None:
         self.procs.start(round_number, _assign(how, env), self._exited)
@@ -64,7 +58,7 @@ class Party:
         deadline = time.monotonic() + PATIENCE_S
         with self._told:
             while not holds():
-                assert time.monotonic() < deadline, (self.linked, self.waits, self.exits, self.said)
+                assert time.monotonic() < deadline, (self.heard.news, self.exits, self.said)
                 self._told.wait(0.02)  # steps tell nobody
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -98,7 +92,7 @@ def test_a_process_that_goes_on_has_the_environment_and_the_prefix_of_its_new_ra
 
     party = Party(bench, LINKED, reify=reify)
     party.procs.standby((Assignment(10, 3, 3, {"RANK": "3", "BEHAVE": "obeys"}),), party._exited)
-    party.until(lambda: party.waits)
+    party.until(lambda: party.heard.waits)
     bench.console.wait_for(b"[default3]:started, afresh\n")  # its pipe is not the link: this may come later
     party.procs.start(7, (Assignment(10, 0, 0, {"RANK": "0", "BEHAVE": "obeys"}),), party._exited)
     bench.console.wait_for(b"[default0]:round 7 rank 0\n")
@@ -122,7 +116,7 @@ def test_progress_is_that_of_the_round_and_keeps_quiet_about_who_waits(bench: Be
     party.until(lambda: len([p for p in party.procs.progress() if p.step > 20]) == 2)
     pid = party.procs.progress()[0].pid
     party.part()
-    party.until(lambda: len(party.waits) == 2)
+    party.until(lambda: len(party.heard.waits) == 2)
     party.start(2, "obeys")
     (progress,) = party.procs.progress()
     assert (progress.slot, progress.pid) == (10, pid)
@@ -136,7 +130,7 @@ def test_a_worker_whose_run_function_has_returned_ends_by_itself_though_its_roun
     os.mkfifo(fifo := tmp_path / "fifo")
     party = Party(bench, LINKED)
     party.start(1, "obeys", FINISH="1", LINGER=str(fifo))
-    party.until(lambda: party.returns == [(10, 1)])
+    party.until(lambda: party.heard.returns == [(10, 1)])
     party.procs.part(True, SIGTERM, LONG_S, 0.0)
     with fifo.open("w"):
         party.until(lambda: party.exits)
@@ -165,13 +159,13 @@ def test_a_worker_that_is_being_stopped_is_not_said_to_wait(bench: Bench) -> Non
     party = Party(bench, [sys.executable, "-c", block + program])
     party.start(1, "")
     bench.console.wait_for(b"up")
-    party.until(lambda: party.linked)
+    party.until(lambda: party.heard.linked)
     party.procs.stop(SIGTERM, LONG_S)
     os.kill(party.procs.pids()[10], signal.SIGUSR1)
     bench.console.wait_for(b"said")
     party.procs.stop(SIGKILL, 0.0)
     party.until(lambda: party.exits)
-    assert party.waits == []
+    assert party.heard.waits == []
 
 
 def test_a_standby_may_be_forked_from_the_zygote(bench: Bench) -> None:
@@ -179,11 +173,11 @@ def test_a_standby_may_be_forked_from_the_zygote(bench: Bench) -> None:
     party.start(1, "obeys")
     party.until(lambda: party.events("zygote.ready"))
     party.procs.standby((Assignment(12, 1, 1, {"RANK": "1", "BEHAVE": "obeys"}),), party._exited)
-    party.until(lambda: party.waits)
-    assert party.waits == [(12, 0, 0, None)]
+    party.until(lambda: party.heard.waits)
+    assert party.heard.waits == [(12, 0, 0, None)]
     bench.console.wait_for(b"started, forked")
     party.part()
-    party.until(lambda: len(party.waits) == 2)
+    party.until(lambda: len(party.heard.waits) == 2)
     party.procs.start(2, (Assignment(12, 0, 0, {"RANK": "0"}),), party._exited)
     party.until(lambda: party.procs.steps()[12] > 0)
 
@@ -201,9 +195,9 @@ def test_a_worker_that_breaks_the_rules_is_cut_off_and_the_others_go_on(bench: B
     assert told["slot"] == 10
     assert told["why"]
     party.part()  # it cannot be told to leave, so it is stopped as others are
-    party.until(lambda: party.exits and party.waits)
+    party.until(lambda: party.exits and party.heard.waits)
     assert [exit.code for _, exit in party.exits] == [-SIGTERM]
-    assert [(slot, number) for slot, number, _, _ in party.waits] == [(11, 1)]
+    assert [(slot, number) for slot, number, _, _ in party.heard.waits] == [(11, 1)]
 
 
 def test_one_that_waits_and_is_cut_off_is_killed_as_nothing_can_be_made_of_it(bench: Bench) -> None:
@@ -255,7 +249,7 @@ os.waitpid(child, 0)
     party.start(1, "")
     party.until(lambda: party.exits)
     assert bench.console.lines() == [b"a second one: False", b"a child's: False"]
-    assert party.linked == [10]
+    assert party.heard.linked == [10]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

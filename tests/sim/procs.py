@@ -14,7 +14,14 @@ from enum import StrEnum
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit
 from elasticd.core.link import HANDOVER
-from elasticd.core.ports import Assignment, Waits
+from elasticd.core.ports import (
+    Assignment,
+    WorkerCheckpointed,
+    WorkerLinked,
+    WorkerNews,
+    WorkerReturned,
+    WorkerWaiting,
+)
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 
@@ -250,8 +257,7 @@ class SimWorker:
             return
         if self.procs.training.job.inplace:
             self._there = True
-            linked, slot = self.procs.linked, self.slot
-            self.procs.host.call(lambda: linked(slot))
+            self.procs.tell(WorkerLinked(self.slot))
             if not self.acts or self.parted:
                 self.come_out()
         self._join()
@@ -308,8 +314,7 @@ class SimWorker:
         self.acts = False
         if self.parted:
             self.spare()
-        waiting, news = self.procs.waiting, (self.slot, self.round, self.made, self.age)
-        self.procs.host.call(lambda: waiting(*news))
+        self.procs.tell(WorkerWaiting(self.slot, self.round, self.made, self.age))
 
     def _leave_world(self) -> None:
         world, self.world = self.world, None
@@ -346,8 +351,7 @@ class SimWorker:
         self.finishing = True
         training = self.procs.training
         if training.job.inplace:
-            returned, news = self.procs.returned, (self.slot, self.round)
-            self.procs.host.call(lambda: returned(*news))
+            self.procs.tell(WorkerReturned(self.slot, self.round))
         end_s = training.random.uniform(*training.job.end_s)
         training.clock.after(end_s, lambda: self.die(0, "", primary=False))
 
@@ -398,10 +402,7 @@ class SimProcs:
     training: Training
     bad_slots: dict[int, float] = field(default_factory=dict)
     workers: dict[int, SimWorker] = field(default_factory=dict)
-    linked: Callable[[int], None] = lambda slot: None
-    waiting: Waits = lambda slot, round_number, steps, age: None
-    returned: Callable[[int, int], None] = lambda slot, round_number: None
-    checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None
+    news: Callable[[WorkerNews], None] = lambda news: None
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
     _round: int = 0
     _fence: Timer | None = None
@@ -409,15 +410,12 @@ class SimProcs:
 
     # ---- the port
 
-    def listen(
-        self,
-        linked: Callable[[int], None],
-        waiting: Waits,
-        returned: Callable[[int, int], None],
-        checkpointed: Callable[[int, int, str], None] = lambda slot, round_number, path: None,
-    ) -> None:
-        self.checkpointed = checkpointed
-        self.linked, self.waiting, self.returned = linked, waiting, returned
+    def listen(self, news: Callable[[WorkerNews], None]) -> None:
+        self.news = news
+
+    def tell(self, said: WorkerNews) -> None:
+        told = self.news
+        self.host.call(lambda: told(said))
 
     def start(
         self,
@@ -468,8 +466,7 @@ class SimProcs:
             worker.signal(signal)
 
     def tell_of_checkpoint(self, worker: SimWorker) -> None:
-        told, news = self.checkpointed, (worker.slot, worker.round, "")
-        self.host.call(lambda: told(*news))
+        self.tell(WorkerCheckpointed(worker.slot, worker.round, ""))
 
     def go_on(self, slots: tuple[int, ...]) -> None:
         for slot in slots:

@@ -27,13 +27,24 @@ from elasticd.core.messages import (
     StoreComplained,
     Tag,
     Tick,
-    WorkerCheckpointed,
     WorkerExited,
+)
+from elasticd.core.ports import (
+    Answer,
+    Applied,
+    Delete,
+    Entry,
+    Held,
+    LeaseNews,
+    Lost,
+    Put,
+    Silent,
+    WorkerCheckpointed,
     WorkerLinked,
     WorkerReturned,
     WorkerWaiting,
+    Write,
 )
-from elasticd.core.ports import Answer, Applied, Delete, Entry, Held, LeaseNews, Lost, Put, Silent, Write
 from elasticd.core.reasons import (
     CheckpointTold,
     Draining,

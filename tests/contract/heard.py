@@ -1,0 +1,23 @@
+"""What the workers of a port said of themselves, as tests ask for it."""
+
+from __future__ import annotations
+
+from elasticd.core.age import Age
+from elasticd.core.ports import WorkerLinked, WorkerNews, WorkerReturned, WorkerWaiting
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.news: list[WorkerNews] = []
+
+    @property
+    def linked(self) -> list[int]:
+        return [n.slot for n in self.news if isinstance(n, WorkerLinked)]
+
+    @property
+    def waits(self) -> list[tuple[int, int, int, Age | None]]:
+        return [(n.slot, n.round, n.steps, n.age) for n in self.news if isinstance(n, WorkerWaiting)]
+
+    @property
+    def returns(self) -> list[tuple[int, int]]:
+        return [(n.slot, n.round) for n in self.news if isinstance(n, WorkerReturned)]
