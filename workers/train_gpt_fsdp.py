@@ -1,4 +1,4 @@
-"""Train the small GPT of train_gpt.py with its weights spread over the workers (FSDP2).
+"""Train the small GPT of gpt.py with its weights spread over the workers (FSDP2).
 
     elasticd run --min 2 --max 8 --checkpoints ~/gpt --checkpoint-every auto workers/train_gpt_fsdp.py
     torchrun --standalone --nproc-per-node 4 --max-restarts 5 workers/train_gpt_fsdp.py --checkpoints ~/gpt
@@ -21,28 +21,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from train_gpt import (
+
+from elasticd import worker
+from gpt import (
     GPT,
     Shape,
-    StopRequest,
     Text,
     held_out_loss,
-    is_lost_peer,
-    join_world,
+    learn,
     learning_rate,
-    positive,
+    options_parser,
+    parsed,
     read_text,
-    require_same_text,
-    say,
     share,
     windows,
 )
-
-from elasticd import worker
+from train_gpt import StopRequest, agree, is_lost_peer, join_world, require_same_text, say
 
 
 def spread(model: GPT, device: torch.device) -> GPT:
@@ -56,11 +53,10 @@ def spread(model: GPT, device: torch.device) -> GPT:
 
 
 class Trainer:
-    def __init__(self, options: argparse.Namespace, text: Text, device: torch.device) -> None:
+    def __init__(self, options: argparse.Namespace, shape: Shape, text: Text, device: torch.device) -> None:
         self.options, self.text, self.device = options, text, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.shape = Shape(options.layers, options.heads, options.width, options.context)
-        self.windows_total = (len(text.train) - 1) // self.shape.context
+        self.shape, self.windows_total = shape, (len(text.train) - 1) // shape.context
         torch.manual_seed(options.seed)
         self.model = spread(GPT(self.shape).to(device), device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -82,16 +78,9 @@ class Trainer:
         mine = share(options.seed, position, batch, self.windows_total, self.rank, self.world)
         inputs, targets = windows(self.text.train, mine, self.shape, self.device)
         logits = self.model(inputs)
-        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        # Shares may differ in size, and FSDP averages over workers: divide by the whole batch here.
-        loss = summed / (batch * self.shape.context)
-        self.optimizer.zero_grad()
-        (loss * self.world).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        loss = learn(logits, targets, batch * self.shape.context, self.model, self.optimizer)
         self.step += 1
-        detached: Tensor = loss.detach()
-        return detached
+        return loss
 
     def train(self) -> int:
         """Take all steps that are left, unless asked to stop. Returns the signal that asked, else 0."""
@@ -99,13 +88,11 @@ class Trainer:
         since, step_since = time.monotonic(), self.step
         while self.step < options.steps:
             loss = self.take_step()
-            # All workers must leave after the same step, or some would wait for those that left.
-            told = torch.tensor([float(loss), float(stop.received > 0)], device=self.device)
-            dist.all_reduce(told)
-            stopping, is_last = bool(told[1]), self.step == options.steps
+            mean_loss, stopping = agree(loss, stop)
+            is_last = self.step == options.steps
             if is_last or self.step % options.log_every == 0:
                 rate = (self.step - step_since) / (time.monotonic() - since)
-                say(f"step {self.step:>5}  loss {told[0]:.3f}  {rate:.1f} steps/s")
+                say(f"step {self.step:>5}  loss {mean_loss:.3f}  {rate:.1f} steps/s")
             if stopping or is_last:
                 self.checkpoints.wait()  # for the one before, or this one might be left out
                 self.checkpoints.save(self.state, self.step)
@@ -132,38 +119,29 @@ class Trainer:
         return 0
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--checkpoints", type=Path, help="a folder that all nodes share (default: elasticd's --checkpoints)")
-    add("--data", type=Path, help="a text file, or a folder of them (default: Python's standard library)")
-    add("--steps", type=positive, default=400)
-    add("--global-batch", type=positive, default=24, help="windows a step, whatever the number of workers")
-    add("--context", type=positive, default=128, help="bytes in a window")
-    add("--layers", type=positive, default=4)
-    add("--heads", type=positive, default=4)
-    add("--width", type=positive, default=128)
-    add("--lr", type=float, default=3e-3, help="the peak learning rate")
-    add("--seed", type=int, default=0)
-    add("--log-every", type=positive, default=20, metavar="STEPS")
-    options = parser.parse_args()
+def parse_options() -> tuple[argparse.Namespace, Shape]:
+    parser = options_parser(__doc__)
+    parser.add_argument(
+        "--checkpoints", type=Path, help="a folder that all nodes share (default: elasticd's --checkpoints)"
+    )
+    options, shape = parsed(parser)
     if not options.checkpoints and "ELASTICD_CHECKPOINTS" not in os.environ:
         parser.error("say where checkpoints are to be: --checkpoints here, or among elasticd's own options")
-    return options
+    return options, shape
 
 
 @record
 def main() -> int:
-    options = parse_options()
+    options, shape = parse_options()
     device, local_rank = join_world()
     try:
         text = read_text(options.data)
         require_same_text(text, device)
-    except ValueError as error:  # trying again would not help
+        status = Trainer(options, shape, text, device).run()
+    except ValueError as error:  # what was asked for cannot be done; trying again would not help
         if local_rank == 0:
             print(f"train_gpt_fsdp: {error}", file=sys.stderr)
         return 2
-    status = Trainer(options, text, device).run()
     if status == 0:
         dist.destroy_process_group()  # otherwise it might wait for those that are gone
     return status

@@ -1,4 +1,4 @@
-"""Train the small GPT of train_gpt.py so that nobody has to start again when a worker dies.
+"""Train the small GPT of gpt.py so that nobody has to start again when a worker dies.
 
     elasticd run --min 2 --max 8 --checkpoints ~/gpt workers/train_gpt_in_place.py
     torchrun --standalone --nproc-per-node 4 workers/train_gpt_in_place.py
@@ -15,16 +15,15 @@ import argparse
 import hashlib
 import sys
 import time
-from pathlib import Path
 from typing import TextIO
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from train_gpt import GPT, Shape, learning_rate, positive, read_text
 
 from elasticd import worker
+from gpt import GPT, Shape, learning_rate, options_parser, parsed, positive, read_text
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -75,32 +74,26 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--data", type=Path, help="a text file, or a folder of them (default: Python's standard library)")
-    add("--steps", type=positive, default=400)
-    add("--global-batch", type=positive, default=24, help="windows a step, whatever the number of workers")
-    add("--virtual-ranks", type=positive, default=8, help="pieces of it, dealt onto the workers at hand")
-    add("--context", type=positive, default=128, help="bytes in a window")
-    add("--layers", type=positive, default=4)
-    add("--heads", type=positive, default=4)
-    add("--width", type=positive, default=128)
-    add("--lr", type=float, default=3e-3, help="the peak learning rate")
-    add("--seed", type=int, default=0)
-    add("--log-every", type=positive, default=20, metavar="STEPS")
-    return parser.parse_args()
+def parse_options() -> tuple[argparse.Namespace, Shape]:
+    parser = options_parser(__doc__)
+    parser.add_argument(
+        "--virtual-ranks",
+        type=positive,
+        default=8,
+        help="pieces of the batch, dealt onto the workers",
+    )
+    return parsed(parser)
 
 
 def main() -> int:
-    options = parse_options()
+    options, shape = parse_options()
     try:
         text = read_text(options.data).train
     except ValueError as error:  # what was asked for cannot be done; trying again would not help
         print_once(f"train_gpt_in_place: {error}", sys.stderr)
         return 2
     torch.manual_seed(options.seed)
-    model = GPT(Shape(options.layers, options.heads, options.width, options.context)).to(worker.device())
+    model = GPT(shape).to(worker.device())
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     data = worker.Data(
         Windows(text, options.context),

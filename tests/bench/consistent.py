@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticd.core.dealing import parts_of
 from elasticd.worker.consistent import Consistent
 from elasticd.worker.reduction import Averaged, Reduction
-from workers.train_gpt import GPT, Shape
+from workers.gpt import GPT, Shape
 
 SHAPES = {  # layers, heads, width
     "small": (2, 2, 64),

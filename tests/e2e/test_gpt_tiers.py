@@ -261,3 +261,15 @@ def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_
         assert training.end() == expected, "to the last bit"
     else:
         assert float(training.end()) == pytest.approx(float(expected), abs=5e-3)
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    argv = [sys.executable, str(WORKERS / "train_gpt_fsdp.py"), f"--data={DATA}", f"--checkpoints={tmp_path}"]
+    shape = ["--layers=1", "--heads=1", "--context=32", "--steps=1"]
+    subprocess.run([*argv, *shape, "--width=32"], check=True, timeout=PATIENCE_S)
+    refused = subprocess.run(
+        [*argv, *shape, "--width=16"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("train_gpt_fsdp: ") and "has the shape [256, 32]" in refused.stderr
+    assert "Traceback" not in refused.stderr

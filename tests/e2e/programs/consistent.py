@@ -68,7 +68,7 @@ def digits() -> tuple[nn.Module, worker.Data, Any]:
 def gpt() -> tuple[nn.Module, worker.Data, Any]:
     """On Python's own sources."""
     sys.path.insert(0, str(ROOT))
-    from workers.train_gpt import GPT, Shape, read_text
+    from workers.gpt import GPT, Shape, read_text
 
     shape = Shape(layers=2, heads=2, width=32, context=32)
     text = read_text(Path(os.__file__).parent / "asyncio").train.long()[: 33 * 400].view(-1, 33)
