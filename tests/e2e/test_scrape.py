@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from elasticd.telemetry import events, runs
 from tests.e2e.conftest import Etcd
-from tests.e2e.harness import PATIENCE_S, Agent, Cluster
+from tests.e2e.harness import PATIENCE_S, Agent, Cluster, World
 from tests.telemetry import promtool
 
 T = TypeVar("T")
@@ -159,6 +159,14 @@ def test_a_node_that_waits_for_a_place_is_ready(cluster: Cluster) -> None:
     cluster.finishes(a, b)
 
 
+def answers_while_it_trains(cluster: Cluster, agent: Agent, world: World) -> None:
+    before = scrape(agent)("worker_steps_total", slot=0) or 0.0
+    cluster.goes_on(world)
+    eventually(lambda: (scrape(agent)("worker_steps_total", slot=0) or 0.0) > before)
+    assert json.loads(fetch(f"{url_of(agent)}status"))["round"] == world.round
+    assert fetch(f"{url_of(agent)}healthz") == fetch(f"{url_of(agent)}readyz") == "ok\n"
+
+
 def test_a_scrape_is_answered_while_etcd_hangs(clusters: Callable[[str | None], Cluster], etcd: Etcd) -> None:
     cluster = clusters(etcd.url)
     (a,) = cluster.start("a")
@@ -166,11 +174,7 @@ def test_a_scrape_is_answered_while_etcd_hangs(clusters: Callable[[str | None], 
     etcd.hang()
     cluster.until_said(a, "etcd.away")
     eventually(lambda: scrape(a)("etcd_up") == 0)
-    before = scrape(a)("worker_steps_total", slot=0) or 0.0
-    cluster.goes_on(world)
-    eventually(lambda: (scrape(a)("worker_steps_total", slot=0) or 0.0) > before)
-    assert json.loads(fetch(f"{url_of(a)}status"))["round"] == world.round
-    assert fetch(f"{url_of(a)}healthz") == fetch(f"{url_of(a)}readyz") == "ok\n"
+    answers_while_it_trains(cluster, a, world)
     etcd.wake()
     eventually(lambda: scrape(a)("etcd_up") == 1)
     cluster.finishes(a)
@@ -188,11 +192,7 @@ def test_a_scrape_is_answered_while_the_disk_hangs(cluster: Cluster) -> None:
     cluster.goes_on(world)
     hangs.touch()
     eventually(blocks.exists)
-    before = scrape(a)("worker_steps_total", slot=0) or 0.0
-    cluster.goes_on(world)
-    eventually(lambda: (scrape(a)("worker_steps_total", slot=0) or 0.0) > before)
-    assert json.loads(fetch(f"{url_of(a)}status"))["round"] == world.round
-    assert fetch(f"{url_of(a)}healthz") == fetch(f"{url_of(a)}readyz") == "ok\n"
+    answers_while_it_trains(cluster, a, world)
     hangs.unlink()
     cluster.finishes(a)
     (part,) = runs.of_job(cluster.folder / "state" / "elasticd", cluster.job)
