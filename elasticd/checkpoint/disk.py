@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -14,6 +15,8 @@ from typing import Final
 
 from elasticd.checkpoint.manifest import BLOCK, File, block_digest
 from elasticd.checkpoint.pace import Pace
+
+_LARGE: Final = 1 << 20  # bytes
 
 
 class Disk:
@@ -112,17 +115,35 @@ def write_file(path: Path, content: memoryview, pace: Pace | None = None) -> Fil
     digests = []
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
+        past_cache = len(content) >= _LARGE and _go_past_cache(fd)
         for at in range(0, len(content), BLOCK):
             block = content[at : at + BLOCK]
             digests.append(block_digest(block))
             while block:
-                block = block[os.write(fd, block) :]
+                try:
+                    block = block[os.write(fd, block) :]
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not past_cache:
+                        raise
+                    past_cache = _go_past_cache(fd, False)  # the end of the file is no whole page
             if pace is not None:
                 pace.wrote(min(BLOCK, len(content) - at))
         os.fsync(fd)
     finally:
         os.close(fd)
     return File(path.name, len(content), digests)
+
+
+def _go_past_cache(fd: int, on: bool = True) -> bool:
+    """Have the disk fetch what is written from where it is, and no copy be kept for who may read it soon: it
+    costs as much processor time as all the rest, and drives what the training reads out of memory. Returns
+    whether it is so now: not every file system can."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
+    except OSError:
+        return False
+    return on
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
+import os
+import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import fsspec
 import pytest
 from botocore.exceptions import ClientError
 
-from elasticd.checkpoint import remote
-from elasticd.checkpoint.disk import Disk
+from elasticd.checkpoint import disk, remote
+from elasticd.checkpoint.disk import Disk, write_file
 from elasticd.checkpoint.manifest import BLOCK, block_digest, folder_name
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.remote import Remote
@@ -60,6 +65,33 @@ def test_what_is_written_is_there_with_what_to_check_it_by(store):
     assert opened.read_into(memoryview(into), 5_000_001) == len(into)
     assert into == BIG[5_000_001 : 5_000_001 + len(into)]
     opened.close()
+
+
+@pytest.mark.parametrize("at", [0, 1, 512], ids=["of whole pages", "of none", "between"])
+def test_a_file_past_the_cache_is_the_same_wherever_its_content_lies_in_memory(
+    at: int, tmp_path: Path
+) -> None:
+    with mmap.mmap(-1, at + 2 * BLOCK + 12_345) as memory:
+        memory[:] = random.Random(at).randbytes(len(memory))
+        with memoryview(memory) as view, view[at:] as content:
+            file = write_file(tmp_path / "a", content)
+            assert (tmp_path / "a").read_bytes() == content
+            assert file.digests == [block_digest(content[i : i + BLOCK]) for i in range(0, file.size, BLOCK)]
+
+
+def test_a_file_is_written_where_the_cache_cannot_be_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, command: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "it cannot")
+        return fcntl.fcntl(fd, command, flags)
+
+    monkeypatch.setattr(
+        disk, "fcntl", SimpleNamespace(fcntl=refuse, F_GETFL=fcntl.F_GETFL, F_SETFL=fcntl.F_SETFL)
+    )
+    write_file(tmp_path / "a", memoryview(BIG))
+    assert (tmp_path / "a").read_bytes() == BIG
 
 
 def test_what_is_replaced_reads_as_the_new_one(store):
