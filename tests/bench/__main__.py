@@ -43,11 +43,11 @@ def resize(workers: int, tries: int) -> None:
 
 @main.command()
 @click.option("--workers", default=4)
-@click.option("--seconds", default=180.0)
+@click.option("--seconds", default=180.0, help="How long under fire, and as long undisturbed.")
 @click.option("--every", default=20.0, help="Seconds between kills.")
 @click.option("--torchrun/--no-torchrun", default=True)
 def goodput(workers: int, seconds: float, every: float, torchrun: bool) -> None:
-    """Steps made while a worker is killed every so often, of those of an undisturbed run."""
+    """Steps made while a worker is killed every so often, of those made undisturbed."""
     from tests.bench.goodput import goodput as measure
 
     click.echo(measure(workers, seconds, every, torchrun))
