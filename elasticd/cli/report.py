@@ -184,7 +184,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
                         _of_worker(round_.phase, beat),
                         member.rank_of(slot),
                         beat.pid if beat else None,
-                        beat.step if beat else None,
+                        beat.of_job if beat else None,
                         pace.of(name, beat, live.since) if beat and live else None,
                     )
                 )

@@ -347,8 +347,9 @@ class Budget:
 @dataclass(frozen=True, slots=True)
 class SlotProgress:
     """A worker's heartbeat, as its agent read it. ``at``: seconds since the epoch; 0 for never.
-    ``base``: the job's step after which it began this round, if it said so. ``held_s``: for how long in
-    all checkpoints have held it up."""
+    ``step``: optimizer steps made in this round. ``base``: the job's step after which it began this round,
+    if it said so. ``held_s``: for how long in all checkpoints have held it up. ``committed``: the job's step
+    that all ranks have applied, if it said so."""
 
     slot: int
     rank: int
@@ -357,6 +358,12 @@ class SlotProgress:
     at: float
     base: int | None = None
     held_s: float = 0.0
+    committed: int | None = None
+
+    @property
+    def of_job(self) -> int:
+        """The job's step where the script tells it, else how many it has made in this round."""
+        return self.step if self.committed is None else self.committed
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class Worker:
         at = beat.at if steps else 0.0
         base = told.base + self.steps_before if told.base is not None else None
         a = self.assignment
-        return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s)
+        return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s, told.committed)
 
     def told(self) -> Told:
         """What it says of its training."""

@@ -62,7 +62,7 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        """The furthest step of any worker in this round."""
+        """The furthest step of any worker: see ``SlotProgress.of_job``."""
         return max((s.step for s in self.slots), default=0)
 
     @property

@@ -112,6 +112,12 @@ def test_progress_of_an_earlier_round_does_not_count() -> None:
     assert report("j", facts, NOW).step is None
 
 
+def test_the_step_is_the_jobs_where_its_script_tells_it() -> None:
+    told = (SlotProgress(0, 0, 71, 50, NOW, committed=250), SlotProgress(1, 1, 72, 40, NOW, committed=249))
+    r = report("j", {**FACTS, "progress/b": Progress("b", 3, told)}, NOW)
+    assert (r.step, r.steps_per_s) == (250, 0.4), "the pace is that of this round"
+
+
 def test_a_job_below_its_minimum_says_how_many_workers_it_has_and_needs() -> None:
     facts: dict[str, Fact] = {
         "spec": replace(SPEC, limits=Limits(3, 4)),
