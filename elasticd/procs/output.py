@@ -28,6 +28,7 @@ from elasticd.procs.screen import Author, Screen
 
 STDOUT, STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16
+_LINE_BYTES_MAX = 1 << 20  # of a line that is looked through; what is longer is taken for several
 _PARTIAL_S = 0.1  # how long a line may remain unfinished before it is shown as it is
 
 
@@ -269,6 +270,9 @@ class Output:
             return
         feed.unfiltered += data
         *lines, feed.unfiltered = feed.unfiltered.split(b"\n")
+        if len(feed.unfiltered) > _LINE_BYTES_MAX:
+            lines.append(feed.unfiltered)
+            feed.unfiltered = b""
         feed.filtered.write(lines, feed.author.prefix)
 
     def _finish(self, feed: Feed) -> None:

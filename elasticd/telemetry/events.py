@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import queue
 import select
@@ -22,6 +23,8 @@ from typing import Any, Self
 
 from elasticd.core.reasons import Reason
 from elasticd.telemetry import words
+
+_log = logging.getLogger(__name__)
 
 FILE = "events.jsonl"
 COURSE = "course.jsonl"
@@ -94,28 +97,41 @@ class EventFile:
             self._put(FILE, None)
 
     def _run(self) -> None:
-        waiting: dict[str, list[str]] = {FILE: [], COURSE: []}
+        waiting: dict[str, list[bytes]] = {FILE: [], COURSE: []}
         files: dict[str, int] = {}
-        known = False
+        known = troubled = False
         while (item := self._queue.get()) is not None:
             name, what, folder = item
             if what is not None:
-                waiting[name].append(json.dumps(what, default=str))
+                waiting[name].append(f"{json.dumps(what, default=str)}\n".encode(errors="replace"))
             for name, lines in waiting.items():
                 try:
                     if lines and name not in files and folder is not None:
                         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                         files[name] = os.open(folder / name, flags, 0o644)
                     if lines and name in files:
-                        os.write(files[name], "".join(f"{line}\n" for line in lines).encode(errors="replace"))
-                        lines.clear()
+                        _append(files[name], lines)
                     if not known and name in files and folder is not None:
                         known = True
                         self._opened(folder)
-                except OSError:
-                    del lines[:-WAITING_MAX]  # a full disk may be emptied
+                except OSError as error:
+                    del lines[1:-WAITING_MAX]  # a full disk may be emptied; the first may be half written
+                    if not troubled:
+                        troubled = True
+                        _log.warning("what happens cannot be noted for now: %s", error)
         for file in files.values():
             os.close(file)
+
+
+def _append(file: int, lines: list[bytes]) -> None:
+    """Write the lines and take them off the list; a line that a full disk has cut stays there with what
+    of it is left to write. Raises OSError when there is no more room."""
+    while lines:
+        written = os.write(file, b"".join(lines))
+        while lines and written >= len(lines[0]):
+            written -= len(lines.pop(0))
+        if written:
+            lines[0] = lines[0][written:]
 
 
 # ---------------------------------------------------------------- reading

@@ -12,11 +12,14 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from elasticd.core.ports import Assignment
-from elasticd.procs.output import LogDest, Output
+from elasticd.procs import output as outputs
+from elasticd.procs.output import Filtered, LogDest, Output
 from tests.procs.agents import PROGRAMS, ROOT
 from tests.procs.conftest import Bench, Recorded
 
@@ -96,6 +99,33 @@ def test_a_filter_goes_on_when_the_first_worker_ends_before_the_second_is_starte
     bench.start(bench.procs(command, reify=_goes_to(dest), duplicate_stdout=["loss"], heartbeat=False), 2)
     bench.wait(2)
     assert (tmp_path / "filtered.log").read_text() == "[default1]:loss 1\n"
+
+
+def test_a_filter_keeps_no_more_than_so_much_of_a_line_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    longest = 4096
+    monkeypatch.setattr(outputs, "_LINE_BYTES_MAX", longest)
+    kept: list[int] = []
+
+    class Watching(Filtered):
+        def write(self, lines: Sequence[bytes], prefix: bytes) -> None:
+            kept.extend(map(len, lines))
+            super().write(lines, prefix)
+
+    output = Output(Recorded())
+    target, feed = output.open(1, prefix=b"", copies=[], terminal=False)
+    feed.filtered = Watching(str(tmp_path / "filtered.log"), ["loss"])
+    output.carry([feed])
+    for _ in range(20):
+        os.write(target, b"." * longest)
+    os.write(target, b"loss\nnoise\nloss 1")
+    os.close(target)
+    assert feed.ended.wait(PATIENCE_S)
+    output.close()
+    assert sum(kept) == 20 * longest + len(b"lossnoiseloss 1")
+    assert max(kept) <= longest + outputs._CHUNK_BYTES
+    assert (tmp_path / "filtered.log").read_bytes().endswith(b"loss\nloss 1\n")
 
 
 def test_output_is_passed_on_to_the_end_however_many_files_are_open() -> None:

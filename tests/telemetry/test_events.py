@@ -1,5 +1,7 @@
 import json
+import logging
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +64,37 @@ def test_a_folder_that_is_gone_stops_nobody(tmp_path: Path) -> None:
         file.write(formed(1))
         file.write(formed(2))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_line_that_a_full_disk_has_cut_is_completed_once_there_is_room_and_it_is_said_once(
+    tmp_path: Path,
+) -> None:
+    said: list[logging.LogRecord] = []
+    full = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record)
+            full.set()
+
+    listener = Listener()
+    room = len(json.dumps(formed(1))) * 3 // 2
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    logging.getLogger(events.__name__).addHandler(listener)
+    try:
+        with EventFile(lambda: tmp_path, lambda _: None) as file:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            for at in (1, 2, 3):
+                file.write(formed(at))
+            assert full.wait(60.0)
+            assert (tmp_path / events.FILE).stat().st_size == room, "half a line is there"
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            file.write(formed(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        logging.getLogger(events.__name__).removeHandler(listener)
+    assert [json.loads(line)["at"] for line in (tmp_path / events.FILE).open()] == [1, 2, 3, 4]
+    assert len(said) == 1
 
 
 def test_events_of_several_folders_are_in_the_order_of_their_times(tmp_path: Path) -> None:
