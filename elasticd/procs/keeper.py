@@ -88,6 +88,7 @@ class Warden:
         self._watched: dict[int, Callable[[], None]] = {}
         self._closing = False
         self._lost = False
+        self._over = False  # its thread
         self._keeper_lost: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._listen, name="elasticd-keeper", daemon=True)
 
@@ -278,15 +279,17 @@ class Warden:
     # ------------------------------------------------------------ the wire
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call this from the thread that the callbacks come from."""
+        """Call this from the thread that the callbacks come from; here and now, if that is over."""
         self._soon.append(call)
         self._nudge()
+        if self._over:
+            self._call_those_waiting()
 
     def watch(self, file: socket.socket, readable: Callable[[], None]) -> None:
         """Call this, from the same thread, whenever there is something to read."""
 
         def register() -> None:
-            if file.fileno() >= 0:  # else it was unwatched since
+            if file.fileno() >= 0 and not self._over:  # else it was unwatched since
                 self._watched[file.fileno()] = readable
                 self._selector.register(file, selectors.EVENT_READ)
 
@@ -416,8 +419,9 @@ class Warden:
             _call(partial(running.ended, end))
 
     def _call_those_waiting(self) -> None:
-        while self._soon:
-            _call(self._soon.popleft())
+        with contextlib.suppress(IndexError):  # there is none left
+            while True:
+                _call(self._soon.popleft())
 
     def _lose(self) -> None:
         """The warden is gone: by ``close``, or because somebody killed it."""
@@ -439,6 +443,7 @@ class Warden:
             keeper_lost = None if self._closing else self._keeper_lost
         if keeper_lost is not None:
             _call(keeper_lost)
+        self._over = True
         self._call_those_waiting()
 
     def _kill_stragglers(self, left: Sequence[_Running]) -> None:

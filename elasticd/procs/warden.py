@@ -60,6 +60,7 @@ class _Child:
     errors: int
     kill_at: float | None = None
     fenced: bool = False
+    failure: str = ""  # why it could not be started
 
 
 class WardenProcess:
@@ -102,6 +103,8 @@ class WardenProcess:
                     self._lose_agent()
                 elif key.data == "zygote":
                     self._hear_zygote(events)
+                elif isinstance(key.data, _Child):
+                    self._hear_beginning(key.data)
                 else:
                     self._serve(events)
             self._keep_deadlines()
@@ -209,15 +212,19 @@ class WardenProcess:
             self._fresh_at = steady_now()
         child = _Child(message["id"], pid, service, message["mark"], message["whole_group"], errors)
         self._add(child)
-        if service:  # its caller waits to hear that it runs; a worker's failure is told by its end
-            error_text = _read_error(child, wait=True)
-            if error_text is not None:
-                child.errors = -1
-                del self._children[pid]
-                os.waitpid(pid, 0)
-                self._tell_end(child.id, pid, CANNOT_RUN, error=error_text)
-                return
-        self._tell({"is": "spawned", "id": child.id, "pid": pid})
+        if service:  # its caller waits to hear that it runs
+            self._selector.register(errors, selectors.EVENT_READ, child)
+        else:
+            self._tell({"is": "spawned", "id": child.id, "pid": pid})
+
+    def _hear_beginning(self, child: _Child) -> None:
+        """A service runs its program by now, or cannot; that is told by its end, as a worker's is."""
+        if child.errors < 0:
+            return
+        self._selector.unregister(child.errors)
+        child.failure = _read_error(child) or ""
+        if not child.failure:
+            self._tell({"is": "spawned", "id": child.id, "pid": child.pid})
 
     def _add(self, child: _Child) -> None:
         self._children[child.pid] = child
@@ -282,7 +289,9 @@ class WardenProcess:
         if child.mark:
             self._ended_marks.append(child.mark)
         self._sweep()
-        error = _read_error(child)
+        if child.service:
+            self._hear_beginning(child)
+        error = child.failure or _read_error(child)
         self._tell_end(
             child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
         )
@@ -474,11 +483,11 @@ def _become(message: Message, fds: Sequence[int], tell_error: int, warden: int) 
         os._exit(CANNOT_RUN)
 
 
-def _read_error(child: _Child, *, wait: bool = False) -> str | None:
-    """Why its program could not be started; None if it was. Asked once, when it has ended."""
+def _read_error(child: _Child) -> str | None:
+    """Why its program could not be started; None if it was. Asked once, when that is known."""
     if child.errors < 0:
         return None
-    os.set_blocking(child.errors, wait)
+    os.set_blocking(child.errors, False)
     try:
         return os.read(child.errors, 4096).decode() or None
     except BlockingIOError:  # still held: its program runs

@@ -20,7 +20,7 @@ import pytest
 from elasticd.core.ports import Assignment
 from elasticd.procs import output as outputs
 from elasticd.procs.output import Filtered, LogDest, Output
-from tests.procs.agents import PROGRAMS, ROOT
+from tests.procs.agents import PATIENCE_S, PROGRAMS, ROOT
 from tests.procs.conftest import Bench, Recorded
 
 BOTH = "import sys; print('to stdout', flush=True); print('to stderr', file=sys.stderr)"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import queue
+import shutil
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from elasticd.procs.keeper import KeeperError
 from elasticd.procs.output import LogDest
-from tests.procs.agents import PROGRAMS, is_running, wait_until_gone
+from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench
 
 FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
@@ -253,6 +257,43 @@ def test_a_service_that_ignores_sigterm_is_killed(bench: Bench, tmp_path: Path) 
 def test_a_service_that_cannot_run_is_one_sentence(bench: Bench) -> None:
     with pytest.raises(KeeperError, match="cannot run /no/etcd: No such file or directory"):
         bench.warden.spawn_service(["/no/etcd"])
+
+
+def test_nobody_waits_for_a_service_whose_program_is_slow_to_begin(bench: Bench, tmp_path: Path) -> None:
+    program = tmp_path / "slow"
+    shutil.copy("/bin/true", program)
+    ended = threading.Event()
+    asked = os.open(program, os.O_RDONLY)
+    fcntl.fcntl(asked, fcntl.F_SETSIG, signal.SIGURG)  # who opens it is held up until the lease is given back
+    fcntl.fcntl(asked, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    starting = threading.Thread(
+        target=lambda: bench.warden.spawn_service([str(program)], ended=lambda _: ended.set())
+    )
+    starting.start()
+    try:
+        while fcntl.fcntl(asked, fcntl.F_GETLEASE) == fcntl.F_WRLCK:  # nobody tells that it is being opened
+            time.sleep(0.01)
+        bench.run("pass")
+        assert starting.is_alive()
+    finally:
+        fcntl.fcntl(asked, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        os.close(asked)
+        starting.join()
+    assert ended.wait(PATIENCE_S)
+
+
+def test_whoever_starts_a_worker_when_the_keeper_is_gone_hears_of_its_end(bench: Bench) -> None:
+    lost = threading.Event()
+    bench.warden.on_lost(lost.set)
+    procs = bench.procs(["/bin/true"])
+    os.kill(bench.warden.pid, signal.SIGKILL)
+    assert lost.wait(PATIENCE_S)
+    bench.warden._thread.join()
+    bench.start(procs)
+    (exit,) = bench.wait()
+    assert (exit.code, "keeper of processes is gone" in exit.message) == (127, True)
+    with pytest.raises(KeeperError, match="keeper of processes is gone"):
+        bench.warden.spawn_service(["/bin/true"])
 
 
 def test_close_ends_everything_and_removes_what_was_to_be_removed(bench: Bench, tmp_path: Path) -> None:
