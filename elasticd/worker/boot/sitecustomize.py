@@ -26,7 +26,7 @@ if "ELASTICD_ZYGOTE" in os.environ:
         import elasticd_zygote
     except BaseException:  # noqa: BLE001  # the script must not run here
         os._exit(1)
-    elasticd_zygote.serve(os.path.dirname(os.path.abspath(__file__)))
+    elasticd_zygote.serve(os.path.dirname(os.path.abspath(__file__)), _withdraw)
 
 try:
     import elasticd_heartbeat
@@ -40,6 +40,8 @@ finally:
         "elasticd_heartbeat",
         "elasticd_waits",
         "elasticd_ending",
+        "elasticd_importing",
+        "elasticd_likeness",
         "elasticd_zygote",
         "sitecustomize",
     ):

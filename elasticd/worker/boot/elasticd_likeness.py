@@ -1,0 +1,121 @@
+"""What a fresh process would have and a fork lacks, or has of another: given to a worker that is forked.
+
+Standard library only, and self-contained: before the script there is nothing else to import from.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+PADDING = "ELASTICD_ZYGOTE"  # the variable that keeps room for what a worker's environment has more
+
+
+def give_environment(given: dict[str, str], changed: dict[str, str | None], old: dict[str, str]) -> None:
+    """``given``, and on top what modules changed when they were imported."""
+    env = {name: value for name, value in given.items() if changed.get(name, "") is not None}
+    env |= {
+        name: value
+        for name, value in changed.items()
+        # A module that only fills in what is missing would leave alone what this worker was given.
+        if value is not None and (name not in given or given[name] == old.get(name))
+    }
+    os.environ.clear()
+    for name, value in env.items():
+        os.environb[_bytes(name)] = _bytes(value)
+    try:
+        _show_environment({name: value for name, value in env.items() if old.get(name) != value})
+    except OSError:
+        pass
+
+
+def _show_environment(env: dict[str, str]) -> None:
+    """Put these into the room kept for it, for those who look from outside at /proc/pid/environ."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        there = memory.read(end - start)
+        at = there.find(PADDING.encode() + b"=")
+        if at < 0:
+            return
+        room = len(there) - at
+        data = b""
+        for name, value in sorted(env.items(), key=lambda item: item[0] != "ELASTICD_PAGE"):
+            entry = _bytes(name) + b"=" + _bytes(value) + b"\0"
+            if len(data) + len(entry) <= room:
+                data += entry
+        memory.seek(start + at)
+        memory.write(data.ljust(room, b"\0"))
+
+
+def give_arguments(argv: list[str]) -> None:
+    """The script's own may differ between workers; all before them do not."""
+    argv = [os.fsdecode(_bytes(argument)) for argument in argv]
+    own = len(sys.argv) - 1
+    sys.orig_argv[:] = [sys.orig_argv[0], *argv[1:]]
+    sys.argv[1:] = argv[len(argv) - own :] if own else []
+
+
+def give_streams() -> None:
+    """The same objects, which modules may hold, on files that may be of another kind."""
+    streams: tuple[tuple[Any, int, str], ...] = (
+        (sys.stdin, 0, "rb"),
+        (sys.stdout, 1, "wb"),
+        (sys.stderr, 2, "wb"),
+    )
+    for stream, fd, mode in streams:
+        buffer, how = stream.buffer, {"encoding": stream.encoding, "errors": stream.errors}
+        raw: Any = io.FileIO(fd, mode, closefd=False)
+        raw.name = stream.name
+        if isinstance(buffer, io.RawIOBase):
+            buffer = raw
+        else:
+            buffer.__init__(raw)
+        stream.__init__(
+            buffer,
+            **how,
+            newline="\n",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+
+
+def give_chance() -> None:
+    """Random numbers that no other worker draws. The module random sees to itself."""
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def give_identity() -> None:
+    """What the standard library remembers of the process it was imported in."""
+    threading: Any = sys.modules.get("threading")
+    if threading is not None:
+        threading.main_thread()._set_native_id()
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        current = process.current_process()
+        current._config["authkey"] = process.AuthenticationString(os.urandom(32))
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        for finalizer in util._finalizer_registry.values():
+            finalizer._pid = os.getpid()
+    logging: Any = sys.modules.get("logging")
+    if logging is not None:
+        logging._startTime = time.time() if sys.version_info < (3, 13) else time.time_ns()
+
+
+def _bytes(text: str) -> bytes:
+    """As the agent spelled it for the warden."""
+    return text.encode("utf-8", "surrogateescape")
