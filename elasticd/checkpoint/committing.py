@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 import msgspec
@@ -18,6 +19,8 @@ from elasticd.checkpoint.worlds import Gathering, World
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Commit, Keep
 
+_RECEIPT: Final = ".receipt"
+_READERS: Final = 16
 _OTHERS_S: Final = 600.0  # how long the shards of other nodes may take
 _ALONE_S: Final = 30.0  # the same, once our own workers of that world are gone
 
@@ -36,10 +39,10 @@ class Committer(Protocol):
 
 
 class _Receipt(msgspec.Struct, frozen=True):
-    """What the savers of other nodes leave beside their shards, or in place of them, for the one that
-    commits."""
+    """What the saver of another node leaves beside its shards, for the one that commits: those it has
+    written, by rank, or why they are not to be waited for."""
 
-    file: File | None = None
+    files: dict[int, File] = {}
     why: str = ""
 
 
@@ -71,19 +74,17 @@ class Committing:
 
     def write(self, world: World, name: str, rank: int, memory: Memory) -> File:
         """A shard of the checkpoint of that name. Raises OSError."""
-        shard = f"{name}/{shard_name(rank)}"
-        file = world.store.write(shard, memory.view, self._pace)
-        if not world.commits:
-            world.store.replace(_receipt(shard), msgspec.json.encode(_Receipt(file)))
-        return file
+        return world.store.write(f"{name}/{shard_name(rank)}", memory.view, self._pace)
+
+    def hand_in(self, world: World, gathering: Gathering) -> None:
+        """Tell the one that commits that all shards of this node are written. Raises OSError."""
+        world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(gathering.files)))
 
     def commit(self, world: World, gathering: Gathering) -> Saved:
         """Once all shards of this node are written. Raises ``retention.Refused``, BadCheckpoint,
         TimeoutError, OSError; then it is not committed."""
         store, name = world.store, gathering.name
-        files = dict(gathering.files)
-        for rank in sorted(set(range(world.size)) - files.keys()):
-            files[rank] = self._elsewhere(world, gathering, rank)
+        files = gathering.files | self._elsewhere(world, gathering)
         metadata = store.write(f"{name}/{METADATA}", memoryview(gathering.paper.metadata))
         listed = [*(files[rank] for rank in sorted(files)), metadata]
         manifest = encode(
@@ -108,33 +109,50 @@ class Committing:
         return saved
 
     def refuse(self, world: World, gathering: Gathering) -> None:
-        """Tell the one that commits which shards it need not wait for."""
-        for rank in world.locals - gathering.files.keys():
-            receipt = _receipt(f"{gathering.name}/{shard_name(rank)}")
-            with contextlib.suppress(OSError):  # then it waits in vain, for a while
-                world.store.replace(receipt, msgspec.json.encode(_Receipt(why=gathering.why)))
+        """Tell the one that commits that it need not wait for this node."""
+        with contextlib.suppress(OSError):  # then it waits in vain, until a later one is here
+            world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(why=gathering.why)))
 
     def discard(self, world: World, gathering: Gathering) -> None:
         """What was written of one that came to nothing."""
         world.store.remove(gathering.name)
 
-    def _elsewhere(self, world: World, gathering: Gathering, rank: int) -> File:
-        """What another node's saver says of its shard, once it is there."""
-        receipt = _receipt(f"{gathering.name}/{shard_name(rank)}")
+    def _elsewhere(self, world: World, gathering: Gathering) -> dict[int, File]:
+        """What other nodes' savers say of their shards, once it is all there. It is found by listing the
+        folder and read side by side, as there may be many nodes and the store be far."""
+        files: dict[int, File] = {}
+        missing = set(range(world.size)) - gathering.files.keys()
+        read: set[str] = set()
         alone_since: float | None = None
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                said = msgspec.json.decode(world.store.read(receipt), type=_Receipt)
-                if said.file is None:
-                    raise TimeoutError(said.why)
-                world.store.remove(receipt)
-                return said.file
+        while missing:
+            later = [g for g in list(world.gatherings.values()) if g.step > gathering.step]
+            ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}  # first
+            there = _receipts(world.store, gathering.name)
+            if fresh := sorted(there - read):
+                with ThreadPoolExecutor(min(_READERS, len(fresh)), "receipts") as pool:
+                    paths = [f"{gathering.name}/{receipt}" for receipt in fresh]
+                    for raw in pool.map(world.store.read, paths):
+                        said = msgspec.json.decode(raw, type=_Receipt)
+                        if said.why:
+                            raise TimeoutError(said.why)
+                        files |= said.files
+                read |= there
+                missing -= files.keys()
+                continue
+            first = min(missing)
+            if lost := ahead.keys() - there:  # each node hands in one after the other
+                step = ahead[min(lost)]
+                raise TimeoutError(
+                    f"the shard of rank {first}, which is on another node, never came, and step {step} has"
+                )
             now = time.monotonic()
             alone_since = None if world.lines else alone_since or now
             waited_s = _OTHERS_S if alone_since is None else alone_since + _ALONE_S - gathering.began
             if now > gathering.began + waited_s:
-                raise TimeoutError(f"the shard of rank {rank}, which is on another node, never came")
+                raise TimeoutError(f"the shard of rank {first}, which is on another node, never came")
             time.sleep(world.store.look_s)
+        world.store.unlink(f"{gathering.name}/{receipt}" for receipt in read)
+        return files
 
     def _sweep(self, world: World, made: Commit, new: Saved) -> None:
         """Remove what was begun and can never be committed any more."""
@@ -148,8 +166,17 @@ class Committing:
                 world.store.remove(name)
 
 
-def _receipt(shard: str) -> str:
-    return f"{shard}.receipt"
+def _receipt(world: World, gathering: Gathering) -> str:
+    """Of this node."""
+    return f"{gathering.name}/{shard_name(min(world.locals))}{_RECEIPT}"
+
+
+def _receipts(store: Store, folder: str) -> set[str]:
+    """The names of those that are there."""
+    try:
+        return {name for name in store.sizes(folder) if name.endswith(_RECEIPT)}
+    except FileNotFoundError:
+        return set()
 
 
 def told(error: BaseException) -> str:

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +65,12 @@ class Disk:
         if path.is_dir():
             remove_folder(path)
         else:
+            self.unlink([name])
+
+    def unlink(self, names: Iterable[str]) -> None:
+        for name in names:
             with contextlib.suppress(OSError):
-                path.unlink()
+                (self.path / name).unlink()
 
     def locked(self, name: str) -> AbstractContextManager[None]:
         make_folder(self.path)

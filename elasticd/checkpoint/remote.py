@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -128,6 +128,10 @@ class Remote:
             if key.startswith(f"{self._key}/{name}/"):
                 with contextlib.suppress(Exception):
                     self._fs.abort_mpu(self._bucket, key, upload)
+
+    def unlink(self, names: Iterable[str]) -> None:
+        with contextlib.suppress(Exception):
+            self._fs.rm([self._at(name) for name in names])
 
     def locked(self, name: str) -> AbstractContextManager[object]:
         return self._locks[name]

@@ -356,11 +356,19 @@ class Saver:
         first = next(iter(world.gatherings.values()), None)
         if first is None or first.why or first.committing or not world.locals <= first.files.keys():
             return
-        if not world.commits:
-            self._tell(world, {"is": "written", "name": first.name})
-            self._forget(world, first)
-            return
         first.committing = True
+        if not world.commits:
+
+            def handed_in(outcome: BaseException | None) -> None:
+                if outcome is None:
+                    self._tell(world, {"is": "written", "name": first.name})
+                    self._forget(world, first)
+                else:
+                    first.why = f"the one that commits could not be told of it: {told(outcome)}"
+                    self._settle_if_failed(world, first)
+
+            self._jobs.run(self._committers, lambda: self._committing.hand_in(world, first), handed_in)
+            return
         self._jobs.run(
             self._committers,
             lambda: self._committing.commit(world, first),

@@ -8,7 +8,7 @@ with ``/`` between.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Protocol
@@ -71,6 +71,9 @@ class Store(Protocol):
     def remove(self, name: str) -> None:
         """A file, or a folder with all there is in it, and what was begun there; as far as that goes:
         what cannot be removed stays."""
+
+    def unlink(self, names: Iterable[str]) -> None:
+        """Files, many at once; as far as that goes."""
 
     def locked(self, name: str) -> AbstractContextManager[object]:
         """One at a time, as far as the store can tell: on disk among the processes of this host (and of

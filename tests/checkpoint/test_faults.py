@@ -270,6 +270,41 @@ def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, tmp_p
         line.close()
 
 
+def test_a_shard_lost_on_another_node_is_waited_for_only_until_that_node_has_written_a_later_one(
+    forker, tmp_path
+):
+    deaf = forker.saver(fail=["rename", 0, 2, errno.EIO])  # which can say neither that it has it nor that not
+    here, there = (
+        joins(name, tmp_path / "run", r, 2, locals_=[r]) for r, (name, _) in enumerate((forker.saver(), deaf))
+    )
+    names = {step: folder_name(step, 1, "0000000a", step) for step in (5, 6)}
+    for step, name in names.items():
+        for line in (here, there):
+            hands_over(line, step, name)
+            hears(line, "free")
+        if step == 5:
+            assert "could not be told" in hears(there, "failed")["why"]
+    failed = hears(here, "failed")
+    assert failed["step"] == 5
+    assert failed["why"] == "the shard of rank 1, which is on another node, never came, and step 6 has"
+    assert hears(here, "committed")["step"] == 6
+    assert folders(tmp_path / "run") == {names[6]}
+    for line in (here, there):
+        line.close()
+
+
+def test_the_world_after_one_whose_other_node_is_lost_is_not_held_up(forker, tmp_path):
+    name, _ = forker.saver()
+    old = joins(name, tmp_path / "run", 0, 2, "0000000a", 1, locals_=[0])
+    hands_over(old, 5, folder_name(5, 1, "0000000a", 1))
+    hears(old, "free")
+    new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
+    hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
+    assert hears(new, "committed")["step"] == 6
+    old.close()
+    new.close()
+
+
 def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forker, tmp_path):
     name, _ = forker.saver()
     lines = [joins(name, tmp_path / "run", rank, 4) for rank in range(4)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,16 @@ import boto3
 import pytest
 import torch
 
-from elasticd.checkpoint.manifest import parse_folder
+from elasticd.checkpoint.committing import Committing
+from elasticd.checkpoint.handover import Paper
+from elasticd.checkpoint.manifest import File, Index, encode_index, folder_name, parse_folder, shard_name
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.core.retention import Keep
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper
-from tests.checkpoint.s3server import SECRET, S3Server, parts, serving, writes
+from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving, writes
 
 ELEMENTS = 3 << 20  # 24 MiB: a file in two parts
 
@@ -188,3 +193,25 @@ def test_a_saver_killed_while_it_uploads_leaves_what_was_committed(s3, forker, w
     kept = {s.name for s in FilePointer(where).read().saved}
     left = {n for n in store_at(where).names() if parse_folder(n)}
     assert left == kept, "leftovers stay"
+
+
+def test_what_other_nodes_have_written_is_asked_for_once_a_node(s3, where):
+    nodes, slots = 6, 32
+    store, name = store_at(where), folder_name(5, 1, "0000000a", 1)
+    committing = Committing(FilePointer)
+
+    def node(n: int) -> tuple[World, Gathering]:
+        ranks = range(n * slots, (n + 1) * slots)
+        world = World(store, "0000000a", 1, 1, nodes * slots, frozenset(ranks), Keep(3))
+        gathering = Gathering(
+            name, 5, 1.0, time.monotonic(), Paper(encode_index(Index([], {}, {}, {})), b"x")
+        )
+        gathering.files = {rank: File(shard_name(rank), 1, ["0" * 16]) for rank in ranks}
+        return world, gathering
+
+    for n in range(1, nodes):
+        committing.hand_in(*node(n))
+    asked = s3.fails("500", everything, fine=1_000_000)
+    committing.commit(*node(0))
+    assert asked.hits < 2 * nodes + 15  # to read one is two requests of the library
+    assert set(store.sizes(name)) == {".metadata", "elasticd.json"}, "and nothing of it stays"
