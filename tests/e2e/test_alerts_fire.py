@@ -166,7 +166,7 @@ def test_a_worker_that_lags_behind(cluster: Cluster, serve: Serve, tmp_path: Pat
     alerts, run = prometheus.alerts, cluster.job
     cluster.limits = (3, 3)
     (tmp_path / "slow").touch()
-    uneven = (str(PROGRAMS / "uneven.py"), "1", "1.5", str(tmp_path))
+    uneven = (str(PROGRAMS / "uneven.py"), "ddp", "1", "1.5", str(tmp_path))
     (a,) = cluster.start("a", slots=3, options=["--straggler-window=8"], program=uneven)
     begin(prometheus, cluster, a)
     lags = alerts.fires("ElasticdStraggler", run=run)

@@ -1,4 +1,4 @@
-"""A worker that is slower than its peers, in real processes: plain DDP, whose steps all take as long."""
+"""A worker that is slower than its peers, in real processes: the steps of all take as long."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_the_rank_that_is_a_fifth_slower_is_named_and_its_slot_left_out_without_charge(
-    clusters: Callable[[str | None], Cluster], tmp_path: Path
+    clusters: Callable[[str | None], Cluster], tmp_path: Path, how: str
 ) -> None:
     standalone = clusters(None)
     standalone.limits = (2, 3)
@@ -24,7 +25,7 @@ def test_the_rank_that_is_a_fifth_slower_is_named_and_its_slot_left_out_without_
         "a",
         slots=3,
         options=("--stragglers=drain", "--straggler-window=8"),
-        program=(PROGRAM, "1", "1.2", str(tmp_path)),
+        program=(PROGRAM, how, "1", "1.2", str(tmp_path)),
     )
     standalone.until(lambda: a.find("round.formed", cause="slot_drained"), "it goes on without", 180.0)
     (named,) = a.find("worker.straggling")

@@ -1,10 +1,11 @@
-"""How long a worker waits for others, measured in a process of its own: nothing is left patched here."""
+"""How long a worker waits for others, measured in processes of their own: nothing is left patched here."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from elasticd.procs.page import BOOT_DIR
 
@@ -19,8 +20,11 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 wrapped = torch.nn.parallel.DistributedDataParallel(model)
 late = False
+lost = [None]
 
 def hook(_, bucket):
+    if lost[0] is not None:
+        return lost[0]
     # What the others add may come late: that is what DistributedDataParallel waits for.
     future = torch.futures.Future()
     done = lambda: future.set_result(bucket.buffer())
@@ -51,7 +55,20 @@ def step(slow=False):
     optimizer.step(); optimizer.zero_grad()
     return waits.count - before[0], (waits.total_ns - before[1]) / 1e9
 
+def step_that_fails():
+    # A peer is lost: DistributedDataParallel says so where it would have waited.
+    broken = torch.futures.Future()
+    broken.set_exception(RuntimeError("lost a peer"))
+    lost[0] = broken
+    try:
+        step()
+    except RuntimeError:
+        pass
+    lost[0] = None
+    optimizer.zero_grad()
+
 step()
+step_that_fails()
 usual = step()
 late = True
 waited = step()
@@ -67,6 +84,71 @@ print(json.dumps(seen))
 """
 
 
+SHARDED = """
+import json, os, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from elasticd_waits import Waits
+from datetime import timedelta
+
+LATE_S = 0.5
+other = os.fork()  # before there are threads
+rank = 1 if other else 0
+torch.set_num_threads(1)
+store = dist.FileStore(sys.argv[2] + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+late = ""
+
+class Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if rank == 1 and late == "forward":
+            time.sleep(LATE_S)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        if rank == 1 and late == "backward":
+            time.sleep(LATE_S)
+        return grad
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        return Work.apply(super().forward(x))
+
+model = torch.nn.Sequential(Layer(4, 4), Layer(4, 4), torch.nn.Linear(4, 1))
+fully_shard(model[0])
+fully_shard(model[1])
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+waits = Waits()
+
+def step():
+    before = waits.count, waits.total_ns
+    model(torch.ones(2, 4)).sum().backward()
+    if rank == 1 and late == "between":
+        time.sleep(LATE_S / 2)
+    optimizer.step(); optimizer.zero_grad()
+    waits.follow(optimizer)
+    return waits.count - before[0], (waits.total_ns - before[1]) / 1e9
+
+step()
+seen = {"usual": step()}
+for late in ("forward", "backward"):
+    seen[late] = step()
+late = "between"
+step()
+late = ""
+seen["between"] = step()
+seen["hooks"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+with open(f"{sys.argv[2]}/{rank}", "w") as file:
+    json.dump(seen, file)
+dist.destroy_process_group()
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
+
+
 def test_what_a_worker_waits_for_is_told_from_its_own_work() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, BOOT_DIR], capture_output=True, text=True, timeout=120
@@ -77,3 +159,23 @@ def test_what_a_worker_waits_for_is_told_from_its_own_work() -> None:
     assert seen["waited"][1] >= 0.4
     assert seen["own"][1] < 0.4, "a slow backward pass is its own"
     assert seen["collectives"] == 2, "and not those of other threads"
+
+
+def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_who_is_late(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHARDED, BOOT_DIR, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    early, late = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
+    # Of three groups each gathers and reduces; the two that are not the root gather once more to go back.
+    assert early["usual"][0] == late["usual"][0] == 3 + 2 + 3
+    for when in ("forward", "backward", "between"):
+        assert early[when][1] - late[when][1] > 0.8 * (0.25 if when == "between" else 1.0), when
+    assert early["hooks"] == late["hooks"] == 0, (
+        "with one, FSDP2 would hold gradients up on their way to the host"
+    )

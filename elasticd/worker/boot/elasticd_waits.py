@@ -4,7 +4,9 @@ for it, whose steps take just as long.
 * At the end of a backward pass DistributedDataParallel waits for its sums, in C++. The autograd engine
   runs what was queued for its end in turn: what we queue as the first gradient of the pass arrives comes
   before that wait, and what that queues in its turn comes after it.
-* Collectives that a script calls itself end in ``Work.wait``.
+* Collectives that Python code calls end in ``Work.wait``: those of the script itself, and those of FSDP2
+  (``fully_shard``), which gathers each layer's parameters in the forward and again in the backward pass, and
+  scatters its gradients.
 
 On GPUs all this only enqueues, and takes no time: nothing is measured there.
 """
@@ -37,18 +39,20 @@ class Waits:
         """Measure in the backward passes that lead to this optimizer's steps."""
         self._thread = _thread.get_ident()
         try:
-            self._wrap_collectives()
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad and parameter.is_leaf:
-                        if not parameter.is_cuda and id(parameter) not in self._hooked:
-                            self._hooked.add(id(parameter))
+                        if not parameter.is_cuda:
+                            self._wrap_collectives()
                             self._watch(parameter)
                         return
         except Exception:  # noqa: BLE001, S110  # a torch we do not know: then it is not measured
             pass
 
     def _watch(self, parameter: Any) -> None:
+        if id(parameter) in self._hooked or _is_part(parameter):
+            return
+        self._hooked.add(id(parameter))
         queue = sys.modules["torch"].autograd.Variable._execution_engine.queue_callback
 
         def after() -> None:
@@ -59,8 +63,8 @@ class Waits:
             queue(after)
 
         def arrived(_: Any) -> None:
-            if not self._began:
-                queue(before)
+            self._began = 0  # left so by a pass whose end has failed, as a peer was lost
+            queue(before)
 
         arrived._torchdynamo_disable = True
         parameter.register_post_accumulate_grad_hook(arrived)
@@ -72,16 +76,18 @@ class Waits:
             return
         self._wrapped = True
         wait = c10d.Work.wait
-        waits = self
+        waits, now, thread = self, _now, _thread.get_ident
 
-        def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if waits._began or _thread.get_ident() != waits._thread:
+        def measured(self: Any, *args: Any, **kwargs: Any) -> Any:  # dozens of times a step
+            if waits._began or thread() != waits._thread:
                 return wait(self, *args, **kwargs)
-            waits._begin()
+            waits._began = began = now()
             try:
                 return wait(self, *args, **kwargs)
             finally:
-                waits._end()
+                waits.total_ns += now() - began
+                waits.count += 1
+                waits._began = 0
 
         measured._torchdynamo_disable = True
         measured.__doc__, measured.__name__ = wait.__doc__, "wait"
@@ -95,3 +101,10 @@ class Waits:
             self.total_ns += _now() - self._began
             self.count += 1
             self._began = 0
+
+
+def _is_part(parameter: Any) -> bool:
+    """Whether it is this rank's part of a sharded one. FSDP2 waits by itself, and copies gradients to the
+    host less well where a parameter has a hook."""
+    sharded = sys.modules.get("torch.distributed.tensor")
+    return sharded is not None and isinstance(parameter, sharded.DTensor)
