@@ -15,6 +15,7 @@ from elasticd.core import budget as budgets
 from elasticd.core import ledger, world
 from elasticd.core.facts import (
     Budget,
+    Checkpoint,
     Fact,
     Leadership,
     Limits,
@@ -83,6 +84,17 @@ class FailureReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """The newest that is committed. ``at``: when; ``age_s``: how long ago; ``size``: bytes."""
+
+    name: str
+    step: int
+    at: float
+    age_s: float
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobReport:
     """``phase``: "starting" (nothing is decided yet), "waiting", "live", "closing" or "ended", since
     ``since``. Times are seconds since the epoch. ``cause``: why the round began; while it closes,
@@ -111,6 +123,7 @@ class JobReport:
     nodes: tuple[NodeReport, ...]
     time: Mapping[str, float] | None = None
     goodput: float | None = None
+    checkpoint: CheckpointReport | None = None
     schema: int = SCHEMA
 
     @property
@@ -240,7 +253,15 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
         nodes=tuple(reports),
         time=spent,
         goodput=ledger.goodput(spent) if spent else None,
+        checkpoint=_newest(facts.get("checkpoint"), now),
     )
+
+
+def _newest(checkpoints: Fact | None, now: float) -> CheckpointReport | None:
+    saved = checkpoints.newest if isinstance(checkpoints, Checkpoint) else None
+    if saved is None:
+        return None
+    return CheckpointReport(saved.name, saved.step, saved.at, max(0.0, now - saved.at), saved.size)
 
 
 def _of_worker(phase: Phase, beat: SlotProgress | None) -> SlotState:
@@ -307,6 +328,9 @@ def as_text(r: JobReport, now: float) -> list[str]:
         lines.append(f"  restarts  {r.restarts}, {r.budget_left} left")
     if r.time and (told := words.spent(r.time)):
         lines.append(f"  goodput   {told}")
+    if r.checkpoint:
+        age = words.span(now - r.checkpoint.at)
+        lines.append(f"  saved     step {r.checkpoint.step} is the newest checkpoint, {age} old")
     if r.leader:
         lines.append(f"  leader    {r.leader}")
     if r.waiting_for:

@@ -11,6 +11,7 @@ from elasticd.core.facts import (
     Budget,
     Cause,
     Charge,
+    Checkpoint,
     Exit,
     Fact,
     Failure,
@@ -24,6 +25,7 @@ from elasticd.core.facts import (
     Progress,
     Quarantine,
     Round,
+    Saved,
     SlotProgress,
     Spec,
 )
@@ -149,6 +151,20 @@ def test_an_ended_job_says_how_and_who_failed() -> None:
         and "/logs/2" in text
         and "the restart budget is spent" in text
     )
+
+
+def test_the_newest_checkpoint_is_told_with_its_age() -> None:
+    def of(*saved: Saved) -> dict[str, Fact]:
+        return {**FACTS, "checkpoint": Checkpoint("/run", saved)}
+
+    saved = [Saved(f"s{step}", step, 2, 4, NOW - ago, 1_200, "d") for step, ago in ((50, 400.0), (90, 200.0))]
+    r = report("j", of(*saved), NOW)
+    told = json.loads(json.dumps(r.as_json()))["checkpoint"]
+    assert told == {"name": "s90", "step": 90, "at": NOW - 200.0, "age_s": 200.0, "size": 1_200}
+    assert "  saved     step 90 is the newest checkpoint, 3 min 20 s old" in as_text(r, NOW)
+    for facts in (FACTS, of()):
+        r = report("j", facts, NOW)
+        assert r.checkpoint is None and "checkpoint" not in "\n".join(as_text(r, NOW))
 
 
 def test_nothing_but_a_node_is_a_job_that_starts() -> None:

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 from rich.text import Text
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.report import JobReport, Need, NodeReport, SlotReport
+from elasticd.cli.report import CheckpointReport, JobReport, Need, NodeReport, SlotReport
 from elasticd.cli.top import snapshot, top
 from elasticd.core.facts import Limits
 from elasticd.telemetry import footer
@@ -71,6 +71,12 @@ def test_what_happened_is_told_to_its_end_where_there_is_room(width: int, height
     told = " ".join(" ".join(line.plain for line in plain).split())
     assert "90.0 % productive of 16 min 40 s of worker time" in told
     assert ("1 min starting and losing workers, 40 s hung" in told) == whole
+
+
+def test_the_newest_checkpoint_is_shown_with_its_age() -> None:
+    saved = CheckpointReport("s", 1200, NOW - 45, 45.0, 1_000)
+    shown = "\n".join(footer.render(snapshot(replace(report(1), checkpoint=saved), NOW), 80, 48))
+    assert "step 1200 is the newest checkpoint, 45 s old" in Text.from_ansi(shown).plain
 
 
 def test_what_the_job_waits_for_and_what_became_of_it_are_shown() -> None:
