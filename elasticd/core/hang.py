@@ -23,6 +23,7 @@ from statistics import median
 from elasticd.core.whereabouts import At, Whereabouts
 
 FOREVER_S = 1e9  # JSON has no infinity
+REPEAT_S = 30.0  # a verdict that changed nothing may be reached again
 GAPS_ENOUGH = 5  # fewer say little: the first steps compile, allocate and connect
 # Who does less than all of these is asleep. One who sends a file over a slow network hardly uses any
 # CPU, but wakes up for each piece; and background threads wake up by themselves to look around.

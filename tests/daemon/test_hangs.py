@@ -255,9 +255,9 @@ def test_two_asleep_that_nobody_waits_for_get_until_the_ceiling(tmp_path: Path, 
 
 def test_who_was_killed_at_a_place_gets_twice_the_time_there_the_next_time(setup: Setup) -> None:
     setup.train(10.0)
-    look = Look("a", 1, 1, setup.hangs._workers[1].steps, 60.0, Doing.ASLEEP, "job.py:7")
+    look = Look("a", 1, 1, setup.hangs._still.workers[1].steps, 60.0, Doing.ASLEEP, "job.py:7")
     verdict = Verdict(Why.ASLEEP, (look,))
-    last = setup.hangs._workers[1].last_at
+    last = setup.hangs._still.workers[1].last_at
     assert not setup.hangs._too_soon(verdict, last + 60)
     setup.hangs._killed[Why.ASLEEP, "job.py:7"] = 60.0
     assert setup.hangs._too_soon(verdict, last + 119)
