@@ -15,7 +15,7 @@ from elasticd.core.facts import Holder
 from elasticd.core.ledger import totals
 from elasticd.core.messages import KeeperLost, StoreComplained
 from elasticd.core.reasons import Reason
-from elasticd.daemon import holding, identity, lastwords
+from elasticd.daemon import holding, identity, lastwords, openfiles
 from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
@@ -68,7 +68,10 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
     began_at = clock()
     logger = log.get("elasticd.agent")
     with ExitStack() as cleanup:
-        warden = cleanup.enter_context(Warden.start())  # first: it wants a process without threads
+        worker_files = openfiles.raise_limit(config.slots, config.limits.max)
+        warden = cleanup.enter_context(
+            Warden.start(worker_files)
+        )  # first: it wants a process without threads
         inbox = Inbox()
         cleanup.enter_context(Signals((signal.Signals[name] for name in config.signals), inbox.post))
         standalone = cleanup.enter_context(Standalone(config.job, warden)) if config.etcd is None else None

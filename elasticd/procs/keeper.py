@@ -34,7 +34,8 @@ from elasticd.procs.linux import (
 _log = logging.getLogger(__name__)
 _ROOT = str(Path(__file__).parents[2])
 _PROGRAM = (
-    "import sys; sys.path.append({root!r}); from elasticd.procs.warden import main; main({socket}, {agent})"
+    "import sys; sys.path.append({root!r}); from elasticd.procs.warden import main; "
+    "main({socket}, {agent}, {worker_files})"
 )
 _SPAWN_ANSWER_S = 30.0
 _STRAGGLERS_S = 5.0
@@ -93,12 +94,15 @@ class Warden:
         self._thread = threading.Thread(target=self._listen, name="elasticd-keeper", daemon=True)
 
     @classmethod
-    def start(cls) -> Warden:
-        """Start the process. The agent becomes the one to whom orphans fall if it is killed."""
+    def start(cls, worker_files: int | None = None) -> Warden:
+        """Start the process. The agent becomes the one to whom orphans fall if it is killed.
+        ``worker_files``: how many files a worker may have open; None: as many as this process."""
         adopt_orphans()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            program = _PROGRAM.format(root=_ROOT, socket=theirs.fileno(), agent=os.getpid())
+            program = _PROGRAM.format(
+                root=_ROOT, socket=theirs.fileno(), agent=os.getpid(), worker_files=worker_files
+            )
             process = subprocess.Popen(
                 # Isolated, without site-packages: it starts in milliseconds, and nothing that
                 # people put on a Python path runs in it. UTF-8, so that both ends agree on bytes.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -64,7 +65,8 @@ class _Child:
 
 
 class WardenProcess:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, worker_files: int | None) -> None:
+        self._worker_files = worker_files
         self._agent: Channel | None = Channel(sock)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
@@ -188,6 +190,8 @@ class WardenProcess:
                 self._ask_zygote(lambda zygote: zygote.fork(message, fds))
                 return
             warden = os.getpid()
+            ours = service and message["do"] == "spawn"  # the zygote is what workers are made of
+            files = None if ours else self._worker_files
             errors, tell_error = os.pipe()
             # What is sent to the child before it has handlers of its own waits: those that it has from
             # here ignore what ends a job.
@@ -201,7 +205,7 @@ class WardenProcess:
                 return
             else:
                 if pid == 0:
-                    _become(message, fds, tell_error, warden)
+                    _become(message, fds, tell_error, warden, files)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(tell_error)
@@ -454,8 +458,11 @@ def _is_past(deadline: float | None) -> bool:
     return deadline is not None and steady_now() >= deadline
 
 
-def _become(message: Message, fds: Sequence[int], tell_error: int, warden: int) -> NoReturn:
-    """Turn this forked child into the program asked for, in a session and process group of its own."""
+def _become(
+    message: Message, fds: Sequence[int], tell_error: int, warden: int, files: int | None
+) -> NoReturn:
+    """Turn this forked child into the program asked for, in a session and process group of its own.
+    ``files``: how many it may have open; None: as many as this process."""
     failing = "a process"
     try:
         os.setsid()
@@ -475,6 +482,8 @@ def _become(message: Message, fds: Sequence[int], tell_error: int, warden: int) 
             os.set_inheritable(target, True)
         # Nothing else to close: every other descriptor of the warden is close-on-exec.
         failing = message["argv"][0]
+        if files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         os.execvpe(message["argv"][0], message["argv"], message["env"])
     except BaseException as error:  # noqa: BLE001  # a forked child must never return from here
         reason = error.strerror if isinstance(error, OSError) else repr(error)
@@ -513,11 +522,11 @@ def _remove(path: str) -> None:
             os.unlink(path)
 
 
-def main(socket_fd: int, agent_pid: int) -> None:
+def main(socket_fd: int, agent_pid: int, worker_files: int | None) -> None:
     """Be the warden of ``agent_pid``, which holds the other end of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(socket_fd, False)
     name_process("elasticd-warden")
     adopt_orphans()
-    WardenProcess(socket.socket(fileno=socket_fd)).run(agent_pid)
+    WardenProcess(socket.socket(fileno=socket_fd), worker_files).run(agent_pid)

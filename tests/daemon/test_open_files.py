@@ -1,0 +1,58 @@
+"""An agent has as many files open as it needs; its workers have what they would have without it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from elasticd.procs.keeper import Ended, Warden
+
+PATIENCE_S = 60.0
+SAY = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+ASK = """
+import resource, sys
+from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.openfiles import raise_limit
+soft, hard, slots, workers = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+try:
+    print(raise_limit(slots, workers), *resource.getrlimit(resource.RLIMIT_NOFILE))
+except CannotStart as refusal:
+    print(refusal)
+"""
+
+
+def ask(soft: int, hard: int, slots: int, workers: int) -> str:
+    numbers = map(str, (soft, hard, slots, workers))
+    return subprocess.run(
+        [sys.executable, "-c", ASK, *numbers], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_an_agent_raises_its_own_limit_and_remembers_what_it_was() -> None:
+    assert ask(64, 900, 40, 40) == "64 900 900\n"
+
+
+def test_where_even_the_hard_limit_is_too_low_it_is_said_before_anything_is_started() -> None:
+    refusal = ask(256, 256, 100, 200)
+    assert refusal.startswith(
+        "a process may have 256 files open here, and an agent of 100 slots in a world of up"
+    )
+    assert "raise the hard limit" in refusal and refusal.count("\n") == 1
+
+
+def test_a_worker_has_the_limit_it_would_have_had_and_a_service_the_agents(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ended: queue.Queue[Ended] = queue.Queue()
+    said, wanted = [tmp_path / "worker", tmp_path / "service"], [f"100 {hard}\n", f"{soft} {hard}\n"]
+    with Warden.start(worker_files=100) as warden:
+        fds = [os.open(os.devnull, os.O_RDONLY), *(os.open(said[0], os.O_WRONLY | os.O_CREAT) for _ in "12")]
+        argv = [sys.executable, "-c", SAY]
+        warden.spawn_worker(argv, env=os.environ, cwd=str(tmp_path), fds=fds, ended=ended.put)
+        warden.spawn_service(argv, log_path=said[1], ended=ended.put)
+        assert [ended.get(timeout=PATIENCE_S).code for _ in said] == [0, 0]
+    assert [file.read_text() for file in said] == wanted
