@@ -22,7 +22,7 @@ from tests.e2e.harness import PATIENCE_S, Agent, Cluster, assert_nothing_left, m
 
 WORKERS = Path(__file__).parents[2] / "workers"
 DATA = str(Path(os.__file__).parent / "asyncio")
-STEPS = 400
+STEPS = 600  # on a busy machine many go by until processes are there that are waited for
 SHAPE = f"--layers=2 --heads=2 --width=32 --context=32 --lr=1e-3 --steps={STEPS} --log-every=1"
 OPTIONS = ("--replicate=1", "--checkpoint-every=1", "--hang-after=off", "--max-restarts=100")
 ENDS = {"train_gpt_in_place": "weights and optimizer: ", "train_gpt_fsdp": "held-out loss: "}
@@ -82,6 +82,17 @@ class Training:
         goal = self.step + steps
         self.cluster.until(lambda: self.step >= goal, f"it goes on to step {goal}")
         assert lives() and goal < STEPS
+
+    def until_saved(self) -> None:
+        """Wait until the world of now has had all its shards written, and copied before that: what it has
+        not handed over yet is in no memory but its own."""
+        ours = f"-r{self.cluster.round.number}-"
+        self.cluster.until(
+            lambda: [
+                e for a in self.cluster.agents for e in a.find("checkpoint.committed") if ours in e["name"]
+            ],
+            f"a checkpoint {ours} is committed",
+        )
 
     def workers(self, *nodes: str) -> list[int]:
         """Their processes."""
@@ -232,6 +243,7 @@ def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_
         for agent in (b, c):
             training.cluster.until_said(agent, "agent.started")
     training.goes_on(8)
+    training.until_saved()
     before = len([t for t, _, _ in training.resumed if t == "peer"])
     lost = training.workers("a", "b", "c")
     send(signal.SIGSTOP, lost)
