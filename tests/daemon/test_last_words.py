@@ -63,7 +63,9 @@ def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
     assert last_words(config, None, Leave(code, "drained"), 1.0, {}) == "j: n drained."
 
 
-@pytest.mark.parametrize(("said", "heard"), [("debug", "DEBUG"), ("", "None")])
+@pytest.mark.parametrize(
+    ("said", "heard"), [("debug", "DEBUG"), pytest.param("", "None", marks=pytest.mark.slow)]
+)
 def test_a_log_level_torch_would_die_of_is_spelled_as_torch_wants_it(
     tmp_path: Path, said: str, heard: str
 ) -> None:
@@ -127,7 +129,10 @@ def test_a_run_whose_reader_has_left_goes_on_to_its_end(tmp_path: Path, stream: 
     assert ("39999" if stream == "stderr" else "and so it ended") in other.read_text()
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&-", "2>&-")), "<&- >&- 2>&-"],
+)
 def test_a_run_without_standard_streams_is_no_other(tmp_path: Path, closed: str) -> None:
     (tmp_path / "job.py").write_text(f"open({str(tmp_path / 'done')!r}, 'w'); print('hello')")
     command = '"$0" -m elasticd.cli.main run --plain --min 1 --max 1 "$1" ' + closed
