@@ -459,11 +459,13 @@ class Stragglers:
 @dataclass(frozen=True, slots=True)
 class SlotTime:
     """What the time of a slot was spent on: seconds by kind (``core.ledger.Kind``). ``furthest``: the
-    job's last step known to have been made there."""
+    job's last step known to have been made there. ``untold_s``: of the last time, that of a step under
+    way, of which it is not known yet what it is spent on."""
 
     slot: int
     spent: Mapping[str, float]
     furthest: int = 0
+    untold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

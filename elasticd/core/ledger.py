@@ -19,6 +19,8 @@ from enum import StrEnum
 from elasticd.core.facts import NodeLedger, SlotTime
 
 ABSENT_MAX_S = 300.0  # an agent away for longer was not restarted: its node was not there
+KEPT_SHARE = 0.01  # of an agent's time, that is not told as what it was if it is killed
+KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0
 
 
 class Kind(StrEnum):
@@ -143,19 +145,22 @@ class Ledger:
 
     def record(self, node: str, now: float, run: int = 0) -> NodeLedger:
         """What to keep in etcd. To the millisecond, as that is enough and much shorter."""
+        up_to_now = {slot: account.see(account.seen, now) for slot, account in self.slots.items()}
         times = tuple(
             SlotTime(
                 slot,
                 {str(kind): round(seconds, 3) for kind, seconds in sorted(account.spent.items())},
                 account.furthest,
+                round(max(0.0, now - account.told_until), 3),
             )
-            for slot, account in sorted(self.slots.items())
+            for slot, account in sorted(up_to_now.items())
         )
         return NodeLedger(node, now, times, run)
 
     def resume(self, kept: NodeLedger, began_at: float) -> Ledger:
         """This ledger, begun at ``began_at``, as the continuation of what an earlier agent of this node
-        has kept. What the slots did since then was to wait for their agent."""
+        has kept. What came after the last step it knew of is lost, as after any worker's; and that the
+        agent was away too, unless for so long that its node was."""
         accounts = dict(self.slots)
         gap_s = max(0.0, began_at - kept.at)
         for time in kept.slots:
@@ -163,11 +168,16 @@ class Ledger:
             if account is None:
                 continue
             spent = {kind: time.spent.get(kind, 0.0) + account.spent.get(kind, 0.0) for kind in Kind}
-            if gap_s <= ABSENT_MAX_S:
-                spent[Kind.RESTARTING] += gap_s
+            spent[Kind.RESTARTING] += time.untold_s + (gap_s if gap_s <= ABSENT_MAX_S else 0.0)
             furthest = max(account.furthest, time.furthest)
             accounts[time.slot] = replace(account, spent=spent, furthest=furthest)
         return Ledger(accounts)
+
+
+def keep_every_s(lived_s: float) -> float:
+    """How often an agent that has lived for so long keeps its record: what it has not kept when it is
+    killed is told as restarting, whatever it was."""
+    return min(max(KEPT_SHARE * lived_s, KEPT_FIRST_S), KEPT_MOST_S)
 
 
 def totals(records: Iterable[NodeLedger]) -> dict[str, float]:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from elasticd.core.agent import State
 from elasticd.core.facts import NodeLedger, Phase, Round, SlotProgress
-from elasticd.core.ledger import AtWork, Kind, Ledger, Seen
+from elasticd.core.ledger import AtWork, Kind, Ledger, Seen, keep_every_s
 from elasticd.core.ports import Answer, Listing, Put, StillThere, Store
 from elasticd.core.ports import Seen as News
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import StepTimes
 
-WRITE_FIRST_S, WRITE_MOST_S = 3.0, 30.0  # in between a tenth of what there is to tell of
 FAREWELL_S = 2.0  # for the last write, and for what the other nodes write last
 
 
@@ -32,9 +31,10 @@ class Timekeeper:
         self._store = store
         self._began_at = began_at
         self._kept: NodeLedger | None = None  # what an earlier agent of this node left; set by the store
+        self._listed = False  # so is this, once it has been seen whether there is any
         self._resumed = False
         self._run = 0
-        self._write_due = began_at + WRITE_FIRST_S
+        self._write_due = began_at
         self._round = (0, Phase.WAITING)
         self.ledger = Ledger().see(dict.fromkeys(self._slots(), Kind.RENDEZVOUS), began_at)
         store.watch(self._key, self._own_seen)
@@ -55,14 +55,15 @@ class Timekeeper:
         self.ledger = self.ledger.see({s: self._seen(s, by_slot.get(s)) for s in self._slots()}, now)
         if state.spec is not None:
             self._run = state.seen["spec"].created
-        if not self._resumed and state.joined and state.round is not None and not state.over:
+        joined = state.joined and state.round is not None and not state.over
+        if not self._resumed and self._listed and joined:
             self._resumed = True
             if self._kept is not None and self._kept.run == self._run:
                 self.ledger = self.ledger.resume(self._kept, self._began_at)
         round = (state.round.number, state.round.phase) if state.round else self._round
         if now >= self._write_due or round != self._round:
             self._round = round
-            self._write_due = now + min(max((now - self._began_at) / 10, WRITE_FIRST_S), WRITE_MOST_S)
+            self._write_due = now + keep_every_s(now - self._began_at)
             self._write(now, lambda answer: None)
 
     def hung(self, round: int) -> None:
@@ -141,6 +142,7 @@ class Timekeeper:
         if kept or isinstance(news, Listing):
             fact = kept[-1] if kept else None
             self._kept = fact if isinstance(fact, NodeLedger) else None
+        self._listed = True
 
 
 def _others(store: Store, node: str, ended: Round | None) -> list[NodeLedger]:

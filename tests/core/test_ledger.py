@@ -1,9 +1,19 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.core.facts import NodeLedger, SlotTime
-from elasticd.core.ledger import ABSENT_MAX_S, Account, AtWork, Kind, Ledger, Seen, goodput, totals
+from elasticd.core.ledger import (
+    ABSENT_MAX_S,
+    Account,
+    AtWork,
+    Kind,
+    Ledger,
+    Seen,
+    goodput,
+    keep_every_s,
+    totals,
+)
 
 T0 = 1_000.0
 
@@ -111,7 +121,7 @@ def test_an_agent_that_is_started_again_accounts_for_the_time_it_was_away(
     for s, what in before:
         now += s
         ledger = ledger.see({0: what}, now)
-    kept = ledger.close(now).record("a", now)
+    kept = ledger.record("a", now)
     began_at = now = now + gap_s
     ledger = Ledger().see({0: Kind.RENDEZVOUS}, now)
     for s, what in after:
@@ -119,6 +129,41 @@ def test_an_agent_that_is_started_again_accounts_for_the_time_it_was_away(
         ledger = ledger.see({0: what}, now)
     ledger = ledger.resume(kept, began_at).close(now + resumed_after)
     assert ledger.slots[0].total_s == pytest.approx(now + resumed_after - T0, abs=0.1)
+
+
+LOOK_S = 1.0  # between two looks
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.floats(LOOK_S, 400), st.floats(0, 60)), min_size=1, max_size=4),
+    st.floats(0.2, 20),
+)
+def test_an_agent_that_is_killed_loses_a_hundredth_of_its_time_or_a_second_and_the_step_under_way(
+    lives: list[tuple[float, float]], step_s: float
+) -> None:
+    now, kept, trained_s, lost_most_s = T0, None, 0.0, 0.0
+    for number, (life_s, gap_s) in enumerate(lives, 1):
+        began_at, due, resumed = now, now, False
+        ledger = Ledger().see({0: Kind.RENDEZVOUS}, now)
+        for look in range(1, int(life_s / LOOK_S) + 1):
+            now = began_at + look * LOOK_S
+            step = int((now - began_at) / step_s)
+            at = AtWork(number, step, began_at + step * step_s, began_at + step_s if step else 0.0)
+            ledger = ledger.see({0: at}, now)
+            if kept is not None and not resumed:
+                ledger = ledger.resume(kept, began_at)
+            resumed = True
+            if now >= due:
+                due = now + keep_every_s(now - began_at)
+                kept = ledger.record("a", now)
+        trained_s += max(0, int(life_s / step_s) - 1) * step_s
+        lost_most_s += max(life_s / 100, 1.0) + LOOK_S + step_s
+        now = began_at + life_s + gap_s
+    assert kept is not None
+    (account,) = Ledger().see({0: Kind.RENDEZVOUS}, now).resume(kept, now).slots.values()
+    assert account.total_s == pytest.approx(now - T0, abs=0.1)
+    assert trained_s - lost_most_s <= account.spent[Kind.PRODUCTIVE] <= trained_s + 0.1
 
 
 def test_a_node_that_was_away_for_long_was_not_there() -> None:
