@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from elasticd.core import budget as budgets
@@ -170,6 +170,8 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
     nodes = {f.name: f for key, f in sorted(facts.items()) if isinstance(f, Node)}
     progress = {f.node: f for f in facts.values() if isinstance(f, Progress)}
     pace = pace or Pace()
+    if round_ is not None and round_.phase is Phase.CLOSING and not nodes:
+        round_ = replace(round_, phase=Phase.WAITING)  # who would have told that it is closed is gone
     live = round_ if round_ is not None and round_.phase is Phase.LIVE else None
     members = (
         {m.node: m for m in round_.members} if round_ is not None and round_.phase is not Phase.ENDED else {}

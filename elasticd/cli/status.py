@@ -119,7 +119,7 @@ def _row(r: JobReport) -> tuple[str, ...]:
         str(r.round),
         f"{r.world_size}{limits}",
         "-" if r.step is None else str(r.step),
-        str(len(r.nodes)),
+        str(sum(node.state != "lost" for node in r.nodes)),
         r.script or "-",
     )
 

@@ -90,9 +90,10 @@ def exhausted(budget: Budget, policy: Policy) -> str | None:
     if spent > policy.restarts_max:
         if policy.restarts_max == 0:
             return "a worker failed, and no restarts are allowed"
+        allowed = "1 is" if policy.restarts_max == 1 else f"{policy.restarts_max} are"
         return (
             f"the restart budget is spent: {spent} failures within "
-            f"{policy.restart_window_s:g} s, where {policy.restarts_max} are allowed"
+            f"{policy.restart_window_s:g} s, where {allowed} allowed"
         )
     if futile >= policy.futile_max > 0:
         return f"{futile} failures in a row without a single step of progress"

@@ -86,8 +86,13 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         access = standalone.wait_until_ready() if standalone else config.etcd
         assert access is not None
 
+        complaint = ""
+
         def complained(error: StoreError) -> None:
-            logger.warning("etcd.complaint", why=str(error))
+            nonlocal complaint
+            if str(error) != complaint:  # each watch has the same one
+                complaint = str(error)
+                logger.warning("etcd.complaint", why=complaint)
             needed = isinstance(error, BadRecord) and error.key in ("spec", "round", f"nodes/{config.node}")
             if needed or isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
                 inbox.post(StoreComplained(str(error), forgot=isinstance(error, HistoryLost)))

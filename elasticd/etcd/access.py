@@ -73,7 +73,8 @@ def parse_endpoints(
         raise ValueError(f"an etcd client {given} is given without its {missing}; they only work together")
     if (username is None) != (password is None):
         given, missing = ("user name", "password") if password is None else ("password", "user name")
-        raise ValueError(f"an etcd {given} is given without a {missing}")
+        how = " (as ELASTICD_ETCD_PASSWORD)" if password is None else ""
+        raise ValueError(f"an etcd {given} is given without a {missing}{how}")
     if username is not None and not tls:
         raise ValueError("an etcd password would be sent in the clear over http://; use https:// endpoints")
     return EtcdAccess(

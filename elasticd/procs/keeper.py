@@ -389,6 +389,7 @@ class Warden:
                         self._exchange(events)
                 self._call_those_waiting()
         except Closed:
+            selector.unregister(self._channel)  # while it has its number, which another file may get
             self._lose()
         finally:
             selector.close()

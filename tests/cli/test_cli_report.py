@@ -99,6 +99,15 @@ def test_a_member_whose_lease_ran_out_is_lost() -> None:
     assert ("a", "lost") in [(n.node, n.state) for n in report("j", facts, NOW).nodes]
 
 
+def test_a_round_that_was_closing_when_its_last_node_left_waits_for_others() -> None:
+    closing = replace(LIVE, phase=Phase.CLOSING, closing=Cause.NODE_DRAINED)
+    left = {k: f for k, f in FACTS.items() if not k.startswith("nodes/")}
+    assert report("j", {**FACTS, "round": closing}, NOW).phase == "closing"
+    r = report("j", {**left, "round": closing}, NOW)
+    assert (r.phase, r.world_size, r.waiting_for) == ("waiting", 0, Need(have=0, need=2))
+    assert {s.state for n in r.nodes for s in n.slots} == {"idle"}
+
+
 def test_a_member_that_came_back_as_somebody_new_waits() -> None:
     facts = {**FACTS, "nodes/a": node("a", incarnation="a-2")}
     assert ("a", "waiting") in [(n.node, n.state) for n in report("j", facts, NOW).nodes]

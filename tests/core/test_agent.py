@@ -567,6 +567,7 @@ def test_a_store_that_lost_its_memory_is_left_and_one_that_grumbles_is_not(
     one = Agent.registered()
     one.told(StoreComplained("it has been wiped", forgot))
     assert [a.code for a in one.all_of(Leave)] == codes
+    assert all("start the job again" in a.why for a in one.all_of(Leave))
 
 
 def test_nothing_is_written_while_the_store_is_silent() -> None:

@@ -100,6 +100,14 @@ def test_the_budget_bears_as_many_failures_as_allowed_and_not_one_more() -> None
     assert why is not None and "4 failures within 100 s, where 3 are allowed" in why
 
 
+def test_a_budget_of_one_is_told_as_one() -> None:
+    policy = replace(POLICY, restarts_max=1)
+    spent = Budget()
+    for i in range(2):
+        spent = budget.charge(spent, failure(), True, policy, NOW + i)
+    assert "2 failures within 100 s, where 1 is allowed" in str(budget.exhausted(spent, policy))
+
+
 def test_the_budget_refills_as_charges_leave_the_window() -> None:
     spent = charges(*[("a", 0)] * 3, at=NOW, progressed=True)
     assert budget.left(spent, POLICY, NOW + 99) == 0

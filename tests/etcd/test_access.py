@@ -80,7 +80,7 @@ def test_tls_options_without_a_scheme_mean_https(tmp_path: Path) -> None:
         ({"key": "there.pem"}, "client key is given without its certificate"),
         ({"cert": "there.pem", "key": "missing.pem"}, "client key .*missing.pem does not exist"),
         ({"cacert": "."}, "cannot be read"),
-        ({"username": "me"}, "user name is given without a password"),
+        ({"username": "me"}, "user name is given without a password .as ELASTICD_ETCD_PASSWORD"),
         ({"password": "s3cret"}, "password is given without a user name"),
     ],
 )

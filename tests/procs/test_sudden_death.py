@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.procs.agents import PROGRAMS, Agent, is_running, wait_until_gone, wait_until_removed
+from elasticd.procs.keeper import Ended, Warden
+from tests.procs.agents import PATIENCE_S, PROGRAMS, Agent, is_running, wait_until_gone, wait_until_removed
 
 FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
 STUBBORN = [*FAMILY, "ignore"]
@@ -106,6 +110,26 @@ def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: St
     for family in families:
         os.kill(family["forgetful"], signal.SIGKILL)
     assert agent.process.poll() is None
+
+
+def test_what_is_watched_as_the_warden_dies_may_have_the_number_that_its_line_had(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = threading.Event()
+    with Warden.start() as warden, ExitStack() as opened:
+        line = warden._channel.fileno()
+
+        def ended(_: Ended) -> None:
+            while (one := opened.enter_context(socket.socket())).fileno() < line:
+                pass
+            if one.fileno() == line:
+                warden.watch(one, lambda: None)
+                warden.call_soon(told.set)
+
+        warden.spawn_service(["sleep", "1000"], ended=ended)
+        os.kill(warden.pid, signal.SIGKILL)
+        assert told.wait(PATIENCE_S)
+    assert not caplog.messages
 
 
 def test_workers_of_a_stopped_agent_die_with_their_warden(start: Start) -> None:

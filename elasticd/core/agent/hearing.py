@@ -88,7 +88,7 @@ def absorb(do: Doing, event: Event) -> None:
             if not state.joined:  # later on it is one bad day of many, and is only logged
                 do.set(exiting=state.exiting or Leave(2, why))
             elif forgot:  # round numbers fence everything, and may now be given twice
-                do.set(exiting=state.exiting or Leave(4, why))
+                do.set(exiting=state.exiting or Leave(4, f"{why}; start the job again on each of its nodes"))
         case Signalled(signal):
             _signalled(do, signal)
         case ProcessGone(incarnation):
