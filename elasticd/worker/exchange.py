@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from elasticd.worker.state import State
 from elasticd.worker.world import World, wait_for
 
 PARCEL_BYTES = 8 << 20  # small tensors travel together, large ones in pieces of this
+UNDER_WAY_MAX = 8  # pieces sent and not yet taken: enough to keep a wire busy, and little memory
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
 
@@ -115,14 +117,17 @@ class _Chain:
         place = order.index(rank)
         self._before = order[place - 1] if place else None
         self._after = order[place + 1] if place + 1 < len(order) else None
-        self._under_way: list[Any] = []
+        self._under_way: deque[Any] = deque()
 
     def carry(self, parcel: torch.Tensor) -> torch.Tensor:
-        """The parcel's bytes, as they are at the source. It must stay as it is until ``finish``."""
+        """The parcel's bytes, as they are at the source. It must stay as it is until ``finish``; where it was
+        packed for this, its memory is given back as soon as it has been taken."""
         for piece in torch.split(parcel, PARCEL_BYTES):
             if self._before is not None:
                 wait_for([dist.irecv(piece, self._before)])
             if self._after is not None:
+                if len(self._under_way) == UNDER_WAY_MAX:
+                    wait_for([self._under_way.popleft()])
                 self._under_way.append(dist.isend(piece, self._after))
         return parcel
 

@@ -1,16 +1,22 @@
 """Who sends the state to whom, and that it arrives as it was."""
 
+import weakref
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from elasticd.core.link import Holds
+from elasticd.worker import exchange
 from elasticd.worker.exchange import (
     PARCEL_BYTES,
+    UNDER_WAY_MAX,
     Choice,
     Standing,
     _kept,
     _packed,
     _parcels,
+    _send,
     _unpacked,
     choose,
 )
@@ -79,6 +85,33 @@ def test_what_is_kept_of_a_parcel_does_not_keep_the_parcel():
     piece = _kept(parcel[16:32])
     assert torch.equal(piece, parcel[16:32]) and piece.untyped_storage().nbytes() == 16
     assert _kept(parcel) is parcel
+
+
+def test_of_a_state_of_small_tensors_only_a_few_parcels_are_in_memory_a_second_time(monkeypatch):
+    @dataclass
+    class Message:  # gloo's hold what they send, too
+        piece: torch.Tensor
+
+        def wait(self, timeout: object) -> None:
+            taken.append(self.piece.clone())
+
+    made: list[weakref.ref[torch.Tensor]] = []
+    taken: list[torch.Tensor] = []
+    most = 0
+
+    def isend(piece: torch.Tensor, to: int) -> Message:
+        nonlocal most
+        made.append(weakref.ref(piece))
+        most = max(most, sum(there() is not None for there in made))
+        return Message(piece)
+
+    monkeypatch.setattr(exchange, "PARCEL_BYTES", 1024)
+    monkeypatch.setattr(exchange.dist, "isend", isend)
+    monkeypatch.setattr(exchange, "wait_for", lambda messages: [m.wait(None) for m in messages])
+    tensors = [torch.full((64,), float(n)) for n in range(200)]
+    _send({"parameters": tensors}, Choice(0, (1,), fresh=False))
+    assert len(taken) == len(made) > 3 * UNDER_WAY_MAX and most <= UNDER_WAY_MAX + 2
+    assert torch.equal(torch.cat(taken[-50:]), torch.cat(tensors).view(torch.uint8)), "all of it, in order"
 
 
 def test_small_tensors_travel_together_and_large_ones_alone():
