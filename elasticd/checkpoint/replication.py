@@ -20,6 +20,9 @@ from elasticd.core.replicas import Offer
 
 _T = TypeVar("_T")
 _CALLERS_MAX: Final = 64  # at a time; more wait for their turn
+_STRANGERS_MAX: Final = (
+    256  # who have yet to prove who they are: the one longest at it makes room for the next
+)
 _SPARE: Final = 0.1  # of the machine's memory that is left alone
 
 
@@ -39,6 +42,8 @@ class Replication:
         self._peers = peers
         self._say = say
         self._replicas = Replicas()
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._lock = threading.Lock()  # of those
         self._callers = threading.Semaphore(_CALLERS_MAX)
         self._senders = ThreadPoolExecutor(8, "replicate")
         self._jobs: Jobs | None = None
@@ -60,6 +65,13 @@ class Replication:
         with contextlib.suppress(OSError):
             sock, _ = self.listener.accept()
             sock.setblocking(True)
+            with self._lock:
+                if len(self._strangers) >= _STRANGERS_MAX:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    with contextlib.suppress(OSError):  # it has gone by itself
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self._strangers[sock] = None
             threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
 
     def push(
@@ -138,15 +150,15 @@ class Replication:
     # ------------------------------------------------------------ in threads, for others
 
     def _serve(self, sock: socket.socket) -> None:
+        try:
+            wire = Wire.accept(sock, self._me.secret)
+        except OSError:  # as PeerGone is
+            sock.close()
+            return
+        finally:
+            with self._lock:
+                self._strangers.pop(sock, None)
         with self._callers:
-            try:
-                wire = Wire.accept(sock, self._me.secret)
-            except PeerGone:
-                sock.close()
-                return
-            except OSError:
-                sock.close()
-                return
             serve(wire, Host(self._offers, self._find, self._room, self._keep, self._give_up))
 
     def _offers(self, path: str) -> list[Offer]:

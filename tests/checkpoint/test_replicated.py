@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,25 +163,46 @@ class Alone:
         return []
 
 
+@contextmanager
+def served(replication: Replication) -> Iterator[str]:
+    """By a saver in a thread, which goes by this name."""
+    listener, name = handover.listen()
+    saver = Saver(listener, linger_s=None, replication=replication)
+    serving = threading.Thread(target=saver.serve)
+    serving.start()
+    try:
+        yield name
+    finally:
+        saver.leave()
+        serving.join()
+        listener.close()
+
+
+def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
+    monkeypatch.setattr("elasticd.checkpoint.replication._STRANGERS_MAX", 8)
+    here, me = holding.listen("a", "127.0.0.1")
+    with served(Replication(me, here, Alone())), ExitStack() as lines:
+        strangers = [lines.enter_context(socket.create_connection((me.host, me.port))) for _ in range(140)]
+        with Peer(me) as peer:
+            assert peer.offers("/anywhere") == []
+        for stranger in strangers[:-8]:
+            stranger.settimeout(60.0)
+            with suppress(ConnectionResetError):
+                while stranger.recv(64):
+                    pass  # what it has drawn; then it has hung up
+
+
 def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tmp_path: Path) -> None:
     path, memory = str(tmp_path), Memory.make(1)
-    listener, name = handover.listen()
     here, me = holding.listen("a", "127.0.0.1")
     replication = Replication(me, here, Alone())
     for n in range(3000):
         label = Label(path, f"state {n}", 1, 1, 3000, n)
         replication._replicas.keep(Replica(label, b"", memory))
-    saver = Saver(listener, linger_s=None, replication=replication)
-    serving = threading.Thread(target=saver.serve)
-    serving.start()
-    try:
+    with served(replication) as name:
         memories = Memories(name, path)
         assert {offer.name for offer in memories.survey()} == {f"state {n}" for n in range(3000)}
         memories.close()
-    finally:
-        saver.leave()
-        serving.join()
-        listener.close()
 
 
 BITS = 300
