@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-_SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
+SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
 
 
 class Buffers:
@@ -20,8 +20,8 @@ class Buffers:
         found = {id(b): b for module in modules for b in module.buffers()}.values()
         # Wide numbers first: packed one after the other, each then starts at a multiple of its width.
         ordered = sorted(found, key=lambda b: -b.element_size())
-        self._small = [b for b in ordered if b.numel() <= _SMALL]
-        self._large = [b for b in ordered if b.numel() > _SMALL]
+        self._small = [b for b in ordered if b.numel() <= SMALL]
+        self._large = [b for b in ordered if b.numel() > SMALL]
         self._source, self._size = size - 1, size
         self._is_source = rank == size - 1
         self._versions: list[int] = []

@@ -15,6 +15,7 @@ from elasticd.core.link import Holds
 from elasticd.core.page import Fatal
 from elasticd.worker import chance, told
 from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
+from elasticd.worker.committed import Committed
 from elasticd.worker.consistent import Consistent
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.finite import all_finite
@@ -26,26 +27,12 @@ from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
 from elasticd.worker.step import Step
 from elasticd.worker.world import World, WorldChanged
+from elasticd.worker.wrapping import SHARDED, Wrap, count_sums, data_parallel, wrapped_in
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
 
 CHECKPOINTS = "ELASTICD_CHECKPOINTS"  # where they go, unless the script says so itself
-_SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
-
-_SHARDED = (
-    "pieces of a sharded model (FSDP) are lost with each worker: have the script start again instead, with "
-    "worker.Checkpoints and without worker.run"
-)
-
-Wrap = Callable[[nn.Module], Any]
-
-
-def data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """How a model is wrapped unless the script says otherwise. All workers have the same weights
-    already, so nothing is sent."""
-    first = next(model.parameters())
-    return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
 
 
 class State:
@@ -90,7 +77,6 @@ class State:
         self._step = 0
         self._agreed = 0
         self._torn = False
-        self._kept: dict[str, Any] | None = None
         self._world: World | None = None
         self._wrap = wrap
         self._wrapped: Any = model
@@ -109,14 +95,7 @@ class State:
         if data is not None and data.consistent:
             self._make_consistent()
         self._following = Following(self._optimizers.values()) if data is not None and data.grows else None
-        self._buffers = [
-            (module._buffers, name)
-            for whole in self._modules.values()
-            for module in whole.modules()
-            for name in module._buffers
-        ]
-        self._versions: list[tuple[int, int]] = []
-        self._spare: list[torch.Tensor | None] = []  # copies of before, to copy over
+        self._committed = Committed(self._plain, self._modules, self._optimizers, self._stateful)
 
     def _take_in(self, name: str, value: Any) -> None:
         if name.startswith("_") or (hasattr(State, name) and name not in ("model", "optimizer")):
@@ -129,7 +108,7 @@ class State:
             )
         if isinstance(value, nn.Module):
             if any(hasattr(p, "device_mesh") for p in value.parameters()):
-                raise TypeError(f"State cannot keep {name}, as {_SHARDED}")
+                raise TypeError(f"State cannot keep {name}, as {SHARDED}")
             self._modules[name] = value
         elif isinstance(value, Optimizer):
             self._optimizers[name] = value
@@ -151,18 +130,6 @@ class State:
         refuse_inconsistent(self._modules.values())
         self._wrap = None
         self._stateful["_arithmetic"] = Arithmetic(next(self._modules["model"].parameters()).device)
-
-    def _wrapped_in(self, wrap: Wrap, model: nn.Module) -> Any:
-        mine = [(id(p), p.shape) for p in model.parameters()]
-        wrapped = wrap(model)
-        if [(id(p), p.shape) for p in model.parameters()] != mine:
-            raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {_SHARDED}")
-        if self._data is not None and getattr(wrapped, "static_graph", False):
-            raise TypeError(
-                "static_graph=True wants the same of every backward pass, and with Data not each of them "
-                "ends in a sum over the workers: leave it out of wrap="
-            )
-        return wrapped
 
     def _place(self) -> tuple[int, int]:
         """Of the step that is under way, in the data."""
@@ -234,7 +201,7 @@ class State:
         used = self._open.used if self._open is not None else 0
         self._open = None
         self._turn = 0
-        self._keep()
+        self._committed.keep()
         self._step += 1
         self._torn = False
         told.committed(self._step)
@@ -278,10 +245,10 @@ class State:
         told.begins_after(self._step)
         model = self._modules.get("model")
         if model is not None and self._wrap is not None:
-            self._wrapped = self._wrapped_in(self._wrap, model)
+            self._wrapped = wrapped_in(self._wrap, model, sums_per_step=self._data is not None)
             self._reduction = Averaged(self._wrapped)
             if world is not None and isinstance(self._wrapped, DistributedDataParallel):
-                _watch(self._wrapped, world)
+                count_sums(self._wrapped, world)
         if self._data is not None and self._data.consistent:
             self._reduction = Consistent(
                 list(self._modules.values()), self._data.virtual_ranks, self._data.seed, self._place, world
@@ -311,14 +278,14 @@ class State:
         for module in self._modules.values():
             for parameter in module.parameters():
                 parameter.grad = None
-        if not self._torn and self._kept is not None:
-            self._put_back(self._kept)
+        if not self._torn:
+            self._committed.go_back()
 
     def begin(self) -> None:
         """What the script has made is what there is to go back to, until something is committed."""
-        if self._kept is None:
+        if not self._committed.kept:
             self._seeds = chance.digests(chance.note())
-            self._keep()
+            self._committed.keep()
 
     # ------------------------------------------------------------ what the exchange uses
 
@@ -351,7 +318,7 @@ class State:
         self._plain.update(found.plain)
         self._step = found.step
         chance.resume(dict(found.random))
-        self._keep()
+        self._committed.keep()
         return self._lasting.tier
 
     def finish(self) -> None:
@@ -363,9 +330,7 @@ class State:
 
     def _parts(self) -> Parts:
         things = {**self._modules, **self._optimizers, **self._stateful}
-        kept = self._kept
-        assert kept is not None
-        return Parts(things, self._plain, self._seeds, self._step, kept["random"])
+        return Parts(things, self._plain, self._seeds, self._step, self._committed.kept["random"])
 
     @property
     def can_restore(self) -> bool:
@@ -377,16 +342,15 @@ class State:
         if step is None:
             return False
         self._step = step
-        self._keep()
+        self._committed.keep()
         return True
 
     def snapshot(self) -> dict[str, Any]:
         """All that is committed: plain data and tensors, the large ones being the very parameters."""
-        assert self._kept is not None
         return {
             "step": self._step,
             "seeds": self._seeds,
-            "kept": self._kept,
+            "kept": self._committed.kept,
             "parameters": {name: dict(m.named_parameters()) for name, m in self._modules.items()},
             "optimizers": {name: o.state_dict()["state"] for name, o in self._optimizers.items()},
         }
@@ -406,8 +370,7 @@ class State:
         for name, optimizer in self._optimizers.items():
             mine = optimizer.state_dict()
             optimizer.load_state_dict({**mine, "state": snapshot["optimizers"][name]})
-        self._put_back(kept)
-        self._kept = kept
+        self._committed.take(kept)
         self._step = snapshot["step"]
 
     def _learned(self) -> Iterator[torch.Tensor]:
@@ -436,66 +399,6 @@ class State:
             told.not_finite("a gradient is NaN or infinite")
         self._torn = True
 
-    def _keep(self) -> None:
-        """Copy what is small, and large buffers if they have changed: some are constants."""
-        kept = self._kept["buffers"] if self._kept is not None else [None] * len(self._buffers)
-        buffers: list[torch.Tensor | None] = []
-        spare: list[torch.Tensor | None] = []
-        versions: list[tuple[int, int]] = []
-        copies: list[torch.Tensor] = []
-        changed: list[torch.Tensor] = []
-        for i, (owner, name) in enumerate(self._buffers):
-            buffer = owner.get(name)
-            version = (0, 0) if buffer is None else (id(buffer), buffer._version)
-            versions.append(version)
-            if buffer is None or (
-                buffer.numel() > _SMALL and kept[i] is not None and self._versions[i] == version
-            ):
-                buffers.append(kept[i])
-                spare.append(None)
-            else:
-                copy = self._spare[i] if i < len(self._spare) else None
-                if copy is None or copy.shape != buffer.shape or copy.device != buffer.device:
-                    copy = torch.empty_like(buffer)
-                buffers.append(copy)
-                spare.append(kept[i])
-                copies.append(copy)
-                changed.append(buffer)
-        if changed:
-            torch._foreach_copy_(copies, changed)
-        self._spare = spare
-        self._kept = {
-            "plain": copied(self._plain, "State"),
-            "stateful": {
-                name: copied(thing.state_dict(), f"State's {name}.state_dict()")
-                for name, thing in self._stateful.items()
-            },
-            "groups": {
-                name: [{k: copied(v, name) for k, v in g.items() if k != "params"} for g in o.param_groups]
-                for name, o in self._optimizers.items()
-            },
-            "buffers": buffers,
-            "random": chance.note(),
-        }
-        self._versions = versions
-
-    def _put_back(self, kept: dict[str, Any]) -> None:
-        self._plain.update(copied(kept["plain"], "State"))
-        for name, thing in self._stateful.items():
-            thing.load_state_dict(copied(kept["stateful"][name], name))
-        for name, optimizer in self._optimizers.items():
-            for group, values in zip(optimizer.param_groups, kept["groups"][name], strict=True):
-                group.update(copied(values, name))
-        with torch.no_grad():
-            for (owner, name), buffer in zip(self._buffers, kept["buffers"], strict=True):
-                present = owner.get(name)
-                if present is not None and buffer is not None:
-                    present.copy_(buffer)
-        chance.resume(kept["random"])
-        self._versions = [
-            (0, 0) if (b := owner.get(name)) is None else (id(b), b._version) for owner, name in self._buffers
-        ]
-
 
 def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lasting | None:
     if not checkpoints:
@@ -509,34 +412,3 @@ def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lastin
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from (p.grad for p in group["params"] if p.grad is not None)
-
-
-def _watch(model: DistributedDataParallel, world: World) -> None:
-    """Count the backward passes through the model, and those that got to their end: of one whose sum
-    failed there is no second count, whoever caught the exception. The end is a callback that a
-    callback asks for, and so comes after the one in which DistributedDataParallel waits for its sums."""
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-
-    def end() -> None:
-        world.sums += 1
-
-    def begin(_: torch.Tensor) -> None:
-        world.sums_begun += 1
-        queue(lambda: queue(end))
-
-    def forward(_: nn.Module, __: Any, output: Any) -> None:
-        if model.require_backward_grad_sync:
-            tensor = _first_with_gradient(output)
-            if tensor is not None:
-                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
-
-    model.register_forward_hook(forward)
-
-
-def _first_with_gradient(output: Any) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return output if output.requires_grad else None
-    parts = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    )
-    return next((t for t in map(_first_with_gradient, parts) if t is not None), None)

@@ -1,0 +1,115 @@
+"""What to go back to where a step is abandoned: a copy of all that is small and may change within one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elasticd.worker import chance
+from elasticd.worker.buffers import SMALL
+from elasticd.worker.plain import copied
+
+
+class Committed:
+    """Of plain data, modules' buffers, optimizers' settings, what has a ``state_dict``, and random numbers.
+    Parameters, and what optimizers have of them, are not copied: only an optimizer's step changes those.
+
+    ``kept``: plain data and tensors, the last copy; empty before the first.
+    """
+
+    def __init__(
+        self,
+        plain: dict[str, Any],
+        modules: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        stateful: Mapping[str, Any],
+    ) -> None:
+        self.kept: dict[str, Any] = {}
+        self._plain = plain
+        self._optimizers = optimizers
+        self._stateful = stateful
+        self._buffers = [
+            (module._buffers, name)
+            for whole in modules.values()
+            for module in whole.modules()
+            for name in module._buffers
+        ]
+        self._versions: list[tuple[int, int]] = []
+        self._spare: list[torch.Tensor | None] = []  # copies of before, to copy over
+
+    def keep(self) -> None:
+        """This is what there is to go back to."""
+        self.kept = {
+            "plain": copied(self._plain, "State"),
+            "stateful": {
+                name: copied(thing.state_dict(), f"State's {name}.state_dict()")
+                for name, thing in self._stateful.items()
+            },
+            "groups": {
+                name: [{k: copied(v, name) for k, v in g.items() if k != "params"} for g in o.param_groups]
+                for name, o in self._optimizers.items()
+            },
+            "buffers": self._keep_buffers(),
+            "random": chance.note(),
+        }
+
+    def _keep_buffers(self) -> list[torch.Tensor | None]:
+        """Copies of the small ones, and of large ones that have changed: some are constants."""
+        kept = self.kept["buffers"] if self.kept else [None] * len(self._buffers)
+        buffers: list[torch.Tensor | None] = []
+        spare: list[torch.Tensor | None] = []
+        versions: list[tuple[int, int]] = []
+        copies: list[torch.Tensor] = []
+        changed: list[torch.Tensor] = []
+        for i, (owner, name) in enumerate(self._buffers):
+            buffer = owner.get(name)
+            version = _version(buffer)
+            versions.append(version)
+            if buffer is None or (
+                buffer.numel() > SMALL and kept[i] is not None and self._versions[i] == version
+            ):
+                buffers.append(kept[i])
+                spare.append(None)
+            else:
+                copy = self._spare[i] if i < len(self._spare) else None
+                if copy is None or copy.shape != buffer.shape or copy.device != buffer.device:
+                    copy = torch.empty_like(buffer)
+                buffers.append(copy)
+                spare.append(kept[i])
+                copies.append(copy)
+                changed.append(buffer)
+        if changed:
+            torch._foreach_copy_(copies, changed)
+        self._spare = spare
+        self._versions = versions
+        return buffers
+
+    def go_back(self) -> None:
+        """Have everything be as it was kept, if it was."""
+        if self.kept:
+            self.take(self.kept)
+
+    def take(self, kept: dict[str, Any]) -> None:
+        """Have everything be as this says, and keep that."""
+        self._plain.update(copied(kept["plain"], "State"))
+        for name, thing in self._stateful.items():
+            thing.load_state_dict(copied(kept["stateful"][name], name))
+        for name, optimizer in self._optimizers.items():
+            for group, values in zip(optimizer.param_groups, kept["groups"][name], strict=True):
+                group.update(copied(values, name))
+        with torch.no_grad():
+            for (owner, name), buffer in zip(self._buffers, kept["buffers"], strict=True):
+                present = owner.get(name)
+                if present is not None and buffer is not None:
+                    present.copy_(buffer)
+        chance.resume(kept["random"])
+        self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
+        self.kept = kept
+
+
+def _version(buffer: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if buffer is None else (id(buffer), buffer._version)

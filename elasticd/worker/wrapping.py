@@ -1,0 +1,73 @@
+"""How the model of a State is wrapped for a world, and how the sums of its gradients are counted there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from elasticd.worker.world import World
+
+SHARDED = (
+    "pieces of a sharded model (FSDP) are lost with each worker: have the script start again instead, with "
+    "worker.Checkpoints and without worker.run"
+)
+
+Wrap = Callable[[nn.Module], Any]
+
+
+def data_parallel(model: nn.Module) -> DistributedDataParallel:
+    """How a model is wrapped unless the script says otherwise. All workers have the same weights
+    already, so nothing is sent."""
+    first = next(model.parameters())
+    return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
+
+
+def wrapped_in(wrap: Wrap, model: nn.Module, *, sums_per_step: bool) -> Any:
+    """The model in ``wrap``. Raises TypeError where State could not keep what comes of it.
+    ``sums_per_step``: not each backward pass ends in a sum over the workers, only the step's last."""
+    mine = [(id(p), p.shape) for p in model.parameters()]
+    wrapped = wrap(model)
+    if [(id(p), p.shape) for p in model.parameters()] != mine:
+        raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {SHARDED}")
+    if sums_per_step and getattr(wrapped, "static_graph", False):
+        raise TypeError(
+            "static_graph=True wants the same of every backward pass, and with Data not each of them "
+            "ends in a sum over the workers: leave it out of wrap="
+        )
+    return wrapped
+
+
+def count_sums(model: DistributedDataParallel, world: World) -> None:
+    """Count, in ``world``, the backward passes through the model, and those that got to their end: of one
+    whose sum failed there is no second count, whoever caught the exception. The end is a callback that a
+    callback asks for, and so comes after the one in which DistributedDataParallel waits for its sums."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+    def end() -> None:
+        world.sums += 1
+
+    def begin(_: torch.Tensor) -> None:
+        world.sums_begun += 1
+        queue(lambda: queue(end))
+
+    def forward(_: nn.Module, __: Any, output: Any) -> None:
+        if model.require_backward_grad_sync:
+            tensor = _first_with_gradient(output)
+            if tensor is not None:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    model.register_forward_hook(forward)
+
+
+def _first_with_gradient(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    parts = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    )
+    return next((t for t in map(_first_with_gradient, parts) if t is not None), None)
