@@ -399,6 +399,8 @@ class LocalProcs:
                 came_out = self._comes_to_wait(worker, message)
             if isinstance(message, wire.Checkpointed) and not worker.talk.linked:
                 worker.held = True
+                if worker.stopping:  # this is what it saves as it has been told to end
+                    worker.tell(wire.Leave(worker.round, planned=True))
             number, steps = worker.round, worker.steps
         match message:
             case wire.Hello():

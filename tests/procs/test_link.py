@@ -348,3 +348,24 @@ def test_a_process_that_got_the_number_of_a_worker_is_refused(switchboard: Switc
     assert known.wait(PATIENCE_S)
     with closing(_call(switchboard)) as link:
         assert _is_refused(link)
+
+
+def test_who_saves_as_it_was_told_to_end_and_tells_of_it_is_not_held(bench: Bench) -> None:
+    program = """
+import os, signal, socket
+link = socket.socket(socket.AF_UNIX)
+link.connect("\\0" + os.environ["ELASTICD_LINK"])
+def save(*_):
+    link.sendall(b'{"is":"checkpointed","path":"x"}\\n')
+    print("told", link.recv(65536), flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+signal.pause()
+"""
+    procs = bench.procs([sys.executable, "-c", program])
+    bench.start(procs)
+    bench.console.wait_for(b"ready")
+    procs.stop(signal.SIGTERM, 60.0)
+    (exit,) = bench.wait()
+    assert exit.code == 0 and any(b"leave" in line for line in bench.console.lines())
