@@ -106,7 +106,7 @@ class Plan:
                 lasting = stepped(state, flat)
                 stays = [part.key in lasting for part, _ in self.shard.parts]
                 self.landed = offload(self.gpu, buffer.into, sources, stays, buffer.memory)
-            else:
+            elif sources:  # more ranks than tensors
                 torch._foreach_copy_(buffer.into, sources)
         for key, at, room in self.shard.blobs:
             buffer.memory.map[at : at + room] = self._in_room(key, blobs[key], room)

@@ -119,6 +119,22 @@ for n, (world, how) in enumerate(
 ):
     stage(n, world, how)
 
+
+def more_ranks_than_tensors() -> None:
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=3)
+    for last in (0, 1):
+        state = {"w": torch.full((5,), float(last))}
+        checkpoints = Checkpoints(FOLDER / "small")
+        assert (checkpoints.load(state) or 0) == last and bool((state["w"] == last).all())
+        state["w"] += 1
+        assert checkpoints.save(state, last + 1)
+        assert checkpoints.wait(60.0) and not checkpoints.failed, checkpoints.last_error
+        checkpoints.close()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+more_ranks_than_tensors()
 for saver in started:
     saver.wait(60.0)
 
