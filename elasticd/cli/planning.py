@@ -96,6 +96,8 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         audit=_audit(options),
         env=env,
     )
+    if met.job is None and met.etcd is not None and config.limits.max > config.slots:
+        notes.append(f"--job was not given, so other nodes join this one only with --job {config.job}")
     return Planned(config, tuple(notes))
 
 

@@ -268,6 +268,14 @@ def test_a_flag_that_means_nothing_here_says_so_once(name: str, job: str) -> Non
     assert "means nothing here" in "".join(notes)
 
 
+def test_a_name_that_other_nodes_would_need_is_told(job: str) -> None:
+    shared = ("--etcd=http://127.0.0.1:1", "--slots=2", "--min=2")
+    got = planned(*shared, "--max=4", job)
+    assert any(f"only with --job {got.config.job}" in note for note in got.notes)
+    for whole in (("--max=2",), ("--max=4", "--job=j")):
+        assert not any("--job" in note for note in planned(*shared, *whole, job).notes)
+
+
 def test_flags_that_were_not_given_are_not_talked_about(job: str) -> None:
     assert planned(job).notes == ()
 
