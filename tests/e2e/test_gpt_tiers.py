@@ -83,15 +83,15 @@ class Training:
         self.cluster.until(lambda: self.step >= goal, f"it goes on to step {goal}")
         assert lives() and goal < STEPS
 
-    def until_saved(self) -> None:
-        """Wait until the world of now has had all its shards written, and copied before that: what it has
-        not handed over yet is in no memory but its own."""
-        ours = f"-r{self.cluster.round.number}-"
+    def until_saved(self, world: int) -> None:
+        """Wait until all shards of a world of that size have been written, and copied before that: what it
+        has not handed over yet is in no memory but its own."""
+        begun = max(step for _, step, size in self.resumed if size == world)
         self.cluster.until(
             lambda: [
-                e for a in self.cluster.agents for e in a.find("checkpoint.committed") if ours in e["name"]
+                e for a in self.cluster.agents for e in a.find("checkpoint.committed") if e["step"] > begun
             ],
-            f"a checkpoint {ours} is committed",
+            f"a step after {begun} is committed",
         )
 
     def workers(self, *nodes: str) -> list[int]:
@@ -243,10 +243,10 @@ def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_
         for agent in (b, c):
             training.cluster.until_said(agent, "agent.started")
     training.goes_on(8)
-    training.until_saved()
     before = len([t for t, _, _ in training.resumed if t == "peer"])
     lost = training.workers("a", "b", "c")
     send(signal.SIGSTOP, lost)
+    training.until_saved(8)
     b.kill()
     send(signal.SIGKILL, [pid for pid in lost if Path(f"/proc/{pid}").exists()])
     training.until_resumed("peer", times=before + 1)
