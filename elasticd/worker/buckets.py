@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from elasticd.core.summing import pile_up
-from elasticd.worker.world import wait_for
 
 FIRST_BYTES = 1 << 20  # as DistributedDataParallel has them: the first is full soon
 BUCKET_BYTES = 25 << 20
@@ -124,11 +123,8 @@ class Bucket:
         self._finish()
 
     def _finish(self) -> None:
-        if self._works and self._rows.is_cpu:
-            wait_for(self._works)
-        else:
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            work.wait()
 
     def _peers(self) -> Iterator[int]:
         return (peer for peer in range(self._exchange.size) if peer != self._exchange.rank)

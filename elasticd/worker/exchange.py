@@ -15,7 +15,7 @@ from elasticd.core.age import Age
 from elasticd.core.link import Holds, Source
 from elasticd.worker.plain import with_tensors
 from elasticd.worker.state import State
-from elasticd.worker.world import World, wait_for
+from elasticd.worker.world import World
 
 PARCEL_BYTES = 8 << 20  # small tensors travel together, large ones in pieces of this
 UNDER_WAY_MAX = 8  # pieces sent and not yet taken: enough to keep a wire busy, and little memory
@@ -124,15 +124,16 @@ class _Chain:
         packed for this, its memory is given back as soon as it has been taken."""
         for piece in torch.split(parcel, PARCEL_BYTES):
             if self._before is not None:
-                wait_for([dist.irecv(piece, self._before)])
+                dist.recv(piece, self._before)
             if self._after is not None:
                 if len(self._under_way) == UNDER_WAY_MAX:
-                    wait_for([self._under_way.popleft()])
+                    self._under_way.popleft().wait()
                 self._under_way.append(dist.isend(piece, self._after))
         return parcel
 
     def finish(self) -> None:
-        wait_for(self._under_way)
+        for piece in self._under_way:
+            piece.wait()
 
 
 def _send(snapshot: Any, choice: Choice) -> None:

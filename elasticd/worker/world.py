@@ -14,7 +14,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elasticd.core.link import Enter
+from elasticd.worker import messages
 
 FORMING_S_MAX = 10.0  # all are known to be there, and connect
 STORE_S_MAX = 15.0  # torch looks up the names of both ends of each connection, and DNS may be slow
@@ -75,6 +76,7 @@ class World:
             if self._await("all") != "here":
                 raise WorldChanged
             self._know_groups()
+            messages.give_time()
             _survive_the_communicator()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -234,10 +236,12 @@ class World:
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
-        """Whatever is connected meanwhile belongs to this world."""
-        self._others = set(_sockets())
+        """Whatever is connected meanwhile belongs to this world, but for what another thread of the script
+        connects in Python."""
+        self._others = others = set(_sockets())
         try:
-            yield
+            with _noting_pythons_own(others):
+                yield
         finally:
             with self._lock:
                 self._connections |= set(_sockets()) - self._others
@@ -316,14 +320,6 @@ def _abort_communicators() -> None:
         nccl._group_end()
 
 
-def wait_for(messages: Iterable[dist.Work | None]) -> None:
-    """Between two workers each. Gloo would give them as long as it was given to connect."""
-    timeout = _world_group()._get_backend(torch.device("cpu")).options._timeout
-    for message in messages:
-        assert message is not None, "both are of the group"
-        message.wait(timeout)
-
-
 def _world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
@@ -339,6 +335,23 @@ def _sockets() -> Iterator[tuple[int, str]]:
             continue
         if target.startswith("socket:"):
             yield int(name), target
+
+
+@contextlib.contextmanager
+def _noting_pythons_own(sockets: set[tuple[int, str]]) -> Iterator[None]:
+    """Add those to it that Python code makes meanwhile; torch's are made without Python."""
+    make: Any = socket.socket.__init__
+
+    def noting(self: socket.socket, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        with contextlib.suppress(OSError):
+            sockets.add((self.fileno(), os.readlink(f"/proc/self/fd/{self.fileno()}")))
+
+    socket.socket.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        socket.socket.__init__ = make  # type: ignore[method-assign]
 
 
 def _shut(descriptor: int) -> None:

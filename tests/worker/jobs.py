@@ -341,8 +341,8 @@ def reads(folder: Path, name: str, what: str) -> list[Any]:
 
 
 def work_slowly(address: str, folder: str, name: str) -> None:
-    """The first worker takes longer to send the state, and then to compute its part, than one may take to
-    connect."""
+    """The first worker takes longer to send the state, then to compute its part, and then to send a message
+    of the script's own, than one may take to connect."""
     world.FORMING_S_MAX = 3.0
     send = exchange._send
 
@@ -362,6 +362,13 @@ def train_slowly(state: worker.State, journal: Journal, accident: Accident, step
             if worker.rank() == 0 and step.number == 0:
                 time.sleep(world.FORMING_S_MAX + 0.5)
             step.backward(state.model(x).square().mean())
+        if worker.rank() == 0 and step.number == 1:
+            time.sleep(world.FORMING_S_MAX + 0.5)
+            dist.send(torch.ones(1), 1)
+            dist.send(torch.ones(1), 1)
+        elif step.number == 1:
+            assert dist.recv(torch.zeros(1)) == 0
+            assert dist.irecv(torch.zeros(1), 0).wait()
         state.optimizer.step()
         state.optimizer.zero_grad()
         commit(state, journal)
