@@ -62,13 +62,15 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How long a worker may go without a step. ``unasked_s``: a busy one that nobody waits for."""
+    """How long a worker may go without a step. ``unasked_s``: a busy one that nobody waits for;
+    ``leaving_s``: after it was told to leave a world that others have left."""
 
     stopped_s: float
     asleep_s: float
     waiting_s: float
     busy_s: float
     unasked_s: float
+    leaving_s: float = FOREVER_S
 
 
 def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowance | None:
@@ -80,7 +82,7 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
     if steps < 1:
         return None
     if patience.fixed_s is not None:
-        return Allowance(*(patience.fixed_s,) * 5)
+        return Allowance(*(patience.fixed_s,) * 6)
     usual_s, largest_s = (median(gaps), max(gaps)) if gaps else (0.0, 0.0)
     floor_s, ceiling_s = patience.floor_s, max(patience.ceiling_s, patience.floor_s, 2 * largest_s)
     if len(gaps) < GAPS_ENOUGH:
@@ -95,6 +97,7 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
         waiting_s=bounded(max(60 * usual_s, 10 * largest_s, 120 * floor_s)),
         busy_s=ceiling_s,
         unasked_s=FOREVER_S,  # it may well be an evaluation of hours that every rank has its part of
+        leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),  # others have what it has
     )
 
 
@@ -217,6 +220,13 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         return found(Why.SILENT, silent, allowed.waiting_s)
     apart = _apart(waiting)
     return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
+
+
+def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
+    """Who keeps the others from their next world, once it has taken too long to leave this one. ``looks``:
+    of those that have not left it. One that is busy may be what the sleeping ones wait for."""
+    asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
+    return _verdict(Why.ASLEEP, asleep, looks) if asleep and len(asleep) == len(looks) else None
 
 
 def _verdict(why: Why, guilty: tuple[Look, ...], looks: Sequence[Look]) -> Verdict:

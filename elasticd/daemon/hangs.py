@@ -6,7 +6,9 @@ longer than one that sleeps may, its stacks, which it is asked for by a signal.
 
 For that it takes all ranks: each agent writes what its workers do to etcd, while they stand still, and
 the leader says who hangs. Only of a stopped worker its own agent is certain: it tells at once, has the
-leader ask the others what theirs do, and waits no longer than a moment for what they answer.
+leader ask the others what theirs do, and waits no longer than a moment for what they answer. And where
+workers are to leave a broken world, one that sleeps on is not waited for as long as it was in that world:
+others have all it has in memory, and want to go on.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from typing import Generic, TypeVar
 
 from elasticd.core.agent.state import Crew
 from elasticd.core.facts import Hang, Stall
-from elasticd.core.hang import REPEAT_S, Allowance, Doing, Patience, Verdict, Why, allowance, judge
+from elasticd.core.hang import (
+    REPEAT_S,
+    Allowance,
+    Doing,
+    Patience,
+    Verdict,
+    Why,
+    allowance,
+    judge,
+    judge_leaving,
+)
 from elasticd.core.ports import Store
 from elasticd.core.reasons import Reason, WorkersHung
 from elasticd.daemon.driver import Driver
@@ -92,6 +104,7 @@ class Hangs:
         self._judged: tuple[Verdict, int, _Errand[str]] | None = None
         self._judged_at = -REPEAT_S
         self._round = 0
+        self._leaving_since: float | None = None  # when workers were told to leave the round, as it broke
         self._killed: dict[tuple[Why, str], float] = {}  # how long it had stood still, by place
         self._certain: tuple[Verdict, float] | None = None  # and until when the others are waited for
         self._answered: Hang | None = None
@@ -131,6 +144,8 @@ class Hangs:
             return min(IDLE_S, allowed.stopped_s / 2 - still_s)
         self._still.sample(at)
         stopped = self._still.longest_stopped_s(at) >= allowed.stopped_s
+        if self._leaving_since is None and crew.parting and not crew.planned:
+            self._leaving_since = at
         if still_s < allowed.stopped_s and self._looking is None:
             return min(STALLED_S, allowed.stopped_s - still_s)
         return self._investigate(crew, allowed, still_s, stopped, at)
@@ -145,6 +160,14 @@ class Hangs:
         steps = self._still.least_made if self._in_step(crew) else 1
         return allowance(self._still.gaps, steps, self._patience)
 
+    def _is_late(self, crew: Crew, allowed: Allowance, at: float) -> bool:
+        """Whether leaving takes too long for those here who have left the round, with what is in memory."""
+        if self._leaving_since is None:
+            return False
+        state = self._driver.state
+        left = state.waiting & state.ages.keys() & set(crew.member.slots)
+        return bool(left) and at >= max(self._leaving_since, self._still.aware_since) + allowed.leaving_s
+
     # ------------------------------------------------------------ looking
 
     def _investigate(self, crew: Crew, allowed: Allowance, still_s: float, stopped: bool, at: float) -> float:
@@ -153,7 +176,8 @@ class Hangs:
                 return ERRAND_S
             self._scenes, self._looking = self._looking.result or (), None
             return self._conclude(crew, allowed, at)
-        if not self._in_step(crew) and not stopped:
+        late = self._is_late(crew, allowed, at)
+        if not self._in_step(crew) and not stopped and not late:
             return STALLED_S
         verdict = self._stalls.verdict_for(self._round)
         if verdict is not None:
@@ -171,7 +195,7 @@ class Hangs:
             self._look_at_s = allowed.asleep_s
         question = self._stalls.question(self._round)
         asked = question is not None and question is not self._answered
-        if stopped or still_s >= self._look_at_s or asked:
+        if stopped or late or still_s >= self._look_at_s or asked:
             self._answered = question
             self._look_at_s = max(self._look_at_s, still_s * AGAIN)
             subjects = [worker.subject for worker in self._still.workers.values()]
@@ -187,6 +211,8 @@ class Hangs:
         alone, in_step = len(crew.round.members) == 1, self._in_step(crew)
         all_told = alone and in_step
         verdict = judge(looks if all_told else [k for k in looks if k.doing is Doing.STOPPED], allowed)
+        if verdict is None and self._is_late(crew, allowed, at):
+            verdict = judge_leaving(looks)
         if verdict is not None and (alone or not in_step or self._driver.state.silent):
             return self._decide(self._round, verdict, at)
         if alone or not in_step:
@@ -257,6 +283,7 @@ class Hangs:
     def _forget(self) -> None:
         """All but how long steps take: that is the job's, whoever makes them."""
         self._still.forget()
+        self._leaving_since = None
         self._calm()
         self._judged_at = -REPEAT_S
 

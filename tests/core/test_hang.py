@@ -20,6 +20,7 @@ from elasticd.core.hang import (
     allowance,
     doing,
     judge,
+    judge_leaving,
 )
 from elasticd.core.whereabouts import At, Whereabouts
 
@@ -179,6 +180,23 @@ def test_one_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy:
 )
 def test_the_verdict(kinds: list[str], still_s: float, expected: object) -> None:
     assert blamed(judged(world(*kinds, still_s=still_s))) == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["asleep"], (Why.ASLEEP, [0])),
+        (["asleep", "asleep"], (Why.ASLEEP, [0, 1])),
+        (["asleep", "busy"], None),  # which it may wait for
+        (["unknown"], None),
+        (["busy"], None),
+        ([], None),
+    ],
+)
+def test_who_is_too_late_to_leave_a_world_is_to_blame_only_if_asleep(
+    kinds: list[str], expected: object
+) -> None:
+    assert blamed(judge_leaving(world(*kinds))) == expected
 
 
 def test_who_waits_elsewhere_than_most_is_to_blame() -> None:

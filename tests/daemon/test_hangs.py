@@ -71,6 +71,7 @@ class Setup:
             crew=Crew(round, member, False, frozenset({0, 1})),
             me=SimpleNamespace(node="a", incarnation="i", key="nodes/a"),
             leads=None, own=SimpleNamespace(fact=round, created=1), silent=None, round=round,
+            waiting=frozenset(), ages={},
         )  # fmt: skip
         self.hangs = Hangs(
             patience,

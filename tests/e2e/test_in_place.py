@@ -97,6 +97,25 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
     assert "the loss is not a number" in raised["message"]
 
 
+@pytest.mark.slow
+def test_survivors_of_a_killed_worker_do_not_wait_long_for_one_that_sleeps(residents: Residents) -> None:
+    residents.cluster.limits = (2, 3)
+    options = ("--hang-floor=0.5", "--part-timeout=3600")  # five seconds to leave a round, thirty in a round
+    (a,) = residents.start("a", slots=3, options=options)
+    first, before = residents.world(3)
+    before[1].tell("sleep", seconds=3600)
+    residents.cluster.until(lambda: before[1].did("sleeping"), "one sleeps")
+    os.kill(before[2].pid, signal.SIGKILL)
+    residents.cluster.until_said(a, "workers.hung")
+    _, after = residents.world(3, after=first)
+    assert before[0].pid in {p.pid for p in after}
+    residents.finish(a)
+    (hung,) = a.find("workers.hung")
+    assert (hung["why"], hung["ranks"], hung["round"]) == ("asleep", [1], first)
+    (charged,) = a.find("failure.charged")
+    assert charged["code"] == -signal.SIGKILL and charged["rank"] == 2, "no fault of the one that slept"
+
+
 def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents) -> None:
     residents.cluster.limits = (2, 2)
     (a,) = residents.start("a", slots=2, options=("--spares=1",))

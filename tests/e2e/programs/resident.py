@@ -44,6 +44,9 @@ class Stage:
                     self.last = order["step"]
                 elif order["do"] == "go_wrong":
                     raise ValueError(order["text"])
+                elif order["do"] == "sleep":
+                    self.tell("sleeping")
+                    time.sleep(order["seconds"])
 
 
 stage = Stage()
