@@ -26,6 +26,7 @@ memory and its paper).
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import mmap
 import os
@@ -61,6 +62,11 @@ class Line:
             self.socket.sendmsg([raw], rights, socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT))
         except OSError as error:
             raise Gone(f"the other end does not listen: {error.strerror or error}") from error
+
+    def reply(self, message: Message, files: tuple[int, ...] = ()) -> None:
+        """Without waiting. That the other end is gone is noticed where it is read from."""
+        with contextlib.suppress(Gone):
+            self.send(message, files, wait=False)
 
     def receive(self, *, wait: bool = True) -> tuple[Message, list[int]] | None:
         """None if there is nothing yet (only if told not to wait). Raises Gone."""

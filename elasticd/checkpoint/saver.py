@@ -12,7 +12,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -20,17 +19,18 @@ import msgspec
 from elasticd.checkpoint.committing import Committer, Committing, told
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
 from elasticd.checkpoint.jobs import Jobs
-from elasticd.checkpoint.manifest import BadCheckpoint, File, parse_folder
+from elasticd.checkpoint.manifest import parse_folder
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica, offers
 from elasticd.checkpoint.replication import Replication
 from elasticd.checkpoint.report import Fate, Footprint, Report
 from elasticd.checkpoint.store import Store, store_at
-from elasticd.checkpoint.worlds import Gathering, Plan, World
-from elasticd.core.facts import Checkpoint, Holder, Saved
+from elasticd.checkpoint.underway import Underway
+from elasticd.checkpoint.worlds import Plan, World
+from elasticd.core.facts import Checkpoint, Holder
 from elasticd.core.replicas import Offer
-from elasticd.core.retention import Keep, Refused
+from elasticd.core.retention import Keep
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,6 @@ class Saver:
         replication: Replication | None = None,
     ) -> None:
         self._listener = listener
-        self._committing = Committing(committer_of, pace)
         self._linger_s = linger_s
         self._first_s = first_s
         self._say = say
@@ -74,10 +73,8 @@ class Saver:
         self._clients: set[_Client] = set()
         self._worlds: list[World] = []
         self._jobs = Jobs()
+        self._underway = Underway(self._jobs, Committing(committer_of, pace), report)
         self._leaves = False
-        self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)), "write")
-        self._committers = ThreadPoolExecutor(8, "commit")
-        self._witnesses = ThreadPoolExecutor(2, "witness")
 
     def leave(self) -> None:
         """Return from ``serve`` once nothing is left to do. Signal handlers may call this."""
@@ -122,9 +119,7 @@ class Saver:
                 self._jobs.finish()
                 self._measure()
         finally:
-            self._writers.shutdown(cancel_futures=True)
-            self._committers.shutdown(cancel_futures=True)
-            self._witnesses.shutdown(cancel_futures=True)
+            self._underway.close()
             if self._replication is not None:
                 self._replication.close()
             self._selector.close()
@@ -177,8 +172,7 @@ class Saver:
             world = World(store, token, round_, fence, int(message["world"]), locals_, keep)
             world.holder = str(message.get("holder", "")) if self._replication is not None else ""
             self._worlds.append(world)
-            if world.commits:
-                self._witnesses.submit(self._committing.open, world)
+            self._underway.open(world)
         client.world, client.rank = world, int(message["rank"])
         world.lines[client.rank] = client.line
 
@@ -210,24 +204,18 @@ class Saver:
         ):
             world.handed.add(name)
         self._forget_older(world)
-        gathering = world.gatherings.get(name)
-        if gathering is None:
-            gathering = Gathering(name, step, float(message["at"]), time.monotonic(), plan.paper)
-            world.gatherings[name] = gathering
-            if world.commits:
-                gathering.witness = self._witnesses.submit(self._committing.witness, world)
+        gathering = self._underway.gathering(world, name, step, float(message["at"]), plan.paper)
         if rank == min(world.locals):
             self._report(Report(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
         gathering.heard.add(rank)
         if rank == 0:
             gathering.paper = plan.paper
-        self._miss_those_gone(world, gathering)
+        self._underway.miss_those_gone(world, gathering)
         if gathering.why:
             for what in ("copied", "free"):
-                _reply(client.line, {"is": what, "plan": message["plan"], "buffer": buffer})
-            self._settle_if_failed(world, gathering)
+                client.line.reply({"is": what, "plan": message["plan"], "buffer": buffer})
+            self._underway.settle_if_failed(world, gathering)
             return
-        gathering.writing.add(rank)
         note: Message = {"plan": message["plan"], "buffer": buffer}
         using = {"disk"}  # of the buffer, which is free when nobody does
         if world.holder and self._replication is not None:
@@ -237,7 +225,7 @@ class Saver:
             def copied(why: str) -> None:
                 if why:
                     self._say(f"no copy of rank {rank}'s shard of step {step} is held elsewhere: {why}")
-                _reply(client.line, {"is": "copied", **note})
+                client.line.reply({"is": "copied", **note})
                 used(world.holder)
 
             self._replication.push(world.holder, label, plan.paper.index, memory, copied)
@@ -245,53 +233,35 @@ class Saver:
         def used(by: str) -> None:
             using.discard(by)
             if not using:
-                _reply(client.line, {"is": "free", **note})
+                client.line.reply({"is": "free", **note})
 
-        def written(outcome: File | BaseException) -> None:
-            gathering.writing.discard(rank)
-            used("disk")
-            if isinstance(outcome, BaseException):
-                gathering.why = (
-                    gathering.why or f"the shard of rank {rank} could not be written: {told(outcome)}"
-                )
-            else:
-                gathering.files[rank] = outcome
-            self._settle_if_failed(world, gathering)
-            self._advance(world)
-
-        self._jobs.run(self._writers, lambda: self._committing.write(world, name, rank, memory), written)
+        self._underway.write(world, gathering, rank, memory, lambda: used("disk"))
 
     def _hear_miss(self, client: _Client, message: Message, _: list[int]) -> None:
         world, name = client.world, str(message["name"])
         if world is None or parse_folder(name) is None:
             raise ValueError(f"{name} is no checkpoint's name")
-        gathering = world.gatherings.get(name)
-        if gathering is None:
-            paper = client.plan.paper if client.plan else Paper(b"", b"")
-            gathering = Gathering(name, int(message["step"]), time.time(), time.monotonic(), paper)
-            world.gatherings[name] = gathering
+        paper = client.plan.paper if client.plan else Paper(b"", b"")
+        gathering = self._underway.gathering(world, name, int(message["step"]), time.time(), paper)
         gathering.heard.add(client.rank)
         gathering.why = gathering.why or f"rank {client.rank} could not copy: {message['why']}"
-        self._settle_if_failed(world, gathering)
+        self._underway.settle_if_failed(world, gathering)
 
     def _hear_skip(self, client: _Client, message: Message, _: list[int]) -> None:
         if client.world is not None and client.world.commits and client.rank == 0:
             self._report(Report(Fate.SKIPPED, int(message["step"])))
 
     def _hear_known(self, client: _Client, message: Message, _: list[int]) -> None:
-        """It may have been committed, and the copy of that not yet written where workers can read it."""
-        store = store_at(message["path"])
-
-        def told_(outcome: tuple[Checkpoint, bool] | BaseException) -> None:
+        def answer(outcome: tuple[Checkpoint, bool] | BaseException) -> None:
             if isinstance(outcome, BaseException):
-                _reply(
-                    client.line, {"is": "known", "why": f"what is committed cannot be read: {told(outcome)}"}
+                client.line.reply(
+                    {"is": "known", "why": f"what is committed cannot be read: {told(outcome)}"}
                 )
                 return
             known, own = outcome
             _reply_at_length(client.line, {"is": "known", "own": own}, known)
 
-        self._jobs.run(self._witnesses, lambda: self._committing.known(store), told_)
+        self._underway.known(store_at(message["path"]), answer)
 
     def _hear_survey(self, client: _Client, message: Message, _: list[int]) -> None:
         path = str(message["path"])
@@ -342,38 +312,8 @@ class Saver:
         if not world.lines:
             world.forget_all_but_newest()
         for gathering in list(world.gatherings.values()):
-            self._miss_those_gone(world, gathering)
-            self._settle_if_failed(world, gathering)
-
-    def _miss_those_gone(self, world: World, gathering: Gathering) -> None:
-        """Whoever is gone and has not handed over never will."""
-        missed = world.gone - gathering.files.keys() - gathering.writing
-        if missed and not gathering.why:
-            gathering.why = f"rank {min(missed)} was gone before it had handed over"
-
-    def _advance(self, world: World) -> None:
-        """Commit the oldest if all of it is here: in order, or the older one would be refused."""
-        first = next(iter(world.gatherings.values()), None)
-        if first is None or first.why or first.committing or not world.locals <= first.files.keys():
-            return
-        first.committing = True
-        if not world.commits:
-
-            def handed_in(outcome: BaseException | None) -> None:
-                if outcome is None:
-                    self._tell(world, {"is": "written", "name": first.name})
-                    self._forget(world, first)
-                else:
-                    first.why = f"the one that commits could not be told of it: {told(outcome)}"
-                    self._settle_if_failed(world, first)
-
-            self._jobs.run(self._committers, lambda: self._committing.hand_in(world, first), handed_in)
-            return
-        self._jobs.run(
-            self._committers,
-            lambda: self._committing.commit(world, first),
-            lambda outcome: self._settle(world, first, outcome),
-        )
+            self._underway.miss_those_gone(world, gathering)
+            self._underway.settle_if_failed(world, gathering)
 
     def _plan(self, client: _Client, message: Message) -> Plan:
         if client.plan is None or client.number != message["plan"]:
@@ -391,72 +331,11 @@ class Saver:
             if self._replication is not None:
                 self._replication.forget(newest.store.url, before=newest.round)
 
-    # ------------------------------------------------------------ what became of them
-
-    def _settle(self, world: World, gathering: Gathering, outcome: Saved | BaseException) -> None:
-        if isinstance(outcome, BaseException):
-            refused = isinstance(outcome, Refused | BadCheckpoint | TimeoutError)
-            gathering.why = str(outcome) if refused else f"it could not be committed: {told(outcome)}"
-            self._settle_if_failed(world, gathering)
-            return
-        self._forget(world, gathering)
-        took_s = time.monotonic() - gathering.began
-        self._tell(
-            world,
-            {
-                "is": "committed",
-                "name": outcome.name,
-                "step": outcome.step,
-                "took_s": took_s,
-                "size": outcome.size,
-            },
-        )
-        self._report(Report(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
-
-    def _settle_if_failed(self, world: World, gathering: Gathering) -> None:
-        """Say so once nothing writes there any more. Once no rank here will come with it, what was written
-        is removed, and it is the turn of the next."""
-        if not gathering.why or gathering.writing:
-            return
-        if not gathering.failed:
-            gathering.failed = True
-            failed = {"name": gathering.name, "step": gathering.step, "why": gathering.why}
-            self._tell(world, {"is": "failed", **failed})
-            if world.commits:
-                self._report(Report(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
-            else:
-                self._jobs.run(
-                    self._writers, lambda: self._committing.refuse(world, gathering), lambda _: None
-                )
-        if not gathering.settled and world.locals <= gathering.heard | world.gone:
-            gathering.settled = True
-            if world.commits:
-                self._jobs.run(
-                    self._committers,
-                    lambda: self._committing.discard(world, gathering),
-                    lambda _: self._forget(world, gathering),
-                )
-            else:
-                self._forget(world, gathering)
-
-    def _forget(self, world: World, gathering: Gathering) -> None:
-        world.gatherings.pop(gathering.name, None)
-        self._advance(world)
-
-    def _tell(self, world: World, message: Message) -> None:
-        for line in world.lines.values():
-            _reply(line, message)
-
-
-def _reply(line: Line, message: Message, *files: int) -> None:
-    with contextlib.suppress(Gone):  # it is noticed where we read
-        line.send(message, files, wait=False)
-
 
 def _reply_at_length(line: Line, message: Message, what: object) -> None:
     """In a file: of a large job it may be more than a socket holds."""
     file = Paper(msgspec.json.encode(what), b"").file()
     try:
-        _reply(line, message, file)
+        line.reply(message, (file,))
     finally:
         os.close(file)

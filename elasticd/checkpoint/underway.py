@@ -1,0 +1,161 @@
+"""What becomes of checkpoints on their way to the disk: they are committed one after the other, or come to
+nothing, and those who handed them over are told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from elasticd.checkpoint.committing import Committing, told
+from elasticd.checkpoint.handover import Memory, Message, Paper
+from elasticd.checkpoint.jobs import Jobs
+from elasticd.checkpoint.manifest import BadCheckpoint, File
+from elasticd.checkpoint.report import Fate, Report
+from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.retention import Refused
+
+
+class Underway:
+    """Whatever blocks is done in threads, by ``jobs``; all that is here is called by their loop."""
+
+    def __init__(self, jobs: Jobs, committing: Committing, report: Callable[[Report], None]) -> None:
+        self._jobs = jobs
+        self._committing = committing
+        self._report = report
+        self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)), "write")
+        self._committers = ThreadPoolExecutor(8, "commit")
+        self._witnesses = ThreadPoolExecutor(2, "witness")
+
+    def close(self) -> None:
+        """Finish what is being done, and begin nothing more."""
+        for pool in (self._writers, self._committers, self._witnesses):
+            pool.shutdown(cancel_futures=True)
+
+    def open(self, world: World) -> None:
+        """It is going to hand over."""
+        if world.commits:
+            self._witnesses.submit(self._committing.open, world)
+
+    def known(self, store: Store, then: Callable[[tuple[Checkpoint, bool] | BaseException], None]) -> None:
+        """What is committed there, and whether by this job. It may have been committed, and the copy of that
+        not yet written where workers can read it."""
+        self._jobs.run(self._witnesses, lambda: self._committing.known(store), then)
+
+    def gathering(self, world: World, name: str, step: int, at: float, paper: Paper) -> Gathering:
+        """The checkpoint of that name, begun if nobody has spoken of it yet."""
+        if name not in world.gatherings:
+            world.gatherings[name] = Gathering(name, step, at, time.monotonic(), paper)
+        return world.gatherings[name]
+
+    def miss_those_gone(self, world: World, gathering: Gathering) -> None:
+        """Whoever is gone and has not handed over never will."""
+        missed = world.gone - gathering.files.keys() - gathering.writing
+        if missed and not gathering.why:
+            gathering.why = f"rank {min(missed)} was gone before it had handed over"
+
+    def write(
+        self, world: World, gathering: Gathering, rank: int, memory: Memory, done: Callable[[], None]
+    ) -> None:
+        """This rank's shard; ``done`` is called once its memory is not read any more."""
+        gathering.writing.add(rank)
+        if world.commits and gathering.witness is None:
+            gathering.witness = self._witnesses.submit(self._committing.witness, world)
+
+        def written(outcome: File | BaseException) -> None:
+            gathering.writing.discard(rank)
+            done()
+            if isinstance(outcome, BaseException):
+                gathering.why = (
+                    gathering.why or f"the shard of rank {rank} could not be written: {told(outcome)}"
+                )
+            else:
+                gathering.files[rank] = outcome
+            self.settle_if_failed(world, gathering)
+            self._advance(world)
+
+        def write() -> File:
+            return self._committing.write(world, gathering.name, rank, memory)
+
+        self._jobs.run(self._writers, write, written)
+
+    def _advance(self, world: World) -> None:
+        """Commit the oldest if all of it is here: in order, or the older one would be refused."""
+        first = next(iter(world.gatherings.values()), None)
+        if first is None or first.why or first.committing or not world.locals <= first.files.keys():
+            return
+        first.committing = True
+        if not world.commits:
+
+            def handed_in(outcome: BaseException | None) -> None:
+                if outcome is None:
+                    self._tell(world, {"is": "written", "name": first.name})
+                    self._forget(world, first)
+                else:
+                    first.why = f"the one that commits could not be told of it: {told(outcome)}"
+                    self.settle_if_failed(world, first)
+
+            self._jobs.run(self._committers, lambda: self._committing.hand_in(world, first), handed_in)
+            return
+        self._jobs.run(
+            self._committers,
+            lambda: self._committing.commit(world, first),
+            lambda outcome: self._settle(world, first, outcome),
+        )
+
+    def _settle(self, world: World, gathering: Gathering, outcome: Saved | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            refused = isinstance(outcome, Refused | BadCheckpoint | TimeoutError)
+            gathering.why = str(outcome) if refused else f"it could not be committed: {told(outcome)}"
+            self.settle_if_failed(world, gathering)
+            return
+        self._forget(world, gathering)
+        took_s = time.monotonic() - gathering.began
+        self._tell(
+            world,
+            {
+                "is": "committed",
+                "name": outcome.name,
+                "step": outcome.step,
+                "took_s": took_s,
+                "size": outcome.size,
+            },
+        )
+        self._report(Report(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
+
+    def settle_if_failed(self, world: World, gathering: Gathering) -> None:
+        """Say so once nothing writes there any more. Once no rank here will come with it, what was written
+        is removed, and it is the turn of the next."""
+        if not gathering.why or gathering.writing:
+            return
+        if not gathering.failed:
+            gathering.failed = True
+            failed = {"name": gathering.name, "step": gathering.step, "why": gathering.why}
+            self._tell(world, {"is": "failed", **failed})
+            if world.commits:
+                self._report(Report(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
+            else:
+                self._jobs.run(
+                    self._writers, lambda: self._committing.refuse(world, gathering), lambda _: None
+                )
+        if not gathering.settled and world.locals <= gathering.heard | world.gone:
+            gathering.settled = True
+            if world.commits:
+                self._jobs.run(
+                    self._committers,
+                    lambda: self._committing.discard(world, gathering),
+                    lambda _: self._forget(world, gathering),
+                )
+            else:
+                self._forget(world, gathering)
+
+    def _forget(self, world: World, gathering: Gathering) -> None:
+        world.gatherings.pop(gathering.name, None)
+        self._advance(world)
+
+    def _tell(self, world: World, message: Message) -> None:
+        for line in world.lines.values():
+            line.reply(message)
