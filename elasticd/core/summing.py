@@ -53,8 +53,3 @@ def _are_halves(left: range, right: range, virtual_ranks: int) -> bool:
     whole = 2 * len(left)
     end = min(left.start + whole, virtual_ranks)
     return whole & (whole - 1) == 0 and left.start % whole == 0 and right == range(left.stop, end)
-
-
-def subtrees_of(block: range, virtual_ranks: int) -> tuple[range, ...]:
-    """What the worker with this block of virtual ranks hands in."""
-    return pile_up((range(v, v + 1) for v in block), virtual_ranks).left

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -32,13 +31,10 @@ from elasticd.etcd.names import ROOT, job_prefix
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What an etcd says about itself. ``latency_s``: how long it took to say so."""
+    """What an etcd says about itself. ``leader``: whether this member leads its cluster."""
 
-    endpoint: str
     version: str
-    db_bytes: int
-    leader: bool  # whether this member leads its cluster
-    latency_s: float
+    leader: bool
 
 
 class Client:
@@ -64,14 +60,10 @@ class Client:
 
     def status(self) -> Status:
         """Ask the endpoint in use how it is. Needs no permission."""
-        sent_at = time.monotonic()
         response = self._connection.call("status", rpc.StatusRequest(), idempotent=True)
         return Status(
-            endpoint=self._connection.endpoint,
             version=response.version,
-            db_bytes=response.dbSize,
             leader=response.leader == response.header.member_id,
-            latency_s=time.monotonic() - sent_at,
         )
 
     def check(self) -> Status:
@@ -171,13 +163,6 @@ class Client:
         """A lease: its id, and the seconds etcd really gives (never less than about two)."""
         response = self._connection.call("grant", rpc.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, float(response.TTL)
-
-    def keep_alive(self, lease: int) -> float:
-        """More time for a lease; the seconds it has now. Raises LeaseGone."""
-        response = self._connection.call("keep_alive", rpc.LeaseKeepAliveRequest(ID=lease), idempotent=True)
-        if response.TTL <= 0:
-            raise LeaseGone("the lease is gone")
-        return float(response.TTL)
 
     def revoke(self, lease: int) -> None:
         """Give a lease back; its keys vanish. One that is gone already is no error."""

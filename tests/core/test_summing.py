@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core.dealing import deal
-from elasticd.core.summing import pile_up, subtrees_of
+from elasticd.core.summing import pile_up
 
 
 def tree(first: int, end: int) -> str:
@@ -29,6 +29,11 @@ def added_up(parts: list[tuple[range, str]], virtual_ranks: int) -> list[str]:
             pile[-1] = f"({pile[-1]}+{upper})"
     assert len(pile) == len(how.left)
     return pile
+
+
+def subtrees_of(block: range, virtual_ranks: int) -> tuple[range, ...]:
+    """What the worker with this block of virtual ranks hands in."""
+    return pile_up((range(v, v + 1) for v in block), virtual_ranks).left
 
 
 @given(st.integers(1, 70), st.integers(1, 80))
