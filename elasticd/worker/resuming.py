@@ -69,12 +69,15 @@ class Resuming:
         whole = [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved)]
         if half:
             whole.append(f"what was in memory was lost while it was read: {half}")
-        demanded = os.environ.get("ELASTICD_RESUME") == Resume.REQUIRED
+        resume = os.environ.get("ELASTICD_RESUME", Resume.AUTO)
+        demanded = resume == Resume.REQUIRED
         if whole or required or demanded:
             why = "; ".join(whole) or f"none was ever committed in {self._store.url}"
             sentence = f"no checkpoint is whole: {why}"
             if demanded:
                 _end_the_job(sentence)
+            if wrong and not (complaint or required or resume == Resume.NEVER):
+                sentence += "; to train from the start, give --resume=never"
             raise NoCheckpoint(sentence)
         return None
 

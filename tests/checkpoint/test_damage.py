@@ -213,8 +213,11 @@ def test_the_damaged_tensor_is_named(damaged, caplog):
 def test_none_whole_is_an_error_and_not_a_fresh_start(damaged):
     for step in (1, 2):
         shard(damaged.path, step).unlink()
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint is whole: step-0000000002.*; step-0000000001"):
+    with pytest.raises(
+        NoCheckpoint, match=r"no checkpoint is whole: step-0000000002.*; step-0000000001"
+    ) as what:
         damaged.checkpoints.load(damaged.state)
+    assert str(what.value).endswith("; to train from the start, give --resume=never")
 
 
 def test_a_damaged_pointer_is_no_fresh_start_either(damaged):
