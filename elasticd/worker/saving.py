@@ -29,6 +29,7 @@ from elasticd.worker.target import parts_of
 from elasticd.worker.together import Together
 
 _log = logging.getLogger(__name__)
+_UNDER_WAY_MAX: Final = 4  # handed over and not yet committed: while commits take long, they fill the disk
 _LANDS_S: Final = 10.0  # for a copy from a GPU, which may hang in what was asked of it before
 
 
@@ -80,7 +81,7 @@ class Saving:
         shape = shape_of(flat)
         blobs = pickled(flat.objects)
         same = plan is not None and plan.suits(shape, blobs)
-        free = plan is None or not same or plan.free
+        free = (plan is None or not same or plan.free) and len(self.pending) < _UNDER_WAY_MAX
         answer = together.ask_least([self._line.is_open, same, free, step, -step])
         # The copy is most likely wanted, and the others' answers take their time.
         why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
@@ -95,13 +96,13 @@ class Saving:
             self.pending.clear()
             self._terms = self._line.open(together, self._store, self._keep)
             self._seq = 0  # by which names differ, and which newcomers count from the start
-        if not (agreed[0] and agreed[1]):
-            self._make_plan(together, flat, shape, blobs)
-            why = None
-        elif not agreed[2]:
+        if agreed[0] and not agreed[2]:
             self.skipped += 1
             self._line.say({"is": "skip", "step": step})
             return False
+        if not (agreed[0] and agreed[1]):
+            self._make_plan(together, flat, shape, blobs)
+            why = None
         self._seq += 1
         self._hand_over(self._fill(state, flat, blobs) if why is None else why, step, began)
         return True

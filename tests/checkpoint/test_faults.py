@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint import handover
+from elasticd.checkpoint import disk, handover
 from elasticd.checkpoint.handover import Line, Memory, Paper
 from elasticd.checkpoint.manifest import Index, encode_index, folder_name
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled
 
@@ -176,6 +176,28 @@ def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp
     assert checkpoints.skipped == 3
     assert checkpoints.wait() and not checkpoints.failed
     assert resumed(tmp_path / "run") == 2
+    checkpoints.close()
+
+
+def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committed(
+    forker, tmp_path, monkeypatch
+):
+    path = tmp_path / "run"
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+    checkpoints = Checkpoints(path, last=9)
+    path.mkdir()
+    with disk.locked(path / f".{POINTER}.lock"):
+        handed_over: list[int] = []
+        step = 0
+        while checkpoints.skipped < 20:
+            step += 1
+            if checkpoints.save(filled(step), step):
+                handed_over.append(step)
+                checkpoints.wait(0.2)  # it is written, and its memory free
+        assert len(folders(path)) <= len(handed_over) == 4
+    assert checkpoints.wait() and not checkpoints.failed
+    assert [saved.step for saved in FilePointer(path).read().saved] == handed_over
+    assert checkpoints.save(filled(99), 99)
     checkpoints.close()
 
 
