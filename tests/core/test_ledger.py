@@ -158,7 +158,7 @@ def test_an_agent_that_is_killed_loses_a_hundredth_of_its_time_or_a_second_and_t
                 due = now + keep_every_s(now - began_at)
                 kept = ledger.record("a", now)
         trained_s += max(0, int(life_s / step_s) - 1) * step_s
-        lost_most_s += max(life_s / 100, 1.0) + LOOK_S + step_s
+        lost_most_s += max(life_s / 100, 1.0) + 2 * LOOK_S + step_s  # until the first look, and between two
         now = began_at + life_s + gap_s
     assert kept is not None
     (account,) = Ledger().see({0: Kind.RENDEZVOUS}, now).resume(kept, now).slots.values()
