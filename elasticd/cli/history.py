@@ -14,7 +14,7 @@ import click
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.fitting import on_screen
-from elasticd.cli.options import Whole
+from elasticd.cli.values import Whole
 from elasticd.procs.linux import started_at
 from elasticd.telemetry import events as files
 from elasticd.telemetry import runs, words

@@ -6,7 +6,6 @@ Torchrun's are also read from ``PET_<NAME>``, ours from ``ELASTICD_<NAME>``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -15,6 +14,8 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+
+from elasticd.cli.values import Seconds, Switch, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -128,74 +129,8 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# ---------------------------------------------------------------- types
-
-
-class Unfit(click.BadParameter):
-    """A value that its option cannot have, in a sentence that names both."""
-
-    def __init__(
-        self, value: Any, why: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> None:
-        option = max(param.opts, key=len) if param is not None else "the value"
-        super().__init__(f"{option} {str(value) or repr(value)} {why}.", ctx, param)
-
-    def format_message(self) -> str:
-        return self.message
-
-
-class Whole(click.ParamType[int]):
-    """A whole number, no less than ``least``."""
-
-    name = "integer"
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            number = int(value)
-        except ValueError:
-            raise Unfit(value, "is not a whole number", param, ctx) from None
-        if number < self._least:
-            raise Unfit(value, f"is less than {self._least}", param, ctx)
-        return number
-
-
-class Seconds(click.ParamType[float]):
-    """A length of time in seconds: finite, and no less than ``least``."""
-
-    name = "seconds"
-
-    def __init__(self, least: float = 0.0, why: str = "") -> None:
-        self._least, self._why = least, why
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            seconds = float(value)
-        except ValueError:
-            raise Unfit(value, "is not a number of seconds", param, ctx) from None
-        if not math.isfinite(seconds):
-            raise Unfit(value, "is not a finite number of seconds", param, ctx)
-        if seconds < self._least:
-            raise Unfit(value, f"is less than {self._least:g}{self._why}", param, ctx)
-        return seconds
-
-
-class _Switch(click.types.BoolParamType):
-    """A flag; from the environment torchrun reads a number, and anything but 0 is yes."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
-            return int(value) != 0
-        return bool(super().convert(value, param, ctx))
-
-
 _COUNT = Whole(1)
 _FILE = click.Path(path_type=Path)
-
-
-# ---------------------------------------------------------------- the table
 
 
 def _ours(name: str, type: Any = str, help: str = "", **more: Any) -> Callable[[F], F]:
@@ -223,11 +158,11 @@ def _torchruns(*names: str, type: Any = str, help: str = "", **more: Any) -> Cal
 
 
 def _our_switch(name: str, help: str) -> Callable[[F], F]:
-    return _ours(name, _Switch(), help, is_flag=True, default=False)
+    return _ours(name, Switch(), help, is_flag=True, default=False)
 
 
 def _torchruns_switch(*names: str, help: str) -> Callable[[F], F]:
-    return _torchruns(*names, type=_Switch(), help=help, is_flag=True, default=False)
+    return _torchruns(*names, type=Switch(), help=help, is_flag=True, default=False)
 
 
 def etcd_options(command: F) -> F:

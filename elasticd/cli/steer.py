@@ -10,7 +10,8 @@ import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import answering, find, places
-from elasticd.cli.options import Whole, etcd_options
+from elasticd.cli.options import etcd_options
+from elasticd.cli.values import Whole
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Put, Refused, Unchanged
 from elasticd.etcd.access import EtcdAccess

@@ -28,8 +28,9 @@ from elasticd.cli.doctor.machine_facts import (
 from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
 from elasticd.cli.interfaces import network_environment
 from elasticd.cli.machine import default_node_name, routed_address
-from elasticd.cli.options import Seconds, etcd_options
+from elasticd.cli.options import etcd_options
 from elasticd.cli.planning import http_place
+from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, host_and_port
 from elasticd.etcd.errors import StoreError

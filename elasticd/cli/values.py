@@ -1,0 +1,68 @@
+"""The kinds of values that options take; what is wrong with one is said in a sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+
+class Unfit(click.BadParameter):
+    """A value that its option cannot have, in a sentence that names both."""
+
+    def __init__(
+        self, value: Any, why: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> None:
+        option = max(param.opts, key=len) if param is not None else "the value"
+        super().__init__(f"{option} {str(value) or repr(value)} {why}.", ctx, param)
+
+    def format_message(self) -> str:
+        return self.message
+
+
+class Whole(click.ParamType[int]):
+    """A whole number, no less than ``least``."""
+
+    name = "integer"
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            raise Unfit(value, "is not a whole number", param, ctx) from None
+        if number < self._least:
+            raise Unfit(value, f"is less than {self._least}", param, ctx)
+        return number
+
+
+class Seconds(click.ParamType[float]):
+    """A length of time in seconds: finite, and no less than ``least``."""
+
+    name = "seconds"
+
+    def __init__(self, least: float = 0.0, why: str = "") -> None:
+        self._least, self._why = least, why
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            raise Unfit(value, "is not a number of seconds", param, ctx) from None
+        if not math.isfinite(seconds):
+            raise Unfit(value, "is not a finite number of seconds", param, ctx)
+        if seconds < self._least:
+            raise Unfit(value, f"is less than {self._least:g}{self._why}", param, ctx)
+        return seconds
+
+
+class Switch(click.types.BoolParamType):
+    """A flag; from the environment torchrun reads a number, and anything but 0 is yes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
+            return int(value) != 0
+        return bool(super().convert(value, param, ctx))
