@@ -225,6 +225,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             lastwords.pass_on_error_file(config, last, procs.error_file)
         ended_at = clock()
         ledgers = timekeeper.farewell(ended_at)
+        saver.close()  # what it had yet to commit is told of this run, too
         publisher.farewell(ended_at)
         spent = totals(ledgers)
         said = lastwords.last_words(config, last, left, ended_at - began_at, spent)

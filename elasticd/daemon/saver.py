@@ -106,6 +106,7 @@ class SaverService:
 
     def _start(self) -> None:
         def ended(end: Ended) -> None:
+            self._listen()  # to its last words
             self._pid = 0
             self.footprint = Footprint()  # memory of a process that is gone
             self._ready.set()
@@ -134,7 +135,9 @@ class SaverService:
 
     def close(self) -> None:
         """No more are started, and the one there is ends when it has done what there is to do, or at
-        once if that takes too long."""
+        once if that takes too long. May be called again."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         if self._starter is not None:
             self._starter.join()

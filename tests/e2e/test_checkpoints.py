@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.telemetry import events
 
 PROGRAM = Path(__file__).parent / "programs" / "checkpointed.py"
 
 
 def test_a_job_goes_on_from_what_its_node_has_in_memory_and_commits_it_all(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "TORCHELASTIC_"))}
+    environment["XDG_STATE_HOME"] = str(tmp_path / "state")
     command = ["elasticd", "run", "--standalone", "--nproc-per-node", "2", str(PROGRAM), str(tmp_path)]
     job = subprocess.run(
         [sys.executable, "-m", "elasticd.cli.main", *command[1:]],
@@ -26,6 +28,10 @@ def test_a_job_goes_on_from_what_its_node_has_in_memory_and_commits_it_all(tmp_p
     assert '"event": "checkpoint.committed"' in job.stderr and '{"step": 10, ' in job.stderr, (
         "what the saver does is in the agent's log"
     )
+    [noted] = (tmp_path / "state").rglob(events.FILE)
+    told = events.read([noted.parent])
+    assert [e["step"] for e in told if e["event"] == "checkpoint.committed"][-1] == 10
+    assert told[-1]["event"] == events.ENDED, "the run is over when its last checkpoint is committed"
     for rank in range(2):
         assert (tmp_path / f"began-{rank}").read_text().splitlines() == ["0 disk", "6 memory"]
     assert [s.step for s in FilePointer(tmp_path / "run").read().saved] == [9, 10]
