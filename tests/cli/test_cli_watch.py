@@ -10,10 +10,11 @@ from elasticd.cli import watch as watching
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import Place
 from elasticd.cli.report import JobReport
-from elasticd.core.facts import Cause, Fact, Phase, Progress, Round, SlotProgress
+from elasticd.core.facts import Cause, Fact, Node, Phase, Progress, Round, SlotProgress
 from elasticd.core.ports import Changes, Entry, Listing
 from elasticd.etcd.access import EtcdAccess
 
+NODE = Node("a", "a-1", "10.0.0.1", (0,), 0, 1, 2, "host")
 LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
 
 
@@ -38,7 +39,7 @@ def beat(node: str, step: int) -> Progress:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(watching, "EVERY_S", 3600.0)
     watched = Watched()
-    watched.hears(round=LIVE)
+    watched.hears(round=LIVE, nodes__a=NODE)
     assert len(watched.told) == 1  # the first is shown at once
     return watched
 
@@ -72,7 +73,7 @@ def test_what_changed_together_is_shown_together(watched: Watched) -> None:
 
 def test_a_job_that_vanishes_is_told_at_once(watched: Watched) -> None:
     with pytest.raises(Complaint, match="no longer in etcd"):
-        watched.hears(round=None)
+        watched.hears(round=None, nodes__a=None)
 
 
 def test_a_standalone_run_may_have_written_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
