@@ -19,10 +19,12 @@ def train(state: worker.State, batch: torch.Tensor) -> None:
         state.optimizer.zero_grad()
         state.model(batch).square().mean().backward()
         state.optimizer.step()
+        returned = False
         try:
             state.commit()
+            returned = True
         finally:
-            if state.step > step:  # it is committed, also where the world ends with it
+            if returned or state.step > step:  # it is committed, also where the world ends with it
                 os.write(LOG, f"{time.monotonic():.6f} {place} {step}\n".encode())
 
 
