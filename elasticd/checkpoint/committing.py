@@ -181,6 +181,6 @@ def _receipts(store: Store, folder: str) -> set[str]:
 
 def told(error: BaseException) -> str:
     """An error in words, with the file that it is about."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.strerror} ({error.filename})"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error)

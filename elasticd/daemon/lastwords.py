@@ -77,10 +77,14 @@ def last_words(
     last: Round | None,
     left: Leave,
     lasted_s: float,
-    spent: Mapping[str, float] | None = None,
+    spent: Mapping[str, float],
+    unsaved: str = "",
 ) -> str:
     if last is not None:
-        return final.screen(config.job, last, restarts=last.restarts, lasted_s=lasted_s, spent=spent or {})
+        restarts = last.restarts
+        return final.screen(
+            config.job, last, restarts=restarts, lasted_s=lasted_s, spent=spent, unsaved=unsaved
+        )
     if left.code > 128:
         return f"{config.job}: {config.node} {left.why}."
     return f"elasticd: {left.why}."

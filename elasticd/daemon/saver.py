@@ -27,7 +27,7 @@ from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.daemon.holding import EtcdPeers
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.keeper import Ended, KeeperError, Warden
-from elasticd.telemetry import log
+from elasticd.telemetry import log, words
 
 _log = log.get("elasticd.saver")
 _OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"
@@ -62,6 +62,8 @@ class SaverService:
         self._also = [holding[0]] if holding is not None else []
         self.reports: deque[Report] = deque(maxlen=_REPORTS_MAX)
         self.footprint = Footprint()
+        self.unsaved = ""  # of checkpoints that came to nothing, in words
+        self._failures = 0
         self._listener, self.name = handover.listen()
         self._said, self._saying = socket.socketpair()
         self._said.setblocking(False)
@@ -176,6 +178,9 @@ class SaverService:
                 _log.info("checkpoint.committed", step=report.step, name=report.name, **facts)
             case Fate.FAILED:
                 _log.warning("checkpoint.failed", step=report.step, name=report.name, why=report.why)
+                self._failures += 1
+                many = words.count(self._failures, "checkpoint")
+                self.unsaved = f"{many}; the last, of step {report.step}: {report.why}"
             case Fate.SKIPPED:
                 _log.warning("checkpoint.skipped", step=report.step, why=_BEHIND)
         self.reports.append(report)

@@ -13,15 +13,27 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def screen(
-    job: str, last: Round, *, restarts: int, lasted_s: float, spent: Mapping[str, float] = _NOTHING
+    job: str,
+    last: Round,
+    *,
+    restarts: int,
+    lasted_s: float,
+    spent: Mapping[str, float] = _NOTHING,
+    unsaved: str = "",
 ) -> str:
     """What to print when the job has ended, from its last round.
 
     ``restarts``: failures the job has had in all; ``lasted_s``: how long it took, in seconds;
-    ``spent``: what the time of its slots was spent on, in seconds by kind.
+    ``spent``: what the time of its slots was spent on, in seconds by kind; ``unsaved``: of checkpoints
+    that came to nothing.
     """
     told = words.spent(spent)
-    return "\n".join([*_ending(job, last, restarts, lasted_s), *([f"Time: {told}."] if told else [])])
+    lines = [*_ending(job, last, restarts, lasted_s)]
+    if told:
+        lines.append(f"Time: {told}.")
+    if unsaved:
+        lines.append(f"Not saved: {unsaved}.")
+    return "\n".join(lines)
 
 
 def _ending(job: str, last: Round, restarts: int, lasted_s: float) -> Sequence[str]:

@@ -434,6 +434,8 @@ def event(reason: r.Reason) -> LogEvent:
             flat[f.name] = list(value)
         elif f.name == "until" and isinstance(value, float):
             flat["until"] = datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
+        elif isinstance(value, float):
+            flat[f.name] = round(value, 3)
         elif f.name != "hung" or value:
             flat["round" if f.name == "number" else f.name] = value
     return LogEvent(name, level, {k: v for k, v in flat.items() if v not in (None, "", [])})

@@ -178,6 +178,13 @@ def test_the_last_line_of_a_successful_job_is_one_line() -> None:
     assert len(screen.splitlines()) == 1 and "3 rounds" in screen and "1 restart" in screen
 
 
+def test_the_last_screen_tells_of_checkpoints_that_came_to_nothing() -> None:
+    last = Round(3, RoundPhase.ENDED, (), "", Cause.START, NOW, outcome=Outcome.SUCCEEDED)
+    unsaved = "2 checkpoints; the last, of step 9: No space left on device"
+    screen = final.screen("job", last, restarts=0, lasted_s=10, unsaved=unsaved)
+    assert screen.splitlines()[-1] == f"Not saved: {unsaved}."
+
+
 # ---------------------------------------------------------------- the log
 
 
