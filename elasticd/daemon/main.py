@@ -68,7 +68,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
     began_at = clock()
     logger = log.get("elasticd.agent")
     with ExitStack() as cleanup:
-        worker_files = openfiles.raise_limit(config.slots, config.limits.max)
+        worker_files = openfiles.raise_limit(config.slots, config.limits.min)
         warden = cleanup.enter_context(
             Warden.start(worker_files)
         )  # first: it wants a process without threads

@@ -40,7 +40,7 @@ def test_an_agent_raises_its_own_limit_and_remembers_what_it_was() -> None:
 def test_where_even_the_hard_limit_is_too_low_it_is_said_before_anything_is_started() -> None:
     refusal = ask(256, 256, 100, 200)
     assert refusal.startswith(
-        "a process may have 256 files open here, and an agent of 100 slots in a world of up"
+        "a process may have 256 files open here, and an agent of 100 slots in a world of at"
     )
     assert "raise the hard limit" in refusal and refusal.count("\n") == 1
 
