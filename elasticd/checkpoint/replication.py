@@ -20,9 +20,7 @@ from elasticd.core.replicas import Offer
 
 _T = TypeVar("_T")
 _CALLERS_MAX: Final = 64  # at a time; more wait for their turn
-_STRANGERS_MAX: Final = (
-    256  # who have yet to prove who they are: the one longest at it makes room for the next
-)
+_STRANGERS_MAX: Final = 256  # who have yet to prove themselves; the oldest makes room for the next
 _SPARE: Final = 0.1  # of the machine's memory that is left alone
 
 

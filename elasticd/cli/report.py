@@ -93,6 +93,9 @@ class CheckpointReport:
     age_s: float
     size: int
 
+    def in_words(self, now: float) -> str:
+        return f"step {self.step} is the newest checkpoint, {words.span(now - self.at)} old"
+
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
@@ -331,8 +334,7 @@ def as_text(r: JobReport, now: float) -> list[str]:
     if r.time and (told := words.spent(r.time)):
         lines.append(f"  goodput   {told}")
     if r.checkpoint:
-        age = words.span(now - r.checkpoint.at)
-        lines.append(f"  saved     step {r.checkpoint.step} is the newest checkpoint, {age} old")
+        lines.append(f"  saved     {r.checkpoint.in_words(now)}")
     if r.leader:
         lines.append(f"  leader    {r.leader}")
     if r.waiting_for:

@@ -78,8 +78,7 @@ def snapshot(report: JobReport, now: float) -> Snapshot:
     if report.time and (spent := words.spent(report.time)):
         told.append(Event(now, spent))
     if saved := report.checkpoint:
-        age = words.span(now - saved.at)
-        told.append(Event(saved.at, f"step {saved.step} is the newest checkpoint, {age} old"))
+        told.append(Event(saved.at, saved.in_words(now)))
     if failed := report.last_failure:
         how = (
             f"rank {failed.rank} {words.ending(failed.code, hung=failed.hung)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -80,6 +81,16 @@ class Bench:
         procs = self.procs([sys.executable, "-c", program, *args], **how)
         self.start(procs, workers, **(env or {}))
         return self.wait(workers)
+
+    def stopped(self, program: str, *said: bytes) -> Exit:
+        """Have one worker run this Python program, and stop it once it has said all that."""
+        procs = self.procs([sys.executable, "-c", program])
+        self.start(procs)
+        for words in said:
+            self.console.wait_for(words)
+        procs.stop(signal.SIGTERM, PATIENCE_S)
+        (exit,) = self.wait()
+        return exit
 
     def _exited(self, exit: Exit) -> None:
         with self._told:

@@ -194,12 +194,7 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 signal.pause()
 """
-    procs = bench.procs([sys.executable, "-c", program])
-    bench.start(procs)
-    bench.console.wait_for(b"ready")
-    bench.console.wait_for(b"child\n")
-    procs.stop(signal.SIGTERM, 60.0)
-    (exit,) = bench.wait()
+    exit = bench.stopped(program, b"ready", b"child\n")
     assert exit.code == 0
     assert b"saving with its child None" in bench.console.lines()
 
