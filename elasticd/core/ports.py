@@ -182,8 +182,8 @@ class WorkerLinked:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaiting:
-    """A worker has left ``round`` (0: it never was in one) and waits for its next. ``age``: of the
-    state it could bring, None if it has none whole."""
+    """A worker has left ``round`` (0: it never was in one), in which it made so many steps, and waits for
+    ``start`` to give it its next. ``age``: of the state it could bring, None if it has none whole."""
 
     slot: int
     round: int
@@ -202,7 +202,8 @@ class WorkerReturned:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCheckpointed:
-    """A script has written a checkpoint of its own, at ``path``. Unless it is linked, it is held there."""
+    """A script has written a checkpoint of its own, at ``path``. Unless it is linked, it is held there
+    until ``go_on`` or its end."""
 
     slot: int
     round: int
