@@ -404,4 +404,5 @@ def test_a_member_without_a_quorum_is_left_for_those_with_one(
     for member in lost:
         member.signal(signal.SIGCONT)
     write(store, 3)
-    heard.until(lambda: budgets(heard)[-1:] == [3])
+    # The unknown write may happen yet, even after this one: that is what unknown says.
+    heard.until(lambda: 3 in budgets(heard))
