@@ -31,6 +31,8 @@ _TIMES, _TIMES_MASK = 256, 255  # when the last 256 steps were: the second half 
 _SIGNAL = 47  # of real time, so that nobody's program means anything by it; see elasticd/procs/stacks.py
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
 
+preloaded: frozenset[str] = frozenset()  # the modules that this process was forked with: the zygote's to set
+
 
 def start() -> None:
     """Claim the page, and wait for the optimizers to be imported."""
@@ -44,7 +46,7 @@ def start() -> None:
             if optimizers is None:
                 sys.meta_path.insert(0, _Finder(fields, path))
             else:  # forked from a zygote
-                _hook(optimizers, fields, path, frozenset(sys.modules))
+                _hook(optimizers, fields, path)
 
 
 def _claim(path: str) -> memoryview[int] | None:
@@ -136,18 +138,15 @@ class _Finder:
             pass
 
 
-def _hook(optimizers: Any, fields: memoryview[int], path: str, known: frozenset[str] = frozenset()) -> None:
-    """``known``: modules that the zygote has already."""
+def _hook(optimizers: Any, fields: memoryview[int], path: str) -> None:
     try:
-        optimizers.register_optimizer_step_post_hook(_make_hook(fields, path, known))
+        optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
         fields[_PHASE] = _IMPORTED
     except Exception:  # noqa: BLE001, S110  # a torch we do not know: no heartbeat, but it runs
         pass
 
 
-def _make_hook(
-    fields: memoryview[int], path: str, preloaded: frozenset[str] = frozenset()
-) -> Callable[[Any, Any, Any], None]:
+def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], None]:
     """What runs after each step of each optimizer.
 
     Iterations are counted, not steps: with several optimizers (a GAN's two, one for each layer)
@@ -176,7 +175,7 @@ def _make_hook(
             fields[_STEPS] = steps
             fields[_PHASE] = _STEPPING
             if steps == 1:
-                _tell_imports(os.path.join(os.path.dirname(path), "imports"), preloaded)
+                _tell_imports(os.path.join(os.path.dirname(path), "imports"))
         else:
             fields[_LAST_NS] = now_ns()
         stepped.add(key)
@@ -191,13 +190,13 @@ def _make_hook(
     return hook
 
 
-def _tell_imports(address: str, known: frozenset[str]) -> None:
-    """Send the names of the modules imported so far but for those known, in their order, if somebody
+def _tell_imports(address: str) -> None:
+    """Send the names of the modules imported so far but for those preloaded, in their order, if somebody
     wants to know."""
     try:
         if os.path.exists(address):
-            imported = _imported(known)
-            if known and not imported:
+            imported = _imported()
+            if preloaded and not imported:
                 return
             import _socket
             import zlib
@@ -212,7 +211,7 @@ def _tell_imports(address: str, known: frozenset[str]) -> None:
         pass
 
 
-def _imported(known: frozenset[str]) -> list[str]:
+def _imported() -> list[str]:
     """Modules of the standard library and of installed packages, but not what is the job's own."""
     # Ours may be installed elsewhere (pip install -e, PYTHONPATH).
     homes = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
@@ -229,7 +228,7 @@ def _imported(known: frozenset[str]) -> list[str]:
     own_package = spec.name.partition(".")[0] if spec else None  # python -m
     found = []
     for name, module in list(sys.modules.items()):
-        if name in known:
+        if name in preloaded:
             continue
         spec = getattr(module, "__spec__", None)
         origin = getattr(spec, "origin", None)

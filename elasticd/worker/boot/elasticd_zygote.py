@@ -30,6 +30,7 @@ import sys
 import time
 
 import elasticd_ending
+import elasticd_heartbeat  # once for all workers, as is all that it needs
 from elasticd_importing import children, import_all, threads
 from elasticd_likeness import (
     PADDING,
@@ -166,6 +167,8 @@ class Zygote:
         if given is not None:
             os.environ["PYTHONPATH"] = given
         self._said = tuple(os.pread(fd, os.fstat(fd).st_size, 0) for fd in (1, 2))  # type: ignore[assignment]
+        # Made here, as each worker that looked at all names would get copies of the pages they lie in.
+        elasticd_heartbeat.preloaded = frozenset(sys.modules)
         _freeze()
         self._state["tries"] = 0
         self._embryo_at = time.monotonic()
