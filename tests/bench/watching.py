@@ -15,7 +15,9 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import floor, sqrt
 from pathlib import Path
 from statistics import median
 from typing import Self
@@ -152,6 +154,14 @@ class Watched:
         return (begun[-1] - begun[SETTLING_STEPS]) / count
 
 
+def median_within(drawn: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies of what these were drawn from, 95 times of 100, however that is distributed:
+    so many of them fall below it as heads in as many tosses of a coin (normal approximation)."""
+    ranked, aside = sorted(drawn), 0.98 * sqrt(len(drawn))
+    low = max(0, floor(len(ranked) / 2 - aside))
+    return ranked[low], ranked[-1 - low]
+
+
 def watching(workers: int, pairs: int, count: int, what: Watching, width: int, batch: int) -> str:
     """Not watched, watched, watched, not watched, and so on, as the machine drifts; the median of the
     pairs, and what the agent used by its own account."""
@@ -183,11 +193,10 @@ def watching(workers: int, pairs: int, count: int, what: Watching, width: int, b
             calls_s = {name: job.call_s(name) for name in ("hook", "commit")[: 1 + what.library]}
         finally:
             job.close()
-    ratios.sort()
-    quarter = len(ratios) // 4
+    low, high = median_within(ratios)
     said = [
         f"{median(ratios):+.2%} of a step of {median(plain_s) * 1e3:.1f} ms",
-        f"half of the {pairs} pairs: {ratios[quarter]:+.2%} to {ratios[-1 - quarter]:+.2%}",
+        f"by {pairs} pairs {low:+.2%} to {high:+.2%} (95 %)",
         *(f"a {name} {took * 1e6:.0f} us ({took / median(plain_s):.3%})" for name, took in calls_s.items()),
     ]
     if what.part == "all":
