@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from typing import Any
 import click
 
 from elasticd.checkpoint import handover
+from elasticd.checkpoint.alone import be_modest
 
 Numbers = dict[str, dict[str, list[float]]]
 STEP_S = 0.3
@@ -34,6 +37,7 @@ STEP_S = 0.3
 OURS = "elasticd"
 FLOOR = "floor: memcpy of its own part"
 ALL = "memcpy of all of it"
+WRITTEN = "floor: and one process writes it all"
 DCP = "dcp.save"
 LAST = "dcp.async_save"  # how the names of its variants begin
 
@@ -118,6 +122,8 @@ def _judged(numbers: Numbers) -> Iterator[str]:
         yield _line("best dcp.async_save blocks, times ours", best / blocks, "at least 2.5")
         yield _line("the same with what it slows", whole / ours, "at least 5")
     yield _line("a step while the saver writes, times usual", _of(numbers, OURS, "step"), "at most 1.05")
+    if WRITTEN in numbers:
+        yield _line("the same while as much is just written", _of(numbers, WRITTEN, "step"), "the floor")
     if ALL in numbers:
         by_memory = _of(numbers, OURS, "recall") / _of(numbers, ALL, "load")
         yield _line("load from memory, times a memcpy of it", by_memory, "at most 1.5")
@@ -183,6 +189,21 @@ def memory_held() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
     return sizes["RssAnon:"] + sizes["RssShmem:"]
+
+
+def write_when_told(size: int) -> None:
+    """For each byte that comes in: as many to a file, past the page cache, durably; then a byte out."""
+    be_modest()
+    content = mmap.mmap(-1, size // mmap.PAGESIZE * mmap.PAGESIZE)
+    content.write(b"\1" * len(content))
+    while os.read(0, 1):
+        fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+        written = 0
+        while written < len(content):
+            written += os.write(fd, memoryview(content)[written : written + (16 << 20)])
+        os.fsync(fd)
+        os.close(fd)
+        os.write(1, b"1")
 
 
 class _Bench:
@@ -256,6 +277,7 @@ class _Bench:
         for name, way in (
             (FLOOR, self.memcpy(1 / self.world)),
             (ALL, self.memcpy(1.0)),
+            (WRITTEN, self.bare_write()),
             (OURS, self.ours()),
             ("torch.save on rank 0, with fsync", self.torch_save()),
             (DCP, self.dcp_save()),
@@ -351,6 +373,43 @@ class _Bench:
             torch._foreach_copy_(sources, places)
 
         yield {"save": copy, "load": back}
+
+    def bare_write(self) -> Iterator[dict[str, Callable[[], Any]]]:
+        """The bare copy, and then as many bytes written by a process as modest as the saver, and nothing
+        else: what the disk itself costs the steps beside it."""
+        writer: subprocess.Popen[bytes] | None = None
+        if self.rank == 0:
+            program = f"from tests.bench.checkpoint import write_when_told; write_when_told({self.size})"
+            writer = subprocess.Popen(
+                [sys.executable, "-c", program, self.place / "bare"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        tell, said = (pipe.fileno() for pipe in (writer.stdin, writer.stdout) if pipe) if writer else (-1, -1)
+        at: list[float] = []
+
+        def save() -> None:
+            self.bare_copy()
+            at[:] = [] if writer else [time.perf_counter()]
+            if writer:
+                os.write(tell, b"1")
+
+        def is_durable(within_s: float = 0.0) -> bool:
+            if writer and not at and select.select([said], [], [], within_s)[0]:
+                os.read(said, 1)
+                at.append(time.perf_counter())
+            return bool(at)
+
+        yield {
+            "save": save,
+            "durable": lambda: is_durable(60.0),
+            "is_durable": is_durable,
+            "when_durable": lambda: at[0],
+        }
+        if writer:
+            writer.kill()
+            writer.wait()
 
     def ours(self) -> Iterator[dict[str, Callable[[], Any]]]:
         from elasticd.worker import Checkpoints
