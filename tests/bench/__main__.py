@@ -43,7 +43,7 @@ def resize(workers: int, tries: int) -> None:
 
 @main.command()
 @click.option("--workers", default=4)
-@click.option("--seconds", default=180.0, help="How long under fire, and as long undisturbed.")
+@click.option("--seconds", default=180.0, help="How long, of each launcher.")
 @click.option("--every", default=20.0, help="Seconds between kills.")
 @click.option("--torchrun/--no-torchrun", default=True)
 def goodput(workers: int, seconds: float, every: float, torchrun: bool) -> None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -21,23 +22,27 @@ Launcher = Callable[[Path, Path], Launched]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Steps made in windows of a run: undisturbed ones, and as many in which a worker was killed."""
+    """Steps made in the windows of a run: undisturbed ones, and one between each two of them in which a
+    worker was killed. A kill comes once in two windows, and all that it costs falls into the first."""
 
     calm: list[int]
     under_fire: list[int]
 
+    @property
+    def shares(self) -> list[float]:
+        """Of each kill: the steps of its two windows, of those of two undisturbed ones."""
+        usual = [(before + after) / 2 for before, after in pairwise(self.calm)]
+        return [(fire / steps + 1) / 2 for fire, steps in zip(self.under_fire, usual, strict=True)]
+
     def __str__(self) -> str:
-        shares = [fire / calm for fire, calm in zip(self.under_fire, self.calm, strict=True)]
-        steps = (
-            f"{sum(self.under_fire)} of {sum(self.calm)} steps, pairs {min(shares):.1%} to {max(shares):.1%}"
-        )
-        return f"{median(shares):7.1%}  ({steps})"
+        shares = self.shares
+        return f"{median(shares):7.1%}  ({len(shares)} kills, {min(shares):.1%} to {max(shares):.1%})"
 
 
-def _kept(launcher: Launcher, workers: int, pairs: int, every_s: float) -> Kept:
-    """Each window of ``every_s`` seconds that begins with a kill has an undisturbed one of that run beside
-    it, before it and after it in turns: machines change their speed by more than a kill costs. The job
-    saves nothing, so that what is lost is the time without steps alone."""
+def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
+    """Beside each kill there is what the same run makes undisturbed just before and after: machines change
+    their speed by more than a kill costs. The job saves nothing, so that what is lost is the time without
+    steps alone."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder, "steps"))
         launched = launcher(steps.path, Path(folder, "log"))
@@ -45,15 +50,13 @@ def _kept(launcher: Launcher, workers: int, pairs: int, every_s: float) -> Kept:
             if steps.first(lambda s: s.step >= WARM_UP_STEPS, START_TIMEOUT_S) is None:
                 raise RuntimeError(f"the job did not start: {Path(folder, 'log').read_text()[-2000:]}")
             kept = Kept([], [])
-            began, kills = time.monotonic(), 0
-            for window in range(2 * pairs):
-                fire = window % 4 in (1, 2)
-                if fire:
+            began = time.monotonic()
+            for window in range(2 * kills + 1):
+                if fire := window % 2 == 1:
                     steps.read()
                     newest = {s.rank: s.pid for s in steps.made[-4 * workers :]}
-                    os.kill(newest[kills % len(newest)], signal.SIGKILL)
-                    kills += 1
-                ends = began + every_s
+                    os.kill(newest[window // 2 % len(newest)], signal.SIGKILL)
+                ends = began + every_s / 2
                 time.sleep(max(0.0, ends - time.monotonic()))
                 steps.read()
                 # Of rank 0, which there is one of in every world.
@@ -67,7 +70,7 @@ def _kept(launcher: Launcher, workers: int, pairs: int, every_s: float) -> Kept:
 
 
 def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> str:
-    """Each launcher in turn, for ``lasts_s`` seconds under fire and as long undisturbed."""
+    """Each launcher in turn, for ``lasts_s`` seconds."""
     rows: dict[str, Launcher] = {
         "elasticd in place, with a spare": lambda s, log: launch.elasticd_in_place(workers, 1, s, log),
         "elasticd in place": lambda s, log: launch.elasticd_in_place(workers, 0, s, log),
@@ -75,10 +78,8 @@ def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> str
     }
     if torchrun:
         rows["torchrun"] = lambda s, log: launch.torchrun_alone(workers, s, log)
-    pairs = max(1, round(lasts_s / every_s))
-    lines = [
-        f"a worker of {workers} killed every {every_s:g} s, {pairs} times: steps of an undisturbed run's"
-    ]
+    kills = max(1, round(lasts_s / every_s))
+    lines = [f"a worker of {workers} killed every {every_s:g} s: steps made, of an undisturbed run's"]
     for name, launcher in rows.items():
-        lines.append(f"  {name:<34} {_kept(launcher, workers, pairs, every_s)}")
+        lines.append(f"  {name:<34} {_kept(launcher, workers, kills, every_s)}")
     return "\n".join(lines)
