@@ -62,7 +62,7 @@ JOB = Board(
         now("Workers", f"run:elasticd_world_size:max{RUN}"),
         now("Goodput, last hour", f"run:elasticd_goodput:ratio1h{RUN}", "percentunit"),
         now("Since the last step", f"run:elasticd_last_step_age_seconds:min{RUN}", "s"),
-        now("Restarts left", f"min by (run) (elasticd_restart_budget_left{RUN})"),
+        now("Restarts left", f"max by (run) (elasticd_restart_budget_left{RUN})"),
         now("Age of the newest checkpoint", f"min by (run) (elasticd_checkpoint_age_seconds{RUN})", "s"),
         now("Round", f"max by (run) (elasticd_round{RUN})"),
         Panel(

@@ -96,7 +96,7 @@ def snapshot(report: JobReport, now: float) -> Snapshot:
         limits=report.limits or Limits(1, 1),
         slots=slots,
         restarts=report.restarts,
-        budget_left=report.budget_left or 0,
+        budget_left=report.budget_left,
         waiting=waiting,
         events=tuple(sorted(told, key=lambda e: e.at)),
     )

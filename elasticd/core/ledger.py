@@ -58,12 +58,14 @@ Seen = Kind | AtWork
 @dataclass(frozen=True, slots=True)
 class Account:
     """The time of one slot. ``told_until``: seconds since the epoch; all before it is in ``spent``.
-    ``furthest``: the job's last step that is known to have been made here."""
+    ``furthest``: the job's last step that is known to have been made here. ``carried``: what of ``spent`` was
+    before this agent, by kind."""
 
     told_until: float
     spent: Mapping[Kind, float] = field(default_factory=dict)
     seen: Seen = Kind.RENDEZVOUS
     furthest: int = 0
+    carried: Mapping[Kind, float] = field(default_factory=dict)
 
     def see(self, what: Seen, now: float) -> Account:
         """The account once the slot has been seen at ``now``. Time that goes back is as if it stood."""
@@ -86,6 +88,11 @@ class Account:
     @property
     def total_s(self) -> float:
         return sum(self.spent.values())
+
+    @property
+    def own(self) -> dict[Kind, float]:
+        """What was spent in the life of this agent, as a counter that begins with it must say."""
+        return {kind: seconds - self.carried.get(kind, 0.0) for kind, seconds in self.spent.items()}
 
     def _tell(self, kind: Kind, until: float) -> Account:
         length_s = until - self.told_until
@@ -140,6 +147,15 @@ class Ledger:
             accounts[slot] = account.see(what, now)
         return Ledger(accounts)
 
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds of all slots together by kind, every kind there is."""
+        sums = dict.fromkeys(map(str, Kind), 0.0)
+        for account in self.slots.values():
+            for kind, seconds in account.spent.items():
+                sums[kind] += seconds
+        return sums
+
     def close(self, now: float) -> Ledger:
         return Ledger({slot: account.close(now) for slot, account in self.slots.items()})
 
@@ -167,10 +183,11 @@ class Ledger:
             account = accounts.get(time.slot)
             if account is None:
                 continue
-            spent = {kind: time.spent.get(kind, 0.0) + account.spent.get(kind, 0.0) for kind in Kind}
-            spent[Kind.RESTARTING] += time.untold_s + (gap_s if gap_s <= ABSENT_MAX_S else 0.0)
+            carried = {kind: time.spent.get(kind, 0.0) for kind in Kind}
+            carried[Kind.RESTARTING] += time.untold_s + (gap_s if gap_s <= ABSENT_MAX_S else 0.0)
+            spent = {kind: carried[kind] + account.spent.get(kind, 0.0) for kind in Kind}
             furthest = max(account.furthest, time.furthest)
-            accounts[time.slot] = replace(account, spent=spent, furthest=furthest)
+            accounts[time.slot] = replace(account, spent=spent, furthest=furthest, carried=carried)
         return Ledger(accounts)
 
 

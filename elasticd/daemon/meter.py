@@ -168,7 +168,7 @@ class Meter:
         self._look(beats, now)
         self._listen()
         for slot, account in ledger.slots.items():
-            for kind, seconds in account.spent.items():
+            for kind, seconds in account.own.items():
                 self.book.count_to("elasticd_time_seconds_total", seconds, slot, kind)
         self._update_slots(snapshot)
         self._update_job(snapshot, now)
@@ -227,6 +227,8 @@ class Meter:
                 continue
             slot, has_worker = line.slot, line.state in _HAS_WORKER
             self.book.set("elasticd_worker_up", has_worker, slot)
+            if not has_worker:
+                self.book.set("elasticd_worker_hung", 0, slot)
             self.book.choose("elasticd_slot_state", line.state, slot)
             worker = self._workers.get(slot)
             if has_worker and line.rank is not None and worker is not None:
@@ -274,9 +276,10 @@ class Meter:
 
     def _read(self, beat: SlotProgress, round: int, now: float) -> None:
         before = self._workers.get(beat.slot)
-        same = before is not None and (before.pid, before.round) == (beat.pid or before.pid, round)
-        if before is None or not same or beat.step < before.step:
+        if before is None or beat.pid not in (0, before.pid):
             before = _Worker(beat.pid, round, now)
+        elif before.round != round or beat.step < before.step:  # its process goes on, as does its CPU time
+            before = _Worker(before.pid, round, now, cpu_s=before.cpu_s)
         steps = beat.step - before.step
         if steps > 0:
             self.book.add("elasticd_worker_steps_total", steps, beat.slot)
@@ -318,7 +321,10 @@ class Meter:
         book.set("elasticd_world_max", s.limits.max)
         book.choose("elasticd_job_phase", s.phase)
         book.set("elasticd_leader", state.leads is not None)
-        book.set("elasticd_restart_budget_left", s.budget_left)
+        if s.budget_left is None:
+            book.forget("elasticd_restart_budget_left")
+        else:
+            book.set("elasticd_restart_budget_left", s.budget_left)
         book.set("elasticd_restart_budget_size", state.policy_source.policy.restarts_max)
         book.set("elasticd_etcd_up", state.silent is None and state.lease_until is not None)
         if view is None or view.nodes is None:

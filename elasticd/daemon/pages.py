@@ -20,10 +20,12 @@ STUCK_AFTER_S = 60.0  # the agent publishes every second; a machine may be very 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``unready``: why this node neither trains nor could, or empty. ``at``: seconds since the epoch."""
+    """``spent``: what the time of this node's slots went to, in seconds by kind. ``unready``: why this node
+    neither trains nor could, or empty. ``at``: seconds since the epoch."""
 
     snapshot: Snapshot
     measured: Measured
+    spent: Mapping[str, float]
     unready: str
     at: float
 
@@ -83,7 +85,7 @@ class Pages:
         last = self._last
         if last is None:
             return _starting()
-        told = words.spent(time_spent(last.measured))
+        told = words.spent(last.spent)
         text = statuspage.render(last.snapshot, last.unready, last.at, __version__, told)
         return Answer(text.encode(errors="replace"), "text/html; charset=utf-8")
 
@@ -102,18 +104,9 @@ def as_json(published: Published) -> dict[str, Any]:
         **asdict(s),
         "step": s.step,
         "steps_per_s": s.steps_per_s,
-        "time": time_spent(published.measured),
+        "time": dict(published.spent),
         "checkpoint_memory": checkpoint_memory(published.measured),
     }
-
-
-def time_spent(measured: Measured) -> dict[str, float]:
-    """By all slots of this node together, in seconds by kind."""
-    spent: dict[str, float] = {}
-    for (_, kind), seconds in measured.values.get("elasticd_time_seconds_total", {}).items():
-        assert isinstance(seconds, float)
-        spent[kind] = spent.get(kind, 0.0) + seconds
-    return spent
 
 
 def checkpoint_memory(measured: Measured) -> dict[str, int]:

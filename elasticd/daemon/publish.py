@@ -160,7 +160,8 @@ class Publisher:
                 self._meter.gpu(slot, reading)
                 self._comparison.look_at_gpu(slot, reading)
         self._meter.compare(self._comparison.standings, self._comparison.bad)
-        self._pages.publish(Published(snapshot, self._meter.book.copy(), self._unready(), now))
+        spent = self._timekeeper.ledger.spent
+        self._pages.publish(Published(snapshot, self._meter.book.copy(), spent, self._unready(), now))
 
     def _unready(self) -> str:
         """Why this node neither trains nor could, in a sentence; empty if it does or could."""
@@ -208,12 +209,7 @@ class Publisher:
     def _snapshot(self, mine: tuple[SlotProgress, ...], now: float) -> Snapshot:
         state = self._driver.state
         spec, round, view = state.spec, state.round, self._driver.view
-        policy = (spec or state.wanted).policy
-        budget_left = policy.restarts_max
-        if view is not None:
-            budget_left = budgets.left(view.budget, policy, now)
-        elif round is not None:
-            budget_left = max(0, policy.restarts_max - round.restarts)
+        policy = state.policy_source.policy
         waits = [words.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
         return Snapshot(
             job=self._config.job,
@@ -224,7 +220,7 @@ class Publisher:
             limits=spec.limits if spec else self._config.limits,
             slots=(*self._own_lines(mine, now), *self._other_lines(now)),
             restarts=round.restarts if round else 0,
-            budget_left=budget_left,
+            budget_left=budgets.left(view.budget, policy, now) if view is not None else None,
             waiting="; ".join(waits),
             events=tuple(self._events),
         )

@@ -182,7 +182,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge("slots_quarantined", "Slots that are kept out as they failed alone; told by the leader.", "", ()),
     _counter("rounds", "Rounds formed, by cause; counted by the leader.", "", ("cause",), *_CAUSES),
     _counter("failures_charged", "Failures charged to the restart budget; counted by the leader.", "", ()),
-    _gauge("restart_budget_left", "Failures the job still survives.", "", ()),
+    _gauge("restart_budget_left", "Failures the job still survives; told by the leader.", "", ()),
     _gauge("restart_budget_size", "Failures the job survives within its window.", "", ()),
     _seconds(
         "detect",

@@ -71,7 +71,7 @@ def _head(s: Snapshot, width: int) -> Text:
     ]
     if pace is not None:
         words.append((f"{_rate(pace)} steps/s", "cyan"))
-    restarts = f"restarts {s.restarts}  ({s.budget_left} left)"
+    restarts = f"restarts {s.restarts}" + (f"  ({s.budget_left} left)" if s.budget_left is not None else "")
     words.append((restarts, "yellow" if s.restarts else "dim"))
     head = Text.assemble((f" {_short(s.job, max(8, width // 3))}", "bold cyan"))
     for word, style in words:

@@ -45,7 +45,8 @@ class Snapshot:
     """The job as one agent knows it.
 
     ``round`` is 0 before the first. ``phase`` is a word such as "live"; ``waiting`` says in a
-    sentence what the job waits for, or is empty. ``events``: the last ones, oldest first.
+    sentence what the job waits for, or is empty. ``budget_left``: failures the job still survives, which
+    the leader alone knows. ``events``: the last ones, oldest first.
     """
 
     job: str
@@ -56,7 +57,7 @@ class Snapshot:
     limits: Limits
     slots: tuple[SlotLine, ...] = ()
     restarts: int = 0
-    budget_left: int = 0
+    budget_left: int | None = None
     waiting: str = ""
     events: tuple[Event, ...] = ()
 

@@ -42,7 +42,7 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
         ("round", str(s.round)),
         ("step", f"{s.step:,}"),
         ("steps/s", "-" if s.steps_per_s is None else f"{s.steps_per_s:.2f}"),
-        (f"restarts ({s.budget_left:,} left)", f"{s.restarts:,}"),
+        ("restarts" if s.budget_left is None else f"restarts ({s.budget_left:,} left)", f"{s.restarts:,}"),
     ]
     notes = [f"<p class=note>{escape(text)}</p>" for text in (unready, s.waiting) if text]
     told = ((_clock(event.at), escape(event.text)) for event in reversed(s.events))

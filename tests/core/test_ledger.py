@@ -174,6 +174,18 @@ def test_a_node_that_was_away_for_long_was_not_there() -> None:
     assert ledger.slots[0].furthest == 9
 
 
+def test_what_an_earlier_agent_has_kept_is_no_increase_of_this_ones_own_time() -> None:
+    kept = NodeLedger("a", T0, (SlotTime(0, {"productive": 36_000.0}, furthest=9, untold_s=2.0),))
+    began_at = T0 + 10.0
+    ledger = Ledger().see({0: Kind.RENDEZVOUS}, began_at).see({0: Kind.WAITING}, began_at + 3.0)
+    before = ledger.slots[0].own
+    ledger = ledger.resume(kept, began_at)
+    own = ledger.slots[0].own
+    assert sum(own.values()) == sum(before.values()) == 3.0 and own[Kind.RENDEZVOUS] == 3.0
+    assert ledger.spent["productive"] == 36_000.0 and ledger.spent["restarting"] == 12.0
+    assert sum(ledger.close(began_at + 5.0).slots[0].own.values()) == 5.0
+
+
 def test_goodput_is_the_productive_share_of_the_time_that_was_wanted() -> None:
     record = NodeLedger(
         "a", T0, (SlotTime(0, {"productive": 60.0, "idle": 500.0}), SlotTime(1, {"hung": 40.0}))

@@ -10,13 +10,26 @@ import pytest
 
 from elasticd.checkpoint.report import Fate, Footprint, Report
 from elasticd.core import agent
-from elasticd.core.facts import Checkpoint, Leadership, Limits, Saved, Spec
+from elasticd.core.facts import (
+    Checkpoint,
+    Leadership,
+    Limits,
+    NodeLedger,
+    Saved,
+    SlotProgress,
+    SlotTime,
+    Spec,
+)
+from elasticd.core.hang import Doing, Look, Verdict, Why
+from elasticd.core.ledger import Kind, Ledger
 from elasticd.core.ports import Changes, Entry, Listing, Seen
+from elasticd.core.reasons import WorkersHung
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.meter import Meter
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.book import Book
 from elasticd.telemetry.gpus import GpuReading
+from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
 
 CONFIG = RunConfig("job", "a", "127.0.0.1", Limits(1, 2), 2, Command(CommandKind.SCRIPT, "job.py"), "f")
 ME = agent.Identity("a", "a#1", "127.0.0.1", (0, 1), "host", 1)
@@ -35,10 +48,17 @@ class Store:
 
 
 def meter(*, leads: bool = True) -> tuple[Meter, Store]:
-    state = agent.start(ME, Spec(Limits(1, 2), Limits(1, 2), "job.py", "f"), 0, 600.0, "etcd")
-    driver = SimpleNamespace(
-        state=SimpleNamespace(me=state.me, leads=Leadership("a", "a#1") if leads else None)
+    new = agent.start(ME, Spec(Limits(1, 2), Limits(1, 2), "job.py", "f"), 0, 600.0, "etcd")
+    state = SimpleNamespace(
+        me=new.me,
+        leads=Leadership("a", "a#1") if leads else None,
+        crew=None,
+        round=None,
+        policy_source=new.policy_source,
+        silent=None,
+        lease_until=None,
     )
+    driver = SimpleNamespace(state=state, view=None)
     store = Store()
     made = Meter(CONFIG, cast(Any, driver), cast(Any, store), lambda slot, after: (), 0.0)
     return made, store
@@ -128,3 +148,54 @@ def test_what_checkpoints_take_of_the_memory_is_shown_by_whose_they_are() -> Non
     made._update_checkpoint()
     assert value(made.book, "checkpoint_memory_bytes", "own") == 300
     assert value(made.book, "checkpoint_memory_bytes", "replicas") == 200
+
+
+def snapshot(*lines: SlotLine, budget_left: int | None = None) -> Snapshot:
+    return Snapshot("job", "a", 1, "live", 2, Limits(1, 2), lines, budget_left=budget_left)
+
+
+def test_a_process_that_goes_on_in_the_next_round_has_used_no_cpu_time_twice() -> None:
+    made, _ = meter()
+    made._read(SlotProgress(0, 0, 100, 5, 50.0), 1, 60.0)
+    made.used(0, 100, Usage(1 << 20, 90.0))
+    for beat in (SlotProgress(0, 0, 0, 0, 0.0), SlotProgress(0, 0, 100, 0, 0.0)):  # who it is comes later
+        made._read(beat, 2, 61.0)
+    made.used(0, 100, Usage(1 << 20, 91.0))
+    assert value(made.book, "worker_cpu_seconds_total", 0) == 91.0
+    made._read(SlotProgress(0, 0, 200, 0, 0.0), 3, 62.0)
+    made.used(0, 200, Usage(1 << 20, 3.0))
+    assert value(made.book, "worker_cpu_seconds_total", 0) == 94.0, "another process begins at nothing"
+    made._read(SlotProgress(0, 0, 200, 4, 63.0), 3, 64.0)
+    assert value(made.book, "worker_steps_total", 0) == 9
+
+
+def test_nobody_is_hung_in_a_slot_without_a_worker() -> None:
+    made, _ = meter()
+    look = Look("a", 1, 1, 7, 60.0, Doing.ASLEEP)
+    made.note(WorkersHung(1, Verdict(Why.ASLEEP, (look,))), tuple, 100.0)
+    made.update(snapshot(SlotLine("a", 1, SlotState.RUNNING, 1, 100)), (), Ledger(), 101.0)
+    assert value(made.book, "worker_hung", 1) == 1
+    made.update(snapshot(SlotLine("a", 1, SlotState.QUARANTINED)), (), Ledger(), 102.0)
+    assert value(made.book, "worker_hung", 1) == 0
+
+
+def test_the_time_of_an_earlier_agent_is_no_increase_of_this_ones_counters() -> None:
+    made, _ = meter()
+    began_at, kept = 1000.0, NodeLedger("a", 980.0, (SlotTime(0, {"productive": 36_000.0}),))
+    ledger = Ledger().see({0: Kind.RENDEZVOUS}, began_at)
+    exported = []
+    for second in range(1, 5):
+        ledger = ledger.see({0: Kind.RENDEZVOUS}, began_at + second)
+        if second == 2:
+            ledger = ledger.resume(kept, began_at)
+        made.update(snapshot(), (), ledger, began_at + second)
+        exported.append(sum(value(made.book, "time_seconds_total", 0, kind) for kind in Kind))
+    assert exported == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_who_does_not_know_what_is_left_of_the_budget_does_not_tell() -> None:
+    made, _ = meter()
+    made.update(snapshot(budget_left=3), (), Ledger(), 1.0)
+    assert value(made.book, "restart_budget_left") == 3
+    made.update(snapshot(), (), Ledger(), 2.0)
+    assert value(made.book, "restart_budget_left") is None

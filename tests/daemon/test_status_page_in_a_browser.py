@@ -41,11 +41,9 @@ def crowded(node: str) -> Snapshot:
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
     pages = Pages(time.time)
-    book = Book()
-    for kind, seconds in (("productive", 7000.0), ("restarting", 150.0), ("rendezvous", 65.0)):
-        book.add("elasticd_time_seconds_total", seconds, 0, kind)
+    spent = {"productive": 7000.0, "restarting": 150.0, "rendezvous": 65.0}
     unready = "this node is not registered in etcd"
-    pages.publish(Published(crowded(LONG), book.copy(), unready, time.time()))
+    pages.publish(Published(crowded(LONG), Book().copy(), spent, unready, time.time()))
     with HttpServer("127.0.0.1", 0, pages.by_path()) as server:
         yield server
 

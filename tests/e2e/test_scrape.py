@@ -128,6 +128,7 @@ def test_a_scrape_tells_of_each_slot_and_of_the_worker_that_was_killed(cluster: 
     assert at_b("rounds_total", cause="worker_failed") == 0
     assert at_a("failures_charged_total") == 1
     assert at_a("restart_budget_left") == (at_a("restart_budget_size") or 0) - 1
+    assert at_b("restart_budget_left") is None, "the leader alone knows which charges still count"
     detect, recover = (at_a(f"{name}_seconds_sum", cause="worker_failed") for name in ("detect", "recover"))
     assert detect is not None and recover is not None and 0 < detect < recover
     assert at_b("recover_seconds_count", cause="worker_failed") == 0, "the node of rank 0 counts for all"
