@@ -25,6 +25,7 @@ from elasticd.core.hang import (
     REPEAT_S,
     Allowance,
     Doing,
+    Look,
     Patience,
     Verdict,
     Why,
@@ -127,8 +128,9 @@ class Hangs:
         same = crew is not None and crew.round.number == self._round
         if crew is None or not (same and _at_work(crew)):
             verdict = self._stalls.verdict_for(self._round)
-            if verdict is not None and self._scenes and at >= self._judged_at + REPEAT_S:
-                return self._decide(self._round, verdict, at)  # another node was faster to act on it
+            due = self._scenes and at >= self._judged_at + REPEAT_S
+            if verdict is not None and due and not (self._mine(verdict) and self._too_soon(verdict, at)):
+                return self._keep(self._round, verdict, at)  # another node was faster to act on it
         if crew is None or not (same and (_at_work(crew) or _parts(crew))):
             self._forget()
             self._round = crew.round.number if crew is not None else 0
@@ -180,15 +182,13 @@ class Hangs:
         if not self._in_step(crew) and not stopped and not late:
             return STALLED_S
         verdict = self._stalls.verdict_for(self._round)
-        if verdict is not None:
-            mine = [g for g in verdict.guilty if g.node == self._driver.state.me.node]
-            if all(self._still.as_it_was(look) for look in mine):
-                return self._decide(self._round, verdict, at)
+        if verdict is not None and self._is_as_it_was(verdict) and not self._too_soon(verdict, at):
+            return self._keep(self._round, verdict, at)
         if self._certain is not None:
             verdict, until = self._certain
             if at >= until:
                 return self._decide(self._round, verdict, at)
-            if all(self._still.as_it_was(look) for look in verdict.guilty):
+            if self._is_as_it_was(verdict):
                 return ANSWER_S
             self._certain = None  # it goes on
         if self._look_at_s is None:
@@ -226,9 +226,10 @@ class Hangs:
     # ------------------------------------------------------------ the verdict
 
     def _decide(self, round_number: int, verdict: Verdict, at: float) -> float:
+        return STALLED_S if self._too_soon(verdict, at) else self._keep(round_number, verdict, at)
+
+    def _keep(self, round_number: int, verdict: Verdict, at: float) -> float:
         """The evidence comes first: what is killed tells nothing."""
-        if self._too_soon(verdict, at):
-            return STALLED_S
         scenes = self._scenes
         base = self._folder()
         folder = base / f"hang-of-round-{round_number}" if base is not None else None
@@ -250,10 +251,11 @@ class Hangs:
         if not writing.over(at):
             return ERRAND_S
         self._judged = None
+        still_s = self._still.longest_s(at)  # as long as those that are gone by now are not forgotten
         crew = self._driver.state.crew
         if crew is not None and crew.round.number == round_number:
             self._still.learn(self._procs.watched(), crew.alive, at)
-        mine = [look for look in verdict.guilty if look.node == self._driver.state.me.node]
+        mine = self._mine(verdict)
         if any(look.slot in self._still.workers and not self._still.as_it_was(look) for look in mine):
             return IDLE_S  # it goes on, after all
         self._judged_at = at
@@ -261,24 +263,29 @@ class Hangs:
         self._say(WorkersHung(round_number, verdict, place))
         conclusion = words.hang(verdict)
         seen = f" (see {place})" if place else ""
+        for look in verdict.guilty:
+            self._killed[verdict.why, look.place] = still_s
         for look in mine:
             worker = self._still.workers.get(look.slot)
             if worker is not None:
-                self._killed[verdict.why, look.place] = self._still.still_s(worker, at)
                 self._procs.condemn(look.slot, worker.watched.pid, f"hung: {conclusion}{seen}")
         return IDLE_S
 
+    def _mine(self, verdict: Verdict) -> list[Look]:
+        return [look for look in verdict.guilty if look.node == self._driver.state.me.node]
+
+    def _is_as_it_was(self, verdict: Verdict) -> bool:
+        """Whether those of this node have made no step since."""
+        return all(self._still.as_it_was(look) for look in self._mine(verdict))
+
     def _too_soon(self, verdict: Verdict, at: float) -> bool:
-        """Whether this is where we killed before, after less than half the time. What stands still at
-        the same place again and again may be healthy, and only slow: it would never get beyond it."""
+        """Whether one was killed here before, after less than half the time. What stands still at the same
+        place again and again may be healthy, and only slow: it would never get beyond it. By how long this
+        node's workers have stood still, as all nodes come to the same then."""
         if verdict.why is Why.STOPPED or self._patience.fixed_s is not None:
             return False
-        mine = [look for look in verdict.guilty if look.node == self._driver.state.me.node]
-        return any(
-            self._still.still_s(worker, at) < 2 * self._killed.get((verdict.why, look.place), 0.0)
-            for look in mine
-            if (worker := self._still.workers.get(look.slot)) is not None
-        )
+        still_s = self._still.longest_s(at)
+        return any(still_s < 2 * self._killed.get((verdict.why, look.place), 0.0) for look in verdict.guilty)
 
     def _forget(self) -> None:
         """All but how long steps take: that is the job's, whoever makes them."""

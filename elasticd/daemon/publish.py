@@ -96,7 +96,7 @@ class Publisher:
         self._file.write(event(reason, now, self._config.job, self._config.node, **more))
         self._meter.note(reason, self._read, now)
         if isinstance(reason, WorkersHung):
-            self._timekeeper.hung(reason.round)
+            self._timekeeper.hung(reason.round, now)
         self._timekeeper.look(self._read(), now)
 
     def routine(self, now: float) -> float:

@@ -38,7 +38,9 @@ class Stalls:
         self._write(Put(f"stalls/{stall.node}", stall, leased=True))
 
     def untell(self) -> None:
-        """They make steps again."""
+        """They make steps again: what was concluded has passed, and says nothing of the next time."""
+        if self._found is not None and not self._found.asks:
+            self._found = None
         if self._told:
             self._told = False
             self._write(Delete(f"stalls/{self._driver.state.me.node}"))

@@ -25,7 +25,7 @@ class Timekeeper:
     ) -> None:
         self._step_times = step_times
         self._held: dict[int, tuple[int, int, float, float]] = {}
-        self._hung = 0  # the round that was judged hung last
+        self._hung = (0, 0.0)  # the round that was judged hung last, and when
         self._config = config
         self._driver = driver
         self._store = store
@@ -66,9 +66,10 @@ class Timekeeper:
             self._write_due = now + keep_every_s(now - self._began_at)
             self._write(now, lambda answer: None)
 
-    def hung(self, round: int) -> None:
-        """The workers of this round stand still, as one of them hangs. Call ``look`` then."""
-        self._hung = round
+    def hung(self, round: int, now: float) -> None:
+        """The workers of this round stand still, as one of them hangs: until it ends, or they make a step
+        after all. Call ``look`` then."""
+        self._hung = (round, now)
 
     def _last_steps(self, beats: Mapping[int, SlotProgress]) -> dict[int, Seen]:
         """Of the workers that were at work when last looked at: some may be no longer."""
@@ -88,7 +89,8 @@ class Timekeeper:
             return kind
         crew = self._driver.state.crew
         assert crew is not None
-        if self._hung == crew.round.number:
+        round, since = self._hung
+        if round == crew.round.number and (beat is None or beat.at <= since):
             return Kind.HUNG
         return self._at_work(crew.round.number, beat) if beat is not None else AtWork(crew.round.number)
 

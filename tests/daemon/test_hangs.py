@@ -320,3 +320,29 @@ def test_who_is_asked_looks_and_tells_though_nobody_here_hangs(tmp_path: Path, m
     (said,) = setup.said
     assert said.verdict.guilty == (there,) and not setup.condemned
     assert {f.name for f in Path(said.evidence).iterdir()} >= {"conclusion.txt", "rank-0.txt", "rank-1.txt"}
+
+
+def test_whose_time_has_not_come_hangs_at_no_node_and_a_verdict_is_of_one_stall_only(
+    tmp_path: Path, made: list[Any]
+) -> None:
+    made.append(Setup(tmp_path, Patience(), others=1))
+    setup: Setup = made[-1]
+    there = Look("other-0", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7")
+    setup.train(10.0)
+    setup.stand_still(60.0)
+    setup.hear(Hang(1, Verdict(Why.ASLEEP, (there,), 2)))
+    setup.stand_still(2.0)
+    assert [said.round for said in setup.said] == [1]
+    setup.next_round()
+    setup.train(10.0)
+    setup.stand_still(60.0)
+    setup.hear(Hang(2, Verdict(Why.ASLEEP, (there,), 2)))
+    setup.stand_still(20.0)
+    setup.train(10.0)
+    setup.put.clear()
+    setup.stand_still(450.0)
+    assert [said.round for said in setup.said] == [1], "it has gone on since"
+    assert setup.put, "and is asked about anew"
+    setup.hear(Hang(2, Verdict(Why.ASLEEP, (there,), 2)))
+    setup.stand_still(2.0)
+    assert [said.round for said in setup.said] == [1, 2]

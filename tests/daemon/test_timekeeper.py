@@ -1,16 +1,20 @@
-"""What a slot without a worker at work is said to do, from a state made by hand."""
+"""What slots are said to do, from a state made by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from elasticd.core import agent
-from elasticd.core.facts import Limits, Phase, Spec
+from elasticd.core.agent.state import Crew
+from elasticd.core.facts import Limits, Phase, SlotProgress, Spec
 from elasticd.core.ledger import Kind
 from elasticd.core.ports import Entry
-from elasticd.daemon.timekeeper import not_at_work
+from elasticd.daemon.config import Command, CommandKind, RunConfig
+from elasticd.daemon.timekeeper import Timekeeper, not_at_work
 from tests.core.build import life, round
 
 ME = agent.Identity("a", life("a"), "127.0.0.1", (0, 1), "host", 1)
@@ -43,3 +47,32 @@ def test_a_slot_without_a_worker_at_work_does_one_thing(
 
 def test_who_has_not_joined_yet_is_on_its_way() -> None:
     assert not_at_work(NEW, 0) is Kind.RENDEZVOUS
+
+
+def test_workers_that_go_on_after_all_do_not_hang_until_the_round_ends() -> None:
+    crew = Crew((live := round(3, {"a": 2, "b": 1})), live.members[0], False, frozenset({0, 1}))
+    at_work = replace(state(Phase.LIVE, {"a": 2, "b": 1}), crew=crew)
+    store = SimpleNamespace(watch=lambda key, seen: None)
+    command = Command(CommandKind.SCRIPT, "job.py")
+    keeper = Timekeeper(
+        RunConfig("job", "a", "127.0.0.1", Limits(2, 2), 2, command, "f"),
+        cast(Any, SimpleNamespace(state=at_work)),
+        cast(Any, store),
+        lambda slot, after: (),
+        1000.0,
+    )
+
+    def look(now: float, steps: int, stepped_at: float) -> None:
+        keeper.look([SlotProgress(slot, slot, 100 + slot, steps, stepped_at) for slot in (0, 1)], now)
+
+    look(1001.0, 1, 1001.0)
+    look(1010.0, 10, 1010.0)
+    keeper.hung(3, 1070.0)
+    for now in (1070.0, 1075.0):
+        look(now, 10, 1010.0)
+    spent = keeper.ledger.spent
+    assert (spent["productive"], spent["hung"]) == (2 * 9.0, 2 * 65.0)
+    look(1080.5, 11, 1080.0)
+    look(1090.0, 20, 1090.0)
+    spent = keeper.ledger.spent
+    assert (spent["productive"], spent["hung"]) == (2 * 18.5, 2 * 70.5)
