@@ -209,7 +209,7 @@ class Publisher:
     def _snapshot(self, mine: tuple[SlotProgress, ...], now: float) -> Snapshot:
         state = self._driver.state
         spec, round, view = state.spec, state.round, self._driver.view
-        policy = state.policy_source.policy
+        policy, failed = state.policy_source.policy, round.failure if round is not None else None
         waits = [words.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
         return Snapshot(
             job=self._config.job,
@@ -223,6 +223,7 @@ class Publisher:
             budget_left=budgets.left(view.budget, policy, now) if view is not None else None,
             waiting="; ".join(waits),
             events=tuple(self._events),
+            last_failure=Event(failed.exit.at, words.failure(failed)) if failed is not None else None,
         )
 
     def _own_lines(self, mine: tuple[SlotProgress, ...], now: float) -> list[SlotLine]:

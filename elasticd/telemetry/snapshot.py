@@ -46,7 +46,8 @@ class Snapshot:
 
     ``round`` is 0 before the first. ``phase`` is a word such as "live"; ``waiting`` says in a
     sentence what the job waits for, or is empty. ``budget_left``: failures the job still survives, which
-    the leader alone knows. ``events``: the last ones, oldest first.
+    the leader alone knows. ``events``: the last ones, oldest first. ``last_failure``: the last
+    that was charged, if any.
     """
 
     job: str
@@ -60,6 +61,7 @@ class Snapshot:
     budget_left: int | None = None
     waiting: str = ""
     events: tuple[Event, ...] = ()
+    last_failure: Event | None = None
 
     @property
     def step(self) -> int:

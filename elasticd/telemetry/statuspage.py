@@ -44,7 +44,8 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
         ("steps/s", "-" if s.steps_per_s is None else f"{s.steps_per_s:.2f}"),
         ("restarts" if s.budget_left is None else f"restarts ({s.budget_left:,} left)", f"{s.restarts:,}"),
     ]
-    notes = [f"<p class=note>{escape(text)}</p>" for text in (unready, s.waiting) if text]
+    failed = f"Last failure, at {_clock(s.last_failure.at)}: {s.last_failure.text}" if s.last_failure else ""
+    notes = [f"<p class=note>{escape(text)}</p>" for text in (unready, s.waiting, failed) if text]
     told = ((_clock(event.at), escape(event.text)) for event in reversed(s.events))
     events = [f"<li><time>{at}</time><span>{text}</span></li>" for at, text in told]
     return "".join(

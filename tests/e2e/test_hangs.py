@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.harness import Cluster
+from tests.e2e.test_scrape import fetch, url_of
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
 # So that the limits that are learned from steps of some ten milliseconds are seconds, not half minutes.
@@ -34,6 +37,9 @@ def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(clust
     (a,) = cluster.start("a", slots=3, options=OPTIONS, program=program, env={"EVALUATION_S": "4"})
     for times in range(1, 1 + len(faults)):  # each takes its while
         cluster.until_said(a, "workers.hung", times=times)
+        if times == 3:  # the one before has been charged by now, and much has happened since
+            shown = json.loads(fetch(f"{url_of(a)}status"))["last_failure"]["text"]
+            page = html.unescape(fetch(url_of(a)))
     assert a.end() == 0, a.said()
     hung = _hung(cluster)
     assert [e["ranks"] for e in hung] == [[1]] * 5
@@ -46,6 +52,9 @@ def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(clust
     assert f"the other 2 wait in barrier at {_line('barrier')}" in said["missing"]
     assert f"rank 1 on node a waits in all_gather at {_line('mismatched')}" in said["mismatched"]
     assert f"rank 1 on node a is in {_line('deadlock')}" in said["deadlock"]
+    assert said["stopped"] in shown or said["missing"] in shown, shown
+    assert said["stopped"] in page or said["missing"] in page, page
+    assert said["deadlock"] in cluster.command("status", cluster.job).out
     for event in hung:
         folder = cluster.folder / event["evidence"]
         assert {f.name for f in folder.iterdir()} == {

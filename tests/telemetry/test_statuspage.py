@@ -69,6 +69,19 @@ def test_what_is_waited_for_is_said_first() -> None:
     assert page.index("leaving") < page.index("waiting for 1 more worker") < page.index("Slots")
 
 
+def test_the_last_failure_stays_to_be_read() -> None:
+    text = "rank 1 (slot 1 on b) was killed by elasticd: hung: rank 1 on node b is in job.py:88"
+    page = render(snapshot(last_failure=Event(AT + 7, text)), "", AT, "1")
+    assert f"<p class=note>Last failure, at 00:00:07: {text}</p>" in page
+    assert "Last failure" not in render(snapshot(), "", AT, "1")
+
+
+def test_who_does_not_know_what_is_left_of_the_budget_does_not_say() -> None:
+    assert "restarts (8 left)" in render(snapshot(), "", AT, "1")
+    page = render(snapshot(budget_left=None), "", AT, "1")
+    assert "<b>2</b><span>restarts</span>" in page
+
+
 def test_names_cannot_bring_markup_of_their_own() -> None:
     page = render(snapshot(waiting="<script>alert(1)</script>"), "<b>", AT, "1")
     assert "<script" not in page and "<b>&" not in page and "&lt;script&gt;" in page
