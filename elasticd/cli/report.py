@@ -17,6 +17,7 @@ from elasticd.core.facts import (
     Budget,
     Checkpoint,
     Fact,
+    Laggard,
     Leadership,
     Limits,
     Node,
@@ -26,6 +27,7 @@ from elasticd.core.facts import (
     Round,
     SlotProgress,
     Spec,
+    Stragglers,
 )
 from elasticd.telemetry import words
 from elasticd.telemetry.snapshot import SlotState
@@ -102,7 +104,8 @@ class JobReport:
     """``phase``: "starting" (nothing is decided yet), "waiting", "live", "closing" or "ended", since
     ``since``. Times are seconds since the epoch. ``cause``: why the round began; while it closes,
     why. ``steps_per_s``: the pace of the slowest worker, as all wait for it. ``time``: seconds of all
-    slots together by kind, up to half a minute ago, and ``goodput`` the share that was productive."""
+    slots together by kind, up to half a minute ago, and ``goodput`` the share that was productive.
+    ``stragglers``: who lags behind in this round, or has a bad GPU, as the leader judges."""
 
     job: str
     phase: str
@@ -127,6 +130,7 @@ class JobReport:
     time: Mapping[str, float] | None = None
     goodput: float | None = None
     checkpoint: CheckpointReport | None = None
+    stragglers: tuple[Laggard, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -233,6 +237,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
     working = [s for n in reports for s in n.slots if s.rank is not None]
     rates = [s.steps_per_s for s in working if s.steps_per_s is not None]
     need = _need(spec, round_, nodes, budget, now)
+    lag = facts.get("stragglers")
     kept = [f for f in facts.values() if isinstance(f, NodeLedger)]
     spent = ledger.totals(kept) if kept else None
     return JobReport(
@@ -259,6 +264,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
         time=spent,
         goodput=ledger.goodput(spent) if spent else None,
         checkpoint=_newest(facts.get("checkpoint"), now),
+        stragglers=lag.slow if isinstance(lag, Stragglers) and live and lag.round == live.number else (),
     )
 
 
@@ -335,6 +341,7 @@ def as_text(r: JobReport, now: float) -> list[str]:
         lines.append(f"  goodput   {told}")
     if r.checkpoint:
         lines.append(f"  saved     {r.checkpoint.in_words(now)}")
+    lines += [f"  lags      {words.laggard(one)}" for one in r.stragglers]
     if r.leader:
         lines.append(f"  leader    {r.leader}")
     if r.waiting_for:

@@ -87,6 +87,8 @@ def snapshot(report: JobReport, now: float) -> Snapshot:
         )
         said = f": {words.first_line(failed.message)}" if failed.message else ""
         told.append(Event(failed.at, f"slot {failed.slot} on {failed.node}: {how}{said}"))
+    if report.stragglers:
+        told.append(Event(now, "; ".join(map(words.laggard, report.stragglers))))
     return Snapshot(
         job=report.job,
         node=report.leader or "",

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal, assert_never
 
 from elasticd.core import reasons as r
-from elasticd.core.facts import Cause, Exit, Failure, Outcome
+from elasticd.core.facts import Cause, Exit, Failure, Laggard, Outcome
 from elasticd.core.hang import Look, Verdict, Why
 from elasticd.core.ledger import Kind, goodput
 
@@ -267,6 +267,16 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"the job's own policy rules, not what was asked here for {options}"
         case _:
             assert_never(reason)
+
+
+def laggard(one: Laggard) -> str:
+    """Who lags behind, or has a bad GPU, in a clause without a full stop."""
+    found = (
+        r.SlotBad(one.node, one.slot, one.rank, one.why)
+        if one.why
+        else r.WorkerStraggling(one.node, one.slot, one.rank, one.ratio)
+    )
+    return sentence(found, 0.0)
 
 
 def ended(outcome: Outcome) -> str:

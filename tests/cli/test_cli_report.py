@@ -15,6 +15,7 @@ from elasticd.core.facts import (
     Exit,
     Fact,
     Failure,
+    Laggard,
     Leadership,
     Limits,
     Member,
@@ -28,6 +29,7 @@ from elasticd.core.facts import (
     Saved,
     SlotProgress,
     Spec,
+    Stragglers,
 )
 from elasticd.telemetry.snapshot import SlotState
 
@@ -92,6 +94,16 @@ def test_a_slot_is_said_to_be_in_the_state_that_the_live_view_says() -> None:
     ended = replace(LIVE, phase=Phase.ENDED, outcome=Outcome.SUCCEEDED)
     states = {s.state for n in report("j", {**FACTS, "round": ended}, NOW).nodes for s in n.slots}
     assert states == {SlotState.IDLE, SlotState.QUARANTINED}
+
+
+def test_who_lags_behind_in_this_round_is_named() -> None:
+    found = Stragglers(3, 0.5, (Laggard("b", 1, 1, 1.31),))
+    r = report("j", {**FACTS, "stragglers": found}, NOW)
+    assert json.loads(json.dumps(r.as_json()))["stragglers"] == [
+        {"node": "b", "slot": 1, "rank": 1, "ratio": 1.31, "why": ""}
+    ]
+    assert "  lags      rank 1 (slot 1 on b) takes 31 % longer for a step than its peers" in as_text(r, NOW)
+    assert not report("j", {**FACTS, "stragglers": replace(found, round=2)}, NOW).stragglers
 
 
 def test_a_member_whose_lease_ran_out_is_lost() -> None:

@@ -7,7 +7,7 @@ from rich.text import Text
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.report import CheckpointReport, JobReport, Need, NodeReport, SlotReport
 from elasticd.cli.top import snapshot, top
-from elasticd.core.facts import Limits
+from elasticd.core.facts import Laggard, Limits
 from elasticd.telemetry import footer
 from elasticd.telemetry.snapshot import SlotState
 
@@ -77,6 +77,14 @@ def test_the_newest_checkpoint_is_shown_with_its_age() -> None:
     saved = CheckpointReport("s", 1200, NOW - 45, 45.0, 1_000)
     shown = "\n".join(footer.render(snapshot(replace(report(1), checkpoint=saved), NOW), 80, 48))
     assert "step 1200 is the newest checkpoint, 45 s old" in Text.from_ansi(shown).plain
+
+
+def test_who_lags_behind_is_named() -> None:
+    lag = (Laggard("node-00", 3, 3, 1.31), Laggard("node-00", 5, 5, 0.0, "its driver reports XID 79"))
+    seen = footer.render(snapshot(replace(report(1), stragglers=lag), NOW), 240, 48)
+    told = Text.from_ansi("\n".join(seen)).plain
+    assert "rank 3 (slot 3 on node-00) takes 31 % longer for a step than its peers; " in told
+    assert "; the GPU of rank 5 (slot 5 on node-00) is not to be relied on: its driver reports XID 79" in told
 
 
 def test_what_the_job_waits_for_and_what_became_of_it_are_shown() -> None:
