@@ -46,6 +46,7 @@ class Comparison:
         self._say = say
         self.standings: Mapping[int, Standing] = {}
         self.bad: Mapping[int, str] = {}
+        self._spoilt_before: dict[int, int] = {}
         self._due = 0.0
         self._round = 0
         self._number = 0
@@ -58,7 +59,10 @@ class Comparison:
 
     def look_at_gpu(self, slot: int, reading: GpuReading) -> None:
         """A GPU that has told of an error of its own stays suspect while this agent lives."""
-        why = trouble(reading)
+        spoilt = reading.ecc.get("uncorrected")
+        if spoilt is not None:
+            self._spoilt_before.setdefault(slot, spoilt)
+        why = trouble(reading, self._spoilt_before.get(slot, 0))
         if why and slot not in self.bad:
             self.bad = {**self.bad, slot: why}
 

@@ -36,13 +36,14 @@ class GpuReading:
 _ITS_OWN = frozenset((48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 136, 140, 143, 145, 155, 156))
 
 
-def trouble(reading: GpuReading) -> str:
-    """What it tells of errors of its own, in a clause; empty for a GPU that is well."""
+def trouble(reading: GpuReading, spoilt_before: int) -> str:
+    """What it tells of errors of its own, in a clause; empty for a GPU that is well. ``spoilt_before``: the
+    uncorrected memory errors that it told of when the job came to it."""
     told = sorted(set(reading.xids) & _ITS_OWN)
     if told:
         return f"its driver reports XID {', '.join(map(str, told))}"
-    spoilt = reading.ecc.get("uncorrected", 0)
-    return f"{spoilt} of its memory errors could not be corrected" if spoilt else ""
+    spoilt = reading.ecc.get("uncorrected", 0) - spoilt_before
+    return f"{spoilt} of its memory errors could not be corrected" if spoilt > 0 else ""
 
 
 class Gpus:
