@@ -166,6 +166,12 @@ WORKERS = Board(
             "s",
         ),
         Panel(
+            "Samples a second",
+            ((f"rate(elasticd_samples_total{SLOT}[1m])", WORKER),),
+            "ops",
+            "Of scripts that tell them.",
+        ),
+        Panel(
             "Restarts within five minutes, by cause",
             ((f"increase(elasticd_worker_restarts_total{SLOT}[5m]) > 0", f"{WORKER} {FAULT}"),),
         ),

@@ -175,6 +175,7 @@ def test_a_worker_that_lags_behind(cluster: Cluster, serve: Serve, tmp_path: Pat
     assert ratios(slot=1) > 1.2 > ratios(slot=0)
     lagging, bad = prometheus.shows("Stragglers and bad GPUs", "workers")
     assert lagging.by("node", "slot") == {("a", "1"): 1} and not bad
+    assert "lags      rank 1 (slot 1 on a) takes " in cluster.command("status", run).out
     (tmp_path / "slow").unlink()
     alerts.resolves("ElasticdStraggler")
     assert [e["slot"] for e in a.find("worker.keeps_up")] == [1]
@@ -353,8 +354,15 @@ def test_checkpoints_that_are_no_longer_made(cluster: Cluster, serve: Serve, tmp
     alerts.resolves("ElasticdCheckpointOld")
     (samples,), (loss,) = prometheus.shows("Samples a second", "job"), prometheus.shows("Loss", "job")
     assert samples(run=run) > 0 and 0 < loss(run=run) < 10
+    (samples,) = prometheus.shows("Samples a second", "workers")
+    assert samples(node="a", slot=0) > 0
     took, waited = prometheus.shows("What a checkpoint takes", "job")
     assert waited(run=run) > 0 and 0 < took(run=run) < time.time() - saved_at
+    # They are made faster than they can be committed, until one is left out.
+    worker.tell("hurry")
+    (hurried,) = cluster.until(lambda: worker.did("hurried"), "a save is left out")
+    assert hurried["durable"]
+    prometheus.until('elasticd_checkpoints_total{kind="skipped"}', lambda found: found and found() == 1)
     # What it is to be written to is no folder any more.
     (tmp_path / "checkpoints").rename(tmp_path / "away")
     (tmp_path / "checkpoints").write_text("in the way")
@@ -363,7 +371,7 @@ def test_checkpoints_that_are_no_longer_made(cluster: Cluster, serve: Serve, tmp
     assert failing.summary.endswith("checkpoints of the last 15 minutes have failed")
     (fates,) = prometheus.shows("Checkpoints, by what became of them", "job")
     assert {kind: whole for (kind,), n in fates.by("kind").items() if (whole := round(n))} == {
-        "committed": 2, "failed": 1,
+        "committed": 2 + hurried["saves"], "skipped": 1, "failed": 1,
     }  # fmt: skip
     assert [one["durable"] for one in worker.did("saved")] == [True, True, False]
     (tmp_path / "checkpoints").unlink()

@@ -7,11 +7,13 @@ import signal
 from collections import defaultdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elasticd.core.facts import Cause, Node
 from tests.e2e.harness import Agent, Cluster
 from tests.e2e.stage import Player, Script
+from tests.e2e.test_scrape import Scraped, eventually, scrape
 
 RESIDENT = str(Path(__file__).parent / "programs" / "resident.py")
 pytestmark = pytest.mark.timeout(240)
@@ -79,6 +81,52 @@ def residents(cluster: Cluster) -> Residents:
     return Residents(cluster)
 
 
+def are_measured_as_they_say(agent: Agent, workers: list[Player]) -> None:
+    """What is scraped of them is what they have committed and told, a second ago at most."""
+    least = {w: w.did("committed")[-1]["step"] for w in workers}
+
+    def caught_up() -> Scraped | None:
+        seen = scrape(agent)
+        return seen if all((seen("committed_step", slot=w.slot) or 0) > least[w] for w in workers) else None
+
+    seen = eventually(caught_up)
+    for worker in workers:
+        last = worker.did("committed")[-1]
+        assert seen("worker_rank", slot=worker.slot) == last["rank"]
+        committed, twice = seen("committed_step", slot=worker.slot), seen("user_value", slot=worker.slot)
+        assert committed is not None and committed <= last["step"] + 2, (
+            "it counts the first, and tells it first"
+        )
+        assert twice is not None and abs(twice / 2 - committed) <= 2
+        assert (seen("loss", slot=worker.slot) or 0) > 0
+        assert (seen("samples_total", slot=worker.slot) or 0) % 16 == 0
+
+
+@pytest.mark.slow
+def test_cpu_time_is_counted_once_where_a_process_goes_on_from_round_to_round(residents: Residents) -> None:
+    residents.cluster.limits = (2, 2)
+    (a,) = residents.start("a", slots=2)
+    round, workers = residents.world(2)
+    stays = workers[1]
+
+    def counted(more_than: float) -> float:
+        return eventually(
+            lambda: (
+                c if (c := scrape(a)("worker_cpu_seconds_total", slot=stays.slot) or 0) > more_than else 0.0
+            )
+        )
+
+    seen_s = counted(0.0)
+    for _ in range(2):
+        os.kill(next(w for w in workers if w is not stays).pid, signal.SIGKILL)
+        round, workers = residents.world(2, after=round)
+        assert stays in workers
+        seen_s = counted(seen_s)
+        times = psutil.Process(stays.pid).cpu_times()
+        assert seen_s <= times.user + times.system + times.children_user + times.children_system + 0.1
+    residents.finish(a)
+
+
 def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and_every_step(
     residents: Residents,
 ) -> None:
@@ -91,6 +139,7 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
     after[1].tell("go_wrong", text="the loss is not a number")
     _, last = residents.world(3, after=second)
     assert {p.pid for p in last} > {after[0].pid, after[2].pid}
+    are_measured_as_they_say(a, last)
     residents.finish(a)
     killed, raised = a.find("failure.charged")
     assert killed["code"] == -signal.SIGKILL

@@ -66,6 +66,7 @@ def train(state: worker.State) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        worker.report(loss=loss, samples=len(batch), twice=2 * step)
         stage.tell(
             "committed",
             step=step,

@@ -1,5 +1,5 @@
-"""A worker that trains alone, makes a checkpoint when it is told to, and once a
-loss that is no number. Otherwise a player.
+"""A worker that trains alone, makes a checkpoint when it is told to, or one after the other until one is
+left out, and once a loss that is no number. Otherwise a player.
 
 Usage: saving.py FOLDER
 """
@@ -32,11 +32,22 @@ class Saving(Player):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def save(self) -> bool:
+        return self.checkpoints.save({"model": self.model, "optimizer": self.optimizer}, self.step)
+
     def obey(self, order: dict[str, Any]) -> None:
         if order["do"] == "poison":
             self.poison = float("nan")
+        elif order["do"] == "hurry":
+            saves = 0
+            while self.save():
+                saves += 1
+                self.step += 1
+                self.train()
+            durable = self.checkpoints.wait(60.0) and not self.checkpoints.failed
+            self.tell("hurried", saves=saves, durable=durable)
         elif order["do"] == "save":
-            self.checkpoints.save({"model": self.model, "optimizer": self.optimizer}, self.step)
+            self.save()
             durable = self.checkpoints.wait(60.0) and not self.checkpoints.failed
             self.tell("saved", step=self.step, durable=durable)
         else:
