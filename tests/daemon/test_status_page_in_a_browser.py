@@ -35,7 +35,10 @@ def crowded(node: str) -> Snapshot:
     events = tuple(Event(now + 60 * n - 300, text) for n, text in enumerate(told))
     waiting = "waiting for 2 more workers: 6 are there, 8 are needed at least"
     limits = Limits(8, 1024)
-    return Snapshot("pretrain-2026-11", node, 7, "waiting", 1000, limits, tuple(slots), 2, 8, waiting, events)
+    failed = Event(now - 4000, f"rank 2 (slot 2 on {node}) was killed by elasticd: hung: " + told[3])
+    return Snapshot(
+        "pretrain-2026-11", node, 7, "waiting", 1000, limits, tuple(slots), 2, 8, waiting, events, failed
+    )
 
 
 @pytest.fixture
@@ -57,7 +60,13 @@ def test_it_fits_any_window_and_fetches_and_complains_of_nothing(server: HttpSer
             assert (seen.inner_px, seen.content_px) == (width, width), "nothing is beside the window"
             assert not seen.scrolling
             assert seen.asked == [server.url] and not seen.complaints
-            for said in ("quarantined", "1,234,567", "not registered", "waiting for 2 more", "all_reduce"):
+            for said in (
+                "quarantined",
+                "1,234,567",
+                "not registered",
+                "waiting for 2 more",
+                "Last failure, at",
+            ):
                 assert said in seen.text
             assert picture.read_bytes().startswith(b"\x89PNG") and len(picture.read_bytes()) > 20_000
 
