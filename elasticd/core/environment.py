@@ -53,6 +53,8 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": setting.inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "ELASTICD_ROUND": str(round.number),
+            "ELASTICD_BEGAN": f"{round.began:.0f}",
+            "ELASTICD_FAILURES": str(round.failures),
             "ELASTICD_SLOT": str(slot),
             **({HANDOVER: "1"} if round.handover else {}),
             **_devices(member, local_rank, setting),

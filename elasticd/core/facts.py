@@ -184,6 +184,11 @@ class Cause(StrEnum):
         """Whether it is the user's code that ended the round, which the budget pays for."""
         return self in (Cause.WORKER_FAILED, Cause.WORKER_HUNG)
 
+    @property
+    def failure(self) -> bool:
+        """Whether nobody had planned it: what was not saved by then may be lost."""
+        return self.charged or self is Cause.NODE_LOST
+
 
 @dataclass(frozen=True, slots=True)
 class Exit:
@@ -250,6 +255,9 @@ class Round:
 
     ``resizes_by``: the round is to be resized with the next checkpoint that its scripts tell of, where
     they are held for it, or then at the latest; 0 where it is not.
+
+    ``began``: when the job's first round of this run did; ``failures``: how many of its rounds since began
+    after one that nobody had planned to end.
     """
 
     number: int
@@ -269,6 +277,8 @@ class Round:
     leave_by: float = 0.0
     handover: bool = False
     resizes_by: float = 0.0
+    began: float = 0.0
+    failures: int = 0
 
     @property
     def world_size(self) -> int:

@@ -54,7 +54,6 @@ def setting_of(config: RunConfig, saver: str, began_at: float, *, holds: bool) -
         inherited=dict(os.environ),
         extra={
             "ELASTICD_SAVER": saver,
-            "ELASTICD_BEGAN": f"{began_at:.0f}",
             **({"ELASTICD_HOLDER": config.node} if holds else {}),
             "ELASTICD_WORLD_MAX": str(config.limits.max),
             **audit,

@@ -51,6 +51,6 @@ class Schedule:
 
 
 def _between_failures_s() -> float:
-    """As this job has had it: each round after the first began because something ended the one before."""
+    """As this job has had it, wherever it ran."""
     began = float(os.environ.get("ELASTICD_BEGAN", "0")) or time.time()
-    return between_failures_s(max(0, int(os.environ.get("ELASTICD_ROUND", "1")) - 1), time.time() - began)
+    return between_failures_s(int(os.environ.get("ELASTICD_FAILURES", "0")), time.time() - began)

@@ -10,7 +10,7 @@ from elasticd.core.environment import Setting, assignments, over_interface
 from elasticd.core.facts import Member
 from tests.core.build import life, round
 
-WORLD = round(7, {"a": 2, "b": 3}, restarts=4)
+WORLD = replace(round(7, {"a": 2, "b": 3}, restarts=4), began=1e9, failures=5)
 A, B = WORLD.members
 PLAIN = Setting("train", restarts_max=10)
 
@@ -36,6 +36,8 @@ def test_a_worker_has_all_that_torchrun_gives_it() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "ELASTICD_ROUND": "7",
+        "ELASTICD_BEGAN": "1000000000",
+        "ELASTICD_FAILURES": "5",
         "ELASTICD_SLOT": "2",
     }
 

@@ -488,6 +488,22 @@ def test_while_absence_does_not_count_the_closing_round_waits_for_the_absent() -
     assert sizes(next_round(decide(seen, NOW + 5))) == {"a": 2}
 
 
+@pytest.mark.parametrize("cause", Cause)
+def test_the_next_round_knows_when_the_job_began_and_how_often_it_was_cut_short(cause: Cause) -> None:
+    nodes = [node("a", released=5), node("b", released=5)]
+    seen = closing(cause, {"a": 2, "b": 2}, nodes)
+    assert seen.round is not None
+    seen = replace(seen, round=replace(seen.round, began=NOW - 1000, failures=3))
+    formed = next_round(decide(seen, NOW))
+    unplanned = cause in (Cause.WORKER_FAILED, Cause.WORKER_HUNG, Cause.NODE_LOST)
+    assert (formed.began, formed.failures) == (NOW - 1000, 4 if unplanned else 3)
+
+
+def test_the_first_round_begins_the_job() -> None:
+    formed = next_round(decide(view(spec(policy=POLICY), waiting(), [node("a")]), NOW + 100))
+    assert (formed.phase, formed.began, formed.failures) == (Phase.LIVE, NOW + 100, 0)
+
+
 def test_a_failed_worker_is_charged_once_and_replaced() -> None:
     found = exit(1, 1)
     reports = [report("a", 5, found, exit(0, 0, at=NOW), steps=7), report("b", 5, exit(0, 2, at=NOW))]

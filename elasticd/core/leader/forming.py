@@ -78,6 +78,8 @@ def form_or_wait(
         leaving=round.leaving if passing else (),
         leave_by=round.leave_by if passing else 0.0,
         handover=bool(passing),
+        began=round.began or now,
+        failures=round.failures + cause.failure,
     )
     said = RoundFormed(formed.number, formed.world_size, len(members), cause)
     plan = write(view, formed, budget, (*reasons, said))
