@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import time
 from typing import Any, Final
 
 from elasticd.checkpoint.pace import Pace
@@ -44,7 +43,7 @@ def main(fd: int, options: str = "{}") -> None:
     given: dict[str, Any] = json.loads(options)
     be_modest()
     bytes_s = given.get("bytes_s")
-    pace = Pace(bytes_s, time.monotonic, time.sleep) if bytes_s else None
+    pace = Pace(bytes_s) if bytes_s else None
     listener = socket.socket(fileno=fd)
 
     def tell(report: Report) -> None:

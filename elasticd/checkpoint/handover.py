@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elasticd.checkpoint import hugefiles
+from elasticd.checkpoint.available import available
 
 Message = dict[str, Any]
 _HUGE: Final = 2 << 20  # bytes of a huge page
@@ -73,7 +75,10 @@ class Line:
         room = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         try:
-            raw, rights, _, _ = self.socket.recvmsg(_MESSAGE_MAX, room, flags)
+            try:
+                raw, rights, _, _ = self.socket.recvmsg(_MESSAGE_MAX, room, flags)
+            except ConnectionResetError:  # it left without reading all; what it had said comes after that
+                raw, rights, _, _ = self.socket.recvmsg(_MESSAGE_MAX, room, flags)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -169,6 +174,8 @@ class Memory:
     @classmethod
     def make(cls, size: int) -> Memory:
         """Raises OSError where there is not so much."""
+        if size > (there := available()):
+            raise OSError(errno.ENOMEM, f"only {there} bytes are available")
         fd = hugefiles.make_file() if size >= _HUGE else None
         if fd is None:
             fd = os.memfd_create("elasticd-shard", os.MFD_CLOEXEC)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 
 class Pace:
-    """Holds a writer to a bandwidth, in bytes per second."""
+    """Holds writers, all of them together, to a bandwidth in bytes per second. Threads may share it."""
 
-    def __init__(self, bytes_s: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        bytes_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
         self._bytes_s = bytes_s
         self._clock = clock
-        self._sleep = sleep
+        self._hurry = threading.Event()
+        self._sleep = sleep or self._hurry.wait
+        self._lock = threading.Lock()
         self._due = 0.0
 
     def wrote(self, size: int) -> None:
-        now = self._clock()
-        self._due = max(self._due, now) + size / self._bytes_s
-        if self._due > now:
-            self._sleep(self._due - now)
+        """Returns when more may be written."""
+        with self._lock:
+            now = self._clock()
+            due = self._due = max(self._due, now) + size / self._bytes_s
+        if not self._hurry.is_set():
+            self._sleep(due - now)
+
+    def hurry(self) -> None:
+        """From now on, and for those who wait: as fast as it goes."""
+        self._hurry.set()

@@ -16,6 +16,7 @@ from elasticd.checkpoint.wire import Message, PeerGone, Wire
 from elasticd.core.facts import Holder
 from elasticd.core.replicas import Offer
 
+WAIT: Final[Message] = {"wait": True}  # said now and then to a caller who is to wait for its turn
 _RANGES_MAX: Final = 4096  # of a shard, in one question
 _T = TypeVar("_T")
 
@@ -147,7 +148,8 @@ class Peer:
         return self._heard()
 
     def _heard(self) -> Message:
-        answer = self._wire.hear()
+        while (answer := self._wire.hear()) == WAIT:
+            pass
         if "why" in answer:
             raise PeerGone(f"the saver of {self.node}: {answer['why']}")
         return answer

@@ -4,12 +4,13 @@ is read, in several threads."""
 from __future__ import annotations
 
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from elasticd.checkpoint.manifest import (
     MANIFEST,
@@ -25,6 +26,9 @@ from elasticd.checkpoint.store import Opened, Store
 from elasticd.core.facts import Saved
 
 _THREADS_MAX: Final = 8
+_PATIENCE_S: Final = 5.0
+_AGAIN_S: Final = 0.2
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +49,11 @@ def open_manifest(store: Store, saved: Saved) -> Manifest:
 
     Raises BadCheckpoint, which names the file.
     """
-    try:
-        raw = store.read(f"{saved.name}/{MANIFEST}")
-    except OSError as error:
-        raise BadCheckpoint(f"{saved.name}/{MANIFEST} cannot be read: {error.strerror}") from error
+    raw = _patiently(f"{saved.name}/{MANIFEST}", lambda: store.read(f"{saved.name}/{MANIFEST}"))
     if digest(raw) != saved.digest:
         raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: its checksum is wrong")
     manifest = decode(raw, saved.name)
-    try:
-        sizes = store.sizes(saved.name)
-    except OSError as error:
-        raise BadCheckpoint(f"{saved.name} cannot be read: {error.strerror}") from error
+    sizes = _patiently(saved.name, lambda: store.sizes(saved.name))
     for file in manifest.files:
         if file.name not in sizes:
             raise BadCheckpoint(f"{saved.name}/{file.name} is missing")
@@ -127,7 +125,9 @@ def verify(
                     if block_digest(block) != expected:
                         wrong.append(_wrong(manifest, file, n))
                     progress(len(block))
-        except (OSError, BadCheckpoint) as error:
+        except OSError as error:
+            wrong.append(f"{where} cannot be read: {error.strerror or error}")
+        except BadCheckpoint as error:
             wrong.append(str(error))
         yield file, wrong
 
@@ -161,19 +161,13 @@ def _read_blocks(
     store: Store, manifest: Manifest, tasks: Sequence[_Task], progress: Callable[[int], None]
 ) -> None:
     scratch: memoryview | None = None
-    name = ""
-    opened: Opened | None = None
+    shard = _Shard(store, "")
     try:
         for file, number, wishes in tasks:
             where = f"{manifest.name}/{file.name}"
-            if file.name != name:
-                if opened is not None:
-                    opened.close()
-                name, opened = file.name, None
-                try:
-                    opened = store.open(where)
-                except OSError as error:
-                    raise BadCheckpoint(f"{where} cannot be opened: {error.strerror}") from error
+            if where != shard.where:
+                shard.close()
+                shard = _Shard(store, where)
             start = number * manifest.block
             length = _length(file, number, manifest.block)
             direct = len(wishes) == 1 and wishes[0].at <= start and wishes[0].end >= start + length
@@ -183,8 +177,7 @@ def _read_blocks(
             else:
                 scratch = scratch or memoryview(bytearray(manifest.block))
                 block = scratch[:length]
-            assert opened is not None
-            _read_exactly(opened, block, start, where)
+            shard.read(block, start)
             if block_digest(block) != file.digests[number]:
                 raise BadCheckpoint(_wrong(manifest, file, number))
             progress(length)
@@ -193,16 +186,53 @@ def _read_blocks(
                     first, last = max(wish.at, start), min(wish.end, start + length)
                     wish.into[first - wish.at : last - wish.at] = block[first - start : last - start]
     finally:
-        if opened is not None:
-            opened.close()
+        shard.close()
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A file that is read here and there, and opened anew where that fails."""
+
+    store: Store
+    where: str
+    _opened: Opened | None = None
+
+    def read(self, into: memoryview, at: int) -> None:
+        """Raises BadCheckpoint."""
+        _patiently(self.where, lambda: self._read(into, at))
+
+    def _read(self, into: memoryview, at: int) -> None:
+        if self._opened is None:
+            self._opened = self.store.open(self.where)
+        try:
+            _read_exactly(self._opened, into, at, self.where)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = None
+
+
+def _patiently(where: str, read: Callable[[], _T]) -> _T:
+    """What is missing stays so; other errors, such as those of a disk across a network, may pass. Raises
+    BadCheckpoint."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) or time.monotonic() > until:
+                raise BadCheckpoint(f"{where} cannot be read: {error.strerror or error}") from error
+        time.sleep(_AGAIN_S)
 
 
 def _read_exactly(opened: Opened, into: memoryview, at: int, where: str) -> None:
+    """Raises OSError, and BadCheckpoint where there is not so much."""
     while into:
-        try:
-            read = opened.read_into(into, at)
-        except OSError as error:
-            raise BadCheckpoint(f"{where} cannot be read: {error.strerror}") from error
+        read = opened.read_into(into, at)
         if not read:
             raise BadCheckpoint(f"{where} ends early, at byte {at}")
         into, at = into[read:], at + read

@@ -4,17 +4,19 @@ there is. Decisions and memory are the saver's loop's; whatever waits for the ne
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
+from elasticd.checkpoint.available import available
 from elasticd.checkpoint.handover import Memory
 from elasticd.checkpoint.jobs import Jobs
-from elasticd.checkpoint.peers import Host, Peer, Peers, serve
+from elasticd.checkpoint.peers import WAIT, Host, Peer, Peers, serve
 from elasticd.checkpoint.replicas import Label, Replica, Replicas, offers
-from elasticd.checkpoint.wire import PeerGone, Wire
+from elasticd.checkpoint.wire import SILENCE_S, PeerGone, Wire
 from elasticd.core.facts import Holder
 from elasticd.core.replicas import Offer
 
@@ -156,8 +158,16 @@ class Replication:
         finally:
             with self._lock:
                 self._strangers.pop(sock, None)
-        with self._callers:
+        try:
+            while not self._callers.acquire(timeout=SILENCE_S / 4):
+                wire.say(WAIT)
+        except PeerGone:
+            wire.close()
+            return
+        try:
             serve(wire, Host(self._offers, self._find, self._room, self._keep, self._give_up))
+        finally:
+            self._callers.release()
 
     def _offers(self, path: str) -> list[Offer]:
         return self._ask(lambda: self.offers(path))
@@ -167,9 +177,8 @@ class Replication:
         return next((r for r in found if rank in (None, r.label.rank)), None)
 
     def _room(self, label: Label, size: int) -> Memory:
-        available = _available()
-        if size > available * (1 - _SPARE):
-            raise OSError(12, f"only {available} bytes are available")
+        if size > (there := available()) * (1 - _SPARE):
+            raise OSError(errno.ENOMEM, f"only {there} bytes are available")
         self._ask(lambda: self._replicas.make_room(label, size))
         try:
             return Memory.make(size)
@@ -186,12 +195,3 @@ class Replication:
     def _ask(self, call: Callable[[], _T]) -> _T:
         assert self._jobs is not None
         return self._jobs.ask(call)
-
-
-def _available() -> int:
-    """Bytes of memory that could be had without swapping."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62

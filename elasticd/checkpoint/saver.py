@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -31,6 +32,8 @@ from elasticd.checkpoint.worlds import Plan, World
 from elasticd.core.facts import Checkpoint, Holder
 from elasticd.core.replicas import Offer
 from elasticd.core.retention import Keep
+
+_UNSETTLED: Final = 2  # worlds before one that others may not have come as far as
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,7 @@ class Saver:
         self._worlds: list[World] = []
         self._jobs = Jobs()
         self._underway = Underway(self._jobs, Committing(committer_of, pace), report)
+        self._pace = pace
         self._leaves = False
 
     def leave(self) -> None:
@@ -93,6 +97,8 @@ class Saver:
         linger_s = None if self._linger_s is None else self._first_s
         try:
             while True:
+                if self._leaves and self._pace is not None:
+                    self._pace.hurry()  # nobody trains any more
                 leaves = self._leaves and not self._jobs
                 if leaves:
                     timeout: float | None = 0.0  # what was said before is heard first
@@ -135,14 +141,17 @@ class Saver:
     # ------------------------------------------------------------ the workers
 
     def _accept(self) -> None:
+        """All who have come, and what they have said first."""
         with contextlib.suppress(BlockingIOError):
-            sock, _ = self._listener.accept()
-            if not is_ours(sock):
-                sock.close()
-                return
-            client = _Client(Line(sock))
-            self._clients.add(client)
-            self._selector.register(sock, selectors.EVENT_READ, client)
+            while True:
+                sock, _ = self._listener.accept()
+                if not is_ours(sock):
+                    sock.close()
+                    continue
+                client = _Client(Line(sock))
+                self._clients.add(client)
+                self._selector.register(sock, selectors.EVENT_READ, client)
+                self._hear(client)
 
     def _hear(self, client: _Client) -> None:
         try:
@@ -160,6 +169,8 @@ class Saver:
             for fd in files:
                 with contextlib.suppress(OSError):
                     os.close(fd)
+            if client.plan is not None:
+                client.plan.holds.clear()  # what it writes over from now on, it cannot tell
             self._lose(client)
 
     def _hear_open(self, client: _Client, message: Message, _: list[int]) -> None:
@@ -175,6 +186,7 @@ class Saver:
             self._underway.open(world)
         client.world, client.rank = world, int(message["rank"])
         world.lines[client.rank] = client.line
+        world.gone.discard(client.rank)
 
     def _hear_plan(self, client: _Client, message: Message, files: list[int]) -> None:
         [fd] = files
@@ -310,6 +322,9 @@ class Saver:
             del world.lines[client.rank]
         world.gone.add(client.rank)
         if not world.lines:
+            self._accept()  # who opened before others handed over is here by now
+        if not world.lines:
+            world.gone |= world.locals  # and who is not never came
             world.forget_all_but_newest()
         for gathering in list(world.gatherings.values()):
             self._underway.miss_those_gone(world, gathering)
@@ -323,13 +338,16 @@ class Saver:
     # ------------------------------------------------------------ memory
 
     def _forget_older(self, newest: World) -> None:
-        """Once a world has handed over, the memory of those before it is given back."""
-        if newest.settled:
-            for world in [w for w in self._worlds if w.store.url == newest.store.url and w is not newest]:
-                if not world.lines and not world.gatherings:
-                    self._worlds.remove(world)
-            if self._replication is not None:
-                self._replication.forget(newest.store.url, before=newest.round)
+        """Once a world has handed over, the memory of those before it is given back: all of it, or, until
+        others surely have come as far, of all but the last two that hold anything."""
+        before = [w for w in self._worlds if w.store.url == newest.store.url and w.round <= newest.round]
+        over = [w for w in before if w is not newest and not w.lines and not w.gatherings]
+        of_use = [] if newest.settled else [w for w in over if any(w.whole())]
+        kept = sorted(of_use, key=lambda w: w.round)[-_UNSETTLED:]
+        self._worlds = [w for w in self._worlds if w not in over or w in kept]
+        if self._replication is not None and (newest.settled or len(kept) == _UNSETTLED):
+            oldest = kept[0] if kept else newest
+            self._replication.forget(newest.store.url, before=oldest.round)
 
 
 def _reply_at_length(line: Line, message: Message, what: object) -> None:

@@ -24,7 +24,7 @@ _SAID_MAX: Final = 256 << 20  # bytes of a message; the index of a large model i
 _HEAD = struct.Struct("<QQ")  # length and xxh3 of 64 bits
 _NONCE: Final = 32
 _CONNECT_S: Final = 5.0
-_SILENCE_S: Final = 20.0  # of the other end, in the middle of something
+SILENCE_S: Final = 20.0  # of the other end, in the middle of something
 
 
 class PeerGone(ConnectionError):
@@ -37,7 +37,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        sock.settimeout(_SILENCE_S)
+        sock.settimeout(SILENCE_S)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -188,7 +188,7 @@ def export(store: Store, out: Path, which: str | None, only: tuple[str, ...]) ->
     state: dict[str, Any] = dict.fromkeys(sorted(only or names))
     fresh = out.with_name(f".{out.name}.new")
     try:
-        target = Target.of(state, manifest.index)
+        target = Target.of(manifest.name, state, manifest.index)
         with _bar("reading", sum(len(w.into) for w in target.wishes)) as advance:
             reading.fill(store, manifest, target.wishes, progress=advance)
         flat = target.finish()

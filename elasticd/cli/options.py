@@ -75,6 +75,7 @@ class RunOptions:
     audit: bool = False
     audit_every: int | None = None
     checkpoint_every: str | None = None
+    checkpoint_rate: str | None = None
     resume: str = "auto"
     http: str | None = None
     plain: bool = False
@@ -333,6 +334,11 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--checkpoint-every",
         help="Steps (100), time (90s, 10m, 1h), or auto: by what saving costs and how often things fail.",
         metavar="N|TIME|auto",
+    ),
+    _ours(
+        "--checkpoint-rate",
+        help="What a node writes of checkpoints at most, in bytes a second: 200M.  [as fast as it goes]",
+        metavar="SIZE",
     ),
     _ours(
         "--resume",

@@ -18,7 +18,7 @@ from elasticd.cli.options import RunOptions, Said, flag
 from elasticd.cli.outputs import logs, signals
 from elasticd.cli.policy import first, patience, policy
 from elasticd.cli.sizes import nodes, sizes
-from elasticd.core import cadence
+from elasticd.core import bandwidth, cadence
 from elasticd.core.facts import Limits, Resume
 from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.etcd.access import EtcdAccess, host_and_port
@@ -91,6 +91,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         fresh_start=options.fresh_start,
         spares=options.spares,
         replicate=options.replicate,
+        checkpoint_rate=_checkpoint_rate(options),
         http=http_place(options.http),
         patience=patience(options),
         audit=_audit(options),
@@ -116,6 +117,15 @@ def _checkpoints(options: RunOptions) -> dict[str, str]:
         except BadStore as error:
             raise Complaint(f"--checkpoints: {error}.") from error
     return env
+
+
+def _checkpoint_rate(options: RunOptions) -> int | None:
+    if options.checkpoint_rate is None:
+        return None
+    try:
+        return bandwidth.parse(options.checkpoint_rate)
+    except ValueError as error:
+        raise Complaint(f"--checkpoint-rate: {error}.") from error
 
 
 def _check_together(options: RunOptions) -> None:

@@ -53,7 +53,8 @@ class RunConfig:
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
     is forked from a process that has imported what it imports. ``spares``: how many of the slots are
     for workers that wait to replace others. ``replicate``: how many other nodes hold a copy of this
-    one's shards in memory, 0 or 1. ``patience``: with workers that make
+    one's shards in memory, 0 or 1. ``checkpoint_rate``: bytes per second that this node writes of
+    checkpoints at most. ``patience``: with workers that make
     no steps; None to wait for ever. ``audit``: workers note what they use and commit, and a digest of
     the weights after every so many steps; None: they do not.
     """
@@ -77,6 +78,7 @@ class RunConfig:
     fresh_start: bool = False
     spares: int = 0
     replicate: int = 0
+    checkpoint_rate: int | None = None
     http: tuple[str, int] | None = None
     patience: Patience | None = Patience()
     audit: int | None = None

@@ -139,7 +139,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             publisher.note(reason, clock())
 
         held = _hold(config)
-        saver = SaverService(warden, access, config.job, held)
+        saver = SaverService(warden, access, config.job, held, config.checkpoint_rate)
         cleanup.callback(saver.close)
         setting = identity.setting_of(config, saver.name, began_at, holds=held is not None)
         driver = Driver(

@@ -19,6 +19,7 @@ import msgspec
 
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.alone import be_modest, say
+from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.replication import Replication
 from elasticd.checkpoint.report import Fate, Footprint, Report, from_line
 from elasticd.checkpoint.saver import Saver
@@ -48,7 +49,8 @@ class SaverService:
     Until then there is only a socket, ``name`` (for workers: ELASTICD_SAVER). What it does is in the
     agent's log, and in ``reports`` for whoever counts it, oldest first; ``footprint`` is its memory. It
     ends with the agent, which waits until what was handed over is committed. ``holding``: the socket at
-    which it holds copies for other nodes, and how those find it.
+    which it holds copies for other nodes, and how those find it. ``bytes_s``: what it writes per second at
+    most, until the agent ends.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SaverService:
         access: EtcdAccess,
         job: str,
         holding: tuple[socket.socket, Holder] | None = None,
+        bytes_s: int | None = None,
     ) -> None:
         self._warden = warden
         self._also = [holding[0]] if holding is not None else []
@@ -85,6 +88,7 @@ class SaverService:
             "username": access.username or "",
             "timeout_s": access.timeout_s,
             "job": job,
+            "bytes_s": bytes_s,
         }
         self._env = {**os.environ, _OPTIONS: json.dumps(options), _PASSWORD: access.password or ""}
         if holding is not None:
@@ -205,6 +209,7 @@ def main() -> None:
     """The process. Its standard input is the socket to listen at."""
     be_modest()
     access, job = access_of(os.environ)
+    bytes_s = json.loads(os.environ[_OPTIONS])["bytes_s"]
     listener = socket.socket(fileno=0)
 
     replication = None
@@ -219,6 +224,7 @@ def main() -> None:
     saver = Saver(
         listener,
         committer_of=lambda store: EtcdPointer(access, job, store),
+        pace=Pace(bytes_s) if bytes_s else None,
         linger_s=None,
         say=say,
         report=tell,

@@ -90,6 +90,10 @@ class Checkpoints:
         """Take a copy of this rank's part, to be written while training goes on. False: left out,
         since the disk has not caught up. ``step``: how many steps ``state`` has behind it.
 
+        Tensors of one name and shape (unless they are sharded), and objects of one name, are taken for
+        the same on all ranks: each is written once, by whichever rank. What differs from rank to rank
+        needs a name of its rank's own, such as ``f"random{rank}"``.
+
         Raises ValueError where ranks differ in the step, TypeError for objects that could not be
         loaded again, NotFinite for NaN if the job is run with ``--on-nonfinite=rollback``. Whatever
         happens to the disk raises nothing: see ``failed``.

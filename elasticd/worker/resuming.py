@@ -101,7 +101,7 @@ class Resuming:
         """What it holds; else what is wrong with it, or why it is not of such a state."""
         try:
             manifest = open_manifest(self._store, saved)
-            target = Target.of(self._state, manifest.index)
+            target = Target.of(saved.name, self._state, manifest.index)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             fill(self._store, manifest, target.wishes, readers=readers)
             return target.finish(), "", ""
@@ -140,7 +140,7 @@ class Resuming:
                         _log.info("step %d is resumed from %s", choice.step, where)
                     return choice.step, ""
                 [node, lost] = losses[0]
-                choice = choice.without(node)
+                choice = choice.without(node) if node else None  # else it is of no use wherever it is
         finally:
             memories.close()
 
@@ -148,18 +148,20 @@ class Resuming:
 def _from_memory(
     memories: Memories, choice: Choice, state: dict[str, Any]
 ) -> tuple[Flat, str, tuple[str, str] | None, str]:
-    """What it holds and whose memory that was; else which node lost it, and why, or why it is not of such a
-    state."""
+    """What it holds and whose memory that was; else which node lost it (none in particular: ""), and why,
+    or why it is not of such a state."""
     try:
         recalled = memories.recall(choice)
     except HolderLost as error:
         return Flat(), "", (error.node, str(error)), ""
     try:
-        target = Target.of(state, recalled.index)
+        target = Target.of(choice.name, state, recalled.index)
         recalled.fill(target.wishes)
         return target.finish(), "peer" if recalled.read - {""} else "memory", None, ""
     except HolderLost as error:
         return Flat(), "", (error.node, str(error)), ""
+    except BadCheckpoint as error:
+        return Flat(), "", ("", str(error)), ""
     except ValueError as error:
         return Flat(), "", None, str(error)
     finally:

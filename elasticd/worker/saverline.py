@@ -19,6 +19,7 @@ from elasticd.checkpoint.handover import Gone, Line, Message
 from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import Store
+from elasticd.core import bandwidth
 from elasticd.core.replicas import holders
 from elasticd.core.retention import Keep
 from elasticd.worker.together import Together
@@ -95,12 +96,19 @@ class SaverLine:
             self._lose(error)
         return Terms(token, round_, mine["node"] in keeper)
 
-    def say(self, message: Message, *files: int) -> None:
+    def say(self, message: Message, *files: int) -> bool:
+        """Whether it was said. Training waits for no saver: one that has long not listened is lost."""
         if self._line is not None:
             try:
-                self._line.send(message, files)
+                self._line.send(message, files, wait=False)
             except Gone as error:
                 self._lose(error)
+        return self.is_open
+
+    def mention(self, message: Message) -> None:
+        """What a saver that has long not listened may miss."""
+        if self._line is not None:
+            self._line.reply(message)
 
     def say_when(self, landed: Future[str], message: Message, spoilt: Callable[[str], Message]) -> None:
         """Once it has landed, on another thread: ``message``, or what ``spoilt`` returns, which is told why.
@@ -171,7 +179,9 @@ def _start() -> str:
     """A saver for those of this host. It ends when all have left and what they left is done."""
     sock, name = handover.listen()
     with sock:
-        program = _PROGRAM.format(root=_ROOT, fd=sock.fileno(), options="{}")
+        rate = os.environ.get("ELASTICD_CHECKPOINT_RATE")
+        options = json.dumps({"bytes_s": bandwidth.parse(rate)} if rate else {})
+        program = _PROGRAM.format(root=_ROOT, fd=sock.fileno(), options=options)
         started.append(
             subprocess.Popen(
                 [sys.executable, "-c", program],

@@ -24,7 +24,7 @@ from elasticd.worker.layout import Held, lay_out
 from elasticd.worker.offload import Gpu
 from elasticd.worker.saverline import SaverLine, Terms
 from elasticd.worker.schedule import Schedule
-from elasticd.worker.staging import Plan, check_loadable, pickled, shape_of
+from elasticd.worker.staging import Plan, pickled, shape_of
 from elasticd.worker.target import parts_of
 from elasticd.worker.together import Together
 
@@ -54,6 +54,7 @@ class Saving:
         self._terms = Terms("", 0, copies=False)
         self._together: Together | None = None
         self._plan: Plan | None = None
+        self._blobs: dict[str, bytes] = {}  # as they were when they were last looked at
         self._plans = 0
         self._seq = 0
         self.pending: set[str] = set()  # names of what was handed over and is neither committed nor failed
@@ -79,7 +80,7 @@ class Saving:
         self._line.listen()
         plan = self._plan
         shape = shape_of(flat)
-        blobs = pickled(flat.objects)
+        blobs = self._blobs = pickled(flat.objects, self._blobs)
         same = plan is not None and plan.suits(shape, blobs)
         free = (plan is None or not same or plan.free) and len(self.pending) < _UNDER_WAY_MAX
         answer = together.ask_least([self._line.is_open, same, free, step, -step])
@@ -98,7 +99,7 @@ class Saving:
             self._seq = 0  # by which names differ, and which newcomers count from the start
         if agreed[0] and not agreed[2]:
             self.skipped += 1
-            self._line.say({"is": "skip", "step": step})
+            self._line.mention({"is": "skip", "step": step})
             return False
         if not (agreed[0] and agreed[1]):
             self._make_plan(together, flat, shape, blobs)
@@ -126,7 +127,6 @@ class Saving:
         self, together: Together, flat: Flat, shape: tuple[Any, ...], blobs: Mapping[str, bytes]
     ) -> None:
         """All ranks: decide who writes what, and set memory aside for it."""
-        check_loadable(blobs)
         rooms = {key: room_for(raw) for key, raw in blobs.items()}
         mine = Held(tuple(parts_of(flat)), rooms, flat.paths)
         said = together.gather(msgspec.json.encode(mine))

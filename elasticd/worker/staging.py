@@ -18,6 +18,7 @@ from elasticd.worker.offload import Gpu, offload, stepped
 from elasticd.worker.target import box
 
 BUFFERS: Final = 2
+_LOADABLE: Final = (bool, int, float, str, type(None))
 _GROWS: Final = 768  # bytes that are left over in a room, so that what is a little longer still fits
 
 
@@ -82,10 +83,10 @@ class Plan:
         )
 
     def fill(
-        self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., None]
+        self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., bool]
     ) -> str:
         """Copy into the buffer whose turn it is, from a GPU while training goes on: see ``landed``. What
-        prevents that, if anything does. ``say``: to the saver, a message and files."""
+        prevents that, if anything does. ``say``: to the saver, a message and files; whether it was said."""
         number = self.turn
         sources = [box(flat.tensors[part.key], part) for part, _ in self.shard.parts]
         on_gpu = any(map(self.gpu.has, sources))
@@ -99,7 +100,8 @@ class Plan:
         except OSError as error:
             return f"there is no memory for {self.shard.size} bytes ({error.strerror})"
         buffer = self.buffers[number]
-        say({"is": "torn", "buffer": number})
+        if not say({"is": "torn", "buffer": number}):
+            return "the saver is gone"  # one that lives would take this for what it was
         self.landed = None
         with torch.no_grad():
             if on_gpu:
@@ -135,23 +137,20 @@ def shape_of(flat: Flat) -> tuple[Any, ...]:
     return tensors, tuple(flat.paths.items())
 
 
-def pickled(objects: Mapping[str, Any]) -> dict[str, bytes]:
-    """What is no tensor, as ``torch.save`` writes it."""
+def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str, bytes]:
+    """What is no tensor, as ``torch.save`` writes it. Raises TypeError for what could not be loaded again;
+    what is as it was ``before`` has been tried."""
     made = {}
     for key, value in objects.items():
-        out = io.BytesIO()
-        torch.save(value, out)
-        made[key] = out.getvalue()
-    return made
-
-
-def check_loadable(blobs: Mapping[str, bytes]) -> None:
-    """Raises TypeError for what could not be loaded again."""
-    for key, raw in blobs.items():
         try:
-            torch.load(io.BytesIO(raw), weights_only=True)
+            out = io.BytesIO()
+            torch.save(value, out)
+            made[key] = out.getvalue()
+            if type(value) not in _LOADABLE and made[key] != before.get(key):
+                torch.load(io.BytesIO(made[key]), weights_only=True)
         except Exception as error:
             raise TypeError(
                 f"{key} could not be loaded again: checkpoints hold tensors and plain objects "
                 f"(numbers, strings, lists, dicts), as torch.load(weights_only=True) takes them"
             ) from error
+    return made

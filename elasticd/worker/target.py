@@ -44,8 +44,10 @@ def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 @dataclass(slots=True)
 class Target:
-    """A state to be filled from what ``index`` lists. Use: make ``wishes`` come true, ``finish``."""
+    """A state to be filled from what ``index`` lists, of the checkpoint ``name``. Use: make ``wishes`` come
+    true, ``finish``."""
 
+    name: str
     state: dict[str, Any]
     index: Index
     wishes: list[Wish] = field(default_factory=list)
@@ -54,9 +56,9 @@ class Target:
     _blobs: dict[str, bytearray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: dict[str, Any], index: Index) -> Target:
+    def of(cls, name: str, state: dict[str, Any], index: Index) -> Target:
         """Raises ValueError where the checkpoint is not of such a state."""
-        target = cls(state, index)
+        target = cls(name, state, index)
         shapes = {key: (_dtype(t), t.shape) for key, t in index.tensors.items()}
         prepare_optimizers(state, shapes)
         have = flatten(state)
@@ -89,12 +91,16 @@ class Target:
         return target
 
     def finish(self) -> Flat:
-        """Once all wishes have come true: what there is to ``restore``."""
+        """Once all wishes have come true: what there is to ``restore``. Raises BadCheckpoint."""
         with torch.no_grad():
             for copy in self._copies:
                 copy()
         for key, raw in self._blobs.items():
-            self.flat.objects[key] = torch.load(io.BytesIO(raw), weights_only=True)
+            try:
+                self.flat.objects[key] = torch.load(io.BytesIO(raw), weights_only=True)
+            except Exception as error:
+                what = f"{key} of {self.name} is nothing that torch.load(weights_only=True) takes"
+                raise BadCheckpoint(what) from error
         return self.flat
 
     def _want(self, key: str, tensor: torch.Tensor, saved: Tensor) -> None:
@@ -108,7 +114,7 @@ class Target:
         for chunk in saved.chunks:
             found += self._want_of(local, offsets, chunk, _dtype(saved))
         if found != local.numel():
-            raise BadCheckpoint(f"the checkpoint does not hold all of {key}")
+            raise BadCheckpoint(f"{self.name} does not hold all of {key}")
 
     def _want_of(
         self, local: torch.Tensor, offsets: tuple[int, ...], chunk: Chunk, dtype: torch.dtype

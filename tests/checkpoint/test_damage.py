@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -188,6 +190,34 @@ def test_a_missing_file_is_named_and_the_one_before_it_is_taken(damaged, caplog,
     assert f"/{name}" in caplog.text
 
 
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_an_error_that_passes_is_waited_for(damaged, monkeypatch, call):
+    real, errors = getattr(os, call), [errno.EIO, errno.ESTALE]
+
+    def fails(first, *rest):
+        if errors and (call == "preadv" or "__0_0" in str(first)):
+            raise OSError(code := errors.pop(), os.strerror(code))
+        return real(first, *rest)
+
+    monkeypatch.setattr(os, call, fails)
+    monkeypatch.setattr("elasticd.checkpoint.reading._AGAIN_S", 0.0)
+    assert damaged.found() == 2 and not errors
+
+
+def test_an_error_that_stays_is_named_and_the_one_before_it_is_taken(damaged, monkeypatch, caplog):
+    real = os.open
+
+    def fails(path, *rest):
+        if path == shard(damaged.path, 2):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", fails)
+    monkeypatch.setattr("elasticd.checkpoint.reading._PATIENCE_S", 0.0)
+    assert damaged.found() == 1
+    assert "__0_0.distcp cannot be read: Input/output error" in caplog.text
+
+
 def test_a_shard_of_another_save_is_noticed(damaged, caplog):
     shutil.copy(shard(damaged.path, 1), shard(damaged.path, 2))
     assert damaged.found() == 1
@@ -252,6 +282,11 @@ def test_another_shape_is_refused_by_name(saved):
 def test_an_object_that_could_not_be_loaded_is_refused_when_it_is_saved(opened):
     with pytest.raises(TypeError, match="odd could not be loaded again"):
         opened().save({"odd": Path("/x")}, 1)
+    checkpoints = opened()
+    assert checkpoints.save({"odd": 0.0}, 1)
+    with pytest.raises(TypeError, match="odd could not be loaded again"):  # nor when it becomes such a one
+        checkpoints.save({"odd": np.float64(1)}, 2)
+    assert checkpoints.save({"odd": 1.0}, 2) and checkpoints.wait() and not checkpoints.failed
 
 
 def test_only_what_is_to_be_kept_is_kept(saved, tmp_path):

@@ -20,6 +20,7 @@ from elasticd.checkpoint.manifest import Index, encode_index, folder_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled
+from tests.checkpoint.test_memory import held_by
 
 TRIES = 100
 TRIES_OF_WORKERS = 25  # each begins with a load
@@ -168,6 +169,7 @@ def test_a_full_disk_fails_checkpoints_until_there_is_room(forker, tmp_path, mon
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow  # a saver that is stopped has as many skipped
 def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp_path, monkeypatch):
     name, _ = forker.saver(bytes_s=1e6)  # two seconds for each
     monkeypatch.setenv("ELASTICD_SAVER", name)
@@ -198,6 +200,39 @@ def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committ
     assert checkpoints.wait() and not checkpoints.failed
     assert [saved.step for saved in FilePointer(path).read().saved] == handed_over
     assert checkpoints.save(filled(99), 99)
+    checkpoints.close()
+
+
+def test_a_saver_that_is_stopped_costs_checkpoints_and_not_the_training(forker, tmp_path, monkeypatch):
+    name, pid = forker.saver()
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.save(filled(1), 1) and checkpoints.wait()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        saved = [step for step in range(2, 1000) if checkpoints.save(filled(2), step)]
+        assert len(saved) == 2 and checkpoints.skipped == 996
+        assert not checkpoints.failed
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert checkpoints.wait() and not checkpoints.failed
+    assert checkpoints.newest is not None and checkpoints.newest.step == saved[-1]
+    checkpoints.close()
+
+
+def test_a_shard_for_which_there_is_no_memory_fails_one_checkpoint_and_no_other(
+    forker, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+    monkeypatch.setattr("elasticd.checkpoint.handover.available", lambda: 1000)
+    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints.save(filled(1), 1)
+    assert checkpoints.wait() and checkpoints.failed == 1
+    assert "rank 0 could not copy: there is no memory for" in checkpoints.last_error
+    assert "only 1000 bytes are available" in checkpoints.last_error
+    monkeypatch.undo()
+    assert checkpoints.save(filled(2), 2) and checkpoints.wait() and checkpoints.failed == 1
+    assert resumed(tmp_path / "run") == 2
     checkpoints.close()
 
 
@@ -325,6 +360,44 @@ def test_the_world_after_one_whose_other_node_is_lost_is_not_held_up(forker, tmp
     assert hears(new, "committed")["step"] == 6
     old.close()
     new.close()
+
+
+def test_a_rank_that_never_came_fails_what_the_others_handed_over_once_they_are_gone(forker, tmp_path):
+    name, pid = forker.saver(linger_s=60.0)
+    one = joins(name, tmp_path / "run", 0, 2)
+    hands_over(one, 5, folder_name(5, 1, "0000000a", 1))
+    hears(one, "free")
+    one.close()
+    assert "rank 1 was gone before it had handed over" in " ".join(forker.until("step 5 was not saved as"))
+    new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
+    hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
+    hears(new, "committed")
+    assert held_by(pid) == 64  # and nothing of the world before
+    new.close()
+
+
+def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(forker, tmp_path):
+    name, pid = forker.saver(linger_s=60.0)
+    for round in range(1, 13):
+        token = f"{round:08x}"
+        line = joins(name, tmp_path / "run", 1, 2, token, round, locals_=[1])
+        hands_over(line, round, folder_name(round, round, token, 1))
+        hears(line, "written")
+        line.close()
+    assert held_by(pid) <= 4 * 64  # of the newest, two before it, and one of which it has yet to hear
+
+
+def test_what_was_said_last_is_heard_though_the_one_who_said_it_left_without_listening():
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    saver, worker = Line(ours), Line(its)
+    saver.send({"is": "committed"})
+    for said in ("torn", "save"):
+        worker.send({"is": said})
+    worker.close()
+    assert [saver.receive(), saver.receive()] == [({"is": "torn"}, []), ({"is": "save"}, [])]
+    with pytest.raises(handover.Gone):
+        saver.receive()
+    saver.close()
 
 
 def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forker, tmp_path):

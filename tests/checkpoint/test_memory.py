@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
+from elasticd.checkpoint import handover
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.report import Footprint
+from elasticd.checkpoint.saver import Saver
 from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.collect import flatten
+from elasticd.worker.staging import pickled
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 from tests.checkpoint.faults import Helper, check, filled
 
@@ -77,6 +83,44 @@ def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
     after.close()
 
 
+def test_what_the_saver_was_not_told_of_is_not_written_over(forker, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run")
+    for step in (1, 2):
+        assert checkpoints.save(filled(step), step) and checkpoints.wait()
+    plan = checkpoints._saving._plan
+    before = bytes(plan.buffers[plan.turn].memory.view)
+    flat = flatten(filled(3))
+    assert plan.fill(filled(3), flat, pickled(flat.objects, {}), lambda *_: False)
+    assert bytes(plan.buffers[plan.turn].memory.view) == before
+    checkpoints.close()
+
+
+def test_what_a_worker_holds_that_was_not_understood_is_not_taken(forker, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.save(filled(1), 1) and checkpoints.wait()
+    checkpoints._saving._line.say({"is": "nonsense"})  # by which it cannot tell what it writes over
+    checkpoints.close()
+    state, after = filled(0), Checkpoints(tmp_path / "run")
+    assert after.load(state) == 1 and not after.from_memory
+    check(state, 1)
+    after.close()
+
+
+def test_what_cannot_be_unpickled_from_memory_is_not_from_disk_either_and_one_before_it_is_taken(
+    forker, tmp_path, monkeypatch, caplog
+):
+    checkpoints = Checkpoints(tmp_path / "run")
+    monkeypatch.setattr("elasticd.worker.staging._LOADABLE", (int, PurePath().__class__))
+    for step, odd in ((1, 0), (2, PurePath("/x"))):
+        assert checkpoints.save({**filled(step), "odd": odd}, step) and checkpoints.wait()
+    checkpoints.close()
+    state, after = {**filled(0), "odd": 0}, Checkpoints(tmp_path / "run")
+    assert after.load(state) == 1
+    check(state, 1)
+    assert "step 1 is resumed from, since odd of step-0000000002" in caplog.text
+    after.close()
+
+
 def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, monkeypatch):
     save(tmp_path / "run", 1)
     ours = os.environ["ELASTICD_SAVER"]
@@ -92,6 +136,28 @@ def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, mon
 def test_another_folder_s_memory_is_not_taken(forker, tmp_path):
     save(tmp_path / "run", 1)
     assert Checkpoints(tmp_path / "other").load(filled(0)) is None
+
+
+def test_it_is_never_more_than_two_shards_whatever_the_world_before(tmp_path, monkeypatch):
+    listener, name = handover.listen()
+    monkeypatch.setenv("ELASTICD_SAVER", name)
+    footprints: list[Footprint] = []
+    saver = Saver(listener, linger_s=None, occupies=footprints.append)
+    serving = threading.Thread(target=saver.serve)
+    serving.start()
+    try:
+        for _ in range(3):
+            world = Checkpoints(tmp_path / "run")
+            first = (world.load(filled(0)) or 0) + 1
+            for step in range(first, first + 3):
+                assert world.save(filled(step), step) and world.wait() and not world.failed
+            world.close()
+    finally:
+        saver.leave()
+        serving.join()
+        listener.close()
+    owns = [footprint.own for footprint in footprints]
+    assert max(owns) == 2 * min(filter(None, owns)) > filled(0)["w"].nbytes
 
 
 def test_memory_is_given_back_once_it_is_of_no_use(forker, tmp_path):

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,21 @@ def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
             with suppress(ConnectionResetError):
                 while stranger.recv(64):
                     pass  # what it has drawn; then it has hung up
+
+
+def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
+    monkeypatch.setattr("elasticd.checkpoint.replication._CALLERS_MAX", 1)
+    monkeypatch.setattr("elasticd.checkpoint.replication.SILENCE_S", 0.04)
+    here, me = holding.listen("a", "127.0.0.1")
+    with served(Replication(me, here, Alone())), ThreadPoolExecutor(1) as thread:
+        first = Peer(me)
+        assert first.offers("/anywhere") == []  # and stays
+        with Wire.connect(me.host, me.port, me.secret) as second:
+            second.say({"do": "offers", "path": "/anywhere"})
+            assert [second.hear() for _ in range(3)] == [{"wait": True}] * 3
+        third = thread.submit(lambda: Peer(me).offers("/anywhere"))
+        first.close()
+        assert third.result(60.0) == []
 
 
 def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tmp_path: Path) -> None:

@@ -459,6 +459,13 @@ def test_whether_to_resume_is_the_policy_s_and_the_workers_(job: str) -> None:
     assert url["ELASTICD_CHECKPOINTS"] == "memory://x" and "ELASTICD_RESUME" not in url
 
 
+def test_how_fast_checkpoints_are_written_is_the_agent_s_to_know(job: str) -> None:
+    assert planned("--checkpoint-rate", "200M", job).config.checkpoint_rate == 200_000_000
+    assert planned(job).config.checkpoint_rate is None
+    with pytest.raises(Complaint, match="--checkpoint-rate: 'slow' is no number of bytes a second, such as"):
+        planned("--checkpoint-rate", "slow", job)
+
+
 def test_every_time_of_the_policy_has_its_option(job: str) -> None:
     argv = {
         "settle_s": "--settle",

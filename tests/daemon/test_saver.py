@@ -206,6 +206,23 @@ def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(s
         pointer.close()
 
 
+def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(server, client, tmp_path):
+    round_is(client, 3)
+    with Warden.start() as warden:
+        service = SaverService(warden, server.access, "j", bytes_s=1)  # a minute and more for a shard
+        line = hands_over(service.name, str(tmp_path), 3, 6)
+        for _ in range(5):
+            line.send({"is": "known", "path": str(tmp_path)})
+            heard = line.receive()
+            assert heard is not None and heard[0]["is"] == "known"  # and not that the memory is free
+            os.close(*heard[1])
+        assert os.getpriority(os.PRIO_PROCESS, service._pid) == 19
+        service.close()
+    line.close()
+    assert [report.fate for report in service.reports] == [Fate.COPIED, Fate.COMMITTED]
+    assert committed(client) == [6]
+
+
 def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatch):
     spawn = Warden.spawn_service
     tries: list[object] = []

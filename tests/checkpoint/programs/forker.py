@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ class FilePeers:
 
 def saver(options: dict[str, Any]) -> None:
     listener, name = handover.listen()
-    pace = Pace(options["bytes_s"], time.monotonic, time.sleep) if "bytes_s" in options else None
+    pace = Pace(options["bytes_s"]) if "bytes_s" in options else None
     linger_s = options.get("linger_s", 0.0)
     replication = None
     if "node" in options:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.core import cadence as core_cadence
 from elasticd.worker.checkpoint import Checkpoints
 from elasticd.worker.saverline import started
+from elasticd.worker.schedule import Schedule
+from elasticd.worker.together import Together
 
 FOLDER = Path(sys.argv[1])
 RUN = FOLDER / "run"
@@ -134,7 +138,46 @@ def more_ranks_than_tensors() -> None:
     dist.destroy_process_group()
 
 
+def all_save_at_the_same_steps() -> None:
+    """By the clock of one, of whose job alone it is known how often it failed."""
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/clocks", rank=RANK, world_size=3)
+    core_cadence.LEAST_S = 0.03
+    if RANK == 0:
+        os.environ |= {"ELASTICD_BEGAN": str(time.time() - 60), "ELASTICD_FAILURES": "1000000"}
+    together = Together()
+    for cadence in (core_cadence.EverySeconds(0.03), core_cadence.Auto()):
+        schedule, step, saved = Schedule(cadence), 0, []
+        while len(saved) < 4:
+            step += 1
+            dist.barrier()  # what training makes of a step
+            if schedule.due(step, together):
+                saved.append((step, time.monotonic()))
+        assert len(set(together.gather(str([step for step, _ in saved]).encode()))) == 1, saved
+        assert saved[3][1] - saved[0][1] >= 0.03, saved  # and not with each step
+    dist.destroy_process_group()
+
+
+def plain_dcp_fills_shards() -> None:
+    if RANK == 2:
+        return
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/plain-store", rank=RANK, world_size=2)
+    model, optimizer = made("fsdp", 1)
+    train(model, optimizer, 2)
+    expected = whole({"model": model, "optimizer": optimizer})
+    theirs = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(theirs, checkpoint_id=FOLDER / "plain")
+    model, optimizer = made("fsdp", 2)
+    state = {"model": model, "optimizer": optimizer}
+    Checkpoints(FOLDER / "no").load_plain(state, FOLDER / "plain")
+    same(whole(state), expected)
+    train(model, optimizer, 1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 more_ranks_than_tensors()
+all_save_at_the_same_steps()
+plain_dcp_fills_shards()
 for saver in started:
     saver.wait(60.0)
 

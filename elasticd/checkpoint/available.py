@@ -1,0 +1,55 @@
+"""How much memory is to be had: of the machine's, and of what a container may use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_RECLAIMED: Final = ("inactive_file", "active_file")  # what was read from disk, which makes room
+
+
+def available(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that could be had without swapping, or being killed for it. ``groups``: the control groups that
+    count, as /proc/self/cgroup has them, which are below ``root``."""
+    if groups is None:
+        try:
+            groups = Path("/proc/self/cgroup").read_text()
+        except OSError:
+            groups = ""
+    return max(0, min([_of_machine(), *_of_groups(groups, root)]))
+
+
+def _of_machine() -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _of_groups(groups: str, root: Path) -> Iterator[int]:
+    """Each of version 2 and 1 that has a limit, and those around them."""
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, limit, usage, total = root, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            top, limit, usage, total = (
+                root / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
+        else:
+            continue
+        here = top / path.lstrip("/")
+        for group in (here, *here.parents[: len(here.parts) - len(top.parts)]):
+            try:
+                most = (group / limit).read_text().strip()
+                if most != "max":
+                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    freed = sum(int(stat.get(total + kind, 0)) for kind in _RECLAIMED)
+                    yield int(most) - int((group / usage).read_text()) + freed
+            except (OSError, ValueError):
+                continue  # a container may see nothing of those around it
