@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 if TYPE_CHECKING:
     from elasticd.worker.world import World
@@ -51,23 +52,20 @@ def count_sums(model: DistributedDataParallel, world: World) -> None:
     def end() -> None:
         world.sums += 1
 
-    def begin(_: torch.Tensor) -> None:
-        world.sums_begun += 1
-        queue(lambda: queue(end))
-
     def forward(_: nn.Module, __: Any, output: Any) -> None:
+        begun = False
+
+        def begin(_: torch.Tensor) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                world.sums_begun += 1
+                queue(lambda: queue(end))
+
         if model.require_backward_grad_sync:
-            tensor = _first_with_gradient(output)
-            if tensor is not None:
-                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+            # Each worker may make its loss of others of them.
+            for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
+                if tensor.requires_grad:
+                    tensor.register_hook(begin)
 
     model.register_forward_hook(forward)
-
-
-def _first_with_gradient(output: Any) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return output if output.requires_grad else None
-    parts = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    )
-    return next((t for t in map(_first_with_gradient, parts) if t is not None), None)
