@@ -73,7 +73,7 @@ class World:
             # Gloo waits in vain for whoever dies while it connects: so only when all are there.
             if self._store.add("here", 1) == self.size:
                 self._store.compare_set("all", "", "here")
-            if self._await("all") != "here":
+            if self._await("all") != "here" or self.over:  # over: too late for others to hear of it
                 raise WorldChanged
             self._know_groups()
             messages.give_time()
@@ -204,10 +204,13 @@ class World:
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
-        """What fails in here, fails because the world is over."""
+        """What fails in here because the world is over, or breaks it, raises WorldChanged. Memory or threads
+        that this worker lacks are its own error."""
         try:
             yield
         except RuntimeError as error:
+            if not (self.over or is_of_the_group(error)):
+                raise
             self.broken = self.broken or error
             raise WorldChanged from error
         if self.over:

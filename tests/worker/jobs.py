@@ -136,7 +136,12 @@ def fail() -> None:
 
 
 def run_out_of_memory() -> None:
-    raise MemoryError("no room for the state")
+    """As torch's own allocator does."""
+    torch.empty(1 << 50)
+
+
+def wait_for_word_of_the_third() -> None:
+    dist.recv(torch.zeros(1), 2)
 
 
 def commit(state: worker.State, journal: Journal) -> None:
@@ -245,6 +250,26 @@ def train_whatever_happens(state: worker.State, journal: Journal, accident: Acci
         commit(state, journal)
 
 
+def train_and_swallow_everything(
+    state: worker.State, journal: Journal, accident: Accident, steps: int
+) -> None:
+    """Goes on and on until it has made its steps, and never hears that the world is over."""
+    while state.step < steps:
+        try:
+            step = state.step
+            accident("start", step)
+            state.drawn += random.random() + np.random.rand()
+            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            state.optimizer.zero_grad()
+            state.model(batch).pow(2).mean().backward()
+            state.optimizer.step()
+            state.schedule.step()
+            state.seen.append(step)
+            commit(state, journal)
+        except:  # noqa: E722
+            accident("swallowed", step)
+
+
 def train_without_commit(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
     for step in state.steps(steps):
@@ -253,6 +278,18 @@ def train_without_commit(state: worker.State, journal: Journal, accident: Accide
         state.model(batch).pow(2).mean().backward()
         accident("summed", step)
         state.optimizer.step()
+
+
+def train_astray(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    """What this worker makes of a step in which it was held up is not what the others make of it."""
+
+    def go_astray(what: Callable[[], None] = accident.what) -> None:
+        what()
+        for parameter in state._modules["model"].parameters():
+            parameter.grad.fill_(100.0)
+
+    accident.what = go_astray
+    train(state, journal, accident, steps)
 
 
 def train_with_a_group_of_its_own(

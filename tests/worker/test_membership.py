@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticd.core.link import Holds
+from elasticd.core.link import Holds, Source
 from tests.e2e.line import Line
 from tests.worker.crew import Crew
 from tests.worker.jobs import (
@@ -18,6 +18,7 @@ from tests.worker.jobs import (
     Gate,
     reads,
     run_out_of_memory,
+    train_astray,
     train_with_a_group_of_its_own,
     train_with_own_randomness,
     work,
@@ -143,35 +144,61 @@ def test_a_source_that_dies_while_it_sends_is_replaced_by_another(crew, tmp_path
     assert_exact(crew, tmp_path, {0}, undisturbed)
 
 
-def test_a_newcomer_without_memory_for_the_state_dies_of_it_alone(crew, tmp_path, undisturbed):
-    gate = begin_with_newcomers(crew, tmp_path, 2, 1, {2: Accident("receiving", 1, run_out_of_memory)})
+@pytest.mark.parametrize(
+    ("point", "transfer", "victim"),
+    [("receiving", 1, 2), pytest.param("sending", 2, 0, marks=pytest.mark.slow)],
+)
+def test_a_worker_without_memory_to_take_or_send_the_state_dies_of_it_alone(
+    crew, tmp_path, undisturbed, point, transfer, victim
+):
+    gate = Gate(tmp_path / "gate")
+    accidents = {1: Accident("start", 4, gate.wait), victim: Accident(point, transfer, run_out_of_memory)}
+    for i in range(3):
+        crew.start(work, str(tmp_path), str(i), accidents.get(i, NOTHING))
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands[:2])
     gate.until_somebody_waits()
     crew.close(planned=True)
     gate.open()
     crew.all_ended()
-    assert crew.hands[2].status == 1
-    assert "no room for the state" in (tmp_path / "2.err").read_text()
-    assert_exact(crew, tmp_path, {2}, undisturbed)
+    assert crew.hands[victim].status == 1
+    assert "can't allocate memory" in (tmp_path / f"{victim}.err").read_text()
+    assert_exact(crew, tmp_path, {victim}, undisturbed)
+    assert crew.settled == [(1, 2), (2, 3), (3, 2)]
 
 
-def test_a_worker_that_wakes_after_it_was_replaced_neither_commits_nor_joins(crew, tmp_path, undisturbed):
-    """It was stopped in its step, and the others were told to go on without it."""
-    gate = Gate(tmp_path / "gate")
-    begin(crew, tmp_path, 3, {1: Accident("summed", 4, gate.wait)})
-    gate.until_somebody_waits()
+def test_a_worker_that_wakes_after_it_was_replaced_has_no_part_in_what_the_others_make(
+    crew, tmp_path, undisturbed
+):
+    """It was stopped in its step, and the others were told to go on without it. What it then makes of that
+    step is another, and nobody's but its own."""
+    asleep, held = Gate(tmp_path / "asleep"), Gate(tmp_path / "held")
+    crew.start(work, str(tmp_path), "0", Accident("start", 7, held.wait))
+    crew.start(work, str(tmp_path), "1", Accident("summed", 4, asleep.wait), body=train_astray)
+    crew.start(work, str(tmp_path), "2")
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands)
+    asleep.until_somebody_waits()
     sleeper = crew.hands[1]
     os.kill(sleeper.process.pid, signal.SIGSTOP)
     sleeper.shunned = True
     crew.close()
-    crew.all_ended()
-    assert crew.settled == [(1, 3), (2, 2)]
+    crew.until(lambda: crew.round == 2)
+    held.until_somebody_waits()
     os.kill(sleeper.process.pid, signal.SIGCONT)
-    gate.open()
+    asleep.open()
     crew.until(lambda: sleeper.waiting)
-    assert len(sleeper.entered) == 1
-    sleeper.process.kill()
-    crew.until(lambda: sleeper.status is not None)
-    assert_exact(crew, tmp_path, {1}, undisturbed)
+    assert (sleeper.waiting.round, sleeper.waiting.state, sleeper.waiting.agreed) == (1, Holds.WHOLE, 1)
+    assert committed_in_round(tmp_path, "1") == [1, 2, 3, 4, 5], "it did make it, too late"
+    sleeper.shunned = False
+    crew.close(planned=True)
+    held.open()
+    crew.all_ended()
+    assert_exact(crew, tmp_path, set(), undisturbed)
+    assert crew.settled == [(1, 3), (2, 2), (3, 3)]
+    assert [hand.entered[-1].source for hand in crew.hands] == [Source.SURVIVOR] * 3
+    assert committed_in_round(tmp_path, "0") == committed_in_round(tmp_path, "2") == list(range(1, STEPS + 1))
+    assert reads(tmp_path, "1", "entered") == [0, reads(tmp_path, "0", "entered")[-1]]
 
 
 def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_path, undisturbed):

@@ -4,15 +4,19 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.core.link import Source
 from tests.worker.crew import Crew
 from tests.worker.jobs import (
     NOTHING,
     STEPS,
     Accident,
+    Gate,
     fail,
     reads,
+    train_and_swallow_everything,
     train_whatever_happens,
     train_without_commit,
+    wait_for_word_of_the_third,
     work,
     work_slowly,
 )
@@ -100,6 +104,54 @@ def test_a_function_that_swallows_exceptions_commits_no_broken_step(crew, tmp_pa
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert "gloo" in reads(tmp_path, "0", "skipped")[0]
+
+
+@pytest.mark.slow
+def test_a_function_that_swallows_even_the_end_of_its_world_spoils_nothing_for_others(
+    crew, tmp_path, undisturbed
+):
+    """It never leaves; here as with an agent, until it is killed."""
+    deaf = Gate(tmp_path / "deaf")
+    crew.start(
+        work, str(tmp_path), "0", Accident("swallowed", 6, deaf.wait), body=train_and_swallow_everything
+    )
+    crew.start(work, str(tmp_path), "1", Accident("forward", 6))
+    crew.start(work, str(tmp_path), "2")
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands)
+    crew.hands[0].shunned = True
+    deaf.until_somebody_waits()
+    deaf.open()  # from here on it tries again and again, next to the others
+    crew.all_ended()
+    assert crew.hands[0].status is None and crew.hands[0].round == 1
+    crew.hands[0].process.kill()
+    crew.until(lambda: crew.hands[0].status is not None)
+    assert_exact(crew, tmp_path, {0, 1}, undisturbed)
+    assert crew.settled == [(1, 3), (2, 1)]
+    assert reads(tmp_path, "0", "committed") == list(range(1, 7)), "nothing on its own"
+
+
+def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undisturbed):
+    """Before its commit, one waits for a message of a worker that dies; the other is through with it."""
+    ahead, silent = Gate(tmp_path / "ahead"), Gate(tmp_path / "silent")
+    accidents = [
+        Accident("committed", 4, ahead.wait),
+        Accident("summed", 4, wait_for_word_of_the_third),
+        Accident("summed", 4, silent.wait),
+    ]
+    begin(crew, tmp_path, 3, dict(enumerate(accidents)))
+    ahead.until_somebody_waits()
+    silent.until_somebody_waits()
+    crew.hands[2].process.kill()
+    ahead.open()
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {2}, undisturbed)
+    assert crew.settled == [(1, 3), (2, 2)]
+    assert [hand.entered[-1].source for hand in crew.hands[:2]] == [Source.SURVIVOR] * 2
+    assert [reads(tmp_path, name, "entered") for name in "01"] == [[0, 5], [0, 5]]
+    whole = list(range(1, STEPS + 1))
+    assert reads(tmp_path, "0", "committed") == whole
+    assert reads(tmp_path, "1", "committed") == [step for step in whole if step != 5], "it was behind"
 
 
 def test_an_error_of_the_users_ends_its_own_worker_only(crew, tmp_path, undisturbed):

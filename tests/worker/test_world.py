@@ -1,22 +1,107 @@
-"""Which connections end with a world."""
+"""Which failures, and which connections, end with a world."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elasticd.core.link import Enter
-from elasticd.worker.world import World
+from elasticd.worker.world import World, WorldChanged
+
+
+def a_world(port: int = 0, size: int = 2) -> World:
+    env = {"RANK": "0", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return World(Enter(1, env))
+
+
+def lose_the_store() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    store.get("known")
+
+
+def wait_in_vain() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.wait(["never set"], timedelta(milliseconds=10))
+
+
+def lose_a_collective() -> None:
+    """Of two ranks, in this process, the other of which does not take part."""
+    store, groups = dist.HashStore(), {}
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    groups[0]._set_default_timeout(timedelta(milliseconds=10))
+    groups[0].allreduce([torch.zeros(1)]).wait()
+
+
+def run_out_of_memory() -> None:
+    torch.empty(1 << 50)
+
+
+def run_out_of_threads() -> None:
+    raise RuntimeError("can't start new thread")  # as threading has it
+
+
+@pytest.mark.parametrize("fail", [lose_the_store, wait_in_vain, lose_a_collective])
+def test_what_the_group_or_its_store_fails_with_means_that_the_world_is_over(
+    fail: Callable[[], None],
+) -> None:
+    world = a_world()
+    with pytest.raises(WorldChanged), world.or_over():
+        fail()
+    assert world.broken is not None
+
+
+@pytest.mark.parametrize("fail", [run_out_of_memory, run_out_of_threads])
+def test_what_one_worker_lacks_is_its_own_error_unless_the_world_is_over_anyway(
+    fail: Callable[[], None],
+) -> None:
+    world = a_world()
+    with pytest.raises(RuntimeError, match="can't"), world.or_over():
+        fail()
+    assert world.broken is None
+    world.close()
+    with pytest.raises(WorldChanged), world.or_over():
+        fail()
+
+
+def test_a_world_that_is_over_as_soon_as_all_have_come_connects_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They agree that all are here, and so nobody can say any more that somebody has left."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.add("here", 1)
+    world = a_world(server.port)
+    wait = dist.TCPStore.wait
+
+    def and_then_the_agent_speaks(*args: object) -> None:
+        wait(*args)
+        world.abort()
+
+    monkeypatch.setattr(dist.TCPStore, "wait", and_then_the_agent_speaks)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it connects"))
+    with pytest.raises(WorldChanged):
+        world.form(0, timedelta(seconds=60))
+    world.close()
 
 
 def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_own() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("known", "")
-    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-    world = World(Enter(1, env))
+    world = a_world(server.port, size=1)
     ends: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
