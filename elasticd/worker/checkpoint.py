@@ -20,7 +20,7 @@ from elasticd.checkpoint.store import store_at
 from elasticd.core.cadence import parse
 from elasticd.core.retention import Keep
 from elasticd.worker import told
-from elasticd.worker.resuming import NoCheckpoint, Resuming
+from elasticd.worker.resuming import Kept, NoCheckpoint, Resuming
 from elasticd.worker.saving import Committed, Saving
 from elasticd.worker.schedule import Schedule
 from elasticd.worker.together import Together
@@ -138,6 +138,11 @@ class Checkpoints:
         step = resuming.load(required=required)
         self.tier = resuming.tier
         return step
+
+    def newest_kept(self) -> Kept | None:
+        """What ``load`` would fill a state from, if it proves whole. All ranks ask together, and get the same
+        answer; None also where nobody can tell."""
+        return Resuming(self._store, self._in_this_world(), {}).newest()
 
     def load_plain(self, state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
         """Fill ``state`` from one checkpoint that plain ``torch.distributed.checkpoint`` wrote. It has

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ def agree(state: State, world: World) -> Source:
     state.begin()
     standings = _tell(Standing(state.holds, state.agreed, state.step), world)
     choice = choose(standings)
+    newest = standings[choice.source]
+    age = Age(newest.agreed, newest.step)
+    # Of a world since, of which nobody is left: what it made may have been kept.
+    if not choice.fresh and age.agreed < world.number - 1 and state.kept_beyond(age, world):
+        state.give_up()
+        standings = [replace(s, holds=Holds.TORN) for s in standings]
+        choice = choose(standings)
     if choice.fresh:
         if tier := state.resume(world):
             state.agree(world.number)

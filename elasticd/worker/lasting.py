@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
+from elasticd.core.age import Age
 from elasticd.worker import chance, told
 from elasticd.worker.world import World
 
@@ -74,6 +75,14 @@ class Lasting:
         """Training is at its end. Raises WorldChanged if the world ends otherwise meanwhile."""
         if parts.step > 0:
             self._save(parts, world, must=True)
+
+    def has_beyond(self, age: Age, world: World) -> bool:
+        """Whether a later world came further than that, and what it made was kept. Raises WorldChanged if the
+        world ends meanwhile."""
+        with world.or_over():
+            kept = self._checkpoints.newest_kept()
+        # By round alone would not do: those of checkpoints run ahead where a folder outlives jobs.
+        return kept is not None and kept.round > age.agreed and kept.step > age.step
 
     def resume(self, parts: Parts, world: World, *, else_asks: bool) -> Parts | None:
         """Fill ``parts.things`` from the nearest memory or disk that has the newest state; the rest is

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
@@ -33,12 +33,30 @@ class NoCheckpoint(RuntimeError):
     """None is whole, and one was required. The message says what is wrong with each."""
 
 
+class Kept(NamedTuple):
+    """Of a state that is kept in memory or on disk."""
+
+    round: int
+    step: int
+
+
 class Resuming:
     """Of one ``state``, by all ranks together. ``tier``: where it came from, once it did."""
 
     def __init__(self, store: Store, together: Together, state: dict[str, Any]) -> None:
         self._store, self._together, self._state = store, together, state
         self.tier = ""
+
+    def newest(self) -> Kept | None:
+        """See ``Checkpoints.newest_kept``."""
+        memories = Memories(saver_name(), self._store.url)
+        try:
+            choice, there = self._survey(memories)
+        finally:
+            memories.close()
+        its = choice or there.newest
+        said = self._together.gather(msgspec.json.encode(Kept(its.round, its.step) if its else None))
+        return msgspec.json.decode(said[0], type=Kept | None)
 
     def load(self, *, required: bool) -> int | None:
         """See ``Checkpoints.load``."""
@@ -110,6 +128,14 @@ class Resuming:
         except ValueError as error:
             return Flat(), "", str(error)
 
+    def _survey(self, memories: Memories) -> tuple[Choice | None, Checkpoint]:
+        """The newest state that is whole in memory, unless a newer one was committed, as rank 0 sees it; and
+        what was committed."""
+        offered = memories.survey() if self._together.rank == 0 else []
+        there, _ = self._committed()  # after that: what is gone from memory since, is there now
+        least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
+        return newest_whole(offered, least), there
+
     def _recall(self) -> tuple[int | None, str]:
         """Fill the state from memory, if the whole of one that is no older than what was committed is in
         that of the job's nodes; its step. Else None, and, where it has been filled in part, why."""
@@ -117,10 +143,7 @@ class Resuming:
         memories = Memories(saver_name(), self._store.url)
         lost = ""
         try:
-            offered = memories.survey() if together.rank == 0 else []
-            there, _ = self._committed()  # after that: what is gone from memory since, is there now
-            least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
-            choice = newest_whole(offered, least) if together.rank == 0 else None
+            choice, _ = self._survey(memories)
             while True:
                 said = together.gather(msgspec.json.encode(choice))[0]
                 choice = msgspec.json.decode(said, type=Choice | None)

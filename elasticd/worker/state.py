@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from elasticd.core.age import Age
 from elasticd.core.link import Holds
 from elasticd.core.page import Fatal
 from elasticd.worker import chance, told
@@ -302,6 +303,14 @@ class State:
         """This world goes on from what workers of the last one have in memory."""
         if self._lasting is not None:
             self._lasting.outlived()
+
+    def kept_beyond(self, age: Age, world: World) -> bool:
+        """All workers of the world together: whether a newer state than that was kept anywhere."""
+        return self._lasting is not None and self._lasting.has_beyond(age, world)
+
+    def give_up(self) -> None:
+        """What this worker has: something newer is about to be written over it."""
+        self._torn = True
 
     def resume(self, world: World) -> str:
         """All workers of the world together: have the newest state that was kept anywhere. The tier it was

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,35 @@ def test_a_lone_worker_that_is_drained_leaves_every_step_to_the_newcomer(cluster
     residents.finish(b)  # which sees that each step was made, and once
     committed = FilePointer(store_at(cluster.folder / "kept")).read().saved
     assert committed and committed[-1].step > 0
+
+
+@pytest.mark.slow
+def test_a_spare_that_was_left_behind_goes_on_from_what_was_kept_since(cluster: Cluster) -> None:
+    """It has a whole state in memory, and an old one."""
+    residents = Residents(cluster)
+    cluster.limits = (1, 2)
+    kept = cluster.folder / "kept"
+    (a,) = residents.start("a", slots=2, options=("--spares=1", f"--checkpoints={kept}"))
+    first, before = residents.world(2)
+    assert cluster.command("scale", cluster.job, "--min=1", "--max=1").code == 0
+    second, (active,) = residents.world(1, after=first)
+    (spare,) = set(before) - {active}
+    left = spare.did("committed")[-1]["step"]
+
+    def committed() -> int:
+        newest = FilePointer(store_at(kept)).read().newest
+        return newest.step if newest else 0
+
+    cluster.until(lambda: committed() > left + 20, "checkpoints are committed without the spare")
+    there = committed()
+    os.kill(active.pid, signal.SIGKILL)
+    _, (after,) = residents.world(1, after=second)
+    assert after is spare and spare.did("entered")[-1]["step"] >= there
+    after.tell("stop_after", step=there + 100)
+    assert a.end() == 0, a.said()
+    losses: dict[int, set[float]] = defaultdict(set)
+    for player in (*before, active):
+        for made in player.did("committed"):
+            losses[made["step"]].add(made["loss"])
+    assert sorted(losses) == list(range(there + 101))
+    assert all(len(alike) == 1 for alike in losses.values()), "one training"

@@ -7,15 +7,21 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from elasticd import worker
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.core.age import Age
 from elasticd.core.cadence import EverySteps
+from elasticd.core.link import Enter, Holds, Source
+from elasticd.worker.lasting import Lasting
+from elasticd.worker.resuming import Kept
 from elasticd.worker.world import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew
-from tests.worker.jobs import NOTHING, STEPS, Accident, Journal, reads, train, work
+from tests.worker.jobs import NOTHING, STEPS, Accident, Gate, Journal, reads, train, train_astray, work
 
 COMMITTED = 7
 
@@ -81,6 +87,135 @@ def test_a_world_killed_at_once_goes_on_from_what_outlived_it(
     assert_undisturbed(crew, tmp_path, range(2, 4), undisturbed)
     for i in (2, 3):
         assert reads(tmp_path, str(i), "entered") == [steps[-1]]
+
+
+@pytest.mark.parametrize("tier", [pytest.param(Source.MEMORY, marks=pytest.mark.slow), Source.DISK])
+def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
+    crew, tmp_path, saver, other_saver, undisturbed, tier
+):
+    """It has a whole state, of when the job grew smaller, and the worker that trained on is gone."""
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate")
+    more = {"checkpoints": str(run)}
+    leaves = Accident("start", 2, gate.wait)
+    last = crew.start(work, str(tmp_path), "0", leaves, saver=saver, body=end_of, **more)
+    spare = crew.start(
+        work, str(tmp_path), "1", saver=saver if tier is Source.MEMORY else other_saver, **more
+    )
+    crew.all_waiting(last, spare)
+    crew.form(last, spare)
+    gate.until_somebody_waits()
+    spare.shunned = True
+    crew.close(planned=True)
+    gate.open()
+    crew.until(lambda: last.status is not None)
+    assert crew.settled == [(1, 2), (2, 1)]
+    kept = saved_steps(run)[-1]  # perhaps not of its very last step, if the disk was busy
+    assert spare.waiting.state is Holds.WHOLE and spare.waiting.step < kept
+    spare.shunned = False
+    crew.form(spare)
+    crew.all_ended()
+    assert_undisturbed(crew, tmp_path, range(1, 2), undisturbed)
+    assert reads(tmp_path, "1", "entered") == [0, kept]
+    assert spare.entered[-1].source == tier
+
+
+def train_in_company(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    if worker.world_size() == 1:
+        os.kill(os.getpid(), 9)
+    train(state, journal, accident, steps)
+
+
+@pytest.mark.slow
+def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_no_further(
+    crew, tmp_path, saver, undisturbed
+):
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate")
+    more = {"saver": saver, "checkpoints": str(run)}
+    last = crew.start(
+        work, str(tmp_path), "0", Accident("start", 2, gate.wait), body=train_in_company, **more
+    )
+    spare = crew.start(work, str(tmp_path), "1", **more)
+    crew.all_waiting(last, spare)
+    crew.form(last, spare)
+    gate.until_somebody_waits()
+    spare.shunned = True
+    crew.close(planned=True)
+    gate.open()
+    crew.until(lambda: last.status is not None)
+    spare.shunned = False
+    crew.form(spare)
+    crew.all_ended()
+    assert_undisturbed(crew, tmp_path, range(1, 2), undisturbed)
+    assert reads(tmp_path, "1", "committed") == list(range(1, STEPS + 1))
+    assert spare.entered[-1].source is Source.SURVIVOR
+
+
+@pytest.mark.parametrize(
+    ("kept", "beyond"),
+    [
+        (None, False),
+        (Kept(2, 30), False),  # an end that was abandoned
+        (Kept(3, 30), True),
+        (Kept(3, 25), False),
+        (Kept(9, 20), False),  # rounds run ahead in a folder that has outlived another job
+    ],
+)
+def test_what_was_kept_is_newer_only_if_it_came_further_in_a_later_world(monkeypatch, kept, beyond):
+    monkeypatch.setattr("elasticd.worker.told.has_checkpoints", lambda: None)
+    checkpoints = SimpleNamespace(keep_in_step=lambda: None, newest_kept=lambda: kept)
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
+    assert Lasting(checkpoints).has_beyond(Age(2, 25), World(Enter(4, env))) is beyond
+
+
+def train_in_two_parts(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    """Between them, all is on disk."""
+    train(state, journal, NOTHING, accident.step)
+    state._lasting._checkpoints.wait()
+    train(state, journal, accident, steps)
+
+
+def train_astray_to_the_end(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    train_astray(state, journal, accident, steps)
+    state._lasting._checkpoints.wait()
+    journal.write(complaint=state._lasting._checkpoints.last_error)
+
+
+@pytest.mark.slow
+def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
+    crew, tmp_path, saver, undisturbed
+):
+    """Nobody could tell it, and it trains on, alone."""
+    run = tmp_path / "run"
+    asleep, held = Gate(tmp_path / "asleep"), Gate(tmp_path / "held")
+    more = {"saver": saver, "checkpoints": str(run)}
+    late = Accident("summed", 4, asleep.wait)
+    sleeper = crew.start(work, str(tmp_path), "0", late, body=train_astray_to_the_end, **more)
+    crew.all_waiting(sleeper)
+    crew.form(sleeper)
+    asleep.until_somebody_waits()
+    sleeper.shunned = True
+    heir = crew.start(
+        work, str(tmp_path), "1", Accident("start", 8, held.wait), body=train_in_two_parts, **more
+    )
+    crew.all_waiting(heir)
+    crew.form(heir)
+    held.until_somebody_waits()
+    assert 0 < reads(tmp_path, "1", "entered")[0] <= 4
+    asleep.open()
+    crew.until(lambda: sleeper.status is not None)
+    assert reads(tmp_path, "0", "committed") == list(range(1, STEPS + 1)), "as far as it could see"
+    [complaint] = reads(tmp_path, "0", "complaint")
+    assert "round 2 has committed since" in complaint
+    newest = FilePointer(run).read().newest
+    assert newest.round == 2 and newest.step <= 8
+    third = crew.start(work, str(tmp_path), "2", **more)
+    heir.process.kill()
+    crew.until(lambda: heir.status is not None)
+    crew.all_waiting(third)
+    crew.form(third)
+    crew.all_ended()
+    assert reads(tmp_path, "2", "entered") == [newest.step]
+    assert_undisturbed(crew, tmp_path, range(2, 3), undisturbed)
 
 
 def train_until_told_to_leave(state: object, journal: Journal, accident: Accident, steps: int) -> None:
