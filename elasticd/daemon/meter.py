@@ -31,6 +31,7 @@ from elasticd.daemon.stragglers import Standing
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.book import Book
+from elasticd.telemetry.catalog import BY_NAME
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.snapshot import SlotState, Snapshot
 
@@ -203,8 +204,11 @@ class Meter:
                 self.book.forget(f"elasticd_gpu_{name}", slot)
             else:
                 self.book.set(f"elasticd_gpu_{name}", value, slot)
-        for kind, held in reading.throttled.items():
-            self.book.set("elasticd_gpu_throttled", held, slot, kind)
+        for kind in BY_NAME["elasticd_gpu_throttled"].values:
+            if kind in reading.throttled:
+                self.book.set("elasticd_gpu_throttled", reading.throttled[kind], slot, kind)
+            else:
+                self.book.forget("elasticd_gpu_throttled", slot, kind)
         for kind, count in reading.ecc.items():
             self.book.count_to("elasticd_gpu_ecc_errors_total", count, slot, kind)
         for xid in reading.xids:

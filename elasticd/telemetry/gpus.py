@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -19,7 +18,8 @@ _REASONS = {
 @dataclass(frozen=True, slots=True)
 class GpuReading:
     """Of one GPU; None where it does not say. ``throttled``: whether its clock is held down, by what.
-    ``ecc``: errors since the driver was loaded, by kind. ``xids``: XID errors since the last reading."""
+    ``ecc``: errors since the driver was loaded, by kind. ``xids``: XID errors since the last reading.
+    ``lost``: the driver cannot reach it any more."""
 
     utilization: float | None = None
     memory_used: int | None = None
@@ -29,6 +29,7 @@ class GpuReading:
     throttled: Mapping[str, bool] = field(default_factory=dict)
     ecc: Mapping[str, int] = field(default_factory=dict)
     xids: tuple[int, ...] = ()
+    lost: bool = False
 
 
 # XID errors that speak of the GPU, its memory or its links, and not of the program that ran on it
@@ -42,8 +43,19 @@ def trouble(reading: GpuReading, spoilt_before: int) -> str:
     told = sorted(set(reading.xids) & _ITS_OWN)
     if told:
         return f"its driver reports XID {', '.join(map(str, told))}"
+    if reading.lost:
+        return "its driver has lost it: it is off the bus, or hangs"
     spoilt = reading.ecc.get("uncorrected", 0) - spoilt_before
     return f"{spoilt} of its memory errors could not be corrected" if spoilt > 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """As it was found while it still answered: one that is lost is found no more. ``events``: a set that
+    holds its own alone, so that it need not be asked whose they are; None if it tells of none."""
+
+    handle: Any
+    events: Any
 
 
 class Gpus:
@@ -51,8 +63,7 @@ class Gpus:
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
-        self._events: Any = None
-        self._listening: set[str] = set()
+        self._found: dict[int, _Gpu] = {}
 
     @classmethod
     def open(cls) -> Self | None:
@@ -69,17 +80,42 @@ class Gpus:
 
     def read(self, devices: Sequence[str]) -> dict[int, GpuReading]:
         """By slot: ``devices`` are theirs in order, as CUDA_VISIBLE_DEVICES names them."""
-        handles: dict[int, Any] = {}
+        readings: dict[int, GpuReading] = {}
         for slot, device in enumerate(devices):
-            with suppress(self._nvml.NVMLError, ValueError):
-                handles[slot] = self._handle(device)
-        xids = self._xids(handles)
-        return {slot: self._read(handle, tuple(xids.get(slot, ()))) for slot, handle in handles.items()}
+            xids: tuple[int, ...] = ()
+            try:
+                if slot not in self._found:
+                    self._found[slot] = self._find(device)
+                xids = self._xids(self._found[slot])
+                readings[slot] = self._read(self._found[slot].handle, xids)
+            except self._nvml.NVMLError_GpuIsLost:
+                readings[slot] = GpuReading(xids=xids, lost=True)
+            except (self._nvml.NVMLError, ValueError):  # there is none of that name
+                pass
+        return readings
 
-    def _handle(self, device: str) -> Any:
+    def _find(self, device: str) -> _Gpu:
+        nvml = self._nvml
         if device.startswith(("GPU-", "MIG-")):
-            return self._nvml.nvmlDeviceGetHandleByUUID(device)
-        return self._nvml.nvmlDeviceGetHandleByIndex(int(device))
+            handle = nvml.nvmlDeviceGetHandleByUUID(device)
+        else:
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(device))
+        try:
+            events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except nvml.NVMLError:
+            events = None
+        return _Gpu(handle, events)
+
+    def _xids(self, gpu: _Gpu) -> tuple[int, ...]:
+        """Those that were told since the last call."""
+        told: list[int] = []
+        try:
+            while gpu.events is not None:
+                told.append(int(self._nvml.nvmlEventSetWait_v2(gpu.events, 0).eventData))
+        except self._nvml.NVMLError:  # there is none left
+            pass
+        return tuple(told)
 
     def _read(self, handle: Any, xids: tuple[int, ...]) -> GpuReading:
         nvml = self._nvml
@@ -112,26 +148,7 @@ class Gpus:
     def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
         try:
             return question(*args)
+        except self._nvml.NVMLError_GpuIsLost:
+            raise
         except self._nvml.NVMLError:  # many a GPU has no answer to many a question
             return None
-
-    def _xids(self, handles: Mapping[int, Any]) -> dict[int, list[int]]:
-        """Those that were told since the last call."""
-        nvml = self._nvml
-        found: dict[int, list[int]] = {}
-        with suppress(nvml.NVMLError):
-            if self._events is None:
-                self._events = nvml.nvmlEventSetCreate()
-            by_uuid: dict[str, int] = {}
-            for slot, handle in handles.items():
-                uuid = str(nvml.nvmlDeviceGetUUID(handle))
-                by_uuid[uuid] = slot
-                if uuid not in self._listening:
-                    self._listening.add(uuid)
-                    nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
-            while True:  # until there is none left, which is an error of its own
-                event = nvml.nvmlEventSetWait_v2(self._events, 0)
-                slot_of = by_uuid.get(str(nvml.nvmlDeviceGetUUID(event.device)))
-                if slot_of is not None:
-                    found.setdefault(slot_of, []).append(int(event.eventData))
-        return found

@@ -110,6 +110,7 @@ def test_what_a_gpu_no_longer_says_is_not_told_on() -> None:
     assert value(made.book, "gpu_ecc_errors_total", 0, "corrected") == 4
     made.gpu(0, GpuReading(ecc={"corrected": 6}))
     assert value(made.book, "gpu_utilization_ratio", 0) is None
+    assert value(made.book, "gpu_throttled", 0, "power") is None
     assert value(made.book, "gpu_ecc_errors_total", 0, "corrected") == 6
 
 

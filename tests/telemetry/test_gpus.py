@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-from elasticd.telemetry.gpus import Gpus
+from elasticd.telemetry.gpus import Gpus, trouble
 
 pynvml = pytest.importorskip("pynvml")
 
 
 @dataclass
 class Nvml:
-    """Two GPUs. ``mute``: questions that they have no answer to."""
+    """Two GPUs. ``mute``: questions that they have no answer to. ``lost``: those that have fallen off the
+    bus; NVML answers no question about them, their number and name included. ``events``: yet to be told."""
 
     mute: set[str] = field(default_factory=set)
     reasons: int = 0
     events: list[tuple[str, int]] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.mute:
@@ -32,16 +34,18 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
         if index > 1:
             raise pynvml.NVMLError_InvalidArgument
-        return f"GPU-{index}"
+        return self.nvmlDeviceGetHandleByUUID(f"GPU-{index}")
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid in self.lost:
+            raise pynvml.NVMLError_GpuIsLost
         return uuid
 
-    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
-        return handle
-
     def answer(self, name: str, value: Any) -> Any:
-        return self._refuse if name in self.mute else lambda *_: value
+        def about(handle: str, *_: object) -> Any:
+            return self.nvmlDeviceGetHandleByUUID(handle) and value
+
+        return self._refuse if name in self.mute else about
 
     def __post_init__(self) -> None:
         answers: dict[str, Any] = {
@@ -51,17 +55,23 @@ class Nvml:
             "nvmlDeviceGetTemperature": 61,
             "nvmlDeviceGetCurrentClocksThrottleReasons": self.reasons,
             "nvmlDeviceGetTotalEccErrors": 2,
-            "nvmlEventSetCreate": object(),
-            "nvmlDeviceRegisterEvents": None,
         }
         for name, value in answers.items():
             setattr(self, name, self.answer(name, value))
 
-    def nvmlEventSetWait_v2(self, events: object, timeout_ms: int) -> Any:  # noqa: N802
-        if not self.events:
-            raise pynvml.NVMLError_Timeout
-        device, xid = self.events.pop(0)
-        return SimpleNamespace(device=device, eventData=xid)
+    def nvmlEventSetCreate(self) -> set[str]:  # noqa: N802
+        return self._refuse() if "nvmlEventSetCreate" in self.mute else set()
+
+    def nvmlDeviceRegisterEvents(self, handle: str, kinds: int, events: set[str]) -> None:  # noqa: N802
+        assert kinds == pynvml.nvmlEventTypeXidCriticalError
+        events.add(self.nvmlDeviceGetHandleByUUID(handle))
+
+    def nvmlEventSetWait_v2(self, events: set[str], timeout_ms: int) -> Any:  # noqa: N802
+        for told in self.events:
+            if told[0] in events:
+                self.events.remove(told)
+                return SimpleNamespace(device=told[0], eventData=told[1])
+        raise pynvml.NVMLError_Timeout
 
 
 def test_each_slot_has_what_its_gpu_says_in_base_units() -> None:
@@ -92,6 +102,24 @@ def test_an_xid_error_is_told_once_by_the_slot_it_hit() -> None:
     read = gpus.read(["0", "1"])
     assert (read[0].xids, read[1].xids) == ((), (79, 48))
     assert gpus.read(["0", "1"])[1].xids == ()
+
+
+def test_a_gpu_that_falls_off_the_bus_tells_so_and_silences_no_other() -> None:
+    nvml = Nvml()
+    gpus = Gpus(nvml)
+    assert not any(reading.lost for reading in gpus.read(["0", "1"]).values())
+    nvml.lost.add("GPU-0")
+    nvml.events += [("GPU-0", 79), ("GPU-1", 48)]
+    read = gpus.read(["0", "1"])
+    assert (read[0].lost, read[0].xids, read[0].celsius) == (True, (79,), None)
+    assert (read[1].lost, read[1].xids, read[1].celsius) == (False, (48,), 61)
+    assert trouble(read[0], 0) == "its driver reports XID 79"
+    assert "lost" in trouble(gpus.read(["0", "1"])[0], 0), "it stays so"
+
+
+def test_a_gpu_that_was_lost_before_anybody_looked_is_told_of_too() -> None:
+    read = Gpus(Nvml(lost={"GPU-1"})).read(["0", "GPU-1"])
+    assert read[1].lost and "lost" in trouble(read[1], 0) and read[0].celsius == 61
 
 
 def test_without_events_all_else_is_still_read() -> None:

@@ -1,0 +1,54 @@
+"""What workers use is looked at whatever their GPUs do."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elasticd.daemon import sampler
+from elasticd.telemetry.gpus import GpuReading
+
+
+class Stuck:
+    """GPUs that answer once, and then keep who asks them waiting."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.let_go = threading.Event()
+
+    def read(self, devices: object) -> dict[int, GpuReading]:
+        self.asked += 1
+        if self.asked > 1:
+            self.let_go.wait()
+        return {0: GpuReading(utilization=0.5, xids=(79,))}
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    gpus = Stuck()
+    monkeypatch.setattr(sampler, "EVERY_S", 0.01)
+    monkeypatch.setattr(sampler.Gpus, "open", lambda: gpus)
+    yield gpus
+    gpus.let_go.set()
+
+
+def test_a_driver_that_does_not_answer_keeps_no_worker_from_being_looked_at(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = sampler.Sampler(["0", "1"])
+    made.pids = {0: os.getpid()}
+    asks = made._threads[1]
+    asks.start()
+    made._said.put(made._said.get())  # the first answer is there
+    assert made.sample().gpus == {0: GpuReading(utilization=0.5, xids=(79,))}
+    monkeypatch.setattr(sampler, "GPUS_S", 0.01)
+    later = made.sample()
+    assert later.gpus == {0: GpuReading(), 1: GpuReading()}, "rather nothing than what was"
+    assert later.workers[0][0] == os.getpid() and later.itself is not None
+    made.__exit__()
+    stuck.let_go.set()
+    made._said.get()  # and it was counted once
+    asks.join()
