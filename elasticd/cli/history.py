@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from elasticd.procs.linux import started_at
 from elasticd.telemetry import events as files
 from elasticd.telemetry import runs, words
 from elasticd.telemetry.events import Event
+from elasticd.telemetry.review import failures
 
 _STYLES = {"warning": "yellow", "error": "red"}
 _STREAMS = ("stdout.log", "stderr.log")
@@ -28,18 +30,24 @@ _STREAMS = ("stdout.log", "stderr.log")
 @click.argument("job", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on, and show each event as it happens.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: the lines as they are in the file.")
-def events(job: str | None, follow: bool, as_json: bool) -> None:
-    """Show what happened to JOB, as its agents on this machine noted it.
+@click.option("--all-runs", is_flag=True, help="Of the runs of that name before the last one, too.")
+def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None:
+    """Show what happened in the last run of JOB, as its agents on this machine noted it.
 
     Without JOB: the one that ran last. With --follow it ends when the last of these agents has.
     """
-    job, _ = known_runs(job)
+    job, known = known_runs(job)
     state = runs.state_dir()
+    earlier = set() if all_runs else set(known) - set(last_run(known))
+
+    def folders() -> list[Path]:
+        return [run.folder for run in runs.of_job(state, job) if run not in earlier]
+
     seen: Iterable[Event]
     if follow:
-        seen = files.follow(lambda: _folders(state, job), runs.jobs_place(state, job), _process)
+        seen = files.follow(folders, runs.jobs_place(state, job), _process)
     else:
-        seen = files.read(_folders(state, job))
+        seen = files.read(folders())
     for event in seen:
         click.echo(json.dumps(event) if as_json else _line(event))
         sys.stdout.flush()
@@ -51,13 +59,15 @@ def events(job: str | None, follow: bool, as_json: bool) -> None:
 @click.option("--node", help="Only of this node, where several ran here.")
 @click.option("--failed", is_flag=True, help="Of the worker that failed last.")
 def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> None:
-    """Print what the workers of JOB printed last, on this machine.
+    """Print what the worker of each slot printed, on this machine, in the last run of JOB: the one that was
+    started last.
 
     Without JOB: of the one that ran last.
     """
     job, known = known_runs(job)
+    known = last_run(known)
     if failed:
-        how, log = _last_failure(job, _folders(runs.state_dir(), job))
+        how, log = _last_failure(job, [run.folder for run in known])
         click.echo(click.style(how, bold=True), err=True)
         _print([log])
         return
@@ -90,8 +100,24 @@ def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
     return name, known
 
 
-def _folders(state: Path, job: str) -> list[Path]:
-    return [run.folder for run in runs.of_job(state, job)]
+def last_run(known: list[runs.KnownRun]) -> list[runs.KnownRun]:
+    """Of a job's agents, oldest first, those that took part in its last run."""
+    last: list[runs.KnownRun] = []
+    place, over_at = "", math.inf
+    for one in known:
+        told = files.read([one.folder])
+        first = next((e for e in told if e["event"] == files.STARTED), {})
+        where = str(first.get("etcd", "embedded"))
+        if one.began_at > over_at or where == "embedded" or where != place:
+            last, over_at = [], math.inf
+        last.append(one)
+        place, over_at = where, min([over_at, *(float(e["at"]) for e in told if _over(e))])
+    return last
+
+
+def _over(event: Event) -> bool:
+    """Whether the whole job is, so that whoever comes later is of another run of that name."""
+    return event["event"] == "job.ended" or (event["event"] == files.ENDED and bool(event.get("outcome")))
 
 
 def living(started: Event) -> bool:
@@ -125,27 +151,36 @@ def _line(event: Event) -> str:
 
 def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
     """A sentence, and where its output is. Raises Complaint."""
-    failures = [e for e in files.read(folders) if e["event"] == "failure.charged"]
-    if not failures:
+    known = failures(files.read(folders))
+    if not known:
         raise Complaint(f"no failure of {job} is known on this machine")
-    last = failures[-1]
+    # Who leads says which failure broke the round. Elsewhere it was the first: the others are its echoes.
+    last = known[-1]
+    if "round" in last:
+        last = next(e for e in known if e.get("round") == last["round"])
     log = Path(str(last.get("log") or os.devnull))
     if not log.is_dir() and not log.is_file():
-        raise Complaint(f"{last['text']}; its output is not here but on {last.get('failed_node')}")
+        node = last.get("failed_node") or last["node"]
+        raise Complaint(f"{last['text']}; its output is not here but on {node}")
     return str(last["text"]), log
 
 
 def _outputs(folder: Path, slot: int | None) -> Iterator[Path]:
-    """The folders of the newest attempt's workers, by local rank as torch has it."""
-    started = [e for e in files.read([folder]) if e["event"] == "workers.started" and e.get("slots")]
-    attempts = [int(e["round"]) - 1 for e in started]
-    for event, attempt in sorted(zip(started, attempts, strict=True), key=lambda pair: -pair[1]):
-        place = folder / f"attempt_{attempt}"
-        if place.is_dir():
-            for local_rank, its_slot in enumerate(event["slots"]):
-                if slot in (None, its_slot) and (place / str(local_rank)).is_dir():
-                    yield place / str(local_rank)
-            return
+    """Where the newest process of each slot prints to. Who keeps its process from round to round prints to
+    the folder of the first; of a process that was started to wait for a round see ``daemon.logs``."""
+    newest: dict[int, Path] = {}
+    standbys = 0
+    for event in files.read([folder]):
+        if event["event"] == "workers.started":
+            of_round = folder / f"attempt_{int(event['round']) - 1}"
+            places = {s: of_round / str(local_rank) for local_rank, s in enumerate(event.get("slots", ()))}
+        elif event["event"] == "standbys.started":
+            standbys += 1
+            places = {s: folder / f"attempt_standby_{standbys}" / str(s) for s in event["slots"]}
+        else:
+            continue
+        newest |= {s: place for s, place in places.items() if place.is_dir()}
+    yield from (place for its_slot, place in sorted(newest.items()) if slot in (None, its_slot))
 
 
 def _print(places: Iterable[Path]) -> None:

@@ -11,10 +11,9 @@ import click
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.fitting import on_screen
-from elasticd.cli.history import known_runs, living
+from elasticd.cli.history import known_runs, last_run, living
 from elasticd.telemetry import events as files
-from elasticd.telemetry import reviewpage, reviewtext, runs
-from elasticd.telemetry.events import Event
+from elasticd.telemetry import reviewpage, reviewtext
 from elasticd.telemetry.review import Part, review
 
 PAGE = "report.html"
@@ -64,20 +63,4 @@ def _folders(run: str | None) -> list[Path]:
             raise Complaint(f"{folder} is not the folder of a run: there is no {files.FILE} in it")
         return [folder]
     _, known = known_runs(run)
-    last: list[runs.KnownRun] = []
-    ended = False
-    place = ""
-    for one in known:
-        told = files.read([one.folder])
-        first = next((e for e in told if e["event"] == files.STARTED), {})
-        where = str(first.get("etcd", "embedded"))
-        if ended or where == "embedded" or where != place:
-            last = []
-        last.append(one)
-        place, ended = where, any(map(_over, told))
-    return [one.folder for one in last]
-
-
-def _over(event: Event) -> bool:
-    """Whether the whole job is, so that whoever comes later is of another run of that name."""
-    return event["event"] == "job.ended" or (event["event"] == files.ENDED and bool(event.get("outcome")))
+    return [one.folder for one in last_run(known)]

@@ -205,12 +205,15 @@ class WorkersStopping:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
+    """``log``: where the output of one that failed is."""
+
     round: int
     slot: int
     rank: int
     code: int
     message: str
     hung: bool = False
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True)

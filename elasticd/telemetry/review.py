@@ -311,15 +311,20 @@ def _why(closing: Event) -> str:
     return f"{why}: {words.listing(list(map(str, nodes)))}" if isinstance(nodes, list) and nodes else why
 
 
-def _failures(events: Sequence[Event], rounds: Sequence[RoundPart]) -> tuple[FailurePart, ...]:
-    """Those that were charged; on a node that did not lead, those of its own workers."""
+def failures(events: Sequence[Event]) -> list[Event]:
+    """Those that were charged, by when they were; and of workers of these nodes that failed without, as a
+    failure is charged by the node that leads."""
     charged = [e for e in events if e["event"] == "failure.charged"]
-    known = {(e.get("failed_node"), e.get("slot"), e.get("rank")) for e in charged}
+    known = {(e.get("failed_node"), e.get("slot"), e.get("rank"), e.get("log")) for e in charged}
     own = [e for e in events if e["event"] == "worker.ended" and e.get("code")]
-    more = [e for e in own if (e.get("node"), e.get("slot"), e.get("rank")) not in known]
-    found = sorted((*charged, *more), key=lambda e: float(e["at"]))
+    more = [e for e in own if (e.get("node"), e.get("slot"), e.get("rank"), e.get("log")) not in known]
+    return sorted((*charged, *more), key=lambda e: float(e["at"]))
+
+
+def _failures(events: Sequence[Event], rounds: Sequence[RoundPart]) -> tuple[FailurePart, ...]:
     return tuple(
-        FailurePart(e, next((r.lost_s for r in rounds if r.began_at >= float(e["at"])), None)) for e in found
+        FailurePart(e, next((r.lost_s for r in rounds if r.began_at >= float(e["at"])), None))
+        for e in failures(events)
     )
 
 

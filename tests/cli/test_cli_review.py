@@ -69,6 +69,15 @@ def test_the_agents_of_one_run_are_told_together_and_earlier_runs_not_at_all(tmp
     assert "Rounds: 2" in text and "\n  200 " in text and "\n  300 " in text and "\n  100 " not in text
 
 
+def test_agents_of_one_run_on_this_machine_are_told_together_though_all_have_heard_of_its_end(
+    tmp_path: Path,
+) -> None:
+    agent(tmp_path / "1", 100, outcome="succeeded")
+    agent(tmp_path / "2", 101, "b", outcome="succeeded")
+    text = say("train", "--text")
+    assert "Rounds: 2" in text and "\n  100 " in text and "\n  101 " in text
+
+
 def test_each_standalone_run_is_one_of_its_own(tmp_path: Path) -> None:
     agent(tmp_path / "1", 100, etcd="embedded")
     agent(tmp_path / "2", 200, etcd="embedded")

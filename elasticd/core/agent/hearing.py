@@ -222,7 +222,10 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         failures=crew.failures if own_doing or not exit.failed else (*crew.failures, exit),
     )
     if not own_doing:
-        do.reasons.append(WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message, exit.hung))
+        log = exit.log if exit.failed else ""
+        do.reasons.append(
+            WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log)
+        )
     if missed:
         part(do, False, SIGTERM, do.state.policy_source.policy.broken_s)
 
