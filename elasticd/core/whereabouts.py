@@ -47,8 +47,10 @@ _TORCH = re.compile(r"[/\\]torch[/\\](.*)")
 _OWN_WORK = re.compile(r"distributed[/\\](checkpoint|elastic|pipelining|optim)[/\\]")
 _TALKING = re.compile(r"(distributed|nn[/\\]parallel)[/\\]")
 _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
-# One who waits here does so in C++, for other ranks or for the GPU, which waits for them.
-_HANDLE = re.compile(r"\.(wait|item|tolist|cpu|synchronize)\(")
+# One who waits here does so in C++: for the GPU, which waits for other ranks, wherever in a library that
+# is asked for; or for others at once, unless that is a library's own kind of waiting.
+_FETCHED = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
+_AWAITED = re.compile(r"\.(wait)\(")
 _OURS = ("elasticd_waits.py", "elasticd_heartbeat.py")  # what we put around torch's own calls
 _AROUND_WAIT = ("elasticd_waits.py", "measured")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
@@ -73,8 +75,8 @@ def whereabouts(stack: Stack) -> Whereabouts | None:
         return Whereabouts(At.COLLECTIVE, place, "synchronize")
     if waits:
         return Whereabouts(At.COLLECTIVE, place, "wait")
-    if inner is own and (handle := _HANDLE.search(inner.text)):
-        return Whereabouts(At.COLLECTIVE, place, handle[1])
+    if call := _FETCHED.search(inner.text) or (inner is own and _AWAITED.search(inner.text)):
+        return Whereabouts(At.COLLECTIVE, place, call[1])
     if any(_waits_for_a_program(f) for f in stack[:4]):
         return Whereabouts(At.PROGRAM, place, "waiting for a program")
     return Whereabouts(At.OWN, place, _work(stack))

@@ -51,6 +51,28 @@ def test_a_thread_without_python_is_nowhere() -> None:
         ([("/home/me/job.py", 12, "step", "handle.wait()")], ("collective", "job.py:12", "wait")),
         ([("/home/me/job.py", 12, "step", "total += loss.item()")], ("collective", "job.py:12", "item")),
         (
+            [(f"{SITE}/lightning/fabric/utilities/apply_func.py", 130, "_item", "return value.item()"),
+             (f"{SITE}/lightning/pytorch/loops/fit_loop.py", 9, "advance")],
+            ("collective", "job.py:40", "item"),
+        ),
+        (
+            [(f"{SITE}/transformers/trainer.py", 3000, "_log", "loss = tr_loss.mean().cpu().numpy()")],
+            ("collective", "job.py:40", "cpu"),
+        ),
+        (
+            [(f"{SITE}/torch/amp/grad_scaler.py", 350, "_maybe_opt_step",
+              "if not sum(v.item() for v in optimizer_state.values()):")],
+            ("collective", "job.py:40", "item"),
+        ),
+        (
+            [(f"{SITE}/filelock/_api.py", 200, "acquire", "self._condition.wait(poll_interval)")],
+            ("own", "job.py:40", ""),
+        ),
+        (
+            [(f"{SITE}/datasets/table.py", 12, "items", "rows = [dict(zip(names, row)) for row in rows]")],
+            ("own", "job.py:40", ""),
+        ),
+        (
             [(f"{LIB}/threading.py", 324, "wait", "waiter.acquire()"),
              ("/home/me/job.py", 9, "go", "x.wait()")],
             ("own", "job.py:9", ""),

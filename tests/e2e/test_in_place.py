@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import defaultdict
 from pathlib import Path
@@ -144,6 +145,9 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
     killed, raised = a.find("failure.charged")
     assert killed["code"] == -signal.SIGKILL
     assert "the loss is not a number" in raised["message"]
+    logs = residents.cluster.command("logs", residents.cluster.job, etcd=False)
+    printed = re.findall(r"^this is process (\d+)$", logs.out, re.MULTILINE)
+    assert sorted(map(int, printed)) == sorted(p.pid for p in last), "those that were there last"
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ class Stage:
 
 
 stage = Stage()
+print(f"this is process {os.getpid()}", flush=True)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
 optimizer = torch.optim.AdamW(model.parameters())
