@@ -50,6 +50,11 @@ class Heartbeat:
     ended_well: bool = False
 
 
+def recorder_of(page: Path) -> Path:
+    """The socket at which the worker of this page gives its flight recorder away, once it may."""
+    return page.with_name(f"{page.name}.recorder")
+
+
 def shared_memory_dir() -> Path:
     """Make a folder only its owner may enter, in memory where there is such a place."""
     for place in ("/dev/shm", None):  # noqa: S108  # what is made there is new, and of mode 0700
@@ -137,5 +142,6 @@ class Page:
     def close(self) -> None:
         os.close(self._fd)
         if self._owned:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+            for path in (self.path, recorder_of(self.path)):
+                with contextlib.suppress(OSError):
+                    path.unlink()

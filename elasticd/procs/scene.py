@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.core.hang import ProcessState
 from elasticd.core.whereabouts import Whereabouts, whereabouts
-from elasticd.procs import stacks
-from elasticd.procs.linux import variable_of
+from elasticd.procs import recorder, stacks
 from elasticd.procs.vitals import Vitals, thread_report, vitals
-
-_RECORDER_FRESH_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +26,18 @@ class Subject:
 @dataclass(frozen=True, slots=True)
 class Scene:
     """``stacks``: of all its threads, in text, or why there are none. ``threads``: a line for each,
-    as the kernel sees it. ``files``: dumps of torch's flight recorder."""
+    as the kernel sees it. ``recorded``: torch's flight recorder, see ``recorder.ask``."""
 
     subject: Subject
     vitals: Vitals
     where: Whereabouts | None
     stacks: str
     threads: str
-    files: tuple[Path, ...] = field(default=())
+    recorded: bytes = b""
 
 
 def look(subjects: Sequence[Subject]) -> tuple[Scene, ...]:
-    """Look at all of them at once. Takes tens of milliseconds; two seconds where one does not answer."""
+    """Look at all of them at once. Takes tens of milliseconds; some seconds where one does not answer."""
     if not subjects:
         return ()
     with ThreadPoolExecutor(min(32, len(subjects)), "elasticd-look") as pool:
@@ -50,34 +46,19 @@ def look(subjects: Sequence[Subject]) -> tuple[Scene, ...]:
 
 def _look(subject: Subject) -> Scene:
     seen = vitals(subject.pid)
-    text = "" if seen.state in (ProcessState.STOPPED, ProcessState.GONE) else stacks.ask(subject.page)
+    answers = seen.state not in (ProcessState.STOPPED, ProcessState.GONE)
+    text = stacks.ask(subject.page) if answers else ""
+    recorded = recorder.ask(subject.page) if answers else b""
     where = whereabouts(stacks.main_thread(text))
     if not text:
         text = stacks.from_outside(subject.pid)
         where = whereabouts(stacks.seen_from_outside(text, subject.pid))
-    return Scene(subject, seen, where, text, thread_report(subject.pid), _recorded(subject))
-
-
-def _recorded(subject: Subject) -> tuple[Path, ...]:
-    """What torch's flight recorder dumped of late, if the job's environment turned it on."""
-
-    def told(*names: str) -> str:
-        return next(filter(None, (variable_of(subject.pid, name) for name in names)), "")
-
-    if not told("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        return ()
-    cache = told("XDG_CACHE_HOME") or f"{told('HOME')}/.cache"
-    start = told("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    file = Path(f"{start or f'{cache}/torch/comm_lib_trace_rank_'}{subject.rank}")
-    try:
-        fresh = time.time() - file.stat().st_mtime < _RECORDER_FRESH_S
-    except OSError:
-        return ()
-    return (file,) if fresh else ()
+    return Scene(subject, seen, where, text, thread_report(subject.pid), recorded)
 
 
 def write(folder: Path, conclusion: str, scenes: Sequence[Scene]) -> None:
-    """One folder of a hang: ``conclusion.txt``, and for each rank ``rank-N.txt``. Raises OSError."""
+    """One folder of a hang: ``conclusion.txt``, and for each rank ``rank-N.txt`` and, if it has one,
+    ``flight-recorder-N``. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conclusion.txt").write_text(conclusion + "\n", encoding="utf-8")
     for scene in scenes:
@@ -93,8 +74,8 @@ def write(folder: Path, conclusion: str, scenes: Sequence[Scene]) -> None:
             ]
         )
         (folder / f"rank-{of.rank}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
-        for file in scene.files:
-            (folder / f"rank-{of.rank}-flight-recorder").write_bytes(file.read_bytes())
+        if scene.recorded:
+            (folder / f"flight-recorder-{of.rank}").write_bytes(scene.recorded)
 
 
 def _in_words(scene: Scene) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,19 @@ def _line(word: str) -> str:
     lines = PROGRAM.read_text().splitlines()
     (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"# {word}"))
     return f"hang.py:{number}"
+
+
+def _files(ranks: int, recorders: Iterable[int]) -> set[str]:
+    """Of the evidence of a hang, of all nodes together. ``recorders``: the ranks that gave away theirs."""
+    kept = {f"rank-{rank}.txt" for rank in range(ranks)} | {f"flight-recorder-{rank}" for rank in recorders}
+    return {"conclusion.txt"} | kept
+
+
+def _in_flight(cluster: Cluster, hung: dict[str, Any], rank: int) -> str:
+    """The collective that was called last, as torch's flight recorder has it."""
+    file = cluster.folder / hung["evidence"] / f"flight-recorder-{rank}"
+    entries = pickle.loads(file.read_bytes())["entries"]
+    return str(max(entries, key=lambda entry: entry["record_id"])["profiling_name"])
 
 
 def _hung(cluster: Cluster) -> list[dict[str, Any]]:
@@ -55,13 +70,19 @@ def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(clust
     assert said["stopped"] in shown or said["missing"] in shown, shown
     assert said["stopped"] in page or said["missing"] in page, page
     assert said["deadlock"] in cluster.command("status", cluster.job).out
-    for event in hung:
+    for fault, event in zip(faults, hung, strict=True):
         folder = cluster.folder / event["evidence"]
-        assert {f.name for f in folder.iterdir()} == {
-            "conclusion.txt", "rank-0.txt", "rank-1.txt", "rank-2.txt",
-        }  # fmt: skip
+        told = {0, 2} if fault == "stopped" else {0, 1, 2}
+        assert {f.name for f in folder.iterdir()} == _files(3, told)
         assert (folder / "conclusion.txt").read_text() == event["conclusion"] + "\n"
         assert "hang.py" in (folder / "rank-0.txt").read_text()
+    assert _in_flight(cluster, hung[0], 0) == "gloo:all_reduce"
+    for event, wrong in ((hung[2], "gloo:all_reduce"), (hung[3], "gloo:all_gather")):
+        assert [_in_flight(cluster, event, rank) for rank in range(3)] == [
+            "gloo:barrier",
+            wrong,
+            "gloo:barrier",
+        ]
     assert {e["cause"] for e in a.find("round.formed")} == {"start", "worker_hung"}
     (ended, *_) = a.find("worker.ended", rank=1)
     assert ended["message"].startswith("hung: rank 1 on node a") and "see" in ended["message"]
@@ -93,7 +114,7 @@ def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
     assert stopped["conclusion"].startswith(f"rank 1 on node {guilty} is stopped (SIGSTOP)")
     assert stopped["conclusion"].endswith("; the other one waits for it in barrier")
     for hung in (loading, stopped):
-        assert _evidence(cluster, hung["round"]) == {"conclusion.txt", "rank-0.txt", "rank-1.txt"}
+        assert _evidence(cluster, hung["round"]) == _files(2, {0} if hung is stopped else {0, 1})
     assert len({e["evidence"] for a in agents for e in a.find("workers.hung")}) == 4, "each keeps what it saw"
 
 
@@ -116,4 +137,4 @@ def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(c
     assert f"waits in all_gather at {_line('mismatched')}" in mismatched
     assert f"rank 1 on node {guilty} is in {_line('deadlock')}" in deadlock
     for one in hung:
-        assert _evidence(cluster, one["round"]) == {"conclusion.txt", *(f"rank-{n}.txt" for n in range(4))}
+        assert _evidence(cluster, one["round"]) == _files(4, {0, 2, 3} if one is hung[0] else range(4))

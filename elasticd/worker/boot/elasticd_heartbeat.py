@@ -1,5 +1,6 @@
 """Tells the agent how far an unmodified script is: every optimizer step, in a page of shared memory,
-and, once, what it imported until its first step, for the zygote that later workers are forked from.
+and, once, what it imported until its first step, for the zygote that later workers are forked from. From
+then on it also gives torch's flight recorder to who asks for that.
 Asked by a signal, it appends the stacks of all its threads to the file of that page; at the end it
 notes there that the script has ended well.
 
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 
+from elasticd_recorder import serve
 from elasticd_waits import Waits
 
 TYPE_CHECKING = False  # typing is not imported: not before the script does
@@ -176,6 +178,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
             fields[_PHASE] = _STEPPING
             if steps == 1:
                 _tell_imports(os.path.join(os.path.dirname(path), "imports"))
+                _give_recorder(path)
         else:
             fields[_LAST_NS] = now_ns()
         stepped.add(key)
@@ -188,6 +191,13 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
     hook._torchdynamo_disable = True
     hook._torchdynamo_disable_msg = None
     return hook
+
+
+def _give_recorder(path: str) -> None:
+    try:
+        serve(f"{path}.recorder")
+    except Exception:  # noqa: BLE001, S110  # then a hang is told without it
+        pass
 
 
 def _tell_imports(address: str) -> None:

@@ -1,0 +1,69 @@
+"""Torch's flight recorder of a worker is given to who asks; that torch really gives it while a job hangs is
+seen in tests/e2e/test_hangs.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticd.procs import recorder
+from elasticd.procs.page import Page, recorder_of
+from tests.procs.conftest import Bench
+from tests.procs.test_heartbeat import FAKE
+from tests.procs.test_stacks import the_one_watched
+
+DISTRIBUTED = """
+from types import ModuleType
+for name in ("torch.distributed", "torch._C._distributed_c10d"):
+    sys.modules[name] = ModuleType(name)
+sys.modules["torch.distributed"].is_initialized = lambda: bool(sys.argv[1:])
+sys.modules["torch._C._distributed_c10d"]._dump_nccl_trace = lambda *what: b"nothing"
+sys.modules["torch._C._distributed_c10d"]._dump_fr_trace = lambda *what: repr(what).encode() * 100_000
+from torch.optim.optimizer import Optimizer
+before = len(os.listdir("/proc/self/task"))
+Optimizer().step()
+print(len(os.listdir("/proc/self/task")) - before, "socket" in sys.modules, flush=True)
+import time; time.sleep(3600)
+"""
+
+
+def test_a_worker_with_a_process_group_gives_all_it_has_as_often_as_it_is_asked(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", FAKE + "import os" + DISTRIBUTED, "grouped"])
+    bench.start(procs)
+    bench.console.wait_for(b"1 False")
+    page = the_one_watched(procs).page.path
+    for _ in range(2):
+        assert recorder.ask(page) == b"(True, False, False)" * 100_000
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait()
+    procs.close()
+    assert not recorder_of(page).exists()
+
+
+def test_one_without_a_process_group_has_no_thread_for_it(bench: Bench) -> None:
+    procs = bench.procs([sys.executable, "-c", FAKE + "import os" + DISTRIBUTED])
+    bench.start(procs)
+    bench.console.wait_for(b"0 False")
+    assert recorder.ask(the_one_watched(procs).page.path) == b""
+    procs.stop(signal.SIGKILL, 0.0)
+    bench.wait()
+
+
+def test_who_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "ANSWER_S", 0.05)
+    page = Page(tmp_path / "page")
+    assert recorder.ask(page.path) == b""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(recorder_of(page.path)))
+        silent.listen()
+        began = time.monotonic()
+        assert recorder.ask(page.path) == b""
+        assert time.monotonic() - began < 30
+    page.close()
+    assert os.listdir(tmp_path) == []
