@@ -258,6 +258,9 @@ class Round:
 
     ``began``: when the job's first round of this run did; ``failures``: how many of its rounds since began
     after one that nobody had planned to end.
+
+    ``anew``: nobody is to go on with what a worker has in memory: it has come to what is NaN or infinite,
+    and the job goes back to a checkpoint. Who could keep its process ends with the round.
     """
 
     number: int
@@ -279,6 +282,7 @@ class Round:
     resizes_by: float = 0.0
     began: float = 0.0
     failures: int = 0
+    anew: bool = False
 
     @property
     def world_size(self) -> int:

@@ -540,13 +540,26 @@ def test_a_worker_that_says_so_ends_the_job_whatever_the_budget_has_left(
     assert ended.failure == Failure("b", last_word)
 
 
+@pytest.mark.parametrize("astray", [None, 50])
+def test_a_round_is_closed_for_its_workers_to_begin_anew_if_one_of_them_came_to_what_is_no_number(
+    astray: int | None,
+) -> None:
+    failed = report("b", 5, replace(exit(0, 2), astray=astray))
+    live = round(5, {"a": 2, "b": 2})
+    seen = view(spec(), live, nodes=[node("a"), node("b")], reports=[report("a", 5), failed])
+    closed = next_round(decide(seen, NOW))
+    assert (closed.phase, closed.anew) == (Phase.CLOSING, astray is not None)
+
+
 def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_further() -> None:
     echo, told = exit(0, 0, at=NOW - 3), replace(exit(0, 2), astray=50)
     reports = [report("a", 5, echo, steps=7), report("b", 5, told)]
     nodes = [node("a", released=5), node("b", released=5)]
     seen = closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports)
+    assert next_round(decide(seen, NOW)).anew, "if it was closed for something else"
+    seen = replace(seen, round=replace(seen.round, anew=True))
     again = decide(seen, NOW)
-    assert next_round(again).phase is Phase.LIVE
+    assert (next_round(again).phase, next_round(again).anew) == (Phase.LIVE, False)
     went_back = written(again, "budget")
     assert isinstance(went_back, Budget) and went_back.astray == Astray(50, 1)
     seen = replace(seen, budget=replace(seen.budget, astray=Astray(50, 2)))

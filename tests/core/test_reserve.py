@@ -59,6 +59,21 @@ def test_workers_leave_a_closing_round_and_keep_their_process() -> None:
     assert not one.one(CloseRound).planned, "it turned out to be broken"
 
 
+def test_workers_of_a_round_that_nobody_is_to_go_on_with_end_with_it_and_fresh_spares_stay() -> None:
+    one = working()
+    one.told(WorkerWaiting(5, 0))
+    one.sees("round", replace(closing(ROUND), anew=True))
+    assert one.one(StopWorkers).slots == (0, 1) and not one.all_of(CloseRound)
+
+
+def test_who_has_left_such_a_round_already_is_sent_away() -> None:
+    one = working()
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
+    one.sees("round", replace(closing(ROUND, Cause.GREW), anew=True))
+    assert sorted(stop.slots or () for stop in one.all_of(StopWorkers)) == [(0,), (1,)]
+
+
 def test_whoever_waits_is_told_of_with_the_release_and_not_one_by_one() -> None:
     one = working()
     one.sees("round", closing(ROUND))

@@ -3,6 +3,7 @@ that makes no sense any more."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from elasticd.telemetry import events, runs
 from tests.e2e.harness import Cluster
 
 PROGRAM = str(Path(__file__).parent / "programs" / "diverging.py")
+ASTRAY = str(Path(__file__).parent / "programs" / "astray.py")
 
 
 @pytest.fixture
@@ -74,6 +76,24 @@ def test_a_job_that_goes_back_to_the_same_loss_again_and_again_ends_in_a_sentenc
         "3 times the training came to a value that is NaN or infinite, and never beyond step 50: going back "
         "to the last checkpoint does not help (--on-nonfinite=rollback)." in a.screen
     )
+
+
+@pytest.mark.slow
+def test_all_workers_go_back_to_the_checkpoint_though_one_alone_has_a_loss_that_is_no_number(
+    standalone: Cluster, tmp_path: Path
+) -> None:
+    """Those that could keep their process, and have made the step in which the other went wrong, too."""
+    standalone.limits = (2, 2)
+    options = ("--on-nonfinite=rollback", "--spares=1")
+    (a,) = standalone.start("a", slots=3, options=options, program=(ASTRAY, str(tmp_path)))
+    assert a.end() == 0, a.said()
+    began = [tuple(map(int, line.split())) for line in (tmp_path / "began").read_text().splitlines()]
+    assert [step for _, _, step in began] == [0, 0, 10, 10], began
+    assert len({pid for pid, _, _ in began}) == 4, "nobody has what it had in memory"
+    (charged,) = a.find("failure.charged")
+    assert charged["rank"] == 1 and "going back to the last checkpoint" in charged["message"]
+    losses = {float((tmp_path / f"loss-{rank}").read_text()) for rank in (0, 1)}
+    assert len(losses) == 1 and math.isfinite(*losses)
 
 
 def test_going_back_is_refused_in_a_sentence_where_there_are_no_checkpoints(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elasticd.core.agent.reserve import dismiss_holders
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, State
 from elasticd.core.facts import Cause, Phase, Report
 from elasticd.core.messages import CloseRound, GoOn, RenewStore, StartWorkers, StopWorkers, Tag
@@ -16,6 +17,8 @@ def follow_the_round(do: Doing) -> None:
     policy = state.policy_source.policy
     if state.over:
         return  # see leaving
+    if round.anew:
+        dismiss_holders(do)
     if state.crew is not None:
         crew = state.crew
         if round.number > crew.round.number:
@@ -25,7 +28,7 @@ def follow_the_round(do: Doing) -> None:
         elif round.number == crew.round.number and round.phase is not Phase.LIVE:
             signal = state.departure.workers_signal if state.departure else SIGTERM
             grace_s = policy.shutdown_s if round.planned else policy.broken_s
-            if state.inplace:
+            if state.inplace and not round.anew:
                 part(do, round.planned, signal, grace_s)
             else:
                 stop(do, signal, grace_s)

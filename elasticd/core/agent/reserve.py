@@ -102,6 +102,12 @@ def dismiss(do: Doing) -> None:
     _dismiss(do, sorted(do.state.reserve - do.state.dismissed))
 
 
+def dismiss_holders(do: Doing) -> None:
+    """End those who wait with a state in memory that nobody is to go on with."""
+    state = do.state
+    _dismiss(do, sorted((state.waiting & state.ages.keys()) - state.dismissed))
+
+
 def _dismiss(do: Doing, slots: list[int]) -> None:
     if slots:
         do.set(dismissed=do.state.dismissed | set(slots))

@@ -37,6 +37,7 @@ def form_or_wait(
                     closing=None,
                     planned=False,
                     handover=False,
+                    anew=False,
                 ),
                 budget,
                 reasons,

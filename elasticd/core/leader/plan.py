@@ -41,6 +41,7 @@ def close(
     *,
     nodes: tuple[str, ...] = (),
     failure: Failure | None = None,
+    anew: bool = False,
 ) -> Plan:
     closing = replace(
         round,
@@ -50,6 +51,7 @@ def close(
         since=now,
         lived_s=now - round.since,
         resizes_by=0.0,
+        anew=anew,
     )
     return write(view, closing, view.budget, (RoundClosing(round.number, cause, nodes, failure),))
 

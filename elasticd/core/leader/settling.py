@@ -35,6 +35,9 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     assert view.reports is not None
     missing = tuple(m.node for m in round.members if not is_present(view, m))
     fenced = tuple(m.node for m in round.members if is_present(view, m) and is_fenced(view, m, round.number))
+    step = budgets.astray_at(round, view.reports.values())
+    if step is not None and not round.anew:  # it was closed for something else
+        return write(view, replace(round, planned=False, anew=True), view.budget)
     holding = tuple(
         m.node for m in round.members if is_present(view, m) and not has_released(view, m, round.number)
     )
@@ -66,7 +69,6 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         budget = budgets.charge(budget, failure, progressed, spec.policy, now)
         round = replace(round, restarts=round.restarts + 1, failure=failure)
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
-        step = budgets.astray_at(round, view.reports.values())
         if step is not None:
             budget = budgets.go_back(budget, step)
             if (why := budgets.lost(budget)) is not None:
