@@ -77,7 +77,18 @@ class Destinations:
         self._specs = specs
         self._audit = audit
         self._standbys = 0
+        self._begun = False
         self._latest: LogDest | None = None
+
+    def begin(self, job: str) -> None:
+        """Have torch make the folder of the run, though nothing was started yet, and perhaps never will be:
+        what happens until then is told there, too. Other LogsSpecs are asked only for what is started."""
+        if self._begun or self._latest is not None or type(self._specs) is not DefaultLogsSpecs:
+            return
+        self._begun = True
+        with contextlib.suppress(OSError):  # whoever starts something is told so
+            for worker in self.reify(1, {0: {"TORCHELASTIC_RUN_ID": job}}).capture_dirs.values():
+                shutil.rmtree(Path(worker).parent)  # what is there of the first round until it begins
 
     def run_folder(self) -> Path | None:
         """Where this run keeps its logs; None where the user's LogsSpecs puts them elsewhere than in

@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from elasticd.core import agent as agents
 from elasticd.core.environment import assignments, standbys
@@ -172,9 +173,15 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             config, driver, store, step_times, began_at, saver.reports, procs.told, lambda: saver.footprint
         )
         timekeeper = Timekeeper(config, driver, store, step_times, began_at)
+
+        def run_folder() -> Path | None:
+            if driver.state.registered:  # who was turned away at once has no part in the job
+                destinations.begin(config.job)
+            return destinations.run_folder()
+
         events = cleanup.enter_context(
             EventFile(
-                destinations.run_folder,
+                run_folder,
                 lambda folder: runs.note(runs.state_dir(), config.job, config.node, began_at, folder),
             )
         )

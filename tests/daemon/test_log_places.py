@@ -37,6 +37,18 @@ def test_processes_started_ahead_of_rounds_do_not_share_a_folder(destinations: D
     assert first.parent.is_dir()
 
 
+def test_a_run_that_has_started_nothing_yet_has_its_folder_all_the_same(destinations: Destinations) -> None:
+    assert destinations.run_folder() is None
+    for _ in range(2):
+        destinations.begin("job")
+    folder = destinations.run_folder()
+    assert folder is not None and folder.name.startswith("job_") and list(folder.iterdir()) == []
+    first = Path(_reify(destinations, 1, 0).error_files[0])
+    assert first.parents[2] == folder == destinations.run_folder()
+    destinations.begin("job")
+    assert first.parent.is_dir()
+
+
 def test_a_process_is_told_of_its_own_error_file(destinations: Destinations) -> None:
     envs = {1: {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "5"}}
     dest = destinations.reify(2, envs)

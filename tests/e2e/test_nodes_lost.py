@@ -116,6 +116,8 @@ def test_a_job_that_stays_below_the_minimum_ends_with_3(cluster: Cluster) -> Non
     (a,) = cluster.start("a")
     assert a.end() == 3
     assert "only 1 of the 2 workers" in a.screen
+    report = cluster.command("report", cluster.job, "--text", etcd=False)
+    assert report.code == 0 and "only 1 of the 2 workers" in report.out, report
 
 
 def test_a_node_whose_keeper_of_processes_is_killed_leaves_and_nothing_of_it_stays(cluster: Cluster) -> None:
