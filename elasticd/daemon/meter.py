@@ -104,6 +104,7 @@ class Meter:
             "elasticd_recover_seconds",
             "elasticd_checkpoints_total",
             "elasticd_checkpoint_blocked_seconds",
+            "elasticd_checkpoint_duration_seconds",
             "elasticd_etcd_request_seconds",
             "elasticd_etcd_lease_renewals_total",
             "elasticd_agent_cpu_seconds_total",

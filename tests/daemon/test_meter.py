@@ -28,6 +28,7 @@ from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.meter import Meter
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.book import Book
+from elasticd.telemetry.catalog import METRICS, Type
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
 
@@ -71,6 +72,13 @@ def checkpoints(*names: str) -> Entry:
 
 def value(book: Book, name: str, *labels: object) -> Any:
     return book.get(f"elasticd_{name}", *labels)
+
+
+def test_whatever_is_counted_is_there_before_it_is_for_the_first_to_be_an_increase() -> None:
+    made, _ = meter()
+    counted = {metric.name for metric in METRICS if metric.type in (Type.COUNTER, Type.HISTOGRAM)}
+    told_later = {name for name in counted if name.startswith("elasticd_gpu_")}  # not every slot has one
+    assert counted - told_later == made.book.copy().values.keys() & counted
 
 
 def test_checkpoints_are_counted_as_they_come_and_the_newest_is_described() -> None:

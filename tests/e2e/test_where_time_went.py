@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -14,6 +15,7 @@ from elasticd.core.facts import NodeLedger
 from elasticd.core.ledger import Kind
 from elasticd.telemetry import events, runs
 from tests.e2e.harness import Agent, Cluster, World
+from tests.e2e.test_scrape import fetch, scrape, url_of
 
 
 def trained_s(cluster: Cluster, node: str) -> float:
@@ -144,9 +146,16 @@ def test_an_agent_that_is_killed_goes_on_with_the_ledger_it_left(cluster: Cluste
     (again,) = cluster.start("a")
     world = cluster.world(1, after=world)
     cluster.goes_on(world, steps=150)
+    seen, shown = scrape(again), json.loads(fetch(f"{url_of(again)}status"))
+    counted_s = sum(s for (name, _), s in seen.samples.items() if name == "elasticd_time_seconds_total")
+    assert 0 < counted_s <= (seen("agent_uptime_seconds") or 0.0), "a counter begins with its process"
+    assert (
+        kept is not None
+        and sum(shown["time"].values()) > counted_s + kept.slots[0].spent.get("productive", 0.0) - 0.1
+    )
     cluster.finishes(again)
     after = cluster.fact("ledger/a", NodeLedger)
-    assert kept is not None and after is not None
+    assert after is not None
     spent, wall_s = after.slots[0].spent, after.at - began_at(cluster, "a")
     assert sum(spent.values()) == pytest.approx(wall_s, rel=0.01), "the time between too"
     productive_s, by_workers_s = spent[Kind.PRODUCTIVE], trained_s(cluster, "a")
