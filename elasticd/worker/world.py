@@ -26,6 +26,7 @@ from elasticd.core.link import Enter
 from elasticd.worker import messages
 
 FORMING_S_MAX = 10.0  # all are known to be there, and connect
+FORMING_S_MAX_EACH = 0.1  # more for each of them, as all connect to all
 STORE_S_MAX = 15.0  # torch looks up the names of both ends of each connection, and DNS may be slow
 ANSWER_S_MAX = 2.0  # of a store that is asked to end a wait: its network may be cut
 _LEFT = "left"
@@ -83,7 +84,7 @@ class World:
                 store=dist.PrefixStore("group", self._store),
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=FORMING_S_MAX),
+                timeout=timedelta(seconds=FORMING_S_MAX + FORMING_S_MAX_EACH * self.size),
             )
             for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
                 _world_group()._get_backend(torch.device(kind))._set_default_timeout(timeout)
