@@ -47,8 +47,9 @@ class Policy:
     ``join_timeout_s``: how long a job may wait below ``min`` before it ends with exit code 3.
     ``shutdown_s``: how long workers get between SIGTERM and SIGKILL when a round ends as planned.
     ``broken_s``: the same when the round is broken, so that there is nothing left to save.
-    ``part_s``: how long workers that keep their process get to leave a round that closes, before
-    they are killed after all: a step may take long, and they hold the job's state.
+    ``part_s``: how long workers that keep their process get to leave a round that is broken, before they
+    are killed after all: from when others wait who hold the job's state; and any round, where their node
+    leaves or the job ends.
     ``node_ttl_s``: the lease of a node; a lost node is noticed after at most this long.
     ``checkpoint_wait_s``: how long a round that is to be resized waits for the next checkpoint of scripts
     that tell of their own; one that a node leaves, for half of ``shutdown_s`` at most.
@@ -119,7 +120,8 @@ class Node:
 
     ``incarnation`` is new each time the agent starts. ``slots`` are the places a worker can run
     in. ``released`` is the newest round of which no worker is left here (0 before the first): a
-    member of round n can be given work in a later round only once it has released n. ``fenced`` is
+    member of round n can be given work in a later round only once it has released n. ``told`` are the
+    ``ends`` in its report of that round, which may be seen later. ``fenced`` is
     the newest round whose workers were killed here because the lease was running out.
     ``store_port`` is a port already listening for the store of the next round this node hosts.
     ``ready``: slots with a process that waits to take part in a round; in a job that recovers in
@@ -142,6 +144,7 @@ class Node:
     most: int = 0
     age: Age | None = None
     holders: tuple[int, ...] = ()
+    told: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,7 @@ class Cause(StrEnum):
     WORKER_FAILED = "worker_failed"
     WORKER_HUNG = "worker_hung"
     NODE_LOST = "node_lost"
+    WORLD_BROKEN = "world_broken"  # workers cannot reach each other any more, though none has ended
     NODE_DRAINED = "node_drained"
     SLOT_DRAINED = "slot_drained"  # its worker was slower than the others, or its GPU is bad
     GREW = "grew"
@@ -253,6 +257,9 @@ class Round:
     is of the state; until ``leave_by`` they stay to hand it over. ``handover``: this round does that and
     no more: its workers pass the state on, make no step, and leave it by themselves.
 
+    ``outlived``: of a broken round that some have not left for long, that others have, on another node
+    perhaps, with all that its workers had agreed on.
+
     ``resizes_by``: the round is to be resized with the next checkpoint that its scripts tell of, where
     they are held for it, or then at the latest; 0 where it is not.
 
@@ -283,6 +290,7 @@ class Round:
     began: float = 0.0
     failures: int = 0
     anew: bool = False
+    outlived: bool = False
 
     @property
     def world_size(self) -> int:
@@ -302,7 +310,8 @@ class Report:
     ``exits`` are those the agent did not cause itself. ``finished``: every worker here ended with
     status 0. ``steps``: optimizer steps made here in this round, of the slot that made the most.
     ``returned``: the run function has, in all workers of the round; only the end of the scripts is to come.
-    ``checkpointed``: a worker here has just written a checkpoint, and is held there.
+    ``checkpointed``: a worker here has just written a checkpoint, and is held there. ``broken``: one can do
+    nothing more in the round, as it lost the others.
     """
 
     node: str
@@ -313,6 +322,12 @@ class Report:
     steps: int = 0
     returned: bool = False
     checkpointed: bool = False
+    broken: bool = False
+
+    @property
+    def ends(self) -> int:
+        """How much it tells of how the workers here have ended."""
+        return len(self.exits) + self.finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,17 @@ They meet at an abstract Unix stream socket whose name, without the leading NUL,
     Waiting(round n)          ->
                               <-   Enter(round m > n)
     ...
-    Done(round m)             ->
+    Broken(round m)           ->
+                              <-   Leave(round m)
+    ...
+    Done(round l)             ->
 
 A script that keeps to torchrun's ways says no Hello, but perhaps, each time it has written a checkpoint,
 Checkpointed. It is held until the agent hangs up, or says by Leave that it is to end; then it may go on
 to its end. To those that have said Hello nothing is answered.
 
-A worker may also say Waiting without having been told to leave: its group broke and it knows why
-no better than that its round is over. The end of the stream is the end of whoever was there.
+A worker whose group breaks is told so by Leave, as a rule: another has ended, and its agent knows. Where
+it is not, it says Broken. The end of the stream is the end of whoever was there.
 """
 
 from __future__ import annotations
@@ -105,6 +108,16 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """It can do nothing more in the round, and waits to be told to leave; or, if it ``fails``, an exception
+    of its own ends it. ``why``: what it ran into, for people."""
+
+    round: int
+    fails: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpointed:
     """The script has written a checkpoint of its own, ``path``, and it is whole."""
 
@@ -130,7 +143,7 @@ class Leave:
     going: bool = False
 
 
-FromWorker = Hello | Waiting | Entered | Done | Checkpointed
+FromWorker = Hello | Waiting | Entered | Broken | Done | Checkpointed
 FromAgent = Enter | Leave
 Message = FromWorker | FromAgent
 
@@ -170,6 +183,8 @@ def decode(line: bytes) -> Message:
                 return Entered(n, step, float(group_s), float(state_s), *grown, Source(source))
         case {"is": "done", "round": int(n)}:
             return Done(n)
+        case {"is": "broken", "round": int(n), "fails": bool(fails), "why": str(why)}:
+            return Broken(n, fails, why)
         case {"is": "checkpointed", "path": str(path)}:
             return Checkpointed(path)
         case {"is": "enter", "round": int(n), "env": dict(env)} if all(

@@ -134,13 +134,13 @@ class StartWorkers:
 @dataclass(frozen=True, slots=True)
 class CloseRound:
     """Workers that can leave the round are told to: at a commit point that all agree on if it is
-    ``planned``, else at once; they are killed after ``part_s``. The others get the signal, and are
-    killed after ``grace_s``. ``going``: none of them is to take part in the next round."""
+    ``planned``, else at once; they are killed after ``part_s``, if there is such a limit. The others get the
+    signal, and are killed after ``grace_s``. ``going``: none of them is to take part in the next round."""
 
     planned: bool
     signal: int
     grace_s: float
-    part_s: float
+    part_s: float | None
     going: bool = False
 
 

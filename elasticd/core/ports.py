@@ -201,6 +201,16 @@ class WorkerReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerBroke:
+    """A worker can do nothing more in the round: it has lost the others, and waits to be told to leave; or,
+    if it ``fails``, an exception of its own ends it."""
+
+    slot: int
+    round: int
+    fails: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCheckpointed:
     """A script has written a checkpoint of its own, at ``path``. Unless it is linked, it is held there
     until ``go_on`` or its end."""
@@ -210,7 +220,7 @@ class WorkerCheckpointed:
     path: str
 
 
-WorkerNews = WorkerLinked | WorkerWaiting | WorkerReturned | WorkerCheckpointed
+WorkerNews = WorkerLinked | WorkerWaiting | WorkerReturned | WorkerBroke | WorkerCheckpointed
 
 
 class Procs(Protocol):
@@ -239,12 +249,15 @@ class Procs(Protocol):
         """Start processes that belong to no round (0), to wait for one. Their environment's ranks are
         only likely ones."""
 
-    def part(self, planned: bool, signal: int, grace_s: float, part_s: float, going: bool = False) -> None:
+    def part(
+        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    ) -> None:
         """Have every worker that acts leave its round. Linked ones are told to (``planned``: at a
         commit point that all ranks agree on, else at once), and get SIGKILL if they have neither left
-        nor ended after ``part_s``; the others are stopped by the signal, with ``grace_s``. ``going``: the
-        former are told besides that they will be in no later round. May be called again, with ``planned`` no
-        longer true."""
+        nor ended after ``part_s`` (None: they are waited for); those that fail, if they have not
+        ended after ``grace_s``; the others are stopped by the signal, with ``grace_s``. ``going``: the first
+        are told besides that they will be in no later round. May be called again, with ``planned`` no longer
+        true, or with a limit."""
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
         """Send the signal to the workers of these slots, or to all there are, and SIGKILL to what is

@@ -108,6 +108,7 @@ class Driver:
         self.state = state
         self.left: Leave | None = None
         self.wake_at: float | None = None
+        self.leaving_s: Callable[[], float] = lambda: 0.0  # what the job's steps teach of how long that takes
         self._store = store
         self._procs = procs
         self._stores = stores
@@ -202,6 +203,8 @@ class Driver:
                     self._stores.open(round.world_size)
                 self._procs.start(round.number, self._assign(round, member), self._exited)
             case CloseRound(planned, signal, grace_s, part_s, going):
+                if part_s is not None:
+                    part_s = max(part_s, self.leaving_s())
                 self._procs.part(planned, signal, grace_s, part_s, going)
             case StopWorkers(signal, grace_s, slots):
                 self._procs.stop(signal, grace_s, slots)

@@ -7,8 +7,8 @@ longer than one that sleeps may, its stacks, which it is asked for by a signal.
 For that it takes all ranks: each agent writes what its workers do to etcd, while they stand still, and
 the leader says who hangs. Only of a stopped worker its own agent is certain: it tells at once, has the
 leader ask the others what theirs do, and waits no longer than a moment for what they answer. And where
-workers are to leave a broken world, one that sleeps on is not waited for as long as it was in that world:
-others have all it has in memory, and want to go on.
+workers are to leave a broken world, one that sleeps on is not waited for as long as it was in that world,
+once others here have all it has in memory, and want to go on.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Hangs:
         self._judged: tuple[Verdict, int, _Errand[str]] | None = None
         self._judged_at = -REPEAT_S
         self._round = 0
-        self._leaving_since: float | None = None  # when workers were told to leave the round, as it broke
+        self._leaving_since: float | None = None  # when the first left a broken round with the state
         self._killed: dict[tuple[Why, str], float] = {}  # how long it had stood still, by place
         self._certain: tuple[Verdict, float] | None = None  # and until when the others are waited for
         self._answered: Hang | None = None
@@ -131,10 +131,10 @@ class Hangs:
             due = self._scenes and at >= self._judged_at + REPEAT_S
             if verdict is not None and due and not (self._mine(verdict) and self._too_soon(verdict, at)):
                 return self._keep(self._round, verdict, at)  # another node was faster to act on it
-        if crew is None or not (same and (_at_work(crew) or _parts(crew))):
+        if crew is None or not (same and _at_work(crew)):
             self._forget()
             self._round = crew.round.number if crew is not None else 0
-        if crew is None or not (_at_work(crew) or _parts(crew)):
+        if crew is None or not _at_work(crew):
             return IDLE_S
         self._still.learn(self._procs.watched(), crew.alive, at)
         allowed = self._allowed(crew)
@@ -146,29 +146,34 @@ class Hangs:
             return min(IDLE_S, allowed.stopped_s / 2 - still_s)
         self._still.sample(at)
         stopped = self._still.longest_stopped_s(at) >= allowed.stopped_s
-        if self._leaving_since is None and crew.parting and not crew.planned:
+        broken = crew.parting and not crew.planned
+        if self._leaving_since is None and broken and self._driver.state.outlived:
             self._leaving_since = at
         if still_s < allowed.stopped_s and self._looking is None:
             return min(STALLED_S, allowed.stopped_s - still_s)
         return self._investigate(crew, allowed, still_s, stopped, at)
 
-    def _in_step(self, crew: Crew) -> bool:
+    def _in_step(self) -> bool:
         """Whether all of them make steps, so that standing still says something. Else they may be on
-        their way to the first or out of the round, and only who is stopped surely never gets there."""
-        return _at_work(crew) and self._still.least_made > 0
+        their way to the first, and only who is stopped surely never gets there."""
+        return self._still.least_made > 0
+
+    def leaving_s(self) -> float:
+        """How long leaving a round may take at least, as the job's steps have taught so far."""
+        crew = self._driver.state.crew
+        allowed = self._allowed(crew) if crew is not None else None
+        return allowed.leaving_s if allowed is not None else 0.0
 
     def _allowed(self, crew: Crew) -> Allowance | None:
         # Else only who is stopped is judged: by earlier rounds' steps, or as after a first one.
-        steps = self._still.least_made if self._in_step(crew) else 1
+        steps = self._still.least_made if self._in_step() else 1
         return allowance(self._still.gaps, steps, self._patience)
 
-    def _is_late(self, crew: Crew, allowed: Allowance, at: float) -> bool:
+    def _is_late(self, allowed: Allowance, at: float) -> bool:
         """Whether leaving takes too long for those here who have left the round, with what is in memory."""
         if self._leaving_since is None:
             return False
-        state = self._driver.state
-        left = state.waiting & state.ages.keys() & set(crew.member.slots)
-        return bool(left) and at >= max(self._leaving_since, self._still.aware_since) + allowed.leaving_s
+        return at >= max(self._leaving_since, self._still.aware_since) + allowed.leaving_s
 
     # ------------------------------------------------------------ looking
 
@@ -178,8 +183,8 @@ class Hangs:
                 return ERRAND_S
             self._scenes, self._looking = self._looking.result or (), None
             return self._conclude(crew, allowed, at)
-        late = self._is_late(crew, allowed, at)
-        if not self._in_step(crew) and not stopped and not late:
+        late = self._is_late(allowed, at)
+        if not self._in_step() and not stopped and not late:
             return STALLED_S
         verdict = self._stalls.verdict_for(self._round)
         if verdict is not None and self._is_as_it_was(verdict) and not self._too_soon(verdict, at):
@@ -208,12 +213,13 @@ class Hangs:
         me, workers = self._driver.state.me, self._still.workers
         scenes = [seen for seen in self._scenes if seen.subject.slot in workers]
         looks = tuple(self._still.look(me.node, seen, allowed, at) for seen in scenes)
-        alone, in_step = len(crew.round.members) == 1, self._in_step(crew)
+        alone, in_step = len(crew.round.members) == 1, self._in_step()
         all_told = alone and in_step
         verdict = judge(looks if all_told else [k for k in looks if k.doing is Doing.STOPPED], allowed)
-        if verdict is None and self._is_late(crew, allowed, at):
+        if verdict is None and self._is_late(allowed, at):
             verdict = judge_leaving(looks)
-        if verdict is not None and (alone or not in_step or self._driver.state.silent):
+        certain = alone or not in_step or crew.parting
+        if verdict is not None and (certain or self._driver.state.silent):
             return self._decide(self._round, verdict, at)
         if alone or not in_step:
             return STALLED_S
@@ -303,9 +309,7 @@ class Hangs:
 
 
 def _at_work(crew: Crew) -> bool:
-    return bool(crew.alive) and not (crew.stopping or crew.fenced)
-
-
-def _parts(crew: Crew) -> bool:
-    """Whether workers are on their way out of the round, to keep their process."""
-    return bool(crew.alive) and crew.parting and not (crew.killed or crew.fenced)
+    """Whether its workers are expected to get on: in the round, or out of it, to keep their process. Those of
+    one that is broken only wait to be told so."""
+    held_up = crew.killed or crew.fenced if crew.parting else crew.stopping or crew.broken or crew.fenced
+    return bool(crew.alive) and not held_up

@@ -221,6 +221,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         if config.patience is not None:
             hangs = Hangs(config.patience, driver, store, procs, destinations.run_folder, say, time.monotonic)
             routines.append(hangs.routine)
+            driver.leaving_s = hangs.leaving_s
         Agent(spec, driver, inbox, clock, lambda now: min([routine(now) for routine in routines])).run()
         left = driver.left
         assert left is not None

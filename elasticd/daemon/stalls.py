@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from elasticd.core.facts import Hang, Phase, Stall
+from elasticd.core.facts import Hang, Member, Phase, Round, Stall
 from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, Verdict, judge
+from elasticd.core.leader import View
+from elasticd.core.leader.members import has_released, is_present
 from elasticd.core.ports import Delete, Entry, Listing, Put, Seen, StillThere, Store, Write
 from elasticd.daemon.driver import Driver
 
@@ -100,7 +102,9 @@ class Stalls:
     def _conclude(self, leads: Entry, at: float) -> None:
         view = self._driver.view
         round = self._driver.state.round
-        if not self._stalls or view is None or round is None or round.phase is not Phase.LIVE:
+        if not self._stalls or view is None or round is None:
+            return
+        if round.phase not in (Phase.LIVE, Phase.CLOSING):
             return
         if _lately(self._concluded, round.number, at):
             return
@@ -114,7 +118,7 @@ class Stalls:
             current = known is not None and known[0].round == round.number
             if known is not None and current and known[0].incarnation == member.incarnation:
                 told.append(known)
-            elif member.node not in finished:
+            elif member.node not in finished and not _has_left(view, member, round):
                 silent = True  # it makes steps, or has not said yet
         if not told:
             return
@@ -131,6 +135,10 @@ class Stalls:
         guard = StillThere("leader", leads.created)
         put = Put("hang", Hang(round.number, verdict, asks=silent), leased=True)
         self._store.transact((guard,), (put,), lambda answer: None)
+
+
+def _has_left(view: View, member: Member, round: Round) -> bool:
+    return is_present(view, member) and has_released(view, member, round.number)
 
 
 def _lately(done: tuple[int, float], round_number: int, at: float) -> bool:

@@ -6,7 +6,18 @@ from __future__ import annotations
 import math
 from enum import Enum, auto
 
-from elasticd.core.link import VERSION, Checkpointed, Done, Entered, Hello, Holds, LinkError, Message, Waiting
+from elasticd.core.link import (
+    VERSION,
+    Broken,
+    Checkpointed,
+    Done,
+    Entered,
+    Hello,
+    Holds,
+    LinkError,
+    Message,
+    Waiting,
+)
 
 
 class Stage(Enum):
@@ -15,6 +26,7 @@ class Stage(Enum):
     WAITING = auto()
     ENTERING = auto()
     INSIDE = auto()
+    FAILING = auto()
     DONE = auto()
 
 
@@ -49,6 +61,9 @@ class Conversation:
             case Stage.ENTERING, Entered(number, step, group_s, state_s, batch, rates, _):
                 self._check(message, number, step, group_s, state_s, batch, rates)
                 self.stage = Stage.INSIDE
+            case Stage.ENTERING | Stage.INSIDE, Broken(number, fails):
+                self._check(message, number)
+                self.stage = Stage.FAILING if fails else self.stage
             case Stage.INSIDE, Done(number):
                 self._check(message, number)
                 self.stage = Stage.DONE

@@ -19,6 +19,7 @@ from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.page import Told
 from elasticd.core.ports import (
     Assignment,
+    WorkerBroke,
     WorkerCheckpointed,
     WorkerLinked,
     WorkerNews,
@@ -64,7 +65,8 @@ class LocalProcs:
     ``zygote``: whether Python workers may be forked from a process that has imported what they
     import, once it is known what that is; ``command`` is then one of Python, and alike for all but
     for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it, and of workers
-    that enter rounds (``worker.entered``), are done (``worker.done``) or are cut off (``worker.unlinked``).
+    that enter rounds (``worker.entered``), are done (``worker.done``), can do no more in one
+    (``worker.broken``) or are cut off (``worker.unlinked``).
     ``warn``: is told, likewise, of those that crash once they have finished (``worker.crashed_at_exit``).
     ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
     ``fence`` is told the time by, which must not jump as the machine's may.
@@ -139,19 +141,23 @@ class LocalProcs:
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
         self._start_afresh(0, assignments, exited)
 
-    def part(self, planned: bool, signal: int, grace_s: float, part_s: float, going: bool = False) -> None:
+    def part(
+        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    ) -> None:
         with self._lock:
             told: list[Worker] = []
             others: list[Worker] = []
             ending: list[Worker] = []
             for worker in self._workers.values():
-                if worker.acts and planned and worker.talk.stage is Stage.DONE:
+                done = worker.talk.stage is Stage.DONE and planned
+                if worker.acts and (done or worker.talk.stage is Stage.FAILING):
                     ending.append(worker)  # it leaves by itself, having nothing left to do in the round
                 elif worker.acts:
                     leave = wire.Leave(worker.round, planned, going)
                     worker.parted = worker.talk.linked and not worker.stopping and worker.tell(leave)
                     (told if worker.parted else others).append(worker)
-            self._warden.stop_workers(0, part_s, [worker.id for worker in told])
+            if part_s is not None:
+                self._warden.stop_workers(0, part_s, [worker.id for worker in told])
             self._warden.stop_workers(0, grace_s, [worker.id for worker in ending])
             self._stop(others, signal, grace_s)
 
@@ -414,6 +420,9 @@ class LocalProcs:
                 self._say("worker.entered", **came, **took, **grown)
             case wire.Checkpointed(path):
                 self._news(WorkerCheckpointed(slot, number, path))
+            case wire.Broken(fails=fails, why=why):
+                self._say("worker.broken", slot=slot, round=number, fails=fails, why=why)
+                self._news(WorkerBroke(slot, number, fails))
             case wire.Done(round=number):
                 self._say("worker.done", slot=slot, round=number)
                 self._news(WorkerReturned(slot, number))

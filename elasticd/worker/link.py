@@ -68,8 +68,8 @@ class Link:
         elif asked:
             world.ask_to_leave(self._going)
 
-    def closes(self, round: int, within_s: float) -> bool:
-        """Wait until the agent wants the round left. False: it said nothing of the kind."""
+    def closes(self, round: int, within_s: float | None = None) -> bool:
+        """Wait until the agent wants the round left, or is gone. False: it said nothing of the kind."""
         with self._news:
             self._news.wait_for(lambda: self._gone or self._told >= round, within_s)
             return self._told >= round

@@ -14,14 +14,16 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from elasticd.core.link import ADDRESS, HANDOVER, Done, Enter, Entered, Hello, Holds, Waiting
+from elasticd.core.link import ADDRESS, HANDOVER, Broken, Done, Enter, Entered, Hello, Holds, Waiting
 from elasticd.worker.exchange import agree
 from elasticd.worker.link import Link
 from elasticd.worker.state import State
 from elasticd.worker.world import World, WorldChanged, is_of_the_group
 
 _log = logging.getLogger(__name__)
-NEWS_S_MAX = 15.0  # after a collective failed, for the agent to say that the round is over
+NEWS_S = 5.0  # after a collective failed, for the agent to say that the round is over: it knows of most ends
+NEWS_S_MAX = 15.0  # the same, for a worker that has yet to get the state, and ends then
+WHY_MAX = 1000  # characters of what failed that are passed on
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,6 +127,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
         except Exception as error:
             if not (world.over or world.broken or is_of_the_group(error)):
                 world.close()  # the others need not wait until this process has ended
+                link.say(Broken(round, fails=True, why=_why(error)))
                 raise
             failure = error
             traceback.clear_frames(error.__traceback__)
@@ -133,8 +136,22 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             raise
         world.close()
         state.leave()
-        if not handover and not link.closes(round, NEWS_S_MAX):
-            raise failure or RuntimeError(f"round {round} ended without the agent's knowing")
+        if not handover and not link.closes(round, NEWS_S if state.agreed else NEWS_S_MAX):
+            failure = failure or RuntimeError(f"round {round} ended without the agent's knowing")
+            if not state.agreed:
+                raise failure  # nothing is lost with this process, and its end tells what was wrong
+            _log.warning(
+                "worker %d lost the others of round %d (%s), and waits for its agent to say what comes next",
+                world.rank,
+                round,
+                _why(failure),
+            )
+            link.say(Broken(round, fails=False, why=_why(failure)))
+            link.closes(round)
         del failure
         link.say(Waiting(round, state.step, state.holds, state.agreed))
         world.forget()
+
+
+def _why(failure: BaseException) -> str:
+    return "".join(traceback.format_exception_only(failure)).strip()[:WHY_MAX]

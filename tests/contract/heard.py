@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticd.core.age import Age
-from elasticd.core.ports import WorkerLinked, WorkerNews, WorkerReturned, WorkerWaiting
+from elasticd.core.ports import WorkerBroke, WorkerLinked, WorkerNews, WorkerReturned, WorkerWaiting
 
 
 class Heard:
@@ -21,3 +21,7 @@ class Heard:
     @property
     def returns(self) -> list[tuple[int, int]]:
         return [(n.slot, n.round) for n in self.news if isinstance(n, WorkerReturned)]
+
+    @property
+    def broke(self) -> list[tuple[int, int, bool]]:
+        return [(n.slot, n.round, n.fails) for n in self.news if isinstance(n, WorkerBroke)]

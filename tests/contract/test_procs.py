@@ -177,7 +177,7 @@ def test_the_next_round_may_start_once_all_of_the_last_have_ended(harness: Procs
 # ---------------------------------------------------------------- workers that keep their process
 
 
-def _part(harness: ProcsHarness, *, planned: bool = False, part_s: float = LONG_S) -> None:
+def _part(harness: ProcsHarness, *, planned: bool = False, part_s: float | None = LONG_S) -> None:
     harness.procs.part(planned, SIGTERM, LONG_S, part_s)
 
 
@@ -239,6 +239,18 @@ def test_a_linked_worker_that_does_not_leave_is_killed(harness: ProcsHarness) ->
     _ended(harness, 1)
     assert harness.exits[0][1].code == -SIGKILL
     assert harness.heard.waits == []
+
+
+def test_a_linked_worker_that_need_not_hurry_may_be_given_a_time_later(harness: ProcsHarness) -> None:
+    harness.start(1, {0: InPlace(leaves=False)})
+    _training(harness, 1)
+    _part(harness, part_s=None)
+    parted_at = harness.now()
+    harness.until(lambda: harness.now() > parted_at + 0.3)
+    assert harness.exits == []
+    _part(harness, part_s=0.0)
+    _ended(harness, 1)
+    assert harness.exits[0][1].code == -SIGKILL
 
 
 def test_the_time_to_leave_does_not_reach_into_the_next_round(harness: ProcsHarness) -> None:

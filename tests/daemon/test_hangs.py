@@ -71,7 +71,7 @@ class Setup:
             crew=Crew(round, member, False, frozenset({0, 1})),
             me=SimpleNamespace(node="a", incarnation="i", key="nodes/a"),
             leads=None, own=SimpleNamespace(fact=round, created=1), silent=None, round=round,
-            waiting=frozenset(), ages={},
+            outlived=False,
         )  # fmt: skip
         self.hangs = Hangs(
             patience,
@@ -212,6 +212,40 @@ def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned(setup: 
     stop(setup.workers[1])
     setup.stand_still(30.0)
     assert [slot for slot, _, _ in setup.condemned] == [1]
+
+
+@pytest.mark.parametrize(
+    ("how", "is_judged"),
+    [
+        ({}, True),
+        ({"stopping": True, "parting": True, "planned": True}, True),
+        ({"stopping": True, "parting": True}, True),
+        ({"stopping": True, "parting": True, "broken": True}, True),
+        ({"broken": True}, False),  # it waits to be told to leave
+        ({"stopping": True}, False),
+        ({"stopping": True, "parting": True, "killed": True}, False),
+        ({"fenced": True}, False),
+        ({"alive": frozenset()}, False),
+    ],
+)
+def test_workers_are_judged_in_their_round_and_on_their_way_out_of_it_if_they_keep_their_process(
+    setup: Setup, how: dict[str, Any], is_judged: bool
+) -> None:
+    setup.train(10.0)
+    setup.state.crew = replace(setup.state.crew, **how)
+    stop(setup.workers[1])
+    setup.stand_still(30.0)
+    assert [slot for slot, _, _ in setup.condemned] == ([1] if is_judged else [])
+
+
+def test_how_long_leaving_may_take_is_learned_from_the_steps(setup: Setup) -> None:
+    assert setup.hangs.leaving_s() < 60.0
+    for at in (0.0, 100.0, 200.0, 300.0, 400.0, 500.0, 600.0):
+        setup.now = 1000.0 + at
+        for worker in setup.workers:
+            worker.steps(setup.now)
+        setup.hangs.routine(setup.now)
+    assert setup.hangs.leaving_s() >= 200.0
 
 
 def test_what_happened_while_the_agent_itself_was_stopped_counts_for_nothing(setup: Setup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.e2e.conftest import Etcd
 from tests.e2e.harness import Cluster
 from tests.e2e.line import Line
 from tests.e2e.stage import Script
+from tests.e2e.test_in_place import Residents
 from tests.etcd import cluster as etcds
 
 MakeCluster = Callable[[str | None], Cluster]
@@ -134,6 +136,27 @@ def test_a_worker_that_dies_while_etcd_is_away_is_replaced_when_it_is_back(
     second = cluster.world(2, after=first)
     assert second.restarts == 1
     cluster.finishes(a, b)
+
+
+@pytest.mark.slow
+def test_survivors_in_place_wait_for_etcd_with_the_state_in_memory(clusters: MakeCluster, etcd: Etcd) -> None:
+    cluster = clusters(etcd.url)
+    residents = Residents(cluster)
+    cluster.limits = (2, 3)
+    a, b, c = residents.start("a", "b", "c", slots=1, NEWS_S="0.2")
+    first, before = residents.world(3)
+    etcd.kill()
+    for agent in (a, b, c):
+        cluster.until_said(agent, "etcd.away")
+    os.kill(before[2].pid, signal.SIGKILL)
+    for agent in (a, b, c):
+        if agent.name != before[2].node:
+            cluster.until_said(agent, "worker.broken")
+    etcd.start()
+    _, after = residents.world(3, after=first)
+    assert {p.pid for p in after} > {p.pid for p in before[:2]}
+    residents.finish(a, b, c)
+    assert cluster.round.restarts == 1
 
 
 def test_a_round_forms_although_etcd_dies_in_the_middle_of_it(clusters: MakeCluster, etcd: Etcd) -> None:

@@ -27,8 +27,8 @@ class Residents:
         self.cluster = cluster
         cluster.direct(lambda player: Script())
 
-    def start(self, *names: str, slots: int, options: tuple[str, ...] = ()) -> list[Agent]:
-        return self.cluster.start(*names, slots=slots, options=options, program=(RESIDENT,))
+    def start(self, *names: str, slots: int, options: tuple[str, ...] = (), **env: str) -> list[Agent]:
+        return self.cluster.start(*names, slots=slots, options=options, program=(RESIDENT,), env=env)
 
     def world(self, size: int, *, after: int = 0) -> tuple[int, list[Player]]:
         """Wait for a round after that one in which so many workers have committed some steps; its
@@ -167,6 +167,56 @@ def test_survivors_of_a_killed_worker_do_not_wait_long_for_one_that_sleeps(resid
     assert (hung["why"], hung["ranks"], hung["round"]) == ("asleep", [1], first)
     (charged,) = a.find("failure.charged")
     assert charged["code"] == -signal.SIGKILL and charged["rank"] == 2, "no fault of the one that slept"
+
+
+@pytest.mark.slow
+def test_survivors_that_are_all_in_code_of_their_own_for_long_keep_their_process(
+    residents: Residents,
+) -> None:
+    residents.cluster.limits = (2, 3)
+    (a,) = residents.start("a", slots=3, options=("--part-timeout=0.01",))
+    first, before = residents.world(3)
+    for player in before:
+        player.tell("dwell")
+    residents.cluster.until(lambda: all(p.did("dwelling") for p in before), "all are in code of their own")
+    os.kill(before[0].pid, signal.SIGKILL)
+    residents.cluster.until_said(a, "workers.leaving")
+    residents.cluster.until_said(a, "standby.ready")  # which takes a process
+    for player in before[1:]:
+        player.tell("go_on")
+    _, after = residents.world(3, after=first)
+    assert {p.pid for p in after} > {p.pid for p in before[1:]}
+    residents.finish(a)
+
+
+@pytest.mark.slow
+def test_workers_that_lose_each_other_go_on_in_their_process_at_no_charge(residents: Residents) -> None:
+    residents.cluster.limits = (2, 2)
+    a, b = residents.start("a", "b", slots=1, NEWS_S="0.2")
+    first, before = residents.world(2)
+    before[1].tell("lose_the_others")
+    _, after = residents.world(2, after=first)
+    assert after == before
+    residents.finish(a, b)
+    leader = a if a.find("leader.elected") else b
+    assert leader.find("round.closing", cause=Cause.WORLD_BROKEN) and residents.cluster.round.restarts == 0
+
+
+@pytest.mark.slow
+def test_an_exception_is_charged_though_its_process_never_ends_and_the_others_go_on(
+    residents: Residents,
+) -> None:
+    residents.cluster.limits = (2, 3)
+    (a,) = residents.start("a", slots=3, NEWS_S="0.2")
+    first, before = residents.world(3)
+    before[1].tell("never_end")
+    before[1].tell("go_wrong", text="the loss is not a number")
+    _, after = residents.world(3, after=first)
+    assert {p.pid for p in after} > {before[0].pid, before[2].pid}
+    residents.finish(a)
+    (charged,) = a.find("failure.charged")
+    assert (charged["rank"], charged["code"]) == (1, -signal.SIGKILL)
+    assert "the loss is not a number" in charged["message"]
 
 
 def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents) -> None:

@@ -146,6 +146,30 @@ def test_a_worker_that_is_done_may_end(bench: Bench) -> None:
     assert not party.events("worker.unlinked")
 
 
+def test_a_worker_that_loses_the_others_says_so_and_is_told_to_leave(bench: Bench) -> None:
+    party = Party(bench, LINKED)
+    party.start(1, "alone")
+    party.until(lambda: party.heard.broke)
+    assert party.heard.broke == [(10, 1, False)]
+    why = {"slot": 10, "round": 1, "fails": False, "why": "the others are gone"}
+    assert party.events("worker.broken") == [why]
+    party.part()
+    party.until(lambda: party.heard.waits)
+    assert not party.exits
+
+
+def test_a_worker_that_fails_has_as_long_to_end_as_others_have_who_are_stopped(
+    bench: Bench, tmp_path: Path
+) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    party = Party(bench, LINKED)
+    party.start(1, "fails", LINGER=str(fifo))
+    party.until(lambda: party.heard.broke == [(10, 1, True)])
+    party.procs.part(False, SIGTERM, 0.0, LONG_S)
+    party.until(lambda: party.exits)
+    assert [exit.code for _, exit in party.exits] == [-SIGKILL]
+
+
 def test_a_worker_that_is_being_stopped_is_not_said_to_wait(bench: Bench) -> None:
     program = (
         "import os, socket, time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

@@ -69,6 +69,7 @@ class Invariants:
             Phase.ENDED: {Phase.WAITING},
         }
         hurried = old.phase is new.phase is Phase.CLOSING and old.planned and not new.planned
+        hurried |= old.phase is new.phase is Phase.CLOSING and new.outlived and not old.outlived
         news = old.leaving != new.leaving or old.resizes_by != new.resizes_by
         told = old.phase is new.phase is Phase.LIVE and news
         if new.phase not in allowed[old.phase] and not (hurried or told):

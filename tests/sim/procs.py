@@ -16,6 +16,7 @@ from elasticd.core.facts import Exit
 from elasticd.core.link import HANDOVER
 from elasticd.core.ports import (
     Assignment,
+    WorkerBroke,
     WorkerCheckpointed,
     WorkerLinked,
     WorkerNews,
@@ -24,6 +25,9 @@ from elasticd.core.ports import (
 )
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
+
+NEWS_S = 5.0  # as long a worker that has lost the others waits before it says so
+HANG_S = 12.0  # after which one that does nothing is taken for hung, and killed
 
 
 class OnSigterm(StrEnum):
@@ -42,8 +46,9 @@ class Job:
     after the last step, where the others finish. ``tells``: rank 0 tells of what is saved, and is held there
     until it is let go on. ``inplace``: it uses elasticd.worker, and keeps its
     processes and their state, with ``spares`` more of them per node; ``stuck``: how likely one is not to
-    leave a round when told to; ``tears``: how likely a survivor's state is torn when its world breaks.
-    Times in seconds.
+    leave a round when told to; ``tears``: how likely a survivor's state is torn when its world breaks;
+    ``dwells``: how likely it is in code of its own then, for ``dwell_s``; ``lingers``: how likely a worker
+    that fails takes as long to end. Times in seconds.
     """
 
     total_steps: int = 100
@@ -59,6 +64,9 @@ class Job:
     spares: int = 0
     stuck: float = 0.0
     tears: float = 0.0
+    dwells: float = 0.0
+    lingers: float = 0.0
+    dwell_s: tuple[float, float] = (4.0, 20.0)
     saved: int = 0
 
 
@@ -67,7 +75,7 @@ class World:
 
     Steps are made by all of them or none. When one goes, the others soon fail, as gloo would have
     it; but one that still waits for the others to come does not notice that they are gone. Those who
-    work in place do not fail: they are stuck until they are told to leave.
+    work in place do not fail: they are stuck until they are told to leave, and say so after a while.
     """
 
     def __init__(self, training: Training, round_number: int, store: str, size: int, handover: bool) -> None:
@@ -117,6 +125,10 @@ class World:
 
     def leave(self, worker: SimWorker) -> None:
         self.workers.pop(worker.rank, None)
+        self.break_up(f"connection closed by peer {worker.rank}")
+
+    def break_up(self, why: str) -> None:
+        """Its workers lose each other."""
         if not self.running or self.broken or self.step >= self.training.job.total_steps:
             return
         self.broken = True
@@ -126,9 +138,11 @@ class World:
         job = self.training.job
         for other in list(self.workers.values()):
             if not job.inplace:
-                other.fail_soon(1, f"connection closed by peer {worker.rank}", primary=False)
-            elif self.training.random.random() < job.tears:
+                other.fail_soon(1, why, primary=False)
+                continue
+            if self.training.random.random() < job.tears:
                 other.whole = False
+            other.loses_the_others()
 
     def _go_on(self) -> None:
         job, clock = self.training.job, self.training.clock
@@ -205,9 +219,9 @@ class SimWorker:
     told to leave, and is killed if it does not in time."""
 
     __slots__ = (
-        "_kill", "_kill_at", "_next", "_there", "acts", "agreed", "alive", "committed", "doomed",
-        "exited", "finishing", "made", "parted", "procs", "rank", "round", "slot", "stopping", "stuck",
-        "whole", "world",
+        "_busy_until", "_kill", "_kill_at", "_next", "_there", "acts", "agreed", "alive", "committed",
+        "doomed", "exited", "failing", "finishing", "made", "parted", "procs", "rank", "round", "slot",
+        "stopping", "stuck", "whole", "world",
     )  # fmt: skip
 
     def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
@@ -225,10 +239,12 @@ class SimWorker:
         self.stopping = False
         self.stuck = False
         self.parted = False
+        self.failing = False
         self.committed: int | None = None
         self.whole = False
         self.agreed = 0
         self._there = False  # it has come to its run function
+        self._busy_until = 0.0  # in code of its own, and hears nothing
         self._next: Timer | None = None
         self._kill: Timer | None = None
         self._kill_at = 0.0
@@ -280,16 +296,20 @@ class SimWorker:
         if not self._there or self.stopping:
             return False
         training = self.procs.training
-        if training.random.random() < training.job.stuck:
+        clock, random = training.clock, training.random
+        if self.parted and not planned and self._busy_until > clock.now():
+            return True  # it has yet to hear of it
+        if not self.stuck and random.random() < training.job.stuck:
             self.stuck = True
+            clock.after(HANG_S, lambda: self.die(-signals.SIGKILL, "hung", primary=False))
+        if self.stuck:
             return True
         self.parted = True
         world = self.world
         if planned and world is not None and world.running and world.workers.get(self.rank) is self:
             world.leaving = True
         else:
-            random = self.procs.training.random
-            self.procs.training.clock.after(random.uniform(0.005, 0.05), self._abort)
+            clock.after(max(random.uniform(0.005, 0.05), self._busy_until - clock.now()), self._abort)
         return True
 
     def _abort(self) -> None:
@@ -300,6 +320,19 @@ class SimWorker:
         """Its world has formed."""
         assert self.world is not None
         self.committed, self.whole, self.agreed = self.world.step, True, self.world.round
+
+    def loses_the_others(self) -> None:
+        """At once, or when it comes out of what it is doing."""
+        training, number = self.procs.training, self.round
+        clock, random = training.clock, training.random
+        if training.job.dwells and random.random() < training.job.dwells:
+            self._busy_until = clock.now() + random.uniform(*training.job.dwell_s)
+
+        def say() -> None:
+            if self.alive and self.acts and self.round == number and not (self.parted or self.stuck):
+                self.procs.tell(WorkerBroke(self.slot, number, fails=False))
+
+        clock.after(max(0.0, self._busy_until - clock.now()) + NEWS_S, say)
 
     @property
     def age(self) -> Age | None:
@@ -347,6 +380,20 @@ class SimWorker:
                 training.random.uniform(0.005, 0.1), lambda: self.die(code, message, primary=primary)
             )
 
+    def fail(self, code: int, message: str) -> None:
+        """By a fault of the user's code. In place, it tells its agent so, and may take its time to end."""
+        training, world = self.procs.training, self.world
+        job, random = training.job, training.random
+        trains = job.inplace and world is not None and world.running and self.acts
+        if not trains or random.random() >= job.lingers or self.parted or self.stuck or self.stopping:
+            self.die(code, message, primary=True)
+            return
+        self.failing = self.finishing = True
+        self.procs.note_failure(self, Exit(self.slot, self.rank, code, self.procs.host.now(), message))
+        self.procs.tell(WorkerBroke(self.slot, self.round, fails=True))
+        self._leave_world()
+        training.clock.after(random.uniform(*job.dwell_s), lambda: self.die(code, message, primary=False))
+
     def finish_soon(self) -> None:
         self.finishing = True
         training = self.procs.training
@@ -381,9 +428,7 @@ class SimWorker:
         exit = Exit(self.slot, self.rank, code, procs.host.now(), message, fenced=fenced)
         del procs.workers[self.slot]
         if primary:
-            procs.host.clock.note(procs.host.name, f"slot {self.slot} fails by itself: {message}")
-            for failed in procs.training.failed:
-                failed(self, exit)
+            procs.note_failure(self, exit)
         self._leave_world()
         self.acts = False
         procs._made[self.slot] = (self.round, self.made)
@@ -451,12 +496,15 @@ class SimProcs:
         worker.begin()
         return worker
 
-    def part(self, planned: bool, signal: int, grace_s: float, part_s: float, going: bool = False) -> None:
+    def part(
+        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    ) -> None:
         for worker in [w for w in self.workers.values() if w.acts]:
-            if worker.finishing and planned:
+            if worker.failing or (worker.finishing and planned):
                 worker.kill_after(grace_s)
             elif not worker.finishing and worker.part(planned):
-                worker.kill_after(part_s)
+                if part_s is not None:
+                    worker.kill_after(part_s)
             else:
                 self.stop(signal, grace_s, (worker.slot,))
 
@@ -490,7 +538,13 @@ class SimProcs:
     def crash(self, slot: int, code: int = 1) -> None:
         """The user's code fails."""
         if worker := self.workers.get(slot):
-            worker.die(code, "the user's code raised", primary=True)
+            worker.fail(code, "the user's code raised")
+
+    def note_failure(self, worker: SimWorker, exit: Exit) -> None:
+        """It is the user's fault."""
+        self.host.clock.note(self.host.name, f"slot {worker.slot} fails by itself: {exit.message}")
+        for failed in self.training.failed:
+            failed(worker, exit)
 
     def kill(self) -> None:
         """SIGKILL to all; also what the kernel does when the agent is gone."""

@@ -93,6 +93,13 @@ def _user_failure(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
         agent.procs.crash(slots[int(fault.much * len(slots))], code=1)
 
 
+def _reset(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    """A connection between two workers, who both live."""
+    for worker in list(agent.procs.workers.values()):
+        if worker.world is not None and cluster.training.job.inplace:
+            worker.world.break_up("connection reset by peer")
+
+
 def _bad_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     slot = int(fault.much * cluster.slots_of(agent.name))
     cluster.clock.note(agent.name, f"slot {slot} is bad")
@@ -155,6 +162,7 @@ KINDS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # how ofte
     "pause": (3.0, _on_node(_pause)),
     "slow": (1.0, _on_node(_slow)),
     "user_failure": (2.0, _on_node(_user_failure)),
+    "reset": (0.7, _on_node(_reset)),
     "bad_slot": (0.7, _on_node(_bad_slot)),
     "sigterm": (1.0, _on_node(_sigterm)),
     "drain": (0.7, _on_node(_drain)),
@@ -193,6 +201,8 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
             stuck=in_place.choice((0.0, 0.0, 0.05)),
             tears=in_place.choice((0.0, 0.0, 0.2)),
             end_s=in_place.choice(((0.005, 0.1), (0.005, 0.1), (1.0, 8.0))),
+            dwells=in_place.choice((0.0, 0.0, 0.3)),
+            lingers=in_place.choice((0.0, 0.5)),
         )
     elif Random(f"{seed}/tells").random() < 0.5:
         job = replace(job, tells=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.core import handover, world
-from elasticd.core.facts import Limits, Outcome, Policy
+from elasticd.core.facts import Cause, Limits, Outcome, Policy
 from tests.sim.clock import START
 from tests.sim.cluster import Setup
 from tests.sim.procs import Job
@@ -91,6 +91,50 @@ def test_forming_worlds_of_newcomers_first_is_noticed(monkeypatch: pytest.Monkey
         if "know more" in result.broken:
             return
     pytest.fail("200 schedules, and nobody noticed")
+
+
+def test_survivors_that_hear_of_a_loss_late_keep_their_state_though_all_of_them_do() -> None:
+    """They are all in code of their own for longer than one may be that keeps the others waiting."""
+    fault = Fault(10.0, "user_failure", "n0", much=0.0)
+    job = _job(dwells=1.0, dwell_s=(8.0, 8.5))
+    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=job))
+    assert result.invariants.steps == 200 and len(_sizes(result)) < 4
+
+
+def test_whoever_keeps_others_waiting_for_long_who_hold_the_state_is_killed_wherever_they_are() -> None:
+    fault = Fault(10.0, "user_failure", "n0", much=0.0)
+    for slots in ((2, 1), (3,)):
+        result = _run(fault, setup=Setup(slots, Limits(1, 3), job=_job(dwells=0.5, dwell_s=(60.0, 60.0))))
+        first, second, *_ = result.invariants.live.values()
+        assert second.since - first.since < 30.0 and result.invariants.steps == 200
+
+
+def test_growing_waits_for_a_step_however_long_it_takes() -> None:
+    job = _job(total_steps=12, step_s=10.0)
+    result = _run(Fault(15.0, "join", "n1", much=0.4), setup=Setup((2,), Limits(1, 4), job=job))
+    assert _sizes(result) == [2, 4] and result.invariants.steps == 12
+
+
+def test_workers_that_lose_each_other_find_each_other_again_at_no_charge() -> None:
+    result = _run(Fault(10.0, "reset", "n0"), setup=Setup((2, 2), Limits(1, 4), job=_job()))
+    assert _sizes(result) == [4, 4] and result.invariants.steps == 200
+    assert result.invariants.ends[-1].restarts == 0
+    assert list(result.invariants.live.values())[1].cause is Cause.WORLD_BROKEN
+
+
+def test_a_worker_that_dies_while_etcd_is_away_for_long_costs_the_others_no_step() -> None:
+    faults = (Fault(10.0, "etcd_kill", for_s=20.0), Fault(11.0, "user_failure", "n1", much=0.0))
+    result = _run(*faults, setup=Setup((2, 2), Limits(1, 4), job=_job()))
+    assert result.invariants.steps == 200 and result.invariants.ends[-1].restarts == 1
+
+
+def test_a_failure_is_charged_though_its_process_takes_long_to_end() -> None:
+    fault = Fault(10.0, "user_failure", "n1", much=0.0)
+    job = _job(lingers=1.0, dwell_s=(40.0, 60.0))
+    result = _run(fault, setup=Setup((2, 2), Limits(1, 4), job=job))
+    assert result.invariants.charged == {1} and result.invariants.steps == 200
+    first, second, *_ = result.invariants.live.values()
+    assert second.since - first.since < 20.0, "the others did not wait for that"
 
 
 def _handed_over(result: Run) -> list[bool]:

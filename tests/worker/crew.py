@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from elasticd.core.link import (
     HANDOVER,
+    Broken,
     Done,
     Enter,
     Entered,
@@ -54,6 +55,10 @@ class Hand:
         return self.process.exitcode
 
     @property
+    def broken(self) -> list[Broken]:
+        return [m for m in self.said if isinstance(m, Broken)]
+
+    @property
     def entered(self) -> list[Entered]:
         return [m for m in self.said if isinstance(m, Entered)]
 
@@ -76,6 +81,7 @@ class Crew:
         self.closing = self.aborting = False
         self.stores: list[dist.TCPStore] = []
         self.least = 1
+        self.knows = True  # whether a death ends the round by itself
         self.led: Callable[[int], int] = lambda port: port  # where workers reach a store of that port
         self.settled: list[tuple[int, int]] = []  # each round's number and size
 
@@ -172,6 +178,7 @@ class Crew:
         if not alive or all(h.done or h.status == 0 for h in self.members):
             return
         lost = any(h.status is not None for h in self.members)
+        lost = lost and self.knows
         if (not self.closing and any(h.round != self.round for h in alive)) or (lost and not self.aborting):
             self.close()
         if self.closing and all(h.round != self.round or h.shunned for h in alive):

@@ -18,6 +18,7 @@ from tests.worker.jobs import (
     train_without_commit,
     wait_for_word_of_the_third,
     work,
+    work_impatiently,
     work_slowly,
 )
 
@@ -159,7 +160,37 @@ def test_an_error_of_the_users_ends_its_own_worker_only(crew, tmp_path, undistur
     crew.all_ended()
     assert crew.hands[1].status == 1
     assert "Mishap: the data is bad" in (tmp_path / "1.err").read_text()
+    (said,) = crew.hands[1].broken
+    assert (said.round, said.fails) == (1, True) and "Mishap: the data is bad" in said.why
     assert_exact(crew, tmp_path, {1}, undisturbed)
+
+
+def test_survivors_wait_for_as_long_as_their_agent_knows_of_no_end(crew, tmp_path, undisturbed):
+    crew.knows = False  # as when etcd is away
+    for i in range(3):
+        crew.start(work_impatiently, str(tmp_path), str(i), Accident("backward", 4) if i == 1 else NOTHING)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands)
+    one, _, other = crew.hands
+    crew.until(lambda: one.broken and other.broken)
+    assert {(said.round, said.fails) for hand in (one, other) for said in hand.broken} == {(1, False)}
+    assert "gloo" in one.broken[0].why and one.status is other.status is None
+    crew.knows = True
+    crew.close()
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {1}, undisturbed)
+    assert crew.settled == [(1, 3), (2, 2)]
+
+
+def test_one_that_has_yet_to_get_the_state_ends_and_says_why_where_no_group_comes_about(crew, tmp_path):
+    crew.knows = False
+    for i in range(2):
+        crew.start(work_impatiently, str(tmp_path), str(i), Accident("forming", 0) if i == 1 else NOTHING)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands)
+    crew.all_ended()
+    assert crew.hands[0].status == 1 and not crew.hands[0].broken
+    assert "Error: " in (tmp_path / "0.err").read_text().splitlines()[-1]
 
 
 def test_what_was_never_committed_is_lost_and_the_reason_is_said(crew, tmp_path):

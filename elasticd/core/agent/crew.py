@@ -37,7 +37,7 @@ def follow_the_round(do: Doing) -> None:
     if member is None or state.released >= round.number:
         return
     if round.phase is not Phase.LIVE:
-        do.set(released=round.number)  # it was over before we began, and the leader waits for us
+        do.set(released=round.number, told=0)  # it was over before we began, and the leader waits for us
     elif (
         state.registered
         and (state.departure is None or round.handover)
@@ -46,11 +46,11 @@ def follow_the_round(do: Doing) -> None:
     ):
         hosts = round.members[0] == member
         if state.dismissed & set(member.slots):
-            do.set(released=round.number)  # it was formed on workers that were just being sent away
+            do.set(released=round.number, told=0)  # it was formed on workers that were just being sent away
             return
         if hosts and not round.store.endswith(f":{state.store_port}"):
             # It was formed on a record written before we closed an older store; ask for another.
-            do.set(released=round.number)
+            do.set(released=round.number, told=0)
             return
         mine = frozenset(member.slots)
         do.set(
@@ -76,16 +76,26 @@ def stop(do: Doing, signal: int, grace_s: float) -> None:
 
 def part(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
     """Have the workers leave the round, but keep their process where they can; once, and once more
-    if it must be sooner."""
+    if it must be sooner. They are not hurried while all there is of the state may be in their memory."""
     crew = do.state.crew
     if crew is None or not crew.alive or crew.killed:
         return
-    if crew.stopping and not (crew.parting and crew.planned and not planned):
+    planned = planned and (crew.planned or not crew.stopping)
+    hurried = _going(do) or (not planned and _outlived(do.state, crew))
+    begins = not crew.stopping or (crew.parting and crew.planned and not planned)
+    if not begins and not (crew.parting and hurried and not crew.hurried):
         return
-    part_s = do.state.policy_source.policy.part_s
-    do.crew(stopping=True, grace_s=grace_s, parting=True, planned=planned)
+    part_s = do.state.policy_source.policy.part_s if hurried else None
+    do.crew(stopping=True, grace_s=grace_s, parting=True, planned=planned, hurried=hurried)
     do.actions.append(CloseRound(planned, signal, grace_s, part_s, _going(do)))
-    do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
+    if begins:
+        do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
+
+
+def _outlived(state: State, crew: Crew) -> bool:
+    """Whether the state is with others already, here or on another node."""
+    round = state.round
+    return state.outlived or (round is not None and round.number == crew.round.number and round.outlived)
 
 
 def _going(do: Doing) -> bool:
@@ -122,7 +132,8 @@ def release(do: Doing) -> None:
     still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
     if still_live and not (crew.fenced or crew.stopping or crew.round.handover):
         return  # finished or failed: the leader has yet to hear of it
-    do.set(crew=None, released=max(state.released, crew.round.number))
+    told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0
+    do.set(crew=None, released=max(state.released, crew.round.number), told=told)
     if crew.fenced:
         do.set(fenced=crew.round.number)
     if crew.hosts_store:
@@ -136,7 +147,7 @@ def note_report(do: Doing) -> None:
     if crew is None:
         return
     was_held = before is not None and before.round == crew.round.number and before.checkpointed
-    if not (crew.failures or crew.finished or crew.returned or crew.held or was_held):
+    if not (crew.failures or crew.finished or crew.returned or crew.broken or crew.held or was_held):
         return
     me = do.state.me
     report = Report(
@@ -148,6 +159,7 @@ def note_report(do: Doing) -> None:
         crew.steps,
         crew.returned,
         bool(crew.held),
+        crew.broken,
     )
     if report != do.state.report:
         do.set(report=report)

@@ -39,6 +39,7 @@ from elasticd.core.ports import (
     Lost,
     Put,
     Silent,
+    WorkerBroke,
     WorkerCheckpointed,
     WorkerLinked,
     WorkerReturned,
@@ -80,6 +81,8 @@ def absorb(do: Doing, event: Event) -> None:
         case WorkerReturned(_, number):
             if state.crew is not None and state.crew.round.number == number:
                 do.crew(returned=True)
+        case WorkerBroke(slot, number, fails):
+            _broke(do, slot, number, fails)
         case WorkerCheckpointed():
             _checkpointed(do, event)
         case PortReserved(port):
@@ -178,7 +181,12 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
     if crew is not None and slot in crew.alive:
         if event.round != crew.round.number:
             return  # said before it heard of this round
-        do.crew(alive=crew.alive - {slot}, steps=max(crew.steps, event.steps))
+        unbidden = not (crew.stopping or crew.round.handover)
+        do.crew(
+            alive=crew.alive - {slot},
+            steps=max(crew.steps, event.steps),
+            broken=crew.broken or unbidden,
+        )
     if slot in state.starting:
         do.reasons.append(StandbyReady(slot))
     do.set(
@@ -188,6 +196,16 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
         starting=state.starting - {slot},
         setbacks={s: b for s, b in state.setbacks.items() if s != slot},
     )
+
+
+def _broke(do: Doing, slot: int, number: int, fails: bool) -> None:
+    crew = do.state.crew
+    if crew is None or crew.round.number != number or slot not in crew.alive:
+        return
+    if fails:  # its end is on its way, and says more
+        do.crew(failing=crew.failing | {slot})
+    else:
+        do.crew(broken=True)
 
 
 def _checkpointed(do: Doing, event: WorkerCheckpointed) -> None:
@@ -212,7 +230,7 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         return
     # Whoever dies while all leave at a commit they have yet to agree on is missed by the others.
     missed = crew.parting and crew.planned and exit.failed and exit.code != -SIGTERM
-    own_doing = (crew.stopping and not missed) or exit.fenced
+    own_doing = (crew.stopping and not missed and exit.slot not in crew.failing) or exit.fenced
     do.crew(
         alive=crew.alive - {exit.slot},
         held=crew.held - {exit.slot},

@@ -150,6 +150,7 @@ def _record(state: State) -> Node:
         address=me.address,
         slots=me.slots,
         released=state.released,
+        told=state.told,
         store_port=state.store_port,
         pid=me.pid,
         host=me.host,

@@ -34,9 +34,11 @@ class Identity:
 class Crew:
     """The workers here, of one round. ``alive``: slots whose worker still acts in it: it has neither
     ended nor left the round to wait for the next. ``parting``: they were told to leave it, planned
-    or not; ``done``: those that ended well instead, as all of them had finished by then. ``returned``:
-    the run functions of the round have, and what follows is the end of the scripts. ``held``: slots whose
-    script has told of a checkpoint and has not been let go on; ``held_until``: for how long at most."""
+    or not, and ``hurried``, within a time; ``done``: those that ended well instead, as all of them had
+    finished by then. ``returned``: the run functions of the round have, and what follows is the end of the
+    scripts. ``broken``: one has lost the others; ``failing``: slots whose worker ends by an exception of its
+    own. ``held``: slots whose script has told of a checkpoint and has not been let go on; ``held_until``: for
+    how long at most."""
 
     round: Round
     member: Member
@@ -51,13 +53,16 @@ class Crew:
     parting: bool = False
     planned: bool = False
     done: frozenset[int] = frozenset()
+    hurried: bool = False
     returned: bool = False
+    broken: bool = False
+    failing: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     held_until: float = 0.0
 
     @property
     def finished(self) -> bool:
-        if self.alive or self.failures or self.fenced or self.round.handover:
+        if self.alive or self.failures or self.fenced or self.broken or self.round.handover:
             return False
         return not self.stopping or self.done == set(self.member.slots)
 
@@ -123,6 +128,7 @@ class State:
     own: Entry | None = None
     crew: Crew | None = None
     released: int = 0
+    told: int = 0
     fenced: int = 0
     renewing_store: bool = False
     report: Report | None = None
@@ -184,6 +190,14 @@ class State:
     def reserve(self) -> frozenset[int]:
         """Slots with a process that belongs to no round."""
         return self.waiting | self.starting
+
+    @property
+    def outlived(self) -> bool:
+        """Whether one that has left the crew's round waits here with all that its workers had agreed on."""
+        crew = self.crew
+        left = self.waiting & set(crew.member.slots) if crew is not None else ()
+        ages = (self.ages[slot] for slot in left if slot in self.ages)
+        return crew is not None and any(age.agreed == crew.round.number for age in ages)
 
     @property
     def empty(self) -> bool:

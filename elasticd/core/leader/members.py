@@ -26,6 +26,17 @@ def has_released(view: View, member: Member, number: int) -> bool:
     return view.nodes[member.node].node.released >= number
 
 
+def has_told(view: View, member: Member) -> bool:
+    """Whether the report is here that belongs to what the node released: the two are watched apart."""
+    assert view.nodes is not None
+    assert view.reports is not None
+    node, report = view.nodes[member.node].node, view.reports.get(member.node)
+    if not node.told:
+        return True
+    of_that = report is not None and (report.incarnation, report.round) == (node.incarnation, node.released)
+    return report is not None and of_that and report.ends >= node.told
+
+
 def is_fenced(view: View, member: Member, number: int) -> bool:
     assert view.nodes is not None
     return view.nodes[member.node].node.fenced >= number

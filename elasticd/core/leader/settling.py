@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from elasticd.core import budget as budgets
 from elasticd.core import world
-from elasticd.core.facts import Budget, Cause, Failure, Outcome, Round, Spec
+from elasticd.core.facts import Budget, Cause, Failure, Member, Outcome, Round, Spec
 from elasticd.core.leader.forming import form_or_wait
 from elasticd.core.leader.members import (
     candidates_for,
     has_finished,
     has_released,
+    has_told,
     is_fenced,
     is_present,
     surely_gone,
@@ -39,12 +40,19 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if step is not None and not round.anew:  # it was closed for something else
         return write(view, replace(round, planned=False, anew=True), view.budget)
     holding = tuple(
-        m.node for m in round.members if is_present(view, m) and not has_released(view, m, round.number)
+        m.node
+        for m in round.members
+        if is_present(view, m) and not (has_released(view, m, round.number) and has_told(view, m))
     )
     if holding:
         if round.planned and (missing or budgets.first_failure(round, view.reports.values())):
             # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
             return write(view, replace(round, planned=False), view.budget)
+        if not round.planned and not round.outlived and any(_has_left(view, m, round) for m in round.members):
+            by = round.since + spec.policy.part_s
+            if now >= by:
+                return write(view, replace(round, outlived=True), view.budget)
+            return Plan(wake_at=by, reasons=(AwaitingRelease(holding),))
         return Plan(reasons=(AwaitingRelease(holding),))
     if not all(surely_gone(view, node, now) for node in missing):
         until = view.absence_counts_from
@@ -60,10 +68,13 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if fatal is not None and fatal.exit.fatal is not None:
         ended = replace(round, failure=fatal)
         return end(view, ended, now, _OUTCOMES[fatal.exit.fatal], _last_line(fatal.exit.message))
+    broken = round.closing is Cause.WORLD_BROKEN
     charged = round.closing is not None and round.closing.charged
-    if (missing or fenced) and charged:
+    if (missing or fenced) and (charged or broken):
         # The workers that failed first are those that talked to the lost node: not their fault.
         round, charged = replace(round, closing=Cause.NODE_LOST), False
+    elif broken and failure is not None:  # of one that took long to end
+        round, charged = replace(round, closing=Cause.WORKER_FAILED), True
     if charged and failure is not None:
         progressed = budgets.progressed(round, view.reports.values(), round.lived_s)
         budget = budgets.charge(budget, failure, progressed, spec.policy, now)
@@ -79,6 +90,15 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     return form_or_wait(view, spec, round, budget, reasons, now)
+
+
+def _has_left(view: View, member: Member, round: Round) -> bool:
+    """Whether workers of this node wait, who have what those of the round had agreed on."""
+    assert view.nodes is not None
+    if not is_present(view, member) or not has_released(view, member, round.number):
+        return False
+    age = view.nodes[member.node].node.age
+    return age is not None and age.agreed == round.number
 
 
 def _last_line(message: str) -> str:

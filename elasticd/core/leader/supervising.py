@@ -56,6 +56,9 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         return _see_handed_over(view, round, idle, lost, now)
     if idle or lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=(*idle, *lost))
+    broken = tuple(sorted(name for name, r in reports.items() if r.broken))
+    if broken:
+        return close(view, round, Cause.WORLD_BROKEN, False, now, nodes=broken)
 
     leaving = [m.node for m in round.members if is_present(view, m) and is_leaving(view, spec, m)]
     if leaving:

@@ -4,10 +4,14 @@ What it learns depends on the number of the step alone, not on the world, so tha
 are one training.
 """
 
+import atexit
+import contextlib
+import importlib
 import json
 import os
 import select
 import socket
+import threading
 import time
 
 import torch
@@ -16,6 +20,8 @@ from torch import nn
 from elasticd import worker
 
 STEP_S = 0.02
+if "NEWS_S" in os.environ:
+    importlib.import_module("elasticd.worker.run").NEWS_S = float(os.environ["NEWS_S"])
 
 
 class Stage:
@@ -47,6 +53,26 @@ class Stage:
                 elif order["do"] == "sleep":
                     self.tell("sleeping")
                     time.sleep(order["seconds"])
+                elif order["do"] == "dwell":
+                    self.tell("dwelling")
+                    self.await_order()
+                elif order["do"] == "lose_the_others":
+                    lose_connections()
+                elif order["do"] == "never_end":
+                    atexit.register(threading.Event().wait)
+
+    def await_order(self) -> None:
+        """In code of its own until it is told anything."""
+        select.select([self.socket], [], [])
+
+
+def lose_connections() -> None:
+    """As a network does that forgets them."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if found.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                found.shutdown(socket.SHUT_RDWR)
 
 
 stage = Stage()

@@ -1,7 +1,7 @@
 """A worker that keeps its process from round to round: speaks the link, and steps while it is in one.
 
-The environment variable BEHAVE says which: ``obeys``, ``deaf`` to being told to leave, or how it
-breaks the rules.
+The environment variable BEHAVE says which: ``obeys``, ``deaf`` to being told to leave, ``fails`` in its first
+round or is ``alone`` there, or how it breaks the rules.
 """
 
 import gc
@@ -72,6 +72,10 @@ try:
         if inside:
             optimizer.step()
             step += 1
+            if how in ("fails", "alone") and step == 1:
+                say("broken", round=round, fails=how == "fails", why="the others are gone")
+                if how == "fails":
+                    break
             if os.environ.get("FINISH") == str(round):
                 say("done", round=round)
                 break

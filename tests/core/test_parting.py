@@ -1,0 +1,161 @@
+"""Workers that leave a round and keep their process: who is waited for, and what the end of others says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd.core.age import Age
+from elasticd.core.agent.state import SIGTERM
+from elasticd.core.facts import Budget, Cause, Failure, Node, Phase, Report
+from elasticd.core.leader import Plan, View, decide
+from elasticd.core.messages import CloseRound, Signalled, Tag
+from elasticd.core.ports import WorkerBroke, WorkerWaiting
+from elasticd.core.reasons import AwaitingRelease, RoundClosing, WorkerEnded
+from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written
+from tests.core.by_hand import Agent, put
+from tests.core.test_reserve import IN_PLACE, ROUND, closing, own_record, working
+
+PART_S = IN_PLACE.policy.part_s
+
+
+def limit_s(one: Agent) -> float | None:
+    return one.one(CloseRound).part_s
+
+
+# ---------------------------------------------------------------- who is hurried
+
+
+@pytest.mark.parametrize("cause", [Cause.GREW, Cause.SCALED, Cause.NODE_DRAINED])
+def test_workers_of_a_round_that_is_resized_are_waited_for_however_long_a_step_takes(cause: Cause) -> None:
+    one = working()
+    one.sees("round", closing(ROUND, cause, planned=True))
+    assert limit_s(one) is None
+    one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
+    assert not one.all_of(CloseRound)
+
+
+def test_survivors_are_hurried_only_once_one_of_them_waits_with_what_the_others_have_in_memory() -> None:
+    one = working()
+    one.sees("round", closing(ROUND))
+    assert limit_s(one) is None
+    one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
+    assert limit_s(one) == PART_S
+    one.at(NOW + 1)
+    assert not one.all_of(CloseRound), "once"
+
+
+@pytest.mark.parametrize("age", [None, Age(0, 5)])
+def test_one_that_waits_without_what_the_round_had_agreed_on_hurries_nobody(age: Age | None) -> None:
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.told(WorkerWaiting(0, 1, age=age))
+    assert not one.all_of(CloseRound)
+
+
+def test_survivors_are_hurried_when_the_leader_says_that_others_have_left_with_the_state() -> None:
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.sees("round", replace(closing(ROUND), outlived=True))
+    assert limit_s(one) == PART_S
+
+
+def test_those_who_go_are_hurried_from_the_beginning() -> None:
+    one = working()
+    one.told(Signalled(SIGTERM))
+    one.sees("round", closing(ROUND, Cause.NODE_DRAINED, planned=True))
+    assert limit_s(one) == PART_S
+
+
+def test_the_leader_says_after_a_while_that_some_have_left_with_the_state() -> None:
+    left, holding = node("a", released=5), node("b", released=4)
+    ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.WORKER_FAILED, since=NOW)
+
+    def plan(at: float, left: Node = left, planned: bool = False) -> Plan:
+        return decide(view(spec(), replace(ending, planned=planned), [left, holding]), at)
+
+    holds = replace(left, age=Age(5, 70), holders=(0,))
+    early = plan(NOW, holds)
+    assert (early.wake_at, early.reasons) == (NOW + PART_S, (AwaitingRelease(("b",)),))
+    assert next_round(plan(NOW + PART_S, holds)) == replace(ending, outlived=True)
+    for one in (plan(NOW + PART_S), plan(NOW + PART_S, replace(left, age=Age(4, 70)))):
+        assert not one.writes, "it has not what those of the round had agreed on"
+    assert not plan(NOW + PART_S, holds, planned=True).writes
+
+
+# ---------------------------------------------------------------- who has lost the others
+
+
+def test_a_worker_that_has_lost_the_others_is_told_of() -> None:
+    one = working()
+    one.told(WorkerBroke(0, 1, fails=False))
+    told = put(one.wrote(Tag.REPORT).writes[0])
+    assert told == Report("a", life("a"), 1, broken=True)
+
+
+@pytest.mark.parametrize("stray", [WorkerBroke(0, 2, fails=False), WorkerBroke(3, 1, fails=False)])
+def test_one_that_acts_in_no_round_or_another_has_lost_nobody(stray: WorkerBroke) -> None:
+    one = working()
+    assert not one.told(stray)
+
+
+def test_workers_that_leave_unbidden_have_not_finished() -> None:
+    one = working()
+    for slot in (0, 1):
+        one.told(WorkerWaiting(slot, 1, age=Age(1, 5)))
+    assert one.state.crew is not None and not one.state.crew.finished
+    assert one.state.report == Report("a", life("a"), 1, broken=True)
+
+
+def lost_each_other(*reports: Report, nodes: tuple[Node, ...] | None = None) -> View:
+    """A round that is over because of that; nobody holds it any more."""
+    ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.WORLD_BROKEN)
+    there = nodes or (node("a", released=5), node("b", released=5))
+    return view(spec(), ending, there, reports, Budget())
+
+
+def test_a_round_whose_workers_lost_each_other_is_closed_and_charged_to_nobody() -> None:
+    broken = replace(report("a", 5), broken=True)
+    plan = decide(view(spec(), round(5, {"a": 2, "b": 2}), [node("a"), node("b")], [broken]), NOW)
+    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.WORLD_BROKEN, False)
+    assert plan.reasons == (RoundClosing(5, Cause.WORLD_BROKEN, ("a",)),)
+    formed = next_round(decide(lost_each_other(broken), NOW))
+    assert (formed.cause, formed.restarts, formed.world_size) == (Cause.WORLD_BROKEN, 0, 4)
+
+
+def test_whoever_lost_the_others_by_a_failure_of_one_is_told_so_and_that_is_charged() -> None:
+    failed = exit(1, 1)
+    plan = decide(lost_each_other(report("a", 5, failed)), NOW)
+    formed = next_round(plan)
+    assert (formed.cause, formed.restarts, formed.failure) == (Cause.WORKER_FAILED, 1, Failure("a", failed))
+
+
+def test_whoever_lost_the_others_with_their_node_lost_a_node() -> None:
+    here = (replace(node("a", released=5), slots=(0, 1)),)
+    formed = next_round(decide(lost_each_other(replace(report("a", 5), broken=True), nodes=here), NOW))
+    assert (formed.cause, formed.restarts) == (Cause.NODE_LOST, 0)
+
+
+# ---------------------------------------------------------------- who fails, and takes long to end
+
+
+def test_the_end_of_one_that_fails_is_a_failure_though_the_round_has_been_left_meanwhile() -> None:
+    one = working()
+    assert not one.told(WorkerBroke(0, 1, fails=True)), "its end may say more"
+    one.sees("round", closing(ROUND, Cause.WORLD_BROKEN))
+    one.told(WorkerWaiting(1, 1, age=Age(1, 5)))
+    one.exits(1, exit(0, 0, -9))
+    assert [type(reason) for reason in one.said][:1] == [WorkerEnded]
+    told = put(one.wrote(Tag.REPORT).writes[0])
+    assert isinstance(told, Report) and told.exits == (exit(0, 0, -9),)
+    one.store_closed(1234)
+    assert (own_record(one).released, own_record(one).told) == (1, 1)
+
+
+def test_what_a_node_tells_with_its_release_is_waited_for() -> None:
+    nodes = (replace(node("a", released=5), told=1), node("b", released=5))
+    early = decide(lost_each_other(replace(report("a", 5), broken=True), nodes=nodes), NOW)
+    assert early.reasons == (AwaitingRelease(("a",)),)
+    plan = decide(lost_each_other(report("a", 5, exit(1, 1)), nodes=nodes), NOW)
+    assert isinstance(written(plan, "budget"), Budget)
