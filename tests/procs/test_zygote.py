@@ -159,6 +159,9 @@ OFFENDERS = {
     "starts_a_thread": "import _thread, time; _thread.start_new_thread(time.sleep, (1e6,))",
     "keeps_a_file": "import os; FD = os.open('/dev/null', os.O_RDONLY)",
     "shares_memory": "import mmap; SHARED = mmap.mmap(-1, 4096)",
+    "initialises_cuda": (
+        "import sys, types; sys.modules['torch.cuda'] = types.SimpleNamespace(is_initialized=lambda: True)"
+    ),
     "starts_a_process": "import subprocess; CHILD = subprocess.Popen(['/bin/sleep', '1000'])",
     "fails_the_second_time": "import os; os.mkdir(os.environ['ONCE'])",
     "exits": "import os, sys\nif 'RANK' not in os.environ.copy(): sys.exit(3)",

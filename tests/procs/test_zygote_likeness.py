@@ -6,15 +6,19 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.procs.agents import PROGRAMS
+from elasticd.procs import stacks
+from elasticd.procs.output import LogDest
+from tests.procs.agents import PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench, wait_until_ready
-from tests.procs.forked import Ran, both, run
+from tests.procs.forked import both, run
 
 DESCRIBE = PROGRAMS / "dumped" / "describe.py"
 
@@ -32,15 +36,48 @@ def test_a_script_sees_the_same(bench: Bench, tmp_path: Path, how: str) -> None:
     first, second = both(bench, [*argv, "an argument", "--and", "ü"], cwd=cwd)
     assert not first.exits[0].code, first.err
     assert not second.exits[0].code, second.err
-    fresh, expected = _seen(first)
-    forked, seen = _seen(second)
+    fresh, expected = _seen(first.out)
+    forked, seen = _seen(second.out)
     assert (fresh, forked) == (False, True)
     assert seen == expected
+    _, python = _seen(_plainly([*argv, "an argument", "--and", "ü"], cwd).stdout)
+    assert seen == python | _ours(seen, python)
 
 
-def _seen(ran: Ran) -> Any:
+def _ours(seen: dict[str, Any], python: dict[str, Any]) -> dict[str, Any]:
+    """What a worker, forked or not, has other than ``python job.py`` has it, and why."""
+    page = seen["environ"]["ELASTICD_PAGE"]
+    given = {"ELASTICD_PAGE": page, "ELASTICD_LINK": seen["environ"]["ELASTICD_LINK"]}
+    caught = int(python["masks"]["SigCgt"], 16) | 1 << (stacks.SIGNAL - 1)
+    assert 0 < len(seen["fds"]) <= 2
+    return {
+        "environ": python["environ"] | given,
+        "proc environ": False,  # the kernel shows what it was started with: PYTHONPATH, padding
+        "fds": {fd: [page.rstrip("0123456789/"), False] for fd in seen["fds"]},  # mapped; for stacks
+        "masks": python["masks"] | {"SigCgt": f"{caught:016x}"},  # asks for stacks
+        "exithandlers": python["exithandlers"] + 1,  # tells that the script came to its end
+        "dies with parent": signal.SIGKILL,  # no worker outlives its agent
+    }
+
+
+def _seen(out: bytes) -> Any:
     """Without what no two processes have in common."""
-    return json.loads(re.sub(rb"0x[0-9a-f]+|(?<=process)\d+", b"", ran.out))
+    return json.loads(re.sub(rb"0x[0-9a-f]+|(?<=process)\d+", b"", out))
+
+
+def _plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    """The same script without any of us."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return subprocess.run(
+        [sys.executable, "-u", *argv],
+        cwd=cwd,
+        env={**env, "WORD": "given", "RANK": "0"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        start_new_session=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,14 +87,14 @@ def _seen(ran: Ran) -> Any:
         "_exit", "kill", "terminate", "abort", "excepthook", "a thread raises", "closed stdout",
     ],
 )  # fmt: skip
-def test_a_script_ends_the_same(bench: Bench, how: str) -> None:
-    first, second = both(bench, [str(PROGRAMS / "dumped" / "ending.py"), how])
-    codes = [ran.exits[0].code for ran in (first, second)]
-    assert codes[0] == codes[1], (first, second)
-    assert (_without_addresses(second.out), _without_addresses(second.err)) == (
-        _without_addresses(first.out),
-        _without_addresses(first.err),
-    )
+def test_a_script_ends_the_same(bench: Bench, tmp_path: Path, how: str) -> None:
+    argv = [str(PROGRAMS / "dumped" / "ending.py"), how]
+    first, second = both(bench, argv)
+    python = _plainly(argv, tmp_path)
+    assert [ran.exits[0].code for ran in (first, second)] == [python.returncode] * 2, (first, second)
+    for ran in (first, second):
+        assert _without_addresses(ran.out) == _without_addresses(python.stdout)
+        assert _without_addresses(ran.err) == _without_addresses(python.stderr)
     assert second.exits[0].message == first.exits[0].message
 
 
@@ -71,6 +108,37 @@ def test_children_of_every_kind_find_the_classes_of_the_script(bench: Bench) -> 
     assert sorted(second.out.splitlines()) == sorted(first.out.splitlines())
     drawn = second.err.splitlines() + first.err.splitlines()
     assert len(drawn) == len(set(drawn)) == 12, "no two draw the same random numbers, or have the same key"
+
+
+@pytest.mark.slow
+def test_loaders_have_workers_of_every_kind(bench: Bench, tmp_path: Path) -> None:
+    argv = [str(PROGRAMS / "dumped" / "loading.py")]
+    first, second = both(bench, argv, more={"OMP_NUM_THREADS": "1"})
+    assert second.exits[0].code == 0, second.err
+    assert (first.err.splitlines()[-1], second.err.splitlines()[-1]) == (b"False", b"True")
+    assert second.out == first.out == _plainly(argv, tmp_path).stdout
+    assert [line.split()[0] for line in second.out.splitlines()] == [b"fork", b"spawn", b"forkserver"]
+
+
+@pytest.mark.slow
+def test_what_torchs_record_says_of_a_failure_is_heard(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("""
+import gc
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+torch.optim.SGD([torch.zeros(1)], lr=0.1).step()
+@record
+def main():
+    raise ValueError(f"spoiled, {gc.get_freeze_count() > 0}")
+main()
+""")
+    file = tmp_path / "error.json"
+    dest = LogDest(error_files={0: str(file)})
+    first, second = both(bench, [str(tmp_path / "job.py")], reify=lambda _n, _e: dest)
+    told = [ran.exits[0] for ran in (first, second)]
+    assert [exit.message for exit in told] == ["ValueError: spoiled, False", "ValueError: spoiled, True"]
+    assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == told[1].traceback
+    assert [exit.code for exit in told] == [1, 1]
 
 
 def test_torchs_random_numbers_differ_between_ranks_and_runs(bench: Bench, tmp_path: Path) -> None:
@@ -184,8 +252,8 @@ def test_a_script_may_be_a_directory_or_a_zip_file(bench: Bench, tmp_path: Path,
     if kind == "zip":
         target = Path(shutil.make_archive(str(tmp_path / "zipped"), "zip", target))
     first, second = both(bench, [str(target), "word"])
-    fresh, *expected = _seen(first)
-    forked, *seen = _seen(second)
+    fresh, *expected = _seen(first.out)
+    forked, *seen = _seen(second.out)
     assert (fresh, forked) == (False, True), second.err
     assert seen == expected
 

@@ -60,13 +60,15 @@ def take_the_same_of_all(model: nn.Module) -> DistributedDataParallel:
     return wrapped
 
 
-def make(exact: bool = True, width: int = 64, **more: Any) -> worker.State:
+def make(exact: bool = True, width: int = 64, compiled: bool = False, **more: Any) -> worker.State:
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
     model = nn.Sequential(
         nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1)
     )
+    if compiled:
+        model = torch.compile(model, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     how = {"wrap": take_the_same_of_all} if exact else {}
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -278,6 +280,16 @@ def train_and_swallow_everything(
             commit(state, journal)
         except:  # noqa: E722
             accident("swallowed", step)
+
+
+def train_and_count_graphs(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    """How many of them were compiled by the beginning of each step."""
+    from torch._dynamo.utils import counters
+
+    def note(_: int) -> None:
+        journal.write(graphs=counters["stats"]["unique_graphs"])
+
+    train(state, journal, accident, steps, begins=note)
 
 
 def train_without_commit(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:

@@ -13,6 +13,7 @@ from tests.worker.jobs import (
     Gate,
     fail,
     reads,
+    train_and_count_graphs,
     train_and_swallow_everything,
     train_whatever_happens,
     train_without_commit,
@@ -153,6 +154,17 @@ def test_who_is_a_commit_behind_takes_it_from_who_is_ahead(crew, tmp_path, undis
     whole = list(range(1, STEPS + 1))
     assert reads(tmp_path, "0", "committed") == whole
     assert reads(tmp_path, "1", "committed") == [step for step in whole if step != 5], "it was behind"
+
+
+@pytest.mark.slow
+def test_survivors_keep_their_compiled_code(crew, tmp_path, undisturbed):
+    begin(crew, tmp_path, 3, {1: Accident("backward", 6)}, body=train_and_count_graphs, compiled=True)
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {1}, undisturbed)
+    for name in "02":
+        assert reads(tmp_path, name, "entered") == [0, 6]
+        before, *since = reads(tmp_path, name, "graphs")
+        assert before == 0 and since[0] > 0 and set(since) == {since[0]}
 
 
 def test_an_error_of_the_users_ends_its_own_worker_only(crew, tmp_path, undisturbed):
