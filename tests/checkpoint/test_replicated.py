@@ -93,7 +93,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield Nodes(tmp_path, savers, worlds)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"])
 def test_a_lost_node_costs_no_read_from_disk_whatever_the_world_is_after_it(nodes, kind):
     nodes.start("a", "b", "c")
     assert nodes.run("a", "a", "b", "c", saves=2, kind=kind) == [(0, "nothing")] * 4

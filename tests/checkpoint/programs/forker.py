@@ -24,7 +24,6 @@ from elasticd.checkpoint.report import Report, sentence
 from elasticd.checkpoint.saver import Saver
 from elasticd.checkpoint.wire import PeerGone
 from elasticd.core.facts import Holder
-from elasticd.daemon import holding
 
 
 def say(sentence: str) -> None:
@@ -69,6 +68,8 @@ def saver(options: dict[str, Any]) -> None:
     linger_s = options.get("linger_s", 0.0)
     replication = None
     if "node" in options:
+        from elasticd.daemon import holding  # what it needs of etcd takes as long to import as all the rest
+
         at, me = holding.listen(options["node"], "127.0.0.1")
         (Path(options["peers"]) / me.node).write_bytes(msgspec.json.encode(me))
         replication = Replication(me, at, FilePeers(Path(options["peers"])), say=say)
@@ -81,10 +82,13 @@ def saver(options: dict[str, Any]) -> None:
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 children: set[int] = set()
 for line in sys.stdin:
+    order = json.loads(line)
+    if "node" in order:
+        import elasticd.daemon.holding  # noqa: F401  # once for all
     pid = os.fork()
     if not pid:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        saver(json.loads(line))
+        saver(order)
         os._exit(0)
     children.add(pid)
 for pid in children:  # those who are still there are not needed any more
