@@ -10,6 +10,7 @@ import sys
 from typing import Any, Final
 
 from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.report import Report, sentence
 from elasticd.checkpoint.saver import Saver
 
@@ -50,4 +51,11 @@ def main(fd: int, options: str = "{}") -> None:
         if words := sentence(report):
             say(words)
 
-    Saver(listener, pace=pace, linger_s=given.get("linger_s", 0.0), say=say, report=tell).serve()
+    Saver(
+        listener,
+        committer_of=lambda store: FilePointer(store, say),
+        pace=pace,
+        linger_s=given.get("linger_s", 0.0),
+        say=say,
+        report=tell,
+    ).serve()

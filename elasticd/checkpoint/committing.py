@@ -28,8 +28,8 @@ _ALONE_S: Final = 30.0  # the same, once our own workers of that world are gone
 class Committer(Protocol):
     """Makes a checkpoint that is durable the newest. See ``FilePointer``."""
 
-    def known(self) -> tuple[Checkpoint, bool]:
-        """What is committed, and whether this job has committed there. Raises BadCheckpoint, OSError."""
+    def known(self, *, own: bool = False) -> Checkpoint:
+        """What is committed; ``own``: by this job. Raises BadCheckpoint, OSError."""
 
     def witness(self, fence: int) -> bool:
         """Whether it is still that round. Blocks until that is known, or nobody can tell any more."""
@@ -59,8 +59,8 @@ class Committing:
             store.url, self._committer_of(store)
         )
 
-    def known(self, store: Store) -> tuple[Checkpoint, bool]:
-        return self._committer(store).known()
+    def known(self, store: Store, own: bool) -> Checkpoint:
+        return self._committer(store).known(own=own)
 
     def open(self, world: World) -> None:
         """What there is to be prepared, before it is waited for."""

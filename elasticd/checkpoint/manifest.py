@@ -81,7 +81,10 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class Manifest(_Head, frozen=True):
+    """``seal``: the checksum of all the rest, for where nothing tells that of the whole."""
+
     index: Index
+    seal: str = ""
 
     @property
     def size(self) -> int:
@@ -92,12 +95,27 @@ class _Unread(_Head, frozen=True):
     """A manifest as the saver writes it: it need not read the index."""
 
     index: msgspec.Raw
+    seal: str = ""
 
 
 def encode(name: str, step: int, round: int, world: int, at: float, files: list[File], index: bytes) -> bytes:
     """``index``: an encoded Index."""
     manifest = _Unread(VERSION, name, step, round, world, at, BLOCK, files, msgspec.Raw(index))
-    return msgspec.json.encode(manifest)
+    return _sealed(manifest)
+
+
+def _sealed(manifest: _Unread) -> bytes:
+    bare = msgspec.json.encode(msgspec.structs.replace(manifest, seal=""))
+    return msgspec.json.encode(msgspec.structs.replace(manifest, seal=digest(bare)))
+
+
+def is_intact(raw: bytes) -> bool:
+    """Whether a manifest is as it was written, by its own word."""
+    try:
+        manifest = msgspec.json.decode(raw, type=_Unread)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
+    return raw == _sealed(manifest)
 
 
 def decode(raw: bytes, name: str) -> Manifest:

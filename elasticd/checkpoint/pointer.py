@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 import msgspec
 
 from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
+from elasticd.checkpoint.reading import whole_in
 from elasticd.checkpoint.store import Overtaken, Store, store_at
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Commit, Keep, commit
@@ -19,47 +21,77 @@ POINTER: Final = "committed.json"
 VERSION: Final = 1
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _Version(msgspec.Struct, frozen=True):
     v: int
+
+
+class _Record(_Version, frozen=True):
     saved: tuple[Saved, ...]
 
 
 class FilePointer:
-    """The file ``committed.json`` in a store, which is given itself or by its path or URL."""
+    """The file ``committed.json`` in a store, which is given itself or by its path or URL.
 
-    def __init__(self, store: Store | str | os.PathLike[str]) -> None:
+    If it is damaged, ``say`` is told, and the checkpoints beside it that are whole count as committed.
+    """
+
+    def __init__(
+        self, store: Store | str | os.PathLike[str], say: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._store = store_at(store) if isinstance(store, str | os.PathLike) else store
+        self._say = say
+        self._said = ""
 
     def read(self) -> Checkpoint:
-        """Empty where nothing was ever committed. Raises BadCheckpoint, OSError."""
-        return self._look()[0]
+        """Empty where nothing was ever committed. Raises OSError, and BadCheckpoint where it was written by
+        a newer version, or is damaged and nothing beside it is whole."""
+        known, _, damage = self._look()
+        if damage and not known.saved:
+            raise BadCheckpoint(f"{damage}, and nothing beside it is whole; without it training begins anew")
+        return known
 
-    def _look(self) -> tuple[Checkpoint, str | None]:
-        """And what it may be written over by."""
+    def before(self, new: Saved) -> Checkpoint:
+        """What a commit comes after: the same, but empty where nothing else is whole."""
+        return self._before(new)[0]
+
+    def _before(self, new: Saved) -> tuple[Checkpoint, str | None]:
+        known, version, damage = self._look()
+        if damage:  # it lies there and is whole, and is not yet committed
+            known = replace(known, saved=tuple(s for s in known.saved if s != new))
+        return known, version
+
+    def _look(self) -> tuple[Checkpoint, str | None, str]:
+        """And what it may be written over by, and what is wrong with it."""
         file = f"{self._store.url}/{POINTER}"
         try:
             raw, version = self._store.look(POINTER)
         except FileNotFoundError:
-            return Checkpoint(self._store.url), ""
+            return Checkpoint(self._store.url), "", ""
         try:
-            record = msgspec.json.decode(raw, type=_Record)
+            newer = msgspec.json.decode(raw, type=_Version).v
+            saved = msgspec.json.decode(raw, type=_Record).saved if newer <= VERSION else ()
+            # Names become paths, of what is removed in the end too.
+            strange = next((s.name for s in saved if parse_folder(s.name) is None), None)
+            damage = f"it names {strange!r}, which is no checkpoint's name" if strange is not None else ""
         except (msgspec.DecodeError, ValueError) as error:
-            raise BadCheckpoint(f"{file} cannot be read: {error}") from error
-        if record.v > VERSION:
-            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {record.v})")
-        # Names become paths, of what is removed in the end too.
-        strange = next((saved.name for saved in record.saved if parse_folder(saved.name) is None), None)
-        if strange is not None:
-            raise BadCheckpoint(f"{file} names {strange!r}, which is no checkpoint's name")
-        return Checkpoint(self._store.url, record.saved), version
+            newer, saved, damage = 0, (), str(error)
+        if newer > VERSION:
+            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer})")
+        if damage:
+            damage, saved = f"{file} is damaged: {damage}", whole_in(self._store)
+            if saved and damage != self._said:
+                self._said = damage
+                self._say(f"{damage}; the checkpoints beside it that are whole count as committed")
+        return Checkpoint(self._store.url, saved), version, damage
 
-    def known(self) -> tuple[Checkpoint, bool]:
+    def known(self, *, own: bool = False) -> Checkpoint:
         """A file knows nothing of jobs. Raises as ``read``."""
-        return self.read(), True
+        del own
+        return self.read()
 
     def last_round(self) -> int:
-        """The latest round that has committed here, or has begun to save. Raises as ``read``."""
-        newest = self.read().newest
+        """The latest round that has committed here, or has begun to save. Raises BadCheckpoint, OSError."""
+        newest = self._look()[0].newest
         begun = 0
         with contextlib.suppress(FileNotFoundError):
             begun = max((there.round for n in self._store.names() if (there := parse_folder(n))), default=0)
@@ -75,7 +107,7 @@ class FilePointer:
         ``retention.Refused``, BadCheckpoint, OSError; then nothing has changed."""
         with self._store.locked(f".{POINTER}.lock"):
             while True:
-                known, version = self._look()
+                known, version = self._before(new)
                 if new in known.saved:  # a former try that was not answered
                     return Commit(known, ())
                 made = commit(known, new, keep)
@@ -84,7 +116,7 @@ class FilePointer:
                 except Overtaken:
                     continue
                 except OSError:
-                    if self.read() != made.checkpoint:
+                    if self._look()[0] != made.checkpoint:
                         raise
                     # It is in place, and may be gone after a power cut: what it was before still counts.
                     return Commit(made.checkpoint, ())
@@ -94,7 +126,7 @@ class FilePointer:
         """It is none of ours any more. Raises BadCheckpoint, OSError."""
         with self._store.locked(f".{POINTER}.lock"):
             while True:
-                known, version = self._look()
+                known, version, _ = self._look()
                 with contextlib.suppress(Overtaken):
                     stay = tuple(s for s in known.saved if s.name != name)
                     return self.write(replace(known, saved=stay), version)

@@ -3,6 +3,7 @@ is read, in several threads."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from bisect import bisect_right
@@ -21,6 +22,8 @@ from elasticd.checkpoint.manifest import (
     block_digest,
     decode,
     digest,
+    is_intact,
+    parse_folder,
 )
 from elasticd.checkpoint.store import Opened, Store
 from elasticd.core.facts import Saved
@@ -60,6 +63,21 @@ def open_manifest(store: Store, saved: Saved) -> Manifest:
         if (size := sizes[file.name]) != file.size:
             raise BadCheckpoint(f"{saved.name}/{file.name} is {size} bytes long, and was {file.size}")
     return manifest
+
+
+def whole_in(store: Store) -> tuple[Saved, ...]:
+    """The checkpoints whose manifests are intact, and every file there in full length; oldest first. It is
+    for where nothing says any more which of them were committed. Raises OSError."""
+    found = []
+    for name in store.names():
+        with contextlib.suppress(BadCheckpoint, OSError):
+            if parse_folder(name) is not None and is_intact(raw := store.read(f"{name}/{MANIFEST}")):
+                its = decode(raw, name)
+                size = its.size + len(raw)
+                saved = Saved(its.name, its.step, its.round, its.world, its.at, size, digest(raw))
+                open_manifest(store, saved)
+                found.append(saved)
+    return tuple(sorted(found, key=lambda saved: (saved.round, saved.step)))
 
 
 def metadata_of(store: Store, manifest: Manifest) -> bytes:

@@ -264,16 +264,15 @@ class Saver:
             self._report(Report(Fate.SKIPPED, int(message["step"])))
 
     def _hear_known(self, client: _Client, message: Message, _: list[int]) -> None:
-        def answer(outcome: tuple[Checkpoint, bool] | BaseException) -> None:
+        def answer(outcome: Checkpoint | BaseException) -> None:
             if isinstance(outcome, BaseException):
                 client.line.reply(
                     {"is": "known", "why": f"what is committed cannot be read: {told(outcome)}"}
                 )
                 return
-            known, own = outcome
-            _reply_at_length(client.line, {"is": "known", "own": own}, known)
+            _reply_at_length(client.line, {"is": "known"}, outcome)
 
-        self._underway.known(store_at(message["path"]), answer)
+        self._underway.known(store_at(message["path"]), bool(message.get("own")), answer)
 
     def _hear_survey(self, client: _Client, message: Message, _: list[int]) -> None:
         path = str(message["path"])

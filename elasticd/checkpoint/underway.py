@@ -41,10 +41,10 @@ class Underway:
         if world.commits:
             self._witnesses.submit(self._committing.open, world)
 
-    def known(self, store: Store, then: Callable[[tuple[Checkpoint, bool] | BaseException], None]) -> None:
-        """What is committed there, and whether by this job. It may have been committed, and the copy of that
+    def known(self, store: Store, own: bool, then: Callable[[Checkpoint | BaseException], None]) -> None:
+        """What is committed there; ``own``: by this job. It may have been committed, and the copy of that
         not yet written where workers can read it."""
-        self._jobs.run(self._witnesses, lambda: self._committing.known(store), then)
+        self._jobs.run(self._witnesses, lambda: self._committing.known(store, own), then)
 
     def gathering(self, world: World, name: str, step: int, at: float, paper: Paper) -> Gathering:
         """The checkpoint of that name, begun if nobody has spoken of it yet."""

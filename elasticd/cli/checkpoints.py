@@ -63,7 +63,7 @@ class _Looked:
         told = {
             "name": s.name,
             "step": s.step,
-            "round": s.round,
+            "generation": s.round,
             "world": s.world,
             "at": s.at,
             "size": s.size,
@@ -77,7 +77,8 @@ class _Looked:
 def ls(store: Store, as_json: bool) -> None:
     """List the committed checkpoints, oldest first.
 
-    Whole means here that nothing is missing or short; `verify` reads every byte.
+    Whole means here that nothing is missing or short; `verify` reads every byte. Each world that saves in
+    FOLDER is a generation, later ones with greater numbers; they are no rounds of a job.
     """
     known = _known(store)
     looked = [_look(store, saved) for saved in known.saved]
@@ -86,7 +87,7 @@ def ls(store: Store, as_json: bool) -> None:
             click.echo(json.dumps(one.as_json()))
         return
     if looked:
-        rows = [("STEP", "AGE", "WORLD", "ROUND", "SIZE", "WHOLE", "NAME"), *map(_row, looked)]
+        rows = [("STEP", "AGE", "WORLD", "GENERATION", "SIZE", "WHOLE", "NAME"), *map(_row, looked)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -117,13 +118,13 @@ def show(store: Store, which: str | None, as_json: bool) -> None:
         told = {
             "name": manifest.name,
             "step": manifest.step,
-            "round": manifest.round,
+            "generation": manifest.round,
             "world": manifest.world,
         }
         click.echo(json.dumps({**told, "files": files, "tensors": tensors, "objects": sorted(index.blobs)}))
         return
-    click.echo(f"{manifest.name}: step {manifest.step}, saved in round {manifest.round} by")
-    click.echo(f"{words.count(manifest.world, 'worker')}, {_size(manifest.size)}")
+    saved_by = f"{words.count(manifest.world, 'worker')} (generation {manifest.round})"
+    click.echo(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {_size(manifest.size)}")
     for file in manifest.files:
         click.echo(f"  {file.name:<24} {_size(file.size):>10}")
     click.echo(f"{words.count(len(index.tensors), 'tensor')}:")
@@ -147,7 +148,8 @@ def verify(store: Store, which: str | None, every: bool) -> int:
     if every and which is not None:
         raise Complaint("give a step or --all, not both")
     damaged = 0
-    for saved in _known(store).saved if every else (_find(store, which),):
+    known = _known(store)
+    for saved in known.saved if every else (_find(known, which),):
         looked = _look(store, saved)
         wrong = [looked.wrong] if looked.wrong else []
         if looked.manifest is not None:
@@ -213,8 +215,9 @@ def export(store: Store, out: Path, which: str | None, only: tuple[str, ...]) ->
 @click.option("--force", is_flag=True, help="Even if no other one is whole.")
 def rm(store: Store, which: str, force: bool) -> None:
     """Remove a checkpoint. The only whole one stays, unless forced."""
-    saved = _find(store, which)
-    others = [s for s in _known(store).saved if s.name != saved.name]
+    known = _known(store)
+    saved = _find(known, which)
+    others = [s for s in known.saved if s.name != saved.name]
     if not force and not any(not _look(store, other).wrong for other in others):
         raise Complaint(
             f"step {saved.step} is the only checkpoint that is whole: --force removes it all the same"
@@ -232,7 +235,7 @@ def rm(store: Store, which: str, force: bool) -> None:
 
 def _known(store: Store) -> Checkpoint:
     try:
-        return FilePointer(store).read()
+        return FilePointer(store, lambda said: click.echo(f"elasticd: {said}.", err=True)).read()
     except BadCheckpoint as error:
         raise Complaint(f"{error}", NOT_WHOLE) from error
     except OSError as error:
@@ -252,17 +255,17 @@ def _unreadable(store: Store, error: OSError) -> Complaint:
     return Complaint(f"{error.filename or store.url} cannot be read: {error.strerror}")
 
 
-def _find(store: Store, which: str | None) -> Saved:
-    saved = _known(store).saved
+def _find(known: Checkpoint, which: str | None) -> Saved:
+    saved = known.saved
     if not saved:
-        raise Complaint(f"there is no committed checkpoint in {store.url}", NOT_WHOLE)
+        raise Complaint(f"there is no committed checkpoint in {known.path}", NOT_WHOLE)
     if which is None:
         return saved[-1]
     for one in reversed(saved):
         if which in (one.name, str(one.step)):
             return one
     steps = words.listing([str(s.step) for s in saved], most=10)
-    raise Complaint(f"there is no checkpoint {which} in {store.url}; there are those of the steps {steps}")
+    raise Complaint(f"there is no checkpoint {which} in {known.path}; there are those of the steps {steps}")
 
 
 def _look(store: Store, saved: Saved) -> _Looked:
@@ -273,7 +276,7 @@ def _look(store: Store, saved: Saved) -> _Looked:
 
 
 def _whole(store: Store, which: str | None) -> Manifest:
-    looked = _look(store, _find(store, which))
+    looked = _look(store, _find(_known(store), which))
     if looked.manifest is None:
         raise Complaint(looked.wrong, NOT_WHOLE)
     return looked.manifest

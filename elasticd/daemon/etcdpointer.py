@@ -40,11 +40,12 @@ class EtcdPointer:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._client = Client(access)
         self._job = job
         self._url = store.url
-        self._file = FilePointer(store)
+        self._file = FilePointer(store, say)
         self._patience_s = patience_s
         self._clock = clock
         self._sleep = sleep
@@ -52,13 +53,12 @@ class EtcdPointer:
     def close(self) -> None:
         self._client.close()
 
-    def known(self) -> tuple[Checkpoint, bool]:
+    def known(self, *, own: bool = False) -> Checkpoint:
         try:
-            there = self._client.get(self._job, _KEY)
+            known = self._own(self._client.get(self._job, _KEY))
         except StoreError:
-            return self._file.read(), True
-        known = self._known(there.fact if there else None)
-        return known, there is not None and known is there.fact
+            return self._file.read()
+        return known or (Checkpoint(self._url) if own else self._file.read())
 
     def witness(self, fence: int) -> bool:
         deadline = self._clock() + self._patience_s
@@ -92,7 +92,7 @@ class EtcdPointer:
     def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | None:
         """None where something changed meanwhile, or it is not known whether it was done."""
         round_, there = self._client.get(self._job, "round"), self._client.get(self._job, _KEY)
-        known = self._known(there.fact if there else None)
+        known = self._own(there) or self._file.before(new)
         if new in known.saved:  # a former try that was not answered
             return Commit(known, ())
         number = self._number(round_)
@@ -110,11 +110,11 @@ class EtcdPointer:
     def _number(entry: Entry | None) -> int:
         return entry.fact.number if entry and isinstance(entry.fact, Round) else 0
 
-    def _known(self, fact: object) -> Checkpoint:
-        """Where etcd is new, or was told of another folder, the file's word is taken."""
-        if isinstance(fact, Checkpoint) and fact.path == self._url:
-            return fact
-        return self._file.read()
+    def _own(self, entry: Entry | None) -> Checkpoint | None:
+        """What this job has committed; where etcd is new, or was told of another folder, the file's word is
+        taken for it."""
+        fact = entry.fact if entry else None
+        return fact if isinstance(fact, Checkpoint) and fact.path == self._url else None
 
 
 def settle(access: EtcdAccess, job: str) -> None:

@@ -223,7 +223,7 @@ def main() -> None:
 
     saver = Saver(
         listener,
-        committer_of=lambda store: EtcdPointer(access, job, store),
+        committer_of=lambda store: EtcdPointer(access, job, store, say=say),
         pace=Pace(bytes_s) if bytes_s else None,
         linger_s=None,
         say=say,

@@ -163,9 +163,9 @@ def _shut(files: Iterable[int]) -> None:
         os.close(fd)
 
 
-def known(saver: str, url: str) -> tuple[Checkpoint, bool] | None:
-    """What the saver of that name says is committed at ``url``, and whether by this job; None where there
-    is no saver. Raises BadCheckpoint where it cannot tell."""
+def known(saver: str, url: str, *, own: bool) -> Checkpoint | None:
+    """What the saver of that name says is committed at ``url``; ``own``: by this job. None where there is no
+    saver. Raises BadCheckpoint where it cannot tell."""
     if not saver:
         return None
     try:
@@ -173,7 +173,7 @@ def known(saver: str, url: str) -> tuple[Checkpoint, bool] | None:
     except Gone:
         return None
     try:
-        line.send({"is": "known", "path": url})
+        line.send({"is": "known", "path": url, "own": own})
         heard = line.receive()
     except Gone:
         return None
@@ -184,4 +184,4 @@ def known(saver: str, url: str) -> tuple[Checkpoint, bool] | None:
     message, files = heard
     if not files:
         raise BadCheckpoint(str(message.get("why", "the saver cannot tell what is committed")))
-    return _read(files, Checkpoint), bool(message["own"])
+    return _read(files, Checkpoint)

@@ -45,6 +45,7 @@ class Resuming:
 
     def __init__(self, store: Store, together: Together, state: dict[str, Any]) -> None:
         self._store, self._together, self._state = store, together, state
+        self._file = FilePointer(store, _log.warning)
         self.tier = ""
 
     def newest(self) -> Kept | None:
@@ -105,9 +106,8 @@ class Resuming:
         found, complaint = Checkpoint(url), ""
         if self._together.rank == 0:
             try:
-                found, own = known(saver_name(), url) or (FilePointer(self._store).read(), True)
-                if not own and os.environ.get("ELASTICD_RESUME") == Resume.NEVER:
-                    found = Checkpoint(url)
+                never = os.environ.get("ELASTICD_RESUME") == Resume.NEVER
+                found = known(saver_name(), url, own=never) or self._file.read()
             except BadCheckpoint as error:
                 complaint = str(error)
             except OSError as error:

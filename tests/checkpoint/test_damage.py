@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -16,8 +17,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint
+from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, folder_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Keep
 from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
@@ -27,6 +29,7 @@ TRIES = 300  # as many as plain DCP was tried with: it loaded 296 flipped bits a
 PAGES = 60
 CUTS = 60
 PAGE = 4096
+SAVED = Saved(folder_name(9, 9, "0000000a", 1), 9, 9, 1, 1.0, 10, "d")
 
 
 def folder_of(path: Path, step: int) -> Path:
@@ -250,20 +253,75 @@ def test_none_whole_is_an_error_and_not_a_fresh_start(damaged):
     assert str(what.value).endswith("; to train from the start, give --resume=never")
 
 
-def test_a_damaged_pointer_is_no_fresh_start_either(damaged):
+def test_a_damaged_record_is_named_and_what_is_whole_beside_it_counts_as_committed(damaged, caplog):
+    for record in (b"", b"{", b'{"v":1,"saved":[{"name":1}]}', b"\xff\0", b"{}", b"[1]"):
+        (damaged.path / POINTER).write_bytes(record)
+        assert damaged.found() == 2
+        assert caplog.text.count(f"{damaged.path / POINTER} is damaged: ") == 1
+        assert caplog.text.rstrip().endswith("; the checkpoints beside it that are whole count as committed")
+        caplog.clear()
+
+
+def test_beside_a_damaged_record_nothing_counts_that_misses_a_file_or_whose_manifest_has_a_flipped_bit(
+    damaged,
+):
+    def beside() -> list[int]:
+        return [s.step for s in FilePointer(damaged.path).read().saved]
+
+    folder = folder_of(damaged.path, 2)
+    (damaged.path / POINTER).write_bytes(b"")
+    (folder / "__0_0.distcp").rename(folder / "away")
+    assert beside() == [1]
+    (folder / "away").rename(folder / "__0_0.distcp")
+    folder.rename(renamed := damaged.path / f"{folder.name[:-1]}7")
+    assert beside() == [1]
+    file, whole = folder / MANIFEST, (renamed / MANIFEST).read_bytes()
+    renamed.rename(folder)
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    for _ in range(TRIES):
+        bad = bytearray(whole)
+        bad[chance.randrange(len(bad))] ^= 1 << chance.randrange(8)
+        file.write_bytes(bad)
+        assert beside() == [1]
+    file.write_bytes(whole)
+    assert beside() == [1, 2]
+
+
+def test_a_commit_writes_a_damaged_record_anew_and_loses_nothing(damaged):
+    before = FilePointer(damaged.path).read()
+    (damaged.path / POINTER).write_bytes(b"")
+    assert damaged.checkpoints.save(training(3), 3) and damaged.checkpoints.wait()
+    written = json.loads((damaged.path / POINTER).read_bytes())["saved"]
+    assert [s["step"] for s in written] == [1, 2, 3]
+    assert FilePointer(damaged.path).read().saved[:2] == before.saved
+
+
+def test_a_damaged_record_beside_which_nothing_is_whole_is_no_fresh_start(damaged):
     (damaged.path / POINTER).write_bytes(b"{")
-    with pytest.raises(NoCheckpoint, match=POINTER):
+    for step in damaged.path.glob("step-*"):
+        (step / MANIFEST).unlink()
+    with pytest.raises(NoCheckpoint, match=f"{POINTER} is damaged: .*, and nothing beside it is whole"):
         damaged.checkpoints.load(damaged.state)
+    assert damaged.checkpoints.save(training(3), 3) and damaged.checkpoints.wait()
+    assert damaged.checkpoints.load(damaged.state) == 3, "it holds up no later one"
 
 
-def test_a_pointer_to_folders_of_others_is_not_believed(damaged):
-    pointer = FilePointer(damaged.path)
-    known = pointer.read()
-    pointer.write(replace(known, saved=(replace(known.saved[0], name="../others"), *known.saved[1:])))
-    with pytest.raises(
-        BadCheckpoint, match=r"committed.json names '../others', which is no checkpoint's name"
-    ):
-        pointer.commit(known.saved[-1], Keep(1))
+def test_a_record_of_a_newer_version_is_neither_guessed_at_nor_written_over(tmp_path):
+    (tmp_path / POINTER).write_bytes(record := b'{"v":2,"saved":{"elsewhere":true}}')
+    for use in (FilePointer(tmp_path).read, lambda: FilePointer(tmp_path).commit(SAVED, Keep(1))):
+        with pytest.raises(BadCheckpoint, match=r"was written by a newer elasticd \(version 2\)"):
+            use()
+    assert (tmp_path / POINTER).read_bytes() == record
+
+
+def test_a_record_that_names_folders_of_others_is_damaged(tmp_path):
+    pointer = FilePointer(tmp_path)
+    pointer.write(Checkpoint(str(tmp_path), (replace(SAVED, name="../others"),)))
+    with pytest.raises(BadCheckpoint, match=r"it names '../others', which is no checkpoint's name"):
+        pointer.read()
+    made = pointer.commit(SAVED, Keep(1))
+    assert (made.checkpoint.saved, made.dropped) == ((SAVED,), ())
 
 
 def test_nothing_committed_is_a_fresh_start_unless_one_is_required(opened):

@@ -67,6 +67,27 @@ def test_ls_says_what_is_missing(folder):
     assert [line.split()[-2] for line in result.stdout.splitlines()[1:]] == ["yes", "no", "yes"]
 
 
+def test_a_damaged_record_is_said_once_and_those_that_are_whole_are_listed(folder):
+    (folder / "committed.json").write_bytes(b"{")
+    result = ckpt("ls", folder)
+    assert result.stderr.count("committed.json is damaged") == 1
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["1", "2", "3"]
+    assert ckpt("rm", folder, 1).stderr.count("committed.json is damaged") == 1
+    assert [s.step for s in FilePointer(folder).read().saved] == [2, 3], "which writes it anew"
+
+
+def test_which_world_saved_it_is_not_called_a_round_of_the_job(folder):
+    later = Checkpoints(folder)
+    assert later.save(state(4), 4) and later.wait()
+    later.close()
+    while saverline.started:
+        saverline.started.pop().wait(60.0)
+    told = [json.loads(line) for line in ckpt("ls", folder, "--json").stdout.splitlines()]
+    assert [t["generation"] for t in told] == [1, 1, 2] and not any("round" in t for t in told)
+    assert "GENERATION" in ckpt("ls", folder).stdout
+    assert "saved by 1 worker (generation 2)" in ckpt("show", folder, 4).stdout
+
+
 def test_show_names_what_is_in_it(folder):
     shown = ckpt("show", folder, 2)
     assert "model.w  float32 [300, 7]" in shown.stdout and "note" in shown.stdout

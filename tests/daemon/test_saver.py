@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import threading
@@ -13,7 +14,15 @@ import pytest
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.handover import Line, Memory, Paper
-from elasticd.checkpoint.manifest import Index, encode_index, folder_name
+from elasticd.checkpoint.manifest import (
+    MANIFEST,
+    BadCheckpoint,
+    Index,
+    digest,
+    encode,
+    encode_index,
+    folder_name,
+)
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.report import Fate, Report
 from elasticd.checkpoint.saver import Saver
@@ -49,6 +58,15 @@ def round_is(client: Client, number: int, phase: Phase = Phase.LIVE) -> None:
 
 def saved(step: int, round: int) -> Saved:
     return Saved(folder_name(step, round, "0000000a", 1), step, round, 2, 1.0, 10, "d")
+
+
+def whole(folder: Path, step: int, round: int) -> Saved:
+    """A checkpoint without a tensor, as a saver leaves it before it is committed."""
+    name = folder_name(step, round, "0000000a", 1)
+    index = encode_index(Index([], {}, {}, {}))
+    (folder / name).mkdir()
+    (folder / name / MANIFEST).write_bytes(raw := encode(name, step, round, 1, 1.0, [], index))
+    return Saved(name, step, round, 1, 1.0, len(raw), digest(raw))
 
 
 def committed(client: Client) -> list[int]:
@@ -88,6 +106,23 @@ def test_a_new_etcd_goes_on_from_what_the_folder_has(server, client, tmp_path):
     round_is(client, 1)
     EtcdPointer(server.access, "j", Disk(tmp_path)).commit(saved(8, 10), Keep(), 1)
     assert committed(client) == [7, 8]
+
+
+def test_a_damaged_copy_stops_no_job_and_is_mended_by_its_next_commit(server, client, tmp_path):
+    file = tmp_path / "committed.json"
+    file.write_bytes(b"{")
+    round_is(client, 1)
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
+    with pytest.raises(BadCheckpoint, match=r"committed.json is damaged: .* nothing beside it is whole"):
+        pointer.known()
+    assert pointer.known(own=True).saved == (), "which is not even read where only this job's count"
+    new = whole(tmp_path, 1, 1)
+    assert FilePointer(tmp_path).read().saved == (new,)
+    pointer.commit(new, Keep(), 1)
+    assert committed(client) == [1] and json.loads(file.read_bytes())["saved"][0]["step"] == 1
+    file.write_bytes(b"{")
+    assert pointer.known() == pointer.known(own=True) and [s.step for s in pointer.known().saved] == [1]
+    pointer.close()
 
 
 def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_path):
