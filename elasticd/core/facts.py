@@ -177,6 +177,7 @@ class Cause(StrEnum):
     WORKER_HUNG = "worker_hung"
     NODE_LOST = "node_lost"
     WORLD_BROKEN = "world_broken"  # workers cannot reach each other any more, though none has ended
+    NODE_FAULT = "node_fault"  # a worker failed of its node: the disk of its log was full
     NODE_DRAINED = "node_drained"
     SLOT_DRAINED = "slot_drained"  # its worker was slower than the others, or its GPU is bad
     GREW = "grew"
@@ -191,7 +192,7 @@ class Cause(StrEnum):
     @property
     def failure(self) -> bool:
         """Whether nobody had planned it: what was not saved by then may be lost."""
-        return self.charged or self is Cause.NODE_LOST
+        return self.charged or self in (Cause.NODE_LOST, Cause.NODE_FAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,8 @@ class Exit:
     its output is, on its node. ``fenced``: it was killed because its node's lease was running out.
     ``hung``: it was killed because it hung, and ``message`` says where. ``fatal``: it said before that
     the job is to end with it. ``astray``: the job's step at which something was NaN or infinite, if it
-    ended for the job to go back to a checkpoint.
+    ended for the job to go back to a checkpoint. ``node_fault``: it failed, and what it printed could not
+    be written, as its node's disk was full; the code it ran is not charged for it.
     """
 
     slot: int
@@ -217,6 +219,7 @@ class Exit:
     hung: bool = False
     fatal: Fatal | None = None
     astray: int | None = None
+    node_fault: bool = False
 
     @property
     def failed(self) -> bool:

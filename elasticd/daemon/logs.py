@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -37,6 +38,7 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
     try:
         folder = options.dir or state_dir() / "logs"
         folder.mkdir(parents=True, exist_ok=True)
+        _try_out(folder)
         if options.dir is None:  # a folder that people name is theirs to tidy
             forget_old_runs(folder)
     except OSError as error:
@@ -47,6 +49,14 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
         tee=Std.from_str(options.tee),
         local_ranks_filter=set(options.local_ranks) if options.local_ranks else None,
     )
+
+
+def _try_out(folder: Path) -> None:
+    """Each round will make folders there. Raises CannotStart."""
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=folder, prefix="."))
+    except OSError as error:
+        raise CannotStart(f"no logs can be kept in {folder}: {error.strerror}") from error
 
 
 def forget_old_runs(folder: Path, keep: int = RUNS_KEPT, recent_s: float = RECENT_S) -> None:

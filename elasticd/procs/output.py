@@ -17,7 +17,7 @@ import termios
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -29,6 +29,7 @@ from elasticd.procs.screen import Author, Screen
 STDOUT, STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES_MAX = 1 << 20  # of a line that is looked through; what is longer is taken for several
+_ROOM_BYTES = 1 << 16  # a disk that cannot take that much more is full
 _PARTIAL_S = 0.1  # how long a line may remain unfinished before it is shown as it is
 
 
@@ -66,6 +67,29 @@ class LogDest:
         if not folder or self.file_of(stream, local_rank):
             return ""
         return str(Path(folder) / ("stdout.log" if stream == STDOUT else "stderr.log"))
+
+    def unkept(self) -> LogDest:
+        """The same with no file for what is printed."""
+        return replace(self, stdouts={}, stderrs={}, tee_stdouts={}, tee_stderrs={}, capture_dirs={})
+
+
+def trouble_with(path: str) -> str:
+    """Why nothing more can be written to a file, such as that its disk is full; empty if it can. The file
+    is there afterwards, as it was."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            try:
+                _write_all(fd, bytes(_ROOM_BYTES))
+            finally:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, size)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
+    return ""
 
 
 class Console(Protocol):

@@ -16,7 +16,7 @@ from elasticd.procs.conversation import Conversation
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.keeper import Ended
 from elasticd.procs.link import Line
-from elasticd.procs.output import STDERR, STDOUT, Feed, LogDest
+from elasticd.procs.output import STDERR, STDOUT, Feed, LogDest, trouble_with
 from elasticd.procs.page import Heartbeat, Page, WorkerPhase
 
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # what a process does to itself
@@ -104,6 +104,10 @@ class Worker:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
         place = self._log_place()
         told = self.told() if end.code > 0 else Told()
+        own_doing = end.code <= 0 or hung or end.fenced or end.error or told.fatal or told.astray is not None
+        trouble = "" if own_doing else self._log_trouble()
+        if trouble:
+            message = f"not its own fault but its node's: {trouble}"
         return Exit(
             a.slot,
             a.rank,
@@ -116,7 +120,18 @@ class Worker:
             hung=hung,
             fatal=told.fatal,
             astray=told.astray,
+            node_fault=bool(trouble),
         )
+
+    def _log_trouble(self) -> str:
+        """Why printing to a file of its own fails, in Python with an exception; empty if it does not."""
+        rank = self.log_rank
+        own = [
+            self.dest.file_of(stream, rank)
+            for stream in (STDERR, STDOUT)
+            if not self.dest.tee_of(stream, rank)
+        ]
+        return next((why for path in own if path and (why := trouble_with(path))), "")
 
     def _stderr_tail(self) -> bytes:
         for feed in self.feeds:

@@ -29,7 +29,7 @@ from elasticd.core.ports import (
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.link import Switchboard
-from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output
+from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output, trouble_with
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
 from elasticd.procs.preload import Preload, Say
 from elasticd.procs.worker import Worker
@@ -67,7 +67,8 @@ class LocalProcs:
     for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it, and of workers
     that enter rounds (``worker.entered``), are done (``worker.done``), can do no more in one
     (``worker.broken``) or are cut off (``worker.unlinked``).
-    ``warn``: is told, likewise, of those that crash once they have finished (``worker.crashed_at_exit``).
+    ``warn``: is told, likewise, of those that crash once they have finished (``worker.crashed_at_exit``) and
+    of those whose output cannot be kept (``log.not_kept``).
     ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
     ``fence`` is told the time by, which must not jump as the machine's may.
     """
@@ -259,9 +260,9 @@ class LocalProcs:
         try:
             dest = self._reify(round_number, envs)
             filtered = self._open_filtered(dest)
-            trouble = ""
         except OSError as error:
-            dest, filtered, trouble = (LogDest(), {}, f"cannot make the log folder: {error}")
+            dest, filtered = LogDest(), {}
+            self._not_kept(error)
         workers = []
         for a in assignments:
             error_file = dest.error_files.get(a.local_rank, "")
@@ -279,8 +280,6 @@ class LocalProcs:
                 self._workers[worker.assignment.slot] = worker
         for worker in workers:
             try:
-                if trouble:
-                    raise OSError(trouble)
                 self._launch(worker, envs[worker.log_rank], filtered)
             except OSError as error:
                 end = Ended(0, 127, time.time(), f"cannot start a worker: {error}")
@@ -339,14 +338,20 @@ class LocalProcs:
         """What the worker gets for its stdout or stderr, and how it is passed on, if it is."""
         dest, local_rank = worker.dest, worker.log_rank
         path, tee = dest.file_of(stream, local_rank), dest.tee_of(stream, local_rank)
-        if path and not tee:
-            return _open_for_writing(path, os.O_TRUNC), None
         copies = []
-        if tee:
-            copies.append(_open_for_writing(tee, os.O_TRUNC))
-        elif capture := dest.capture_of(stream, local_rank):
-            Path(capture).parent.mkdir(parents=True, exist_ok=True)
-            copies.append(_open_for_writing(capture, os.O_APPEND))
+        try:
+            if path and not tee:
+                if why := trouble_with(path):  # it would fail of whatever it prints
+                    raise OSError(why)
+                return _open_for_writing(path, os.O_TRUNC), None
+            if tee:
+                copies.append(_open_for_writing(tee, os.O_TRUNC))
+            elif capture := dest.capture_of(stream, local_rank):
+                Path(capture).parent.mkdir(parents=True, exist_ok=True)
+                copies.append(_open_for_writing(capture, os.O_APPEND))
+        except OSError as error:
+            worker.dest = dest.unkept()
+            self._not_kept(error, slot=worker.assignment.slot, rank=worker.assignment.rank)
         return self._output.open(stream, prefix=prefix if tee else b"", copies=copies, terminal=not tee)
 
     def _open_filtered(self, dest: LogDest) -> dict[int, Filtered]:
@@ -357,6 +362,11 @@ class LocalProcs:
             for stream, needles in self._duplicates.items()
             if needles and paths[stream] and tees[stream]
         }
+
+    def _not_kept(self, error: OSError, **whose: int) -> None:
+        """Nobody's training fails because of that."""
+        why = f"{error.filename} cannot be written: {error.strerror}" if error.filename else str(error)
+        self._warn("log.not_kept", why=why, note="what is printed goes to the console only", **whose)
 
     def _prefix(self, a: Assignment) -> bytes:
         macros = {"role_name": self._role, "local_rank": a.local_rank, "rank": a.rank}

@@ -21,6 +21,7 @@ _CAUSES: dict[Cause, str] = {
     Cause.WORKER_HUNG: "a worker hung",
     Cause.NODE_LOST: "a node was lost",
     Cause.WORLD_BROKEN: "workers lost each other",
+    Cause.NODE_FAULT: "a node was at fault",
     Cause.NODE_DRAINED: "a node was drained",
     Cause.SLOT_DRAINED: "a slot was drained",
     Cause.GREW: "there was room to grow",

@@ -495,7 +495,7 @@ def test_the_next_round_knows_when_the_job_began_and_how_often_it_was_cut_short(
     assert seen.round is not None
     seen = replace(seen, round=replace(seen.round, began=NOW - 1000, failures=3))
     formed = next_round(decide(seen, NOW))
-    unplanned = cause in (Cause.WORKER_FAILED, Cause.WORKER_HUNG, Cause.NODE_LOST)
+    unplanned = cause in (Cause.WORKER_FAILED, Cause.WORKER_HUNG, Cause.NODE_LOST, Cause.NODE_FAULT)
     assert (formed.began, formed.failures) == (NOW - 1000, 4 if unplanned else 3)
 
 
@@ -517,6 +517,19 @@ def test_a_failed_worker_is_charged_once_and_replaced() -> None:
     assert [(c.node, c.slot, c.progressed) for c in charged.charges] == [("a", 1, True)]
     assert Unchanged("budget", 0) in plan.guards and ROUND_AS_SEEN in plan.guards
     assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
+
+
+def test_a_worker_that_failed_by_its_nodes_fault_is_replaced_and_not_charged() -> None:
+    found = replace(exit(0, 2), node_fault=True)
+    echo = exit(0, 0, at=NOW + 1)
+    reports = [report("a", 5, found), report("b", 5, echo)]
+    broken = next_round(decide(live({"a": 2, "b": 2}, [node("a"), node("b")], reports), NOW))
+    assert (broken.phase, broken.closing) == (Phase.CLOSING, Cause.NODE_FAULT)
+    nodes = [node("a", released=5), node("b", released=5)]
+    plan = decide(closing(Cause.NODE_FAULT, {"a": 2, "b": 2}, nodes, reports), NOW)
+    formed = next_round(plan)
+    assert (formed.cause, formed.restarts, sizes(formed)) == (Cause.NODE_FAULT, 0, {"a": 2, "b": 2})
+    assert not any(isinstance(reason, FailureCharged) for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(

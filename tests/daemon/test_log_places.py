@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
 
-from elasticd.daemon.logs import Destinations
+from elasticd.daemon.config import LogOptions
+from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.logs import Destinations, logs_specs
 from elasticd.procs.output import LogDest
 
 
@@ -18,6 +20,11 @@ def destinations(tmp_path: Path) -> Destinations:
 
 def _reify(destinations: Destinations, round_number: int, *local_ranks: int) -> LogDest:
     return destinations.reify(round_number, {r: {"TORCHELASTIC_RUN_ID": "job"} for r in local_ranks})
+
+
+def test_a_folder_that_no_run_can_keep_logs_in_is_refused_before_anything_starts() -> None:
+    with pytest.raises(CannotStart, match="no logs can be kept in /proc: "):
+        logs_specs(LogOptions(dir=Path("/proc")))
 
 
 def test_a_process_started_alone_logs_as_its_own_local_rank(destinations: Destinations) -> None:

@@ -100,21 +100,73 @@ def test_a_folder_that_is_gone_is_an_exit_of_127_with_the_reason(bench: Bench, t
     assert (exit.code, exit.message) == (127, f"cannot run in {tmp_path / 'gone'}: No such file or directory")
 
 
-def test_a_log_that_cannot_be_written_is_an_exit_of_127_with_the_reason(bench: Bench) -> None:
-    dest = LogDest(stdouts={0: "/no/such/folder/stdout.log"})
-    bench.start(bench.procs(["/bin/true"], reify=lambda _n, _e: dest))
-    (exit,) = bench.wait()
-    assert exit.code == 127
-    assert "/no/such/folder/stdout.log" in exit.message
+class Warned:
+    """What the log is told."""
+
+    def __init__(self) -> None:
+        self.why: list[str] = []
+
+    def __call__(self, event: str, **fields: object) -> None:
+        assert event == "log.not_kept"
+        self.why.append(str(fields["why"]))
 
 
-def test_a_log_folder_that_cannot_be_made_fails_every_worker_with_the_reason(bench: Bench) -> None:
+@pytest.mark.parametrize("how", ["stdouts", "tee_stdouts", "capture_dirs"])
+def test_a_worker_whose_log_cannot_be_written_runs_and_prints_to_the_console(bench: Bench, how: str) -> None:
+    dest = LogDest(**{how: {0: "/proc/no/such/folder"}})
+    (exit,) = bench.run("print('hello')", reify=lambda _n, _e: dest, warn=(warned := Warned()))
+    assert (exit.code, exit.log) == (0, "")
+    assert bench.console.lines()[-1].endswith(b"hello")
+    (why,) = warned.why
+    assert why.startswith("/proc/no") and "cannot be written: No such file" in why
+
+
+def test_where_no_log_folder_can_be_made_every_worker_runs_and_it_is_said_once(bench: Bench) -> None:
     def reify(number: int, envs: dict[int, dict[str, str]]) -> LogDest:
         raise PermissionError(13, "Permission denied", "/logs")
 
-    bench.start(bench.procs(["/bin/true"], reify=reify), 2)
-    assert [exit.code for exit in bench.wait(2)] == [127, 127]
-    assert "/logs" in bench.exits[0].message
+    exits = bench.run("print('hello')", 2, reify=reify, warn=(warned := Warned()))
+    assert [exit.code for exit in exits] == [0, 0]
+    assert warned.why == ["/logs cannot be written: Permission denied"]
+
+
+def test_a_worker_whose_log_disk_is_full_from_the_start_prints_to_the_console(
+    bench: Bench, tmp_path: Path
+) -> None:
+    full = tmp_path / "stdout.log"
+    full.symlink_to("/dev/full")
+    dest = LogDest(stdouts={0: str(full)}, stderrs={0: str(tmp_path / "stderr.log")})
+    (exit,) = bench.run("print('hello')", reify=lambda _n, _e: dest, warn=(warned := Warned()))
+    assert exit.code == 0 and b"hello" in bench.console.lines()
+    assert warned.why == [f"{full} cannot be written: No space left on device"]
+
+
+def test_a_worker_that_fails_as_its_log_disk_is_full_fails_by_its_nodes_fault(
+    bench: Bench, tmp_path: Path
+) -> None:
+    fills_up = "import os, sys; p = sys.argv[1]; os.unlink(p); os.symlink('/dev/full', p); raise OSError(28)"
+    log = tmp_path / "stderr.log"
+    for how, blamed in (("stderrs", True), ("tee_stderrs", False)):
+        log.unlink(missing_ok=True)
+        dest = LogDest(**{"stderrs": {0: str(log)}, how: {0: str(log)}})
+        (exit,) = bench.run(fills_up, 1, str(log), reify=lambda _n, _e, dest=dest: dest)
+        assert (exit.code, exit.node_fault) == (1, blamed)
+    (exit,) = bench.run("raise OSError(28)", reify=lambda _n, _e: LogDest(stderrs={0: str(tmp_path / "x")}))
+    assert not exit.node_fault, "which may be any disk"
+    assert os.path.getsize(tmp_path / "x") == len((tmp_path / "x").read_bytes().rstrip(b"\0"))
+
+
+def test_what_is_said_of_such_a_failure_names_the_file_and_whose_fault_it_is(
+    bench: Bench, tmp_path: Path
+) -> None:
+    log = tmp_path / "stdout.log"
+    fills_up = (
+        f"import os, sys; os.unlink({str(log)!r}); os.symlink('/dev/full', {str(log)!r}); sys.exit(120)"
+    )
+    (exit,) = bench.run(fills_up, reify=lambda _n, _e: LogDest(stdouts={0: str(log)}))
+    assert exit.message == (
+        f"not its own fault but its node's: {log} cannot be written: No space left on device"
+    )
 
 
 def test_a_failure_is_told_from_the_error_file_of_torch(bench: Bench, tmp_path: Path) -> None:
