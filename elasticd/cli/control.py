@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from elasticd.core.facts import Fact
 from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
-from elasticd.telemetry import words
+from elasticd.telemetry import runs, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,20 @@ def _no_such(what: str, name: str, known: list[str], there: list[Place]) -> str:
     shared = any(p.shared for p in there)
     where = "in this etcd" if shared else "on this machine"
     hint = "" if shared else " (for others give --etcd)"
+    if what == "job" and not shared and _ran_here(name):
+        hint += f"; `elasticd report {name}` tells what became of it"
     have = (
         f"there {'is' if len(known) == 1 else 'are'} {words.listing(known, most=10)}"
         if known
         else f"there is no {what}"
     )
     return f"no {what} named {name} {where}: {have}{hint}."
+
+
+def _ran_here(job: str) -> bool:
+    with suppress(OSError):
+        return bool(runs.of_job(runs.state_dir(), job))
+    return False
 
 
 def facts_of(listing: Listing) -> dict[str, Fact]:

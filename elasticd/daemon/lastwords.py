@@ -79,14 +79,20 @@ def last_words(
     lasted_s: float,
     spent: Mapping[str, float],
     unsaved: str = "",
+    seen: Round | None = None,
 ) -> str:
+    """``last``: the round the job ended with, if it did; ``seen``: the last that this node knows of."""
     if last is not None:
         restarts = last.restarts
         return final.screen(
             config.job, last, restarts=restarts, lasted_s=lasted_s, spent=spent, unsaved=unsaved
         )
     if left.code > 128:
-        return f"{config.job}: {config.node} {left.why}."
+        # Of a job of many nodes, rounds that this one had no part in are none of its own.
+        known = seen if config.etcd is None and seen is not None and seen.number else None
+        return final.left(
+            config.job, config.node, left.why, known, lasted_s=lasted_s, spent=spent, unsaved=unsaved
+        )
     return f"elasticd: {left.why}."
 
 

@@ -236,7 +236,8 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         saver.close()  # what it had yet to commit is told of this run, too
         publisher.farewell(ended_at)
         spent = totals(ledgers)
-        said = lastwords.last_words(config, last, left, ended_at - began_at, spent, saver.unsaved)
+        seen = driver.state.round if driver.state.joined else None
+        said = lastwords.last_words(config, last, left, ended_at - began_at, spent, saver.unsaved, seen)
         events.write(lastwords.ended(config, last, left, said, ledgers, ended_at))
     return left.code, said
 

@@ -27,22 +27,45 @@ def screen(
     ``spent``: what the time of its slots was spent on, in seconds by kind; ``unsaved``: of checkpoints
     that came to nothing.
     """
+    return "\n".join([*_ending(job, last, restarts, lasted_s), *_balance(spent, unsaved)])
+
+
+def left(
+    job: str,
+    node: str,
+    why: str,
+    last: Round | None,
+    *,
+    lasted_s: float,
+    spent: Mapping[str, float] = _NOTHING,
+    unsaved: str = "",
+) -> str:
+    """What to print when a node has left a job that has not ended. ``why``: what it did, "drained"; ``last``:
+    the last round of a job that is all its own; the rest as above."""
+    course = f" in {words.count(last.number, 'round')}{_restarted(last.restarts)}" if last else ""
+    said = f"{job}: {node} {why}, after {words.span(lasted_s)}{course}."
+    return "\n".join([said, *_balance(spent, unsaved)])
+
+
+def _balance(spent: Mapping[str, float], unsaved: str) -> Sequence[str]:
     told = words.spent(spent)
-    lines = [*_ending(job, last, restarts, lasted_s)]
-    if told:
-        lines.append(f"Time: {told}.")
-    if unsaved:
-        lines.append(f"Not saved: {unsaved}.")
-    return "\n".join(lines)
+    return [
+        *([f"Time: {told}."] if told else []),
+        *([f"Not saved: {unsaved}."] if unsaved else []),
+    ]
+
+
+def _restarted(restarts: int) -> str:
+    return f", {words.count(restarts, 'restart')} on the way" if restarts else ""
 
 
 def _ending(job: str, last: Round, restarts: int, lasted_s: float) -> Sequence[str]:
     outcome = last.outcome or Outcome.STOPPED
     head = f"{job} {words.ended(outcome)} after {words.span(lasted_s)}"
     if outcome is Outcome.SUCCEEDED:
-        tail = f", {words.count(restarts, 'restart')} on the way" if restarts else ""
         rounds = f" in {words.count(last.number, 'round')}"
-        return [f"{head}{rounds}, with {words.count(last.world_size, 'worker')} at the end{tail}."]
+        at_end = f", with {words.count(last.world_size, 'worker')} at the end"
+        return [f"{head}{rounds}{at_end}{_restarted(restarts)}."]
     said = f"{head}: {last.why}." if last.why else f"{head}."
     if outcome is Outcome.FAILED and last.failure is not None:
         return [said, *_failure(last.failure, restarts > 1)]

@@ -24,6 +24,7 @@ from elasticd.core.ports import Applied, Put
 from elasticd.etcd import registry
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
+from elasticd.telemetry import runs
 
 SPEC = Spec(Limits(2, 8), Limits(2, 8), "job.py", "f")
 LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
@@ -224,6 +225,18 @@ def test_a_standalone_run_is_found_by_itself(
             assert spec_of(client, "alone").limits == Limits(2, 3)
     finally:
         registry.unregister("alone", server.folder)
+
+
+def test_a_standalone_job_that_is_over_is_pointed_to_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("ELASTICD_ETCD", raising=False)
+    runs.note(runs.state_dir(), "train", "a", 1.0, tmp_path)
+    _, _, err = elasticd(capfd, "status", "train")
+    assert err.endswith("; `elasticd report train` tells what became of it.\n") and len(err.splitlines()) == 1
+    assert "elasticd report" not in elasticd(capfd, "status", "other")[2]
 
 
 @contextmanager
