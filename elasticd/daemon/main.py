@@ -152,6 +152,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
                 f"etcd at {access.url}",
                 etcd_wait_s=config.etcd_wait_s,
                 spares=config.spares,
+                alone=standalone is not None,
             ),
             store=store,
             procs=procs,

@@ -259,7 +259,7 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.StoreBack(away_s):
             return f"etcd is back after {span(away_s)}"
         case r.Draining(number):
-            return f"leaving the job: {signal_name(number) if number else '`elasticd drain`'} asked for it"
+            return f"leaving the job: {_asker(number)} asked for it"
         case r.LeadsNow():
             return "this node leads the job now"
         case r.NameTaken(until):
@@ -279,6 +279,10 @@ def laggard(one: Laggard) -> str:
         else r.WorkerStraggling(one.node, one.slot, one.rank, one.ratio)
     )
     return sentence(found, 0.0)
+
+
+def _asker(signal_number: int) -> str:
+    return signal_name(signal_number) if signal_number else "`elasticd drain`"
 
 
 def ended(outcome: Outcome) -> str:
@@ -425,7 +429,9 @@ def event(reason: r.Reason) -> LogEvent:
     flat: dict[str, object] = {}
     for f in fields(reason):
         value: object = getattr(reason, f.name)
-        if isinstance(value, Failure):
+        if isinstance(reason, r.Draining):
+            flat["asked_by"] = _asker(reason.signal).strip("`")
+        elif isinstance(value, Failure):
             flat |= {
                 "failed_node": value.node,
                 "slot": value.exit.slot,

@@ -42,7 +42,18 @@ from elasticd.core.messages import (
     Tag,
     Transact,
 )
-from elasticd.core.ports import Answer, Delete, Lost, Put, Refused, Silent, StillThere, Unchanged, Unknown
+from elasticd.core.ports import (
+    Answer,
+    Delete,
+    Held,
+    Lost,
+    Put,
+    Refused,
+    Silent,
+    StillThere,
+    Unchanged,
+    Unknown,
+)
 from elasticd.core.reasons import (
     Draining,
     Expelled,
@@ -53,6 +64,7 @@ from elasticd.core.reasons import (
     StoreAway,
     StoreBack,
     WorkerEnded,
+    WorkersStopping,
 )
 from tests.core.build import NOW, exit, life, node, report, round, spec
 from tests.core.by_hand import OTHER_LEADER, PORT, Agent, put
@@ -520,6 +532,18 @@ def test_each_renewal_moves_the_fence() -> None:
     assert one.holds_lease(7) == (Fence(NOW + 7),)
 
 
+def test_an_agent_with_a_store_of_its_own_puts_up_no_fence() -> None:
+    one = Agent.working(ROUND, alone=True)
+    assert one.holds_lease(7) == ()
+    for news in (Silent(NOW, cut_off=False), Silent(NOW, cut_off=True), Held(NOW + 60), Lost()):
+        one.told(LeaseChanged(news))
+        assert not one.all_of(Fence), news
+        assert StoreAway(True, NOW + 7) not in one.said, "there is no time by which workers would stop"
+    one.sees("nodes/a", None)
+    one.holds_lease()
+    assert one.wrote(Tag.NODE) and not one.all_of(StopWorkers), "and the round goes on"
+
+
 def test_a_cut_off_node_stops_its_workers_when_its_lease_must_have_run_out() -> None:
     one = Agent.working(ROUND)
     one.now = NOW + 3
@@ -692,6 +716,20 @@ def test_a_leaving_node_does_not_wait_for_a_leader_for_ever() -> None:
     one.told(Signalled(SIGTERM))
     one.at(NOW + DRAIN_PATIENCE_S)
     assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.shutdown_s)
+    assert one.said == (WorkersStopping(1, Cause.NODE_DRAINED, POLICY.shutdown_s),)
+
+
+def test_workers_are_not_said_to_stop_for_what_their_round_began_for() -> None:
+    gone = Agent.working(SECOND, etcd_grace_s=60.0)
+    gone.told(LeaseChanged(Silent(NOW, cut_off=False)))
+    gone.at(NOW + 60)
+    late = Agent.working(SECOND)
+    late.sees("round", round(2, {"b": 2}, cause=Cause.NODE_LOST))
+    hasty = Agent.working(SECOND)
+    hasty.told(Signalled(SIGINT))
+    hasty.told(Signalled(SIGINT))
+    causes = [[s.cause for s in one.said if isinstance(s, WorkersStopping)] for one in (gone, late, hasty)]
+    assert causes == [[Cause.NODE_LOST], [Cause.NODE_LOST], [Cause.NODE_DRAINED]]
 
 
 def test_a_leaving_node_does_not_wait_for_a_store_that_is_silent() -> None:

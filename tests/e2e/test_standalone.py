@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.e2e.harness import Cluster, await_end, marked
+from elasticd.etcd.client import Client
+from elasticd.etcd.registry import standalone_runs
+from tests.e2e.harness import PATIENCE_S, Cluster, await_end, marked
 
 MakeCluster = Callable[[str | None], Cluster]
 
@@ -84,3 +87,32 @@ def test_ctrl_c_drains_it_and_its_etcd_is_there_until_the_end(alone: Cluster) ->
     os.killpg(os.getpgid(a.pid), signal.SIGINT)
     assert a.end() == 130
     assert not a.find("etcd.restarted")
+
+
+@pytest.mark.slow
+def test_ctrl_z_for_longer_than_its_lease_costs_the_workers_nothing(
+    alone: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = alone.start("a", slots=2)
+    world = alone.world(2)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", alone.environment()["XDG_RUNTIME_DIR"])
+    (run,) = standalone_runs()
+    with Client(run.access) as etcd:
+
+        def until_registered(there: bool) -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while (etcd.get(alone.job, "nodes/a") is not None) is not there:
+                assert time.monotonic() < deadline, alone.state()
+                time.sleep(0.05)  # the agent's own watch is what may be wrong
+
+        a.signal(signal.SIGSTOP)
+        until_registered(False)
+        alone.goes_on(world)
+        a.signal(signal.SIGCONT)
+        until_registered(True)
+    alone.goes_on(world)
+    world.players[0].tell("exit", code=5)  # it is in charge: this one is replaced
+    second = alone.world(2, after=world)
+    assert (second.round, second.restarts) == (world.round + 1, 1)
+    assert not a.find("workers.hung")
+    alone.finishes(a)

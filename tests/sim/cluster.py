@@ -39,13 +39,15 @@ class Broken(AssertionError):
 
 @dataclass(slots=True)
 class Setup:
-    """One cluster to build: ``slots`` of each of its first nodes, and what they are told."""
+    """One cluster to build: ``slots`` of each of its first nodes, and what they are told. ``alone``: there is
+    one, and the etcd is its own."""
 
     slots: tuple[int, ...]
     limits: Limits
     policy: Policy = POLICY
     etcd_grace_s: float = 600.0
     skew_max_s: float = 0.0
+    alone: bool = False
     job: Job = field(default_factory=Job)
 
 
@@ -97,7 +99,14 @@ class SimAgent:
         wanted = Spec(setup.limits, setup.limits, "job.py", "f", setup.policy)
         setting = environment.Setting("job")
         self.driver = Driver(
-            agent.start(me, wanted, self.stores.port, setup.etcd_grace_s, spares=setup.job.spares),
+            agent.start(
+                me,
+                wanted,
+                self.stores.port,
+                setup.etcd_grace_s,
+                spares=setup.job.spares,
+                alone=setup.alone,
+            ),
             store=self.store,
             procs=self.procs,
             stores=self.stores,

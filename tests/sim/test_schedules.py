@@ -132,6 +132,17 @@ def test_an_agent_stopped_while_etcd_is_away_does_not_train_beside_the_new_world
     assert len(result.invariants.live) == 2
 
 
+@pytest.mark.parametrize(("alone", "worlds"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_agent_that_is_stopped_loses_its_workers_only_where_others_could_replace_them(
+    alone: bool, worlds: int, inplace: bool
+) -> None:
+    fault = Fault(20.0, "pause", "leader", 25.0)
+    job = Job(total_steps=400, step_s=0.25, inplace=inplace)
+    result = _run(fault, setup=Setup((2,), Limits(2, 2), alone=alone, job=job))
+    assert len(result.invariants.live) == worlds and result.invariants.ends[-1].restarts == 0
+
+
 def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> None:
     kinds = frozenset({"pause", "slow", "etcd_hang", "cut"})
     _hold(run(1625, draw(1625, 3, kinds)), replay_command(1625, 3, ",".join(sorted(kinds))))

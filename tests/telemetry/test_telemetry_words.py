@@ -83,6 +83,11 @@ def test_every_reason_has_a_sentence_and_an_event(reason: r.Reason) -> None:
     json.dumps(event.fields)
 
 
+def test_a_node_that_leaves_says_who_asked_for_it() -> None:
+    assert words.event(r.Draining(15)).fields == {"asked_by": "SIGTERM"}
+    assert words.event(r.Draining(0)).fields == {"asked_by": "elasticd drain"}
+
+
 def test_an_event_says_until_when_as_people_write_it() -> None:
     assert words.event(r.Settling(3, 8, 0.5)).fields["until"] == "1970-01-01T00:00:00.500+00:00"
 

@@ -106,8 +106,15 @@ def _going(do: Doing) -> bool:
 
 
 def _cause(do: Doing, crew: Crew) -> Cause:
-    round = do.state.round
-    return (round.closing if round else None) or crew.round.cause
+    """Why the round ends here: for all, as its leader has it; else because of what this node does."""
+    state, round = do.state, do.state.round
+    if round is not None and round.number > crew.round.number:
+        return round.cause
+    if round is not None and round.closing is not None:
+        return round.closing
+    if state.over:
+        return Cause.STOPPED
+    return Cause.NODE_DRAINED if state.departure is not None else Cause.NODE_LOST
 
 
 def let_go_on(do: Doing) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent.state import Doing, State
 from elasticd.core.facts import Leadership, Node, Outcome, Spec
-from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
+from elasticd.core.messages import CheckProcess, Leave, LookAround, Tag
 from elasticd.core.ports import Delete, Entry, Put, Silent, StillThere, Unchanged
 from elasticd.core.reasons import NameTaken, PolicyDiffers
 
@@ -38,7 +38,7 @@ def _train_on(do: Doing, silent: Silent) -> None:
         return
     ttl_s = do.state.policy_source.policy.node_ttl_s  # for as long a returned leader misses nobody
     if do.now >= do.state.fence_again_at:
-        do.actions.append(Fence(max(do.now + 0.8 * ttl_s, do.state.lease_until or 0.0)))
+        do.fence(max(do.now + 0.8 * ttl_s, do.state.lease_until or 0.0))
         do.set(fence_again_at=do.now + ttl_s / 5)
     do.wakes.append(do.state.fence_again_at)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Leadership, Member, Phase, Report, Round, Spec
-from elasticd.core.messages import Action, Leave, Tag, Transact
+from elasticd.core.messages import Action, Fence, Leave, Tag, Transact
 from elasticd.core.ports import Entry, Guard, Silent, Write
 from elasticd.core.reasons import Reason
 
@@ -93,6 +93,7 @@ class Setback:
 class State:
     """All an agent knows. ``wanted`` is the spec its command line asks for.
 
+    ``alone``: the store is this agent's own, so that no other can be given its workers' place.
     ``spares``: how many workers more than the world needs this node keeps waiting, if it can.
     ``inplace``: a worker of this job keeps its process from round to round; ``linked``: slots of those
     here that do. ``checkpointed``: one has told of a checkpoint of its own.
@@ -110,6 +111,7 @@ class State:
     store_port: int
     store_name: str = "etcd"
     spares: int = 0
+    alone: bool = False
     inplace: bool = False
     linked: frozenset[int] = frozenset()
     checkpointed: bool = False
@@ -233,6 +235,12 @@ class Doing:
     def crew(self, **changes: object) -> None:
         assert self.state.crew is not None
         self.set(crew=replace(self.state.crew, **changes))  # type: ignore[arg-type]
+
+    def fence(self, until: float) -> None:
+        """Workers run no longer than that unless it is moved, even if this agent is stopped. Where nobody can
+        replace them meanwhile there is no need: Ctrl-Z, for as long as it takes, costs them nothing."""
+        if not self.state.alone:
+            self.actions.append(Fence(until))
 
     def transact(self, tag: Tag, guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> None:
         """One write of a kind at a time, and none while the store is silent or has just refused."""

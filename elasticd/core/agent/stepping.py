@@ -33,13 +33,18 @@ def start(
     store_name: str = "etcd",
     spares: int = 0,
     etcd_wait_s: float | None = None,
+    *,
+    alone: bool = False,
 ) -> State:
     """An agent that knows nothing yet. The driver then watches the keys of ``watched``.
 
     ``etcd_grace_s`` and ``etcd_wait_s``: for how long it outlasts a silent etcd once it has joined, and
-    before that; where the latter is None, an etcd that does not answer soon counts as mistyped.
+    before that; where the latter is None, an etcd that does not answer soon counts as mistyped. ``alone``:
+    it is this agent's own.
     """
-    return State(me, wanted, etcd_grace_s, store_port, store_name, spares, etcd_wait_s=etcd_wait_s)
+    return State(
+        me, wanted, etcd_grace_s, store_port, store_name, spares, alone=alone, etcd_wait_s=etcd_wait_s
+    )
 
 
 def watched(me: Identity) -> tuple[str, ...]:
