@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -15,8 +16,9 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pyte
+import pytest
 
-from tests.e2e.harness import PATIENCE_S, Cluster
+from tests.e2e.harness import ELASTICD, PATIENCE_S, Cluster
 from tests.e2e.stage import Player, Script
 
 
@@ -149,3 +151,38 @@ def test_the_live_view_leaves_every_line_of_the_workers_whole(cluster: Cluster, 
     assert terminal.lines.index(whole[-1]) < next(
         i for i, line in enumerate(terminal.lines) if f"{cluster.job} finished" in line
     )
+
+
+ON_A_SMALL_DISK = 'mount -t tmpfs -o size=1m none "$1" && shift && exec "$@"'
+FILLS_IT = "for _ in range(300): print('x' * 10_000, flush=True)\nprint('and so it ended')"
+
+
+@pytest.mark.slow
+def test_a_log_disk_that_gets_full_is_its_nodes_fault_and_the_job_goes_on_without(
+    tmp_path: Path,
+) -> None:
+    own_mounts = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*own_mounts, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no disk of its own can be had here")
+    logs, job = tmp_path / "logs", tmp_path / "job.py"
+    logs.mkdir()
+    job.write_text(FILLS_IT)
+    run = [ELASTICD, "run", "--plain", "--log-format=json", "--log-dir", str(logs), "--redirects=3", str(job)]
+    ended = subprocess.run(
+        [*own_mounts, "sh", "-c", ON_A_SMALL_DISK, "sh", str(logs), *run],
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.endswith("and so it ended\n")
+    events = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
+    (failed,) = (e for e in events if e["event"] == "worker.ended" and e["code"])
+    assert failed["message"].startswith("not its own fault but its node's: ")
+    assert failed["message"].endswith(".log cannot be written: No space left on device")
+    assert [e["cause"] for e in events if e["event"] == "round.closing"] == ["node_fault"]
+    assert [e["slot"] for e in events if e["event"] == "log.not_kept"] == [0]
+    assert not [e for e in events if e["event"] == "failure.charged"]
