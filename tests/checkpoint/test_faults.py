@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from elasticd.checkpoint import disk, handover
 from elasticd.checkpoint.handover import Line, Memory, Paper
 from elasticd.checkpoint.manifest import Index, encode_index, folder_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.checkpoint.report import Footprint
+from elasticd.checkpoint.saver import Saver
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled
 from tests.checkpoint.test_memory import held_by
@@ -277,8 +280,8 @@ def joins(
     return line
 
 
-def hands_over(line: Line, step: int, name: str) -> None:
-    line.send({"is": "save", "plan": 1, "buffer": 0, "step": step, "name": name, "at": 1.0})
+def hands_over(line: Line, step: int, name: str, buffer: int = 0) -> None:
+    line.send({"is": "save", "plan": 1, "buffer": buffer, "step": step, "name": name, "at": 1.0})
 
 
 def hears(line: Line, what: str) -> handover.Message:
@@ -385,6 +388,34 @@ def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(fork
         hears(line, "written")
         line.close()
     assert held_by(pid) <= 4 * 64  # of the newest, two before it, and one of which it has yet to hear
+
+
+def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and_two_in_the_end(tmp_path):
+    listener, name = handover.listen()
+    footprints: list[Footprint] = []
+    saver = Saver(listener, linger_s=None, occupies=footprints.append)
+    serving = threading.Thread(target=saver.serve)
+    serving.start()
+    try:
+        for round, saves in enumerate((3, 1, 3), start=1):
+            token = f"{round:08x}"
+            line = joins(name, tmp_path / "run", 1, 2, token, round, locals_=[1])
+            for number in range(saves):
+                buffer = number % 2
+                if number == 1:
+                    memory = Memory.make(64)
+                    line.send({"is": "buffer", "plan": 1, "buffer": 1}, (memory.fd,))
+                line.send({"is": "torn", "buffer": buffer})
+                hands_over(line, number, folder_name(number, round, token, number), buffer)
+                hears(line, "written")
+            before = footprints[-1]
+            line.close()
+        assert before.own == 2 * 64
+    finally:
+        saver.leave()
+        serving.join()
+        listener.close()
+    assert max(footprint.own for footprint in footprints) == 5 * 64
 
 
 def test_what_was_said_last_is_heard_though_the_one_who_said_it_left_without_listening():
