@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
+import pyte
 import pytest
 from click.testing import CliRunner
 
@@ -242,19 +249,7 @@ def test_a_standalone_job_that_is_over_is_pointed_to_its_report(
 @contextmanager
 def watching(*argv: str, etcd: Embedded | None = None) -> Iterator[subprocess.Popen[str]]:
     """``elasticd status --watch`` in a process of its own; without an etcd it must find one."""
-    environ = {k: v for k, v in os.environ.items() if k != "ELASTICD_ETCD"}
-    # What a shell runs in the background ignores SIGINT, and so would what we start.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "elasticd.cli.main", "status", "--watch", *argv],
-            env=environ | ({"ELASTICD_ETCD": f"http://{etcd.endpoint}"} if etcd else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = interruptible("status", "--watch", *argv, etcd=etcd, stdout=PIPE, stderr=PIPE, text=True)
     try:
         yield process
     finally:
@@ -263,6 +258,18 @@ def watching(*argv: str, etcd: Embedded | None = None) -> Iterator[subprocess.Po
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()
+
+
+def interruptible(*argv: str, etcd: Embedded | None, **how: Any) -> subprocess.Popen[str]:
+    """Start a command that heeds Ctrl-C."""
+    environ = {k: v for k, v in os.environ.items() if k != "ELASTICD_ETCD"}
+    environ |= {"ELASTICD_ETCD": f"http://{etcd.endpoint}"} if etcd else {}
+    # What a shell runs in the background ignores SIGINT, and so would what we start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen([sys.executable, "-m", "elasticd.cli.main", *argv], env=environ, **how)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def next_line(process: subprocess.Popen[str]) -> str:
@@ -329,6 +336,39 @@ def test_an_interrupted_watch_leaves_quietly(etcd: Client, server: Embedded) -> 
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupted(
+    etcd: Client, server: Embedded
+) -> None:
+    put(etcd, "j", spec=SPEC, round=LIVE, nodes__a=a_node("a"))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 70, 0, 0))
+    before = termios.tcgetattr(theirs)
+    process = interruptible("top", "j", etcd=server, stdin=theirs, stdout=theirs, stderr=theirs)
+    try:
+        written = b""
+        while b"\x1b[J" not in written:  # it has drawn to the end
+            written += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert termios.tcgetattr(theirs) == before
+        os.close(theirs)
+        with suppress(OSError):  # nobody has the other end any more
+            while part := os.read(ours, 65536):
+                written += part
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    enters, drawn = written.split(b"\x1b[?1049h\x1b[?25l")
+    drawn, left = drawn.split(b"\x1b[?25h\x1b[?1049l")
+    assert (enters, left.strip()) == (b"", b"")
+    screen = pyte.Screen(70, 20)
+    pyte.ByteStream(screen).feed(drawn)
+    lines = [line.rstrip() for line in screen.display]
+    assert lines[1].startswith(" j  world 0  (2..8)  round 1  live"), lines
+    assert any("slot 0" in line and "slot 1" in line for line in lines), lines
 
 
 def test_scale_by_the_click_runner_raises_a_complaint_and_no_traceback(etcd: Client) -> None:
