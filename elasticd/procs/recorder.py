@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from elasticd.procs.page import recorder_of
 
 ANSWER_S = 2.0
+LAST = 10
 _BYTES_MAX = 1 << 26
 
 
 def ask(page: Path) -> bytes:
-    """The collectives that the worker has called, pickled as torch's own ``torchfrtrace`` reads them; empty
-    if it has no recorder, or does not answer within two seconds. ``page``: the path of its page."""
+    """The collectives that the worker has called, as torch's JSON; empty if it has no recorder, or does not
+    answer within two seconds. ``page``: the path of its page."""
     deadline = time.monotonic() + ANSWER_S
     said = bytearray()
     try:
@@ -29,3 +32,17 @@ def ask(page: Path) -> bytes:
     except OSError:
         return b""
     return bytes(said)
+
+
+def last_calls(recorded: bytes) -> list[str]:
+    """Of what a worker answered, the newest calls, a line each, oldest first; none if that cannot be read."""
+    try:
+        calls = sorted(json.loads(recorded)["entries"], key=lambda call: int(call["record_id"]))
+        return [_line(call) for call in calls[-LAST:]]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _line(call: dict[str, Any]) -> str:
+    over = "over" if call["retired"] or call["state"] == "completed" else "not over"
+    return f"{call['collective_seq_id']} {call['profiling_name']} of {call['input_sizes']}: {over}"

@@ -58,11 +58,11 @@ def _look(subject: Subject) -> Scene:
 
 def write(folder: Path, conclusion: str, scenes: Sequence[Scene]) -> None:
     """One folder of a hang: ``conclusion.txt``, and for each rank ``rank-N.txt`` and, if it has one,
-    ``flight-recorder-N``. Raises OSError."""
+    ``flight-recorder-N.json``. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conclusion.txt").write_text(conclusion + "\n", encoding="utf-8")
     for scene in scenes:
-        of = scene.subject
+        of, calls = scene.subject, recorder.last_calls(scene.recorded)
         text = "\n".join(
             [
                 f"rank {of.rank}, slot {of.slot}, pid {of.pid}: {_in_words(scene)}",
@@ -71,11 +71,12 @@ def write(folder: Path, conclusion: str, scenes: Sequence[Scene]) -> None:
                 scene.threads,
                 "Stacks, most recent call first:",
                 scene.stacks,
+                *(("Collectives, most recent call last:", *calls, "") if calls else ()),
             ]
         )
         (folder / f"rank-{of.rank}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
         if scene.recorded:
-            (folder / f"flight-recorder-{of.rank}").write_bytes(scene.recorded)
+            (folder / f"flight-recorder-{of.rank}.json").write_bytes(scene.recorded)
 
 
 def _in_words(scene: Scene) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,17 @@ def _line(word: str) -> str:
 
 def _files(ranks: int, recorders: Iterable[int]) -> set[str]:
     """Of the evidence of a hang, of all nodes together. ``recorders``: the ranks that gave away theirs."""
-    kept = {f"rank-{rank}.txt" for rank in range(ranks)} | {f"flight-recorder-{rank}" for rank in recorders}
-    return {"conclusion.txt"} | kept
+    kept = {f"rank-{rank}.txt" for rank in range(ranks)}
+    return {"conclusion.txt"} | kept | {f"flight-recorder-{rank}.json" for rank in recorders}
 
 
 def _in_flight(cluster: Cluster, hung: dict[str, Any], rank: int) -> str:
-    """The collective that was called last, as torch's flight recorder has it."""
-    file = cluster.folder / hung["evidence"] / f"flight-recorder-{rank}"
-    entries = pickle.loads(file.read_bytes())["entries"]
-    return str(max(entries, key=lambda entry: entry["record_id"])["profiling_name"])
+    """The collective that it was in, as torch's flight recorder has it."""
+    folder = cluster.folder / hung["evidence"]
+    assert json.loads((folder / f"flight-recorder-{rank}.json").read_text())["entries"]
+    *_, last = (folder / f"rank-{rank}.txt").read_text().rstrip().splitlines()
+    assert last.endswith(": not over"), last
+    return last.split()[1]
 
 
 def _hung(cluster: Cluster) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@ seen in tests/e2e/test_hangs.py."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -23,8 +24,8 @@ from types import ModuleType
 for name in ("torch.distributed", "torch._C._distributed_c10d"):
     sys.modules[name] = ModuleType(name)
 sys.modules["torch.distributed"].is_initialized = lambda: bool(sys.argv[1:])
-sys.modules["torch._C._distributed_c10d"]._dump_nccl_trace = lambda *what: b"nothing"
-sys.modules["torch._C._distributed_c10d"]._dump_fr_trace = lambda *what: repr(what).encode() * 100_000
+sys.modules["torch._C._distributed_c10d"]._dump_nccl_trace_json = lambda: b"nothing"
+sys.modules["torch._C._distributed_c10d"]._dump_fr_trace_json = lambda: b"all there is" * 100_000
 from torch.optim.optimizer import Optimizer
 before = len(os.listdir("/proc/self/task"))
 Optimizer().step()
@@ -39,7 +40,7 @@ def test_a_worker_with_a_process_group_gives_all_it_has_as_often_as_it_is_asked(
     bench.console.wait_for(b"1 False")
     page = the_one_watched(procs).page.path
     for _ in range(2):
-        assert recorder.ask(page) == b"(True, False, False)" * 100_000
+        assert recorder.ask(page) == b"all there is" * 100_000
     procs.stop(signal.SIGKILL, 0.0)
     bench.wait()
     procs.close()
@@ -53,6 +54,25 @@ def test_one_without_a_process_group_has_no_thread_for_it(bench: Bench) -> None:
     assert recorder.ask(the_one_watched(procs).page.path) == b""
     procs.stop(signal.SIGKILL, 0.0)
     bench.wait()
+
+
+def test_the_newest_calls_are_told_in_their_order_whatever_the_ring_began_with() -> None:
+    gloo = {"profiling_name": "gloo:all_reduce", "input_sizes": [[4]], "state": "scheduled"}
+    calls = [
+        {**gloo, "record_id": n, "collective_seq_id": n + 1, "retired": n < 29}
+        for n in (*range(20, 30), *range(20))
+    ]
+    told = recorder.last_calls(json.dumps({"entries": calls}).encode())
+    assert len(told) == 10
+    assert told[0] == "21 gloo:all_reduce of [[4]]: over"
+    assert told[-1] == "30 gloo:all_reduce of [[4]]: not over"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"half an ans", b"[]", b"{}", b'{"entries": [{}]}', b'{"entries": 7}']
+)
+def test_of_what_cannot_be_read_nothing_is_told(answer: bytes) -> None:
+    assert recorder.last_calls(answer) == []
 
 
 def test_who_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 # NCCL's, where torch was built for it, and that of all other backends.
-_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def serve(address: str) -> None:
-    """Give it to whoever connects to this Unix socket from now on, in a thread that sleeps until then.
-    Nothing happens in a worker without a process group, or with a torch that has no recorder."""
+    """Give it, as JSON, to whoever connects to this Unix socket from now on, in a thread that sleeps until
+    then. Nothing happens in a worker without a process group, or with a torch that has no recorder."""
     distributed = sys.modules.get("torch.distributed")
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dumps = [found for name in _DUMPS if (found := getattr(c10d, name, None))]
@@ -35,15 +35,14 @@ def serve(address: str) -> None:
     _thread.start_new_thread(_give, (listener, dumps))
 
 
-def _give(listener: Any, dumps: Sequence[Callable[[bool, bool, bool], bytes]]) -> None:
+def _give(listener: Any, dumps: Sequence[Callable[[], bytes]]) -> None:
     import _socket
 
     while True:
         descriptor, _ = listener._accept()
         asker = _socket.socket(fileno=descriptor)
         try:
-            # Without the stacks of calls long ago, which take it a second; of the backend that was used.
-            asker.sendall(max((dump(True, False, False) for dump in dumps), key=len))
+            asker.sendall(max((dump() for dump in dumps), key=len))  # of the backend that was used
         except Exception:  # noqa: BLE001, S110  # who has asked does not wait any more
             pass
         finally:
