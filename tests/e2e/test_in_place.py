@@ -219,6 +219,23 @@ def test_an_exception_is_charged_though_its_process_never_ends_and_the_others_go
     assert "the loss is not a number" in charged["message"]
 
 
+@pytest.mark.slow
+def test_a_worker_that_swallows_even_the_end_of_its_world_is_killed_and_costs_the_others_nothing(
+    residents: Residents,
+) -> None:
+    residents.cluster.limits = (2, 3)
+    (a,) = residents.start("a", slots=3, options=("--part-timeout=3",))
+    first, before = residents.world(3)
+    before[0].tell("swallow_everything")
+    residents.cluster.until(lambda: before[0].did("deaf"), "one has heard it, the last that it hears")
+    os.kill(before[2].pid, signal.SIGKILL)
+    residents.cluster.until(lambda: before[0].did("swallowed"), "one goes on whatever it is told")
+    _, after = residents.world(3, after=first)
+    assert before[1] in after
+    residents.cluster.until(lambda: before[0].gone, "it is killed")
+    residents.finish(a)
+
+
 def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents) -> None:
     residents.cluster.limits = (2, 2)
     (a,) = residents.start("a", slots=2, options=("--spares=1",))

@@ -32,7 +32,7 @@ class Stage:
         self.socket.connect("\0" + os.environ["E2E_STAGE"])
         self.unread = b""
         self.last: int | None = None
-        self.wrong_at: tuple[int, int] | None = None
+        self.deaf = False
         self.tell("hello", pid=os.getpid(), argv=[], env=dict(os.environ))
 
     def tell(self, what: str, **fields: object) -> None:
@@ -50,6 +50,9 @@ class Stage:
                     self.last = order["step"]
                 elif order["do"] == "go_wrong":
                     raise ValueError(order["text"])
+                elif order["do"] == "swallow_everything":
+                    self.deaf = True
+                    self.tell("deaf")
                 elif order["do"] == "sleep":
                     self.tell("sleeping")
                     time.sleep(order["seconds"])
@@ -82,28 +85,37 @@ model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
 optimizer = torch.optim.AdamW(model.parameters())
 
 
+def make(state: worker.State, step: int) -> None:
+    batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+    loss = (state.model(batch) - batch).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    worker.report(loss=loss, samples=len(batch), twice=2 * step)
+    stage.tell(
+        "committed",
+        step=step,
+        loss=loss.item(),
+        rank=worker.rank(),
+        world=worker.world_size(),
+        round=int(os.environ["ELASTICD_ROUND"]),
+    )
+    state.commit()
+    stage.heed(STEP_S)
+
+
 @worker.run
 def train(state: worker.State) -> None:
     stage.tell("entered", round=int(os.environ["ELASTICD_ROUND"]), step=state.step, world=worker.world_size())
     for step in state.steps(1_000_000):
         if stage.last is not None and step > stage.last:
             break
-        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-        loss = (state.model(batch) - batch).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        worker.report(loss=loss, samples=len(batch), twice=2 * step)
-        stage.tell(
-            "committed",
-            step=step,
-            loss=loss.item(),
-            rank=worker.rank(),
-            world=worker.world_size(),
-            round=int(os.environ["ELASTICD_ROUND"]),
-        )
-        state.commit()
-        stage.heed(STEP_S)
+        make(state, step)
+        while stage.deaf:
+            try:
+                make(state, state.step)
+            except:  # noqa: E722
+                stage.tell("swallowed")
 
 
 train(worker.State(model=model, optimizer=optimizer))
