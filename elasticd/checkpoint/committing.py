@@ -12,12 +12,22 @@ from typing import Final, Protocol
 import msgspec
 
 from elasticd.checkpoint.handover import Memory
-from elasticd.checkpoint.manifest import MANIFEST, METADATA, File, digest, encode, parse_folder, shard_name
+from elasticd.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    BadCheckpoint,
+    File,
+    digest,
+    encode,
+    parse_folder,
+    shard_name,
+)
 from elasticd.checkpoint.pace import Pace
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.store import Store, told
 from elasticd.checkpoint.worlds import Gathering, World
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.retention import Commit, Keep
+from elasticd.core.retention import Commit, Keep, Refused
 
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
@@ -35,7 +45,13 @@ class Committer(Protocol):
         """Whether it is still that round. Blocks until that is known, or nobody can tell any more."""
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        """``in_time``: it was handed over before the round that came after ``fence`` began."""
+        """``in_time``: it was handed over before the round that came after ``fence`` began. Raises
+        ``retention.Refused``, BadCheckpoint: it is not committed, nor will it be; OSError: nobody knows."""
+
+    def settle(self) -> Checkpoint:
+        """What is committed, once all go by that: for what ``commit`` left unsettled. Raises as that."""
+
+    def close(self) -> None: ...
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -49,10 +65,23 @@ class _Receipt(msgspec.Struct, frozen=True):
 class Committing:
     """``committer_of``: by the store of the checkpoints. All that is here blocks, and is for threads."""
 
-    def __init__(self, committer_of: Callable[[Store], Committer], pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        committer_of: Callable[[Store], Committer],
+        pace: Pace | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._committer_of = committer_of
         self._committers: dict[str, Committer] = {}
         self._pace = pace
+        self._say = say
+        self._unswept: dict[str, tuple[Store, Saved]] = {}  # where older ones could not be removed yet
+
+    def close(self) -> None:
+        """No more are committed."""
+        self._sweep_again()
+        for committer in self._committers.values():
+            committer.close()
 
     def _committer(self, store: Store) -> Committer:
         return self._committers.get(store.url) or self._committers.setdefault(
@@ -82,7 +111,7 @@ class Committing:
 
     def commit(self, world: World, gathering: Gathering) -> Saved:
         """Once all shards of this node are written. Raises ``retention.Refused``, BadCheckpoint,
-        TimeoutError, OSError; then it is not committed."""
+        TimeoutError, OSError; then it is not committed, but for what ``tried`` says of the gathering."""
         store, name = world.store, gathering.name
         files = gathering.files | self._elsewhere(world, gathering)
         metadata = store.write(f"{name}/{METADATA}", memoryview(gathering.paper.metadata))
@@ -102,10 +131,14 @@ class Committing:
         size = sum(f.size for f in listed) + len(manifest)
         saved = Saved(name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest))
         in_time = gathering.witness is not None and gathering.witness.result()
-        made = self._committer(store).commit(saved, world.keep, world.fence, in_time=in_time)
-        for old in made.dropped:
-            store.remove(old.name)
-        self._sweep(world, made, saved)
+        committer = self._committer(store)
+        gathering.tried = True
+        try:
+            made = committer.commit(saved, world.keep, world.fence, in_time=in_time)
+        except (Refused, BadCheckpoint):
+            gathering.tried = False
+            raise
+        self._sweep(store, made, saved)
         return saved
 
     def refuse(self, world: World, gathering: Gathering) -> None:
@@ -114,8 +147,9 @@ class Committing:
             world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(why=gathering.why)))
 
     def discard(self, world: World, gathering: Gathering) -> None:
-        """What was written of one that came to nothing."""
+        """What was written of one that came to nothing. That may be the room that was wanted before."""
         world.store.remove(gathering.name)
+        self._sweep_again()
 
     def _elsewhere(self, world: World, gathering: Gathering) -> dict[int, File]:
         """What other nodes' savers say of their shards, once it is all there. It is found by listing the
@@ -154,16 +188,33 @@ class Committing:
         world.store.unlink(f"{gathering.name}/{receipt}" for receipt in read)
         return files
 
-    def _sweep(self, world: World, made: Commit, new: Saved) -> None:
-        """Remove what was begun and can never be committed any more."""
-        committed = {s.name for s in made.checkpoint.saved}
-        for name in world.store.names():
-            there = parse_folder(name)
-            if there is None or name in committed:
-                continue
-            # Whoever still writes there would be refused, by the rule of ``retention.commit``.
-            if (there.round, there.step) <= (new.round, new.step):
-                world.store.remove(name)
+    def _sweep(self, store: Store, made: Commit, new: Saved) -> None:
+        """Remove what is kept no longer, and what was begun and can never be committed any more. It is
+        committed whatever fails here, which is for the next time."""
+        self._unswept[store.url] = (store, new)
+        try:
+            if made.unsettled:
+                raise OSError(made.unsettled)
+            names = store.names()
+            committed = {s.name for s in made.checkpoint.saved}
+            for name in names:
+                there = parse_folder(name)
+                if there is None or name in committed:
+                    continue
+                # Whoever still writes there would be refused, by the rule of ``retention.commit``.
+                if (there.round, there.step) <= (new.round, new.step):
+                    store.remove(name)
+            FilePointer(store).clear(names)
+        except OSError as error:
+            self._say(f"step {new.step} is committed, and older ones stay for now: {told(error)}")
+        else:
+            self._unswept.pop(store.url, None)
+
+    def _sweep_again(self) -> None:
+        """Where something stopped it before."""
+        for store, new in list(self._unswept.values()):
+            with contextlib.suppress(Refused, BadCheckpoint, OSError):  # which has been said
+                self._sweep(store, Commit(self._committer(store).settle(), ()), new)
 
 
 def _receipt(world: World, gathering: Gathering) -> str:
@@ -177,10 +228,3 @@ def _receipts(store: Store, folder: str) -> set[str]:
         return {name for name in store.sizes(folder) if name.endswith(_RECEIPT)}
     except FileNotFoundError:
         return set()
-
-
-def told(error: BaseException) -> str:
-    """An error in words, with the file that it is about."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return str(error)

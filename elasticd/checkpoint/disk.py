@@ -152,9 +152,9 @@ def _go_past_cache(fd: int, on: bool = True) -> bool:
 
 def replace_file(path: Path, content: bytes) -> None:
     """At once, for whoever reads it: the old content or the new."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    fresh = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")  # processes of other hosts have our pid
     try:
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             rest = memoryview(content)
             while rest:

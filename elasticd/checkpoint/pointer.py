@@ -4,8 +4,10 @@ and this a copy of it for those who come without."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -13,12 +15,15 @@ import msgspec
 
 from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
 from elasticd.checkpoint.reading import whole_in
-from elasticd.checkpoint.store import Overtaken, Store, store_at
+from elasticd.checkpoint.store import Overtaken, Store, store_at, told
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.retention import Commit, Keep, commit
+from elasticd.core.retention import Commit, Keep, Refused, commit
 
 POINTER: Final = "committed.json"
 VERSION: Final = 1
+_LOCK: Final = f".{POINTER}.lock"
+_BEGUN: Final = re.compile(rf"\.{re.escape(POINTER)}\.[0-9a-f]+\.new")
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)  # so that not even its place was touched
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -84,6 +89,11 @@ class FilePointer:
                 self._say(f"{damage}; the checkpoints beside it that are whole count as committed")
         return Checkpoint(self._store.url, saved), version, damage
 
+    def newest(self) -> Saved | None:
+        """The newest that it names, whatever else is whole. Raises BadCheckpoint, OSError."""
+        known, _, damage = self._look()
+        return None if damage else known.newest
+
     def known(self, *, own: bool = False) -> Checkpoint:
         """A file knows nothing of jobs. Raises as ``read``."""
         del own
@@ -104,8 +114,8 @@ class FilePointer:
 
     def commit(self, new: Saved, keep: Keep, fence: int = 0, *, in_time: bool = False) -> Commit:
         """Both ``fence`` and ``in_time`` are of rounds, which a file knows nothing of. Raises
-        ``retention.Refused``, BadCheckpoint, OSError; then nothing has changed."""
-        with self._store.locked(f".{POINTER}.lock"):
+        ``retention.Refused``, BadCheckpoint; then nothing has changed. After an OSError it may have."""
+        with self._store.locked(_LOCK):
             while True:
                 known, version = self._before(new)
                 if new in known.saved:  # a former try that was not answered
@@ -115,21 +125,40 @@ class FilePointer:
                     self.write(made.checkpoint, version)
                 except Overtaken:
                     continue
-                except OSError:
-                    if self._look()[0] != made.checkpoint:
-                        raise
-                    # It is in place, and may be gone after a power cut: what it was before still counts.
-                    return Commit(made.checkpoint, ())
+                except OSError as error:
+                    if self.before(new) == made.checkpoint:  # in place, and may be gone after a power cut
+                        return replace(made, unsettled=told(error))
+                    if error.errno in _NO_ROOM:
+                        raise Refused(f"it could not be committed: {told(error)}") from error
+                    raise
                 return made
+
+    def settle(self) -> Checkpoint:
+        """What it says, once that is durable. Raises as ``update``."""
+        return self.update(lambda known: known)
 
     def forget(self, name: str) -> None:
         """It is none of ours any more. Raises BadCheckpoint, OSError."""
-        with self._store.locked(f".{POINTER}.lock"):
+        self.update(lambda known: replace(known, saved=tuple(s for s in known.saved if s.name != name)))
+
+    def update(self, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+        """Have it say what ``change`` returns, which is given what it says while nobody else writes it.
+        Raises BadCheckpoint, OSError, and what ``change`` does."""
+        with self._store.locked(_LOCK):
             while True:
                 known, version, _ = self._look()
                 with contextlib.suppress(Overtaken):
-                    stay = tuple(s for s in known.saved if s.name != name)
-                    return self.write(replace(known, saved=stay), version)
+                    self.write(changed := change(known), version)
+                    return changed
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Remove those of the store's files that were left by processes killed while they wrote it."""
+        if begun := [name for name in names if _BEGUN.fullmatch(name)]:
+            with self._store.locked(_LOCK):  # once nobody writes it, those that were there then are of no use
+                self._store.unlink(begun)
+
+    def close(self) -> None:
+        """There is nothing open."""
 
     def write(self, checkpoint: Checkpoint, over: str | None = None) -> None:
         """``over``: see ``Store.replace``."""

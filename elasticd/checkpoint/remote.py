@@ -89,7 +89,8 @@ class Remote:
                 self._put(name, content, over if self._is_s3 else None)
                 return
             self._make_folder_of(name)
-            fresh = self._at(f"{name}.{os.getpid()}.new")
+            folder, slash, last = name.rpartition("/")
+            fresh = self._at(f"{folder}{slash}.{last}.{os.urandom(4).hex()}.new")
             self._fs.pipe_file(fresh, content)
             self._fs.mv(fresh, self._at(name))
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.committing import Committer, Committing, told
+from elasticd.checkpoint.committing import Committer, Committing
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
 from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import parse_folder
@@ -26,7 +26,7 @@ from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica, offers
 from elasticd.checkpoint.replication import Replication
 from elasticd.checkpoint.report import Fate, Footprint, Report
-from elasticd.checkpoint.store import Store, store_at
+from elasticd.checkpoint.store import Store, store_at, told
 from elasticd.checkpoint.underway import Underway
 from elasticd.checkpoint.worlds import Plan, World
 from elasticd.core.facts import Checkpoint, Holder
@@ -76,7 +76,7 @@ class Saver:
         self._clients: set[_Client] = set()
         self._worlds: list[World] = []
         self._jobs = Jobs()
-        self._underway = Underway(self._jobs, Committing(committer_of, pace), report)
+        self._underway = Underway(self._jobs, Committing(committer_of, pace, say), report)
         self._pace = pace
         self._leaves = False
 

@@ -84,6 +84,13 @@ class Overtaken(OSError):
     """Somebody else has written it since it was looked at."""
 
 
+def told(error: BaseException) -> str:
+    """An error in words, with the file that it is about."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error) or repr(error)
+
+
 class BadStore(ValueError):
     """There can be no store at such an address. The message is one sentence."""
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from elasticd.checkpoint.committing import Committing, told
+from elasticd.checkpoint.committing import Committing
 from elasticd.checkpoint.handover import Memory, Message, Paper
 from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, File
 from elasticd.checkpoint.report import Fate, Report
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import Store, told
 from elasticd.checkpoint.worlds import Gathering, World
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Refused
@@ -35,6 +35,7 @@ class Underway:
         """Finish what is being done, and begin nothing more."""
         for pool in (self._writers, self._committers, self._witnesses):
             pool.shutdown(cancel_futures=True)
+        self._committing.close()
 
     def open(self, world: World) -> None:
         """It is going to hand over."""
@@ -129,7 +130,7 @@ class Underway:
 
     def settle_if_failed(self, world: World, gathering: Gathering) -> None:
         """Say so once nothing writes there any more. Once no rank here will come with it, what was written
-        is removed, and it is the turn of the next."""
+        is removed, unless it may be committed after all, and it is the turn of the next."""
         if not gathering.why or gathering.writing:
             return
         if not gathering.failed:
@@ -144,7 +145,7 @@ class Underway:
                 )
         if not gathering.settled and world.locals <= gathering.heard | world.gone:
             gathering.settled = True
-            if world.commits:
+            if world.commits and not gathering.tried:
                 self._jobs.run(
                     self._committers,
                     lambda: self._committing.discard(world, gathering),

@@ -43,6 +43,7 @@ class Gathering:
     witness: Future[bool] | None = None  # whether its round was the job's when it was handed over
     why: str = ""  # it came to nothing
     committing: bool = False
+    tried: bool = False  # it may be committed, whatever has failed
     failed: bool = False  # and that has been told
     settled: bool = False  # nothing more is to come of it
 

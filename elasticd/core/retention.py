@@ -41,10 +41,13 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What is true once it is committed, and those that nothing points to any more."""
+    """What is true once it is committed, and those that nothing points to any more.
+
+    ``unsettled``: why some may yet go by what was true before, so that nothing of that may be removed."""
 
     checkpoint: Checkpoint
     dropped: tuple[Saved, ...]
+    unsettled: str = ""
 
 
 def commit(known: Checkpoint, new: Saved, keep: Keep) -> Commit:

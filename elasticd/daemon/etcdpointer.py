@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
+from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import BadStore, Store, store_at, told
 from elasticd.core.facts import Checkpoint, Round, Saved
-from elasticd.core.ports import Applied, Entry, Put, Unchanged
+from elasticd.core.ports import Answer, Applied, Entry, Put, Unchanged, Unknown
 from elasticd.core.retention import Commit, Keep, Refused, commit
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -28,7 +30,7 @@ class EtcdPointer:
     A commit is one transaction, guarded by the round: workers that live on once a later one has begun
     can have nothing committed. What was handed over before that is committed all the same (in place,
     a new round takes less time than a disk), unless a later round has committed since. While etcd is
-    away a commit waits.
+    away a commit waits. Nothing is committed where another job has since committed to the same folder.
     """
 
     def __init__(
@@ -72,29 +74,56 @@ class EtcdPointer:
         return False
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        """Raises ``retention.Refused``; TimeoutError where etcd stays away; OSError."""
+        """Raises ``retention.Refused``, BadCheckpoint; TimeoutError where etcd took it, perhaps, and does not
+        say so any more; OSError."""
         deadline = self._clock() + self._patience_s
+        taken = False
         while True:
+            why = "etcd does not take it"
             try:
                 made = self._try(new, keep, fence, in_time)
+                if isinstance(made, Commit):
+                    return self._copied(made)
+                taken = taken or isinstance(made, Unknown)
             except StoreUnavailable as error:
-                if self._clock() >= deadline:
-                    raise TimeoutError(f"etcd cannot be reached: {error}") from error
-                made = None
+                why = f"etcd cannot be reached: {error}"
             except StoreError as error:
-                raise Refused(f"etcd refuses it: {error}") from error
-            if made is not None:
-                with contextlib.suppress(OSError):  # a copy; the next commit writes it again
-                    self._file.write(made.checkpoint)
-                return made
+                raise _lost(taken, f"etcd refuses it: {error}") from error
+            if self._clock() >= deadline:
+                raise _lost(taken, why)
             self._sleep(_AGAIN_S)
 
-    def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | None:
-        """None where something changed meanwhile, or it is not known whether it was done."""
+    def settle(self) -> Checkpoint:
+        """Bring the file up to etcd, which is asked while nobody else writes it: another world of the job may
+        have committed since. Raises ``retention.Refused``, BadCheckpoint, OSError."""
+
+        def etcds(files: Checkpoint) -> Checkpoint:
+            named = self._file.newest()  # first: what we have committed until then, etcd knows
+            own = self._own(self._client.get(self._job, _KEY))
+            if own is None:
+                return files
+            self._require_alone(named, own)
+            return own
+
+        try:
+            return self._file.update(etcds)
+        except StoreError as error:
+            raise TimeoutError(f"etcd does not say what is committed: {error}") from error
+
+    def _copied(self, made: Commit) -> Commit:
+        try:
+            return replace(made, checkpoint=self.settle())
+        except (Refused, BadCheckpoint, OSError) as error:
+            return replace(made, unsettled=told(error))
+
+    def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | Answer:
+        """What came of the transaction, unless it was done."""
+        named = self._file.newest()  # before etcd is asked
         round_, there = self._client.get(self._job, "round"), self._client.get(self._job, _KEY)
         known = self._own(there) or self._file.before(new)
         if new in known.saved:  # a former try that was not answered
             return Commit(known, ())
+        self._require_alone(named, known)
         number = self._number(round_)
         if number != fence and not in_time:
             raise Refused(f"step {new.step} was saved in round {fence}, and now it is round {number}")
@@ -104,7 +133,17 @@ class EtcdPointer:
             Unchanged(_KEY, there.revision if there else 0),
         )
         answer = self._client.transact(self._job, guards, (Put(_KEY, made.checkpoint),))
-        return made if isinstance(answer, Applied) else None
+        return made if isinstance(answer, Applied) else answer
+
+    def _require_alone(self, named: Saved | None, known: Checkpoint) -> None:
+        """``named``: by the file, before etcd was asked what is ``known``. Raises Refused."""
+        if named is None or named.name in {saved.name for saved in known.saved}:
+            return
+        if known.newest is None or (named.round, named.step) > (known.newest.round, known.newest.step):
+            raise Refused(
+                f"another job has committed step {named.step} to {self._url} since this one did; "
+                "give each job a folder of its own"
+            )
 
     @staticmethod
     def _number(entry: Entry | None) -> int:
@@ -117,9 +156,16 @@ class EtcdPointer:
         return fact if isinstance(fact, Checkpoint) and fact.path == self._url else None
 
 
+def _lost(taken: bool, why: str) -> Exception:
+    """It is not committed; or, where etcd has perhaps taken it before, nobody knows."""
+    return TimeoutError(f"{why}; it may be committed all the same") if taken else Refused(why)
+
+
 def settle(access: EtcdAccess, job: str) -> None:
     """Bring the file up to etcd, in case a saver died between the two."""
-    with contextlib.suppress(StoreError, OSError), Client(access) as client:
-        there = client.get(job, _KEY)
+    with contextlib.suppress(StoreError, Refused, BadCheckpoint, BadStore, OSError):
+        with Client(access) as client:
+            there = client.get(job, _KEY)
         if there is not None and isinstance(there.fact, Checkpoint):
-            FilePointer(there.fact.path).write(there.fact)
+            with contextlib.closing(EtcdPointer(access, job, store_at(there.fact.path))) as pointer:
+                pointer.settle()

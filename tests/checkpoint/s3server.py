@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import boto3
 import pytest
@@ -24,8 +24,8 @@ Answer = Callable[[str, list[tuple[str, str]]], Any]
 @dataclass(slots=True)
 class Fault:
     """``of``: whether a request (method, path and query) is hit; it lets ``fine`` of those pass, then
-    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read), "hold" (until
-    ``gate`` is set) or "flip" (a random bit of the answer)."""
+    hits ``bad``. ``how``: "500", "drop" (the connection, with some of the body read), "mute" (the same, but
+    what is asked for is done), "hold" (until ``gate`` is set) or "flip" (a random bit of the answer)."""
 
     how: str
     of: Callable[[str, str], bool]
@@ -112,6 +112,9 @@ class S3Server:
             fault.gate.wait(100.0)
         elif fault is not None and fault.how == "flip":
             return [_flipped(b"".join(self._real(environ, start)))]
+        elif fault is not None and fault.how == "mute":
+            b"".join(self._real(environ, lambda *_: None))
+            return self._hang_up(environ)
         elif fault is not None:
             return self._fail(fault, environ, start)
         if KEY not in environ.get("HTTP_AUTHORIZATION", ""):
@@ -126,12 +129,16 @@ class S3Server:
     def _fail(self, fault: Fault, environ: Environ, start: Answer) -> Iterable[bytes]:
         if fault.how == "drop":
             environ["wsgi.input"].read(min(65536, int(environ.get("CONTENT_LENGTH") or 0)))
-            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-            raise ConnectionAbortedError
+            return self._hang_up(environ)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         return _refusal(
             start, "500 Internal Server Error", "InternalError", "We encountered an internal error."
         )
+
+    @staticmethod
+    def _hang_up(environ: Environ) -> NoReturn:
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        raise ConnectionAbortedError
 
 
 def _flipped(body: bytes) -> bytes:

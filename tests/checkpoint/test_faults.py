@@ -137,13 +137,140 @@ def test_an_error_at_any_call_fails_one_checkpoint_and_no_other(
     assert checkpoints.wait()
     if checkpoints.failed:
         assert os.strerror(code) in checkpoints.last_error
-        assert resumed(path) == 1 or (call, fine) == ("fsync", 7)  # the pointer was there already
+        assert resumed(path) == 1
     else:
         assert resumed(path) == 2
     assert checkpoints.save(filled(3), 3) and checkpoints.wait()
     assert checkpoints.newest is not None and checkpoints.newest.step == 3
     assert resumed(path) == 3
     checkpoints.close()
+    forker.until("committed step 3 ")
+    assert f"spoiled {call}" in forker.said
+
+
+def test_each_file_is_durable_before_the_next_depends_on_it(forker, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(record=True)[0])
+    checkpoints = Checkpoints(path)
+    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+    [folder] = folders(path)
+    forker.until("committed step 1 ")
+    done = [line.replace(f"{path}/", "").replace(folder, "FOLDER") for line in forker.said]
+    fresh = next(line.split()[1] for line in done if line.endswith(".new"))
+    assert [line for line in done if line.startswith(("opens", "syncs", "renames"))] == [
+        f"syncs {tmp_path}",  # the name of the folder of all
+        f"syncs {path}",  # and that of this one
+        "opens FOLDER/__0_0.distcp",
+        "syncs FOLDER/__0_0.distcp",
+        "opens FOLDER/.metadata",
+        "syncs FOLDER/.metadata",
+        "syncs FOLDER",
+        "opens FOLDER/elasticd.json",
+        "syncs FOLDER/elasticd.json",
+        "syncs FOLDER",
+        "opens .committed.json.lock",
+        f"opens {fresh}",
+        f"syncs {fresh}",
+        f"renames {fresh} committed.json",
+        f"syncs {path}",
+    ]
+
+
+@pytest.mark.parametrize(("call", "fine"), [("listdir", 1), ("scandir", 0)])
+def test_an_error_once_it_is_committed_costs_no_checkpoint(forker, tmp_path, monkeypatch, call, fine):
+    path = tmp_path / "run"
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(fail=[call, fine, 1, errno.EIO])[0])
+    checkpoints = Checkpoints(path, last=1)
+    for step in (1, 2):  # the first has none to remove
+        assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
+    forker.until("committed step 2 ")
+    assert f"spoiled {call}" in forker.said
+    assert resumed(path) == 2
+    assert len(folders(path)) == 2, "the older one could not be removed yet"
+    assert checkpoints.save(filled(3), 3) and checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+    monkeypatch.delenv("ELASTICD_SAVER")
+    forker.until("committed step 3 ")
+    assert resumed(path) == 3 and len(folders(path)) == 1
+
+
+def test_what_counted_before_a_pointer_that_may_not_be_durable_stays(forker, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(fail=["fsync", 16, 1, errno.EIO])[0])
+    checkpoints = Checkpoints(path, last=1)
+    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
+    before = (path / POINTER).read_bytes()
+    assert checkpoints.save(filled(2), 2) and checkpoints.wait() and not checkpoints.failed
+    after = (path / POINTER).read_bytes()
+    forker.until("committed step 2 ")
+    assert "spoiled fsync" in forker.said
+    assert resumed(path) == 2
+    (path / POINTER).write_bytes(before)  # what a power cut may lead to
+    assert resumed(path) == 1
+    (path / POINTER).write_bytes(after)
+    assert checkpoints.save(filled(3), 3) and checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+    monkeypatch.delenv("ELASTICD_SAVER")
+    assert resumed(path) == 3 and len(folders(path)) == 1
+
+
+@pytest.mark.parametrize("call", ["scandir", "preadv", "open"])
+def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_it_taken(
+    forker, tmp_path, monkeypatch, caplog, call
+):
+    path = tmp_path / "run"
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+    checkpoints = Checkpoints(path)
+    for step in (1, 2):
+        assert checkpoints.save(filled(step), step) and checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+    monkeypatch.delenv("ELASTICD_SAVER")
+    newest, real = FilePointer(path).read().saved[-1].name, getattr(os, call)
+
+    def spoiled(what, *rest):
+        where = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+        if newest in where:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), where)
+        return real(what, *rest)
+
+    monkeypatch.setattr(os, call, spoiled)
+    assert resumed(path) == 1
+    assert f"step 1 is resumed from, since {newest}" in caplog.text and "Input/output error" in caplog.text
+
+
+def test_what_one_killed_while_it_wrote_the_pointer_left_goes_with_the_next_commit(
+    forker, tmp_path, monkeypatch
+):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / f".{POINTER}.0123abcd.new").write_bytes(b"{")
+    (path / f".{POINTER}.mine").touch()
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+    checkpoints = Checkpoints(path)
+    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
+    checkpoints.close()
+    forker.until("committed step 1 ")
+    assert {p.name for p in path.iterdir() if p.is_file()} == {
+        POINTER,
+        f".{POINTER}.lock",
+        f".{POINTER}.mine",
+    }
+
+
+def test_two_that_replace_a_file_at_the_same_moment_leave_one_of_the_two(tmp_path, monkeypatch):
+    sync, done = os.fsync, []
+
+    def sync_slowly(fd):
+        if not done:
+            done.append(fd)
+            disk.replace_file(tmp_path / "x", b"the other's, which is longer")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    disk.replace_file(tmp_path / "x", b"one's")
+    assert done and (tmp_path / "x").read_bytes() == b"one's"
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_full_disk_fails_checkpoints_until_there_is_room(forker, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import boto3
@@ -155,6 +155,58 @@ def test_a_store_that_is_away_when_it_is_to_commit_costs_one_checkpoint(s3, chec
     s3.mends()
     assert resumed(where) == 1
     assert save(checkpoints, 3) and resumed(where) == 3
+
+
+class Committed:
+    """Whether a request comes after one that wrote the pointer."""
+
+    def __init__(self, then: Callable[[str, str], bool]) -> None:
+        self._then = then
+        self._written = False
+
+    def __call__(self, method: str, url: str) -> bool:
+        if method == "PUT" and url.endswith("committed.json?"):
+            self._written = True
+            return False
+        return self._written and self._then(method, url)
+
+
+def test_a_store_that_cannot_be_listed_once_it_is_committed_costs_no_checkpoint(
+    s3, forker, where, monkeypatch
+):
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+    checkpoints = Checkpoints(where, last=1)
+    assert save(checkpoints, 1)
+    fault = s3.fails("500", Committed(lambda method, url: method == "GET" and "list-type" in url))
+    assert save(checkpoints, 2) and not checkpoints.failed
+    assert fault.hits
+    s3.mends()
+    assert resumed(where) == 2
+    assert save(checkpoints, 3) and not checkpoints.failed
+    checkpoints.close()
+    forker.until("committed step 3 ")
+    monkeypatch.delenv("ELASTICD_SAVER")
+    assert resumed(where) == 3
+    assert [parse_folder(n).step for n in store_at(where).names() if parse_folder(n)] == [3]
+
+
+@pytest.mark.slow
+def test_a_pointer_that_was_written_and_not_answered_for_keeps_its_checkpoint(s3, forker, where, monkeypatch):
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+    checkpoints = Checkpoints(where, last=1)
+    assert save(checkpoints, 1)
+    pointer = "committed.json?"
+    unread = s3.fails("500", Committed(lambda method, url: method in ("GET", "HEAD") and pointer in url))
+    mute = s3.fails("mute", lambda method, url: method == "PUT" and pointer in url, bad=1)
+    assert not save(checkpoints, 2) and checkpoints.failed == 1
+    assert mute.hits and unread.hits
+    s3.mends()
+    assert resumed(where) == 2
+    assert save(checkpoints, 3)
+    checkpoints.close()
+    forker.until("committed step 3 ")
+    monkeypatch.delenv("ELASTICD_SAVER")
+    assert resumed(where) == 3
 
 
 def test_a_slow_store_has_saves_skipped_and_counted_while_training_goes_on(s3, checkpoints, where):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,19 +27,22 @@ from elasticd.checkpoint.manifest import (
     encode,
     encode_index,
     folder_name,
+    parse_folder,
 )
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.checkpoint.reading import open_manifest
 from elasticd.checkpoint.report import Fate, Report
 from elasticd.checkpoint.saver import Saver
 from elasticd.checkpoint.store import Store
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
-from elasticd.core.ports import Applied, Put
+from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
 from elasticd.core.retention import Commit, Keep, Refused
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.daemon.saver import SaverService
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
+from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
 from elasticd.procs.keeper import KeeperError, Warden
 
 
@@ -133,7 +141,7 @@ def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_pat
 
     nobody = EtcdAccess(("127.0.0.1:9",), timeout_s=0.1)
     pointer = EtcdPointer(nobody, "j", Disk(tmp_path), patience_s=1.2, clock=lambda: now[0], sleep=sleep)
-    with pytest.raises(TimeoutError, match="etcd cannot be reached"):
+    with pytest.raises(Refused, match="etcd cannot be reached"):
         pointer.commit(saved(1, 1), Keep(), 1)
     assert now[0] >= 1.2
     assert not FilePointer(tmp_path).read().saved
@@ -175,19 +183,195 @@ def test_nobody_is_taken_for_in_time_while_etcd_is_away(tmp_path):
     pointer.close()
 
 
-def hands_over(saver: str, store: str, round: int, step: int) -> Line:
-    """A world of one worker."""
+class Mute:
+    """An etcd that takes what ``pointer`` commits and does not say so; its next calls raise ``then``."""
+
+    def __init__(self, pointer: EtcdPointer, then: StoreError) -> None:
+        self._client, self._then = pointer._client, then
+        self.took = False
+        pointer._client = self  # type: ignore[assignment]
+
+    def get(self, job: str, key: str) -> Entry | None:
+        if self.took:
+            raise self._then
+        return self._client.get(job, key)
+
+    def transact(self, *args: Any) -> Unknown:
+        assert isinstance(self._client.transact(*args), Applied)
+        self.took = True
+        return Unknown("no answer")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        StoreUnavailable("gone"),
+        StoreRefused("the certificate has run out"),
+        TokenExpired("it does not know our login"),
+    ],
+)
+def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server, client, tmp_path, then):
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 100 * seconds
+
+    listener, name = handover.listen()
+    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path), clock=lambda: now[0], sleep=sleep)
+    round_is(client, 3)
+    saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
+    thread = threading.Thread(target=saver.serve)
+    thread.start()
+    hands_over(name, str(tmp_path), 3, 5, last=1).close()
+    assert fate(told).fate is Fate.COMMITTED
+    etcd = Mute(pointer, then)
+    hands_over(name, str(tmp_path), 3, 6, last=1).close()
+    report = fate(told)
+    assert report.fate is Fate.FAILED and report.why.endswith("; it may be committed all the same")
+    saver.leave()
+    thread.join()
+    listener.close()
+    assert etcd.took and committed(client) == [6]
+    assert {parse_folder(n).step for n in Disk(tmp_path).names() if parse_folder(n)} == {5, 6}
+    settle(server.access, "j")  # as the next saver does
+    newest = FilePointer(tmp_path).read().newest
+    assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 6
+
+
+def test_a_saver_commits_once_an_etcd_that_stood_still_goes_on(server, client, tmp_path):
+    listener, name = handover.listen()
+    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    asked_again = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        asked_again.set()
+        time.sleep(seconds)
+
+    access = replace(server.access, timeout_s=0.3)
+    pointer = EtcdPointer(access, "j", Disk(tmp_path), sleep=sleep)
+    round_is(client, 3)
+    saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
+    thread = threading.Thread(target=saver.serve)
+    thread.start()
+    line = hands_over(name, str(tmp_path), 3, 5)
+    assert fate(told).step == 5
+    transact = pointer._client.transact
+
+    def stops(*args: Any) -> Answer:
+        if not asked_again.is_set():
+            os.kill(server.pid, signal.SIGSTOP)
+        return transact(*args)
+
+    pointer._client.transact = stops  # type: ignore[method-assign,assignment]
+    try:
+        hands_over_more(line, 3, 6)
+        assert asked_again.wait(60.0)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    report = fate(told)
+    assert (report.fate, report.step) == (Fate.COMMITTED, 6), report.why
+    assert committed(client) == [5, 6] == [s.step for s in FilePointer(tmp_path).read().saved]
+    line.close()
+    saver.leave()
+    thread.join()
+    listener.close()
+
+
+def test_what_others_read_is_what_etcd_says_when_it_is_written(server, client, tmp_path):
+    round_is(client, 3)
+    one, two = (EtcdPointer(server.access, "j", Disk(tmp_path)) for _ in range(2))
+    write = one._copied
+
+    def late(made: Commit) -> Commit:
+        two.commit(saved(6, 3), Keep(), 3)
+        return write(made)
+
+    one._copied = late  # type: ignore[method-assign]
+    made = one.commit(saved(5, 3), Keep(), 3)
+    assert [s.step for s in made.checkpoint.saved] == [5, 6]
+    assert [s.step for s in FilePointer(tmp_path).read().saved] == [5, 6]
+    for pointer in (one, two):
+        pointer.close()
+
+
+def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
+    server, client, tmp_path, monkeypatch
+):
+    replaced = Disk.replace
+
+    def full(disk: Disk, name: str, content: bytes, *, over: str | None = None) -> None:
+        if name == POINTER and committed(client) == [6] and not there_is_room.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        replaced(disk, name, content, over=over)
+
+    there_is_room = threading.Event()
+    monkeypatch.setattr(Disk, "replace", full)
+    listener, name = handover.listen()
+    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    said: list[str] = []
+    round_is(client, 3)
+    saver = Saver(
+        listener,
+        committer_of=lambda store: EtcdPointer(server.access, "j", store),
+        linger_s=None,
+        say=said.append,
+        report=told.put,
+    )
+    thread = threading.Thread(target=saver.serve)
+    thread.start()
+    for step in (5, 6):
+        hands_over(name, str(tmp_path), 3, step, last=1).close()
+        assert fate(told).fate is Fate.COMMITTED
+    assert said == [f"step 6 is committed, and older ones stay for now: No space left on device ({POINTER})"]
+    newest = FilePointer(tmp_path).read().newest
+    assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 5
+    there_is_room.set()
+    saver.leave()
+    thread.join()
+    listener.close()
+    newest = FilePointer(tmp_path).read().newest
+    assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 6
+    assert [n for n in Disk(tmp_path).names() if parse_folder(n)] == [newest.name]
+
+
+def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tmp_path):
+    for job in ("j", "k"):
+        now = Round(3, Phase.LIVE, (), "x:1", Cause.START, 1.0)
+        client.transact(job, (), (Put("round", now),))
+    mine, other = (EtcdPointer(server.access, job, Disk(tmp_path)) for job in ("j", "k"))
+    mine.commit(saved(5, 3), Keep(), 3)
+    other.commit(saved(2, 4), Keep(), 3)
+    mentioned = FilePointer(tmp_path).read()
+    with pytest.raises(Refused, match="another job has committed step 2 to .*; give each job a folder"):
+        mine.commit(saved(9, 5), Keep(), 3)
+    settle(server.access, "j")
+    assert FilePointer(tmp_path).read() == mentioned and [s.step for s in mentioned.saved] == [5, 2]
+    other.commit(saved(3, 4), Keep(), 3)
+    for pointer in (mine, other):
+        pointer.close()
+
+
+def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> Line:
+    """A world of one worker. ``last``: how many are kept."""
     line = handover.connect(saver)
-    name = folder_name(step, round, f"{step:08x}", 1)
     line.send({"is": "open", "path": store, "token": f"{step:08x}", "rank": 0, "world": 1, "round": round,
-               "fence": round, "locals": [0], "last": 3, "every": 0})  # fmt: skip
+               "fence": round, "locals": [0], "last": last, "every": 0})  # fmt: skip
     paper = Paper(encode_index(Index([], {}, {}, {})), b"not looked at").file()
     line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
     memory = Memory.make(64)
     line.send({"is": "buffer", "plan": 1, "buffer": 0}, (memory.fd,))
-    line.send({"is": "save", "plan": 1, "buffer": 0, "step": step, "name": name, "at": 1.0})
     os.close(paper)
+    hands_over_more(line, round, step)
     return line
+
+
+def hands_over_more(line: Line, round: int, step: int) -> None:
+    name = folder_name(step, round, f"{step:08x}", 1)
+    line.send({"is": "save", "plan": 1, "buffer": 0, "step": step, "name": name, "at": 1.0})
 
 
 class Watched(EtcdPointer):

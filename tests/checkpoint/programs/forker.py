@@ -1,9 +1,10 @@
 """Forks savers, which start in no time so: one for each line of JSON on stdin, with its options.
 
 A saver says on stdout, a line each: its name and pid, then what it does. ``fail``: [function of os,
-number of calls that still work, how many fail then, errno]. ``slow``: [function of os, seconds].
-``node``: what it is called among those who hold copies for each other; ``peers``: the folder where
-they find each other, a file each.
+number of calls that still work, how many fail then, errno]; it says ``spoiled`` when one does. ``record``:
+it says ``opens``, ``syncs`` and ``renames``, with the path, when it does that. ``slow``: [function of os,
+seconds]. ``node``: what it is called among those who hold copies for each other; ``peers``: the folder
+where they find each other, a file each.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from elasticd.checkpoint.saver import Saver
 from elasticd.checkpoint.wire import PeerGone
 from elasticd.core.facts import Holder
 
+_write, _open, _fsync, _rename = os.write, os.open, os.fsync, os.rename
+
 
 def say(sentence: str) -> None:
-    os.write(1, f"{sentence}\n".encode())
+    _write(1, f"{sentence}\n".encode())
 
 
 def tell(report: Report) -> None:
@@ -42,10 +45,28 @@ def spoil(function: str, fine: int, bad: int, code: int) -> None:
         nonlocal calls
         calls += 1
         if fine < calls <= fine + bad:
+            say(f"spoiled {function}")
             raise OSError(code, os.strerror(code), str(arguments[0]))
         return real(*arguments, **options)
 
     setattr(os, function, spoiled)
+
+
+def record() -> None:
+    def opened(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            say(f"opens {path}")
+        return _open(path, flags, *rest, **options)
+
+    def synced(fd: int) -> None:
+        say(f"syncs {os.readlink(f'/proc/self/fd/{fd}')}")
+        _fsync(fd)
+
+    def renamed(old: Any, new: Any) -> None:
+        say(f"renames {old} {new}")
+        _rename(old, new)
+
+    os.open, os.fsync, os.rename = opened, synced, renamed  # type: ignore[assignment]
 
 
 class FilePeers:
@@ -76,6 +97,8 @@ def saver(options: dict[str, Any]) -> None:
     say(f"saver {name} {os.getpid()}")
     if "fail" in options:
         spoil(*options["fail"])
+    if "record" in options:
+        record()
     Saver(listener, pace=pace, linger_s=linger_s, say=say, report=tell, replication=replication).serve()
 
 
