@@ -94,8 +94,10 @@ class Trainer:
                 rate = (self.step - step_since) / (time.monotonic() - since)
                 say(f"step {self.step:>5}  loss {mean_loss:.3f}  {rate:.1f} steps/s")
             if stopping or is_last:
-                self.checkpoints.wait()  # for the one before, or this one might be left out
-                self.checkpoints.save(self.state, self.step)
+                taken = False
+                while not taken:  # once the one before is durable
+                    self.checkpoints.wait()
+                    taken = self.checkpoints.save(self.state, self.step)
             else:
                 self.checkpoints.save_if_due(self.state, self.step)
             if stopping:

@@ -56,6 +56,12 @@ def open_manifest(store: Store, saved: Saved) -> Manifest:
     if digest(raw) != saved.digest:
         raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: its checksum is wrong")
     manifest = decode(raw, saved.name)
+    told = (manifest.name, manifest.step, manifest.round, manifest.world)
+    if told != (saved.name, saved.step, saved.round, saved.world):
+        raise BadCheckpoint(
+            f"{saved.name}/{MANIFEST} is of step {told[1]}, round {told[2]} and {told[3]} workers, and was "
+            f"committed as of step {saved.step}, round {saved.round} and {saved.world} workers"
+        )
     sizes = _patiently(saved.name, lambda: store.sizes(saved.name))
     for file in manifest.files:
         if file.name not in sizes:

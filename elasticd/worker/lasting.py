@@ -74,7 +74,9 @@ class Lasting:
     def finished(self, parts: Parts, world: World | None) -> None:
         """Training is at its end. Raises WorldChanged if the world ends otherwise meanwhile."""
         if parts.step > 0:
-            self._save(parts, world, must=True)
+            while not self._save(parts, world, must=True):
+                if dist.get_rank() == 0:
+                    _log.warning("step %d is saved once those before it are durable", parts.step)
 
     def has_beyond(self, age: Age, world: World) -> bool:
         """Whether a later world came further than that, and what it made was kept. Raises WorldChanged if the
@@ -110,18 +112,21 @@ class Lasting:
         random = _alike(parts.seeds, ours.get("random", {}), ours.get("seeds", {}))
         return Parts(parts.things, plain, parts.seeds, step, random)
 
-    def _save(self, parts: Parts, world: World | None, *, must: bool = False) -> None:
-        """``must``: wait for the disk rather than leave it out."""
+    def _save(self, parts: Parts, world: World | None, *, must: bool = False) -> bool:
+        """Whether it is taken, which is the same on all ranks. ``must``: wait for the disk, for a while,
+        rather than leave it out."""
         this = (world.number if world else 1, parts.step)
         if must and self._newest == this:
-            return
+            return True
         rank = str(dist.get_rank())
         ours = {"random": {rank: parts.random}, "seeds": {rank: dict(parts.seeds)}}
         with _in(world):
             if must:
                 self._checkpoints.wait(GOING_S_MAX)
-            if self._checkpoints.save({**parts.things, **parts.plain, _OURS: ours}, parts.step):
+            taken = self._checkpoints.save({**parts.things, **parts.plain, _OURS: ours}, parts.step)
+            if taken:
                 self._newest = this
+            return taken
 
 
 class _Absent:

@@ -18,7 +18,7 @@ from elasticd.checkpoint import handover
 from elasticd.checkpoint.handover import Gone, Line, Message
 from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import Store, told
 from elasticd.core import bandwidth
 from elasticd.core.replicas import holders
 from elasticd.core.retention import Keep
@@ -48,6 +48,7 @@ class SaverLine:
     def __init__(self, take: Callable[[Message], None], lost: Callable[[Gone], None]) -> None:
         self._take, self._lost = take, lost
         self._line: Line | None = None
+        self.why = ""  # it is not open
 
     @property
     def is_open(self) -> bool:
@@ -55,18 +56,24 @@ class SaverLine:
 
     def open(self, together: Together, store: Store, keep: Keep) -> Terms:
         """All ranks: find or start the savers, and introduce ourselves. Whether that came to something,
-        ``is_open`` says."""
+        ``is_open`` says, and ``why`` not."""
         self.close()
         mine: dict[str, Any] = {"host": _host(), "saver": saver_name()}
         mine["node"] = os.environ.get("ELASTICD_HOLDER", "")
         numbered = int(os.environ.get("ELASTICD_ROUND", "0"))
         if together.rank == 0:
-            before = 0
-            with contextlib.suppress(BadCheckpoint, OSError):  # then no commit works, which is said
+            before, why = 0, ""
+            try:
                 before = FilePointer(store).last_round()
-            mine |= {"token": os.urandom(4).hex(), "round": max(numbered, before + 1)}
+            except BadCheckpoint:  # then no commit works, which is said
+                pass
+            except OSError as error:
+                why = f"it cannot be told what was saved before: {told(error)}"
+            mine |= {"token": os.urandom(4).hex(), "round": max(numbered, before + 1), "why": why}
         said = [json.loads(raw) for raw in together.gather(json.dumps(mine).encode())]
-        token, round_ = said[0]["token"], said[0]["round"]
+        token, round_, self.why = said[0]["token"], said[0]["round"], said[0]["why"]
+        if self.why:
+            return Terms(token, round_, copies=False)
         here = (mine["host"], mine["saver"])
         locals_ = [rank for rank, its in enumerate(said) if (its["host"], its["saver"]) == here]
         keeper = holders([its["node"] for its in said]) if all(its["node"] for its in said) else {}
@@ -160,6 +167,7 @@ class SaverLine:
     def _lose(self, error: Gone) -> None:
         """Another is started at the next save, when all ranks are here."""
         self.close()
+        self.why = str(error)
         self._lost(error)
 
 

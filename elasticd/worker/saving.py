@@ -154,7 +154,7 @@ class Saving:
         assert plan is not None
         name = folder_name(step, self._terms.round, self._terms.token, self._seq)
         if not self._line.is_open:  # it went while we copied, which did not count this one yet
-            self.failed += 1
+            self._fail(step, self._line.why)
             return
         self.pending.add(name)
         if why:

@@ -17,8 +17,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, folder_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.checkpoint.reading import open_manifest, verify
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Keep
 from elasticd.worker import saverline
@@ -146,6 +148,43 @@ def test_no_flipped_bit_is_loaded(damaged, caplog):
             stream.write(bytes([byte]))
     assert noticed == TRIES  # every block of such a shard is read, frames and gaps included
     assert damaged.found() == 2
+
+
+def test_no_flipped_bit_of_what_tells_of_checkpoints_is_loaded(opened, tmp_path):
+    path, checkpoints = tmp_path / "run", opened()
+    for step in (1, 2):
+        assert checkpoints.save({"w": torch.full((64,), step), "step": step}, step)
+        assert checkpoints.wait() and not checkpoints.failed, checkpoints.last_error
+    store, newest = Disk(path), FilePointer(path).read().saved[-1]
+    chance = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    for file in (path / POINTER, path / newest.name / MANIFEST, path / newest.name / ".metadata"):
+        whole = file.read_bytes()
+        for _ in range(TRIES // 3):
+            at, bit = chance.randrange(len(whole)), 1 << chance.randrange(8)
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            state = {"w": torch.zeros(64, dtype=torch.int64), "step": 0}
+            try:
+                found = checkpoints.load(state)
+            except NoCheckpoint as error:
+                found, refused = 0, str(error)
+            assert found == state["step"] and bool((state["w"] == found).all())
+            if found == 0:
+                assert file.name == POINTER and "newer elasticd" in refused
+            elif file.name == MANIFEST:
+                assert found == 1
+            elif file.name == ".metadata":  # which is read by plain DCP only
+                assert any(wrong for _, wrong in verify(store, open_manifest(store, newest)))
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("wrong", [{"step": 3}, {"round": 2}, {"world": 2}])
+def test_what_a_checkpoint_is_called_is_believed_only_where_it_says_so_itself(damaged, caplog, wrong):
+    known = FilePointer(damaged.path).read()
+    one, two = known.saved
+    FilePointer(damaged.path).write(replace(known, saved=(one, replace(two, **wrong))))
+    assert damaged.found() == 1
+    assert "of step 2, round 1 and 1 workers, and was committed as of" in caplog.text
 
 
 def test_no_zeroed_page_is_loaded(damaged):

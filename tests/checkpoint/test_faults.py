@@ -299,6 +299,38 @@ def test_a_full_disk_fails_checkpoints_until_there_is_room(forker, tmp_path, mon
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_a_store_that_does_not_say_what_was_saved_before_costs_no_save_but_that(
+    forker, tmp_path, monkeypatch
+):
+    path = tmp_path / "run"
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
+    monkeypatch.setenv("ELASTICD_ROUND", "7")
+    before = Checkpoints(path)
+    assert before.save(filled(1), 1) and before.wait() and not before.failed
+    monkeypatch.setenv("ELASTICD_ROUND", "1")  # of a new etcd
+    last_round, asked = FilePointer.last_round, []
+
+    def fails_once(pointer):
+        asked.append(pointer)
+        if len(asked) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), POINTER)
+        return last_round(pointer)
+
+    monkeypatch.setattr(FilePointer, "last_round", fails_once)
+    checkpoints = Checkpoints(path)
+    checkpoints.save(filled(2), 2)
+    assert checkpoints.wait() and checkpoints.failed == 1
+    assert checkpoints.last_error == (
+        "the checkpoint of step 2 was not saved: it cannot be told what was saved before: "
+        f"Input/output error ({POINTER})"
+    )
+    assert checkpoints.save(filled(3), 3) and checkpoints.wait() and checkpoints.failed == 1
+    before.close()
+    checkpoints.close()
+    newest = FilePointer(path).read().newest
+    assert newest is not None and (newest.step, newest.round) == (3, 8)
+
+
 @pytest.mark.slow  # a saver that is stopped has as many skipped
 def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp_path, monkeypatch):
     name, _ = forker.saver(bytes_s=1e6)  # two seconds for each

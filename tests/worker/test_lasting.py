@@ -10,12 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from elasticd import worker
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.core.age import Age
 from elasticd.core.cadence import EverySteps
 from elasticd.core.link import Enter, Holds, Source
+from elasticd.worker import lasting
+from elasticd.worker.checkpoint import Checkpoints
 from elasticd.worker.lasting import Lasting
 from elasticd.worker.resuming import Kept
 from elasticd.worker.world import World
@@ -68,6 +71,23 @@ def end_of(state: object, journal: Journal, accident: Accident, steps: int) -> N
     train(state, journal, accident, COMMITTED)
     state._lasting._checkpoints.wait()
     os.kill(os.getpid(), 9)
+
+
+def test_the_last_step_is_saved_however_long_those_before_it_take(savers, tmp_path, monkeypatch):
+    monkeypatch.setattr(lasting, "GOING_S_MAX", 0.01)
+    monkeypatch.setattr(lasting.dist, "get_rank", lambda: 0)
+    monkeypatch.setenv("ELASTICD_SAVER", savers.saver(bytes_s=1e7)[0])  # a fifth of a second for each
+    checkpoints = Checkpoints(tmp_path / "run")
+    last = lasting.Lasting(checkpoints)
+    parts = lasting.Parts({"w": torch.zeros(1 << 19)}, {}, {})
+    for parts.step in (1, 2):
+        last.passed(parts, None, ends=False)
+    assert not checkpoints.skipped
+    parts.step = 3
+    last.finished(parts, None)
+    assert checkpoints.wait() and not checkpoints.failed
+    assert saved_steps(tmp_path / "run") == [1, 2, 3]
+    checkpoints.close()
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
