@@ -28,7 +28,7 @@ from elasticd.daemon.meter import Meter
 from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.sampler import Sampler
-from elasticd.daemon.saver import SaverService
+from elasticd.daemon.saver import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
 from elasticd.daemon.stragglers import Comparison
@@ -234,7 +234,9 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             lastwords.pass_on_error_file(config, last, procs.error_file)
         ended_at = clock()
         ledgers = timekeeper.farewell(ended_at)
-        saver.close()  # what it had yet to commit is told of this run, too
+        with Signals((signal.Signals[name] for name in config.signals), saver.hurry):
+            # What it had yet to commit is told of this run, too.
+            saver.close(FINISH_S_MAX if last is not None and left.code < 128 else FINISH_S)
         publisher.farewell(ended_at)
         spent = totals(ledgers)
         seen = driver.state.round if driver.state.joined else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import sys
@@ -39,7 +40,10 @@ _HOLDER: Final = "ELASTICD_SAVER_HOLDER"
 _BEHIND: Final = "those before it are not yet durable"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
-_FINISH_S: Final = 60.0  # at the end of the agent
+FINISH_S: Final = 60.0  # at the end of an agent that is asked to leave
+FINISH_S_MAX: Final = 1e6  # as long as it takes
+_ENDS_S: Final = 5.0  # once it is killed
+_SAID_AFTER_S: Final = 2.0  # that it is waited for
 _AGAIN_S: Final = 2.0  # from one start to the next, at least
 
 
@@ -77,7 +81,7 @@ class SaverService:
         self._began = -_AGAIN_S
         self._pid = 0
         self._ready = threading.Event()
-        self._ended = threading.Event()
+        self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()  # signal handlers may put there
         self._starter: threading.Thread | None = None
         options = {
             "endpoints": access.endpoints,
@@ -116,8 +120,12 @@ class SaverService:
             self._pid = 0
             self.footprint = Footprint()  # memory of a process that is gone
             self._ready.set()
-            self._ended.set()
-            if not self._closing.is_set() and not self._warden.closing:
+            if self._closing.is_set():
+                if end.code:
+                    last = "what the saver had yet to write when it was ended"
+                    self.unsaved = f"{self.unsaved}; and {last}" if self.unsaved else last
+                self._ends.put(True)
+            elif not self._warden.closing:
                 _log.warning("saver.ended", code=end.code, note="another starts when it is asked for")
                 self._await()
 
@@ -125,7 +133,6 @@ class SaverService:
         while not self._closing.wait(max(0.0, self._began + _AGAIN_S - time.monotonic())):
             self._began = time.monotonic()
             self._ready.clear()
-            self._ended.clear()
             try:
                 self._pid = self._warden.spawn_service(
                     [sys.executable, "-c", program],
@@ -139,9 +146,14 @@ class SaverService:
             except KeeperError as error:  # who asked for it waits
                 _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
 
-    def close(self) -> None:
+    def hurry(self, _: object = None) -> None:
+        """``close`` is to wait no longer than an agent that is asked to leave; when this is called again, no
+        longer at all. Signal handlers may call this."""
+        self._ends.put(False)
+
+    def close(self, finish_s: float = FINISH_S) -> None:
         """No more are started, and the one there is ends when it has done what there is to do, or at
-        once if that takes too long. May be called again."""
+        once if that takes longer than ``finish_s``; then ``unsaved`` says so. May be called again."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -151,11 +163,28 @@ class SaverService:
         for listener in self._also:
             listener.close()
         if self._pid:
-            self._ready.wait(_FINISH_S)  # before that it would die of the signal
-            self._warden.stop_service(self._pid, _FINISH_S)
-            self._ended.wait(_FINISH_S + 5.0)
+            self._ready.wait(FINISH_S)  # before that it would die of the signal
+            self._see_off(finish_s)
         self._warden.unwatch(self._said)
         self._saying.close()
+
+    def _see_off(self, finish_s: float) -> None:
+        """Ask it to end, and wait until it has."""
+        pid = self._pid
+        self._warden.stop_service(pid, finish_s)
+        wait_s, graces = _SAID_AFTER_S, iter((min(finish_s, FINISH_S), 0.0))
+        while True:
+            try:
+                if self._ends.get(timeout=wait_s):
+                    return
+            except queue.Empty:
+                if wait_s != _SAID_AFTER_S:
+                    return  # whoever was to end it is gone
+                _log.info("saver.finishing", note="what was handed over is yet to be written and committed")
+            else:
+                finish_s = next(graces, 0.0)
+                self._warden.stop_service(pid, finish_s)
+            wait_s = finish_s + _ENDS_S
 
     def _listen(self) -> None:
         """On the warden's thread."""

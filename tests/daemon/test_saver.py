@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpoint import handover
+from elasticd import daemon
+from elasticd.checkpoint import disk, handover
 from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.handover import Line, Memory, Paper
 from elasticd.checkpoint.manifest import (
@@ -38,7 +39,7 @@ from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
 from elasticd.core.retention import Commit, Keep, Refused
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
-from elasticd.daemon.saver import SaverService
+from elasticd.daemon.saver import FINISH_S_MAX, SaverService
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
@@ -440,6 +441,51 @@ def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(serv
     line.close()
     assert [report.fate for report in service.reports] == [Fate.COPIED, Fate.COMMITTED]
     assert committed(client) == [6]
+
+
+class Log:
+    """Whose ``said`` can be waited for."""
+
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def info(self, event: str, **facts: object) -> None:
+        self.said.put(event)
+
+    warning = info
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
+    server, client, tmp_path, monkeypatch, hurried
+):
+    log = Log()
+    monkeypatch.setattr(daemon.saver, "_log", log)
+    monkeypatch.setattr(daemon.saver, "FINISH_S", 0.1)
+    round_is(client, 3)
+    with Warden.start() as warden:
+        service = SaverService(warden, server.access, "j")
+        with disk.locked(tmp_path / f".{POINTER}.lock"):  # a store that is not ready yet
+            line = hands_over(service.name, str(tmp_path), 3, 5)
+            while (heard := line.receive()) and heard[0]["is"] != "free":
+                pass
+            closing = threading.Thread(target=service.close, args=(FINISH_S_MAX,))
+            closing.start()
+            assert log.said.get(timeout=60.0) == "saver.finishing"
+            assert closing.is_alive() and not service.unsaved
+            if hurried:
+                service.hurry()
+                closing.join(60.0)
+        closing.join(60.0)
+        assert not closing.is_alive()
+        line.close()
+    fates = [report.fate for report in service.reports]
+    if hurried:
+        assert fates == [Fate.COPIED]
+        assert service.unsaved == "what the saver had yet to write when it was ended"
+    else:
+        assert fates == [Fate.COPIED, Fate.COMMITTED] and not service.unsaved
+        assert [s.step for s in FilePointer(tmp_path).read().saved] == [5]
 
 
 def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatch):
