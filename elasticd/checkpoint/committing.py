@@ -62,6 +62,9 @@ class _Receipt(msgspec.Struct, frozen=True):
     why: str = ""
 
 
+_RECEIPTS: Final = msgspec.json.Decoder(_Receipt)
+
+
 class Committing:
     """``committer_of``: by the store of the checkpoints. All that is here blocks, and is for threads."""
 
@@ -166,7 +169,7 @@ class Committing:
                 with ThreadPoolExecutor(min(_READERS, len(fresh)), "receipts") as pool:
                     paths = [f"{gathering.name}/{receipt}" for receipt in fresh]
                     for raw in pool.map(world.store.read, paths):
-                        said = msgspec.json.decode(raw, type=_Receipt)
+                        said = _RECEIPTS.decode(raw)
                         if said.why:
                             raise TimeoutError(said.why)
                         files |= said.files

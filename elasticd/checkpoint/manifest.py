@@ -98,6 +98,12 @@ class _Unread(_Head, frozen=True):
     seal: str = ""
 
 
+# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+_MANIFESTS: Final = msgspec.json.Decoder(Manifest)
+_UNREAD: Final = msgspec.json.Decoder(_Unread)
+_INDEXES: Final = msgspec.json.Decoder(Index)
+
+
 def encode(name: str, step: int, round: int, world: int, at: float, files: list[File], index: bytes) -> bytes:
     """``index``: an encoded Index."""
     manifest = _Unread(VERSION, name, step, round, world, at, BLOCK, files, msgspec.Raw(index))
@@ -112,7 +118,7 @@ def _sealed(manifest: _Unread) -> bytes:
 def is_intact(raw: bytes) -> bool:
     """Whether a manifest is as it was written, by its own word."""
     try:
-        manifest = msgspec.json.decode(raw, type=_Unread)
+        manifest = _UNREAD.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return False
     return raw == _sealed(manifest)
@@ -121,7 +127,7 @@ def is_intact(raw: bytes) -> bool:
 def decode(raw: bytes, name: str) -> Manifest:
     """Raises BadCheckpoint."""
     try:
-        manifest = msgspec.json.decode(raw, type=Manifest)
+        manifest = _MANIFESTS.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{name}/{MANIFEST} cannot be read: {error}") from error
     if manifest.v > VERSION:
@@ -136,7 +142,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(raw: bytes) -> Index:
-    return msgspec.json.decode(raw, type=Index)
+    return _INDEXES.decode(raw)
 
 
 def block_digest(block: bytes | bytearray | memoryview) -> str:

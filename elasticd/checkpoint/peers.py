@@ -155,6 +155,10 @@ class Peer:
         return answer
 
 
+for _kind in (Label, Offer):  # before there are threads: see ``etcd.records``
+    msgspec.json.Decoder(_kind)
+
+
 def _as(value: object, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(value, kind, strict=True)

@@ -34,6 +34,11 @@ class _Record(_Version, frozen=True):
     saved: tuple[Saved, ...]
 
 
+# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+_VERSIONS: Final = msgspec.json.Decoder(_Version)
+_RECORDS: Final = msgspec.json.Decoder(_Record)
+
+
 class FilePointer:
     """The file ``committed.json`` in a store, which is given itself or by its path or URL.
 
@@ -73,8 +78,8 @@ class FilePointer:
         except FileNotFoundError:
             return Checkpoint(self._store.url), "", ""
         try:
-            newer = msgspec.json.decode(raw, type=_Version).v
-            saved = msgspec.json.decode(raw, type=_Record).saved if newer <= VERSION else ()
+            newer = _VERSIONS.decode(raw).v
+            saved = _RECORDS.decode(raw).saved if newer <= VERSION else ()
             # Names become paths, of what is removed in the end too.
             strange = next((s.name for s in saved if parse_folder(s.name) is None), None)
             damage = f"it names {strange!r}, which is no checkpoint's name" if strange is not None else ""

@@ -243,7 +243,7 @@ def main() -> None:
 
     replication = None
     if _HOLDER in os.environ:
-        me = msgspec.json.decode(os.environ[_HOLDER], type=Holder)
+        me = msgspec.json.Decoder(Holder).decode(os.environ[_HOLDER])
         replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
 
     def tell(report: Report | Footprint) -> None:

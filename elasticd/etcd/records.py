@@ -56,6 +56,13 @@ class _Version(msgspec.Struct):
     v: int
 
 
+# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+_VERSIONS: Final = msgspec.json.Decoder(_Version)
+_DECODERS: Final[dict[type[Fact], msgspec.json.Decoder[Any]]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (*_BY_KEY.values(), *_BY_FOLDER.values())
+}
+
+
 def fact_type(key: str) -> type[Fact] | None:
     """What the key (below the job's prefix) holds; None for one that is not ours to read."""
     if key in _BY_KEY:
@@ -86,13 +93,14 @@ def decode(key: str, value: bytes) -> Fact | None:
     if expected is None:
         return None
     try:
-        version = msgspec.json.decode(value, type=_Version).v
+        version = _VERSIONS.decode(value).v
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadRecord(key, f"not a record of elasticd ({error})") from error
     if version > VERSION:
         raise NewerRecord(key, version, VERSION)
     try:
-        return msgspec.json.decode(value, type=expected)
+        fact: Fact = _DECODERS[expected].decode(value)
+        return fact
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadRecord(key, str(error)) from error
 

@@ -44,6 +44,9 @@ class Standalone:
         return EtcdAccess(endpoints=(self.endpoint,))
 
 
+_STANDALONES = msgspec.json.Decoder(Standalone)
+
+
 def registry_folder() -> Path:
     """``$XDG_RUNTIME_DIR/elasticd``, else ``/tmp/elasticd-<uid>``; made if it is not there.
 
@@ -119,7 +122,7 @@ def _path(job: str) -> Path:
 
 def _read(path: Path) -> Standalone | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Standalone)
+        return _STANDALONES.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError):
         return None  # being removed, or nothing of ours
 

@@ -7,7 +7,7 @@ Keys below ``/elasticd.torchrun/<run id>/``: ``nodes/<node>`` on the node's leas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -77,10 +77,16 @@ def encode(record: NodeRecord | Round) -> bytes:
 Record = TypeVar("Record", NodeRecord, Round)
 
 
+# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+_DECODERS: Final[dict[type[Any], msgspec.json.Decoder[Any]]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (NodeRecord, Round)
+}
+
+
 def decode(kind: type[Record], value: bytes, key: str) -> Record:
     """Raises ``CorruptError``, naming the key, for anything that ``encode`` did not make."""
     try:
-        record = msgspec.json.decode(value, type=kind)
+        record: Record = _DECODERS[kind].decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptError(f"the value of {key} in etcd is not a {kind.__name__}: {error}") from error
     if record.version > VERSION:

@@ -44,3 +44,16 @@ def test_torch_loads_weights_only(module):
                 assert isinstance(value, ast.Constant) and value.value is True, f"line {node.lineno}"
             case ast.Attribute(attr="recv_object_list" | "broadcast_object_list" | "all_gather_object"):
                 pytest.fail(f"line {node.lineno}: {node.attr} unpickles what others send")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [m for m in OURS if m.parent.name in ("checkpoint", "daemon", "etcd", "torchrun")],
+    ids=name,
+)
+def test_where_there_are_threads_decoders_are_made_before_them(module):
+    """msgspec looks at a class when it first decodes it, and crashes where two threads do that at once."""
+    for node in ast.walk(ast.parse(module.read_text(), module)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="decode"), keywords=[ast.keyword(arg="type", value=kind)]):
+                assert ast.unparse(kind) == "dict", f"line {node.lineno}: have a Decoder in the module"
