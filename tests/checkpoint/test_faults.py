@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint import disk, handover
+from elasticd.checkpoint import disk, handover, reading
 from elasticd.checkpoint.handover import Line, Memory, Paper
 from elasticd.checkpoint.manifest import Index, encode_index, folder_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
@@ -235,6 +235,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_it_taken(
         return real(what, *rest)
 
     monkeypatch.setattr(os, call, spoiled)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     assert resumed(path) == 1
     assert f"step 1 is resumed from, since {newest}" in caplog.text and "Input/output error" in caplog.text
 
