@@ -44,8 +44,8 @@ class State:
 
     ``checkpoints``: what is committed is kept in a ``Checkpoints`` or below a folder (by default the
     one that ``elasticd run --checkpoints`` names): when they are due, at the first commit of a world of
-    survivors, when all workers go, and at the end. Where no worker has the state any more, it comes from
-    the memory of this node, or of another, or from the newest checkpoint. ``restore``: where there is
+    survivors, when all workers go, and at the end. Where no worker has the newest state any more, it comes
+    from the memory of this node, or of another, or from the newest checkpoint. ``restore``: where there is
     none either, as at the start, one worker calls ``restore(state)``, which may load something into the
     objects and returns the step that it is of, or None.
 
