@@ -24,7 +24,18 @@ from elasticd.worker.resuming import Kept
 from elasticd.worker.world import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew
-from tests.worker.jobs import NOTHING, STEPS, Accident, Gate, Journal, reads, train, train_astray, work
+from tests.worker.jobs import (
+    NOTHING,
+    STEPS,
+    Accident,
+    Gate,
+    Journal,
+    reads,
+    run_out_of_memory,
+    train,
+    train_astray,
+    work,
+)
 
 COMMITTED = 7
 
@@ -185,6 +196,33 @@ def test_what_was_kept_is_newer_only_if_it_came_further_in_a_later_world(monkeyp
     checkpoints = SimpleNamespace(keep_in_step=lambda: None, newest_kept=lambda: kept)
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
     assert Lasting(checkpoints).has_beyond(Age(2, 25), World(Enter(4, env))) is beyond
+
+
+def train_with_trouble_in_saving(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    checkpoints = state._lasting._checkpoints
+    save = checkpoints.save
+
+    def save_if_nothing_happens(parts: object, step: int) -> bool:
+        accident("saving", step)
+        return save(parts, step)
+
+    checkpoints.save = save_if_nothing_happens
+    train(state, journal, NOTHING, steps)
+
+
+@pytest.mark.slow
+def test_a_worker_without_memory_to_save_the_state_dies_of_it_alone(crew, tmp_path, saver, undisturbed):
+    more = {"saver": saver, "checkpoints": str(tmp_path / "run"), "body": train_with_trouble_in_saving}
+    accidents = [NOTHING, Accident("saving", 5, run_out_of_memory)]
+    hands = [crew.start(work, str(tmp_path), str(i), its, **more) for i, its in enumerate(accidents)]
+    crew.all_waiting(*hands)
+    crew.form(*hands)
+    crew.all_ended()
+    assert hands[1].status == 1
+    assert "can't allocate memory" in (tmp_path / "1.err").read_text()
+    assert_undisturbed(crew, tmp_path, range(1), undisturbed)
+    assert crew.settled == [(1, 2), (2, 1)]
+    assert reads(tmp_path, "0", "committed") == list(range(1, STEPS + 1))
 
 
 def train_in_two_parts(state: object, journal: Journal, accident: Accident, steps: int) -> None:
