@@ -98,7 +98,7 @@ class Destinations:
         self._begun = True
         with contextlib.suppress(OSError):  # whoever starts something is told so
             for worker in self.reify(1, {0: {"TORCHELASTIC_RUN_ID": job}}).capture_dirs.values():
-                shutil.rmtree(Path(worker).parent)  # what is there of the first round until it begins
+                shutil.rmtree(Path(worker).parent)  # torch makes it again for the first round
 
     def run_folder(self) -> Path | None:
         """Where this run keeps its logs; None where the user's LogsSpecs puts them elsewhere than in

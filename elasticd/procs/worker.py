@@ -103,7 +103,7 @@ class Worker:
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
         place = self._log_place()
-        told = self.told() if end.code > 0 else Told()
+        told = self.told() if end.code else Told()  # one that says so may be killed before it has ended
         own_doing = end.code <= 0 or hung or end.fenced or end.error or told.fatal or told.astray is not None
         trouble = "" if own_doing else self._log_trouble()
         if trouble:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.core.page import ASTRAY
 from elasticd.procs.keeper import KeeperError
 from elasticd.procs.output import LogDest
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
@@ -204,6 +205,19 @@ def test_reify_may_add_to_the_environment(bench: Bench) -> None:
 
     bench.run("import os; print(os.environ['ADDED'])", 2, reify=reify)
     assert sorted(bench.console.lines()) == [b"1.0", b"1.1"]
+
+
+def test_one_that_ended_to_go_back_did_so_though_it_was_killed_on_its_way(bench: Bench) -> None:
+    """Python takes a second to end on a busy machine, and survivors do not wait for it."""
+    program = f"""
+import os, signal, struct
+with open(os.environ["ELASTICD_PAGE"], "r+b") as page:
+    page.seek({8 * ASTRAY})
+    page.write(struct.pack("=Q", 51))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (exit,) = bench.run(program)
+    assert (exit.code, exit.astray) == (-signal.SIGKILL, 50)
 
 
 # ---------------------------------------------------------------- what it leaves behind
