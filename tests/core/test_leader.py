@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core import leader, world
+from elasticd.core.age import Age
 from elasticd.core.facts import (
     Astray,
     Budget,
@@ -33,6 +34,7 @@ from elasticd.core.facts import (
     Stragglers,
 )
 from elasticd.core.leader import Plan, View, decide
+from elasticd.core.leader.view import Registered
 from elasticd.core.page import Fatal
 from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
@@ -571,6 +573,9 @@ def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_
     seen = closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports)
     assert next_round(decide(seen, NOW)).anew, "if it was closed for something else"
     seen = replace(seen, round=replace(seen.round, anew=True))
+    kept = replace(node("a", released=5), ready=(0,), age=Age(5, 7), holders=(0,))
+    waits = decide(replace(seen, nodes={**(seen.nodes or {}), "a": Registered(kept, 100, 0.0)}), NOW)
+    assert waits.reasons == (AwaitingRelease(("a",)),) and not waits.writes, "until that worker has ended"
     again = decide(seen, NOW)
     assert (next_round(again).phase, next_round(again).anew) == (Phase.LIVE, False)
     went_back = written(again, "budget")

@@ -42,7 +42,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     holding = tuple(
         m.node
         for m in round.members
-        if is_present(view, m) and not (has_released(view, m, round.number) and has_told(view, m))
+        if is_present(view, m)
+        and not (has_released(view, m, round.number) and has_told(view, m) and not _keeps(view, m, round))
     )
     if holding:
         if round.planned and (missing or budgets.first_failure(round, view.reports.values())):
@@ -99,6 +100,12 @@ def _has_left(view: View, member: Member, round: Round) -> bool:
         return False
     age = view.nodes[member.node].node.age
     return age is not None and age.agreed == round.number
+
+
+def _keeps(view: View, member: Member, round: Round) -> bool:
+    """Whether workers wait there with a state that nobody is to go on with: they are being ended."""
+    assert view.nodes is not None
+    return round.anew and bool(view.nodes[member.node].node.holders)
 
 
 def _last_line(message: str) -> str:
