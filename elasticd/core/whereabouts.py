@@ -25,7 +25,7 @@ class At(StrEnum):
     """What it is in."""
 
     COLLECTIVE = "collective"  # it waits for other ranks
-    PROGRAM = "program"  # it waits for a program or a process that it started
+    PROGRAM = "program"  # it waits for a program or a process that it started, or for the saver
     OWN = "own"  # code of its own
 
 
@@ -96,6 +96,8 @@ def _collective(stack: Stack) -> str:
 
 def _waits_for_a_program(frame: Frame) -> bool:
     name = _name(frame.file)
+    if (name, frame.function) == ("saverline.py", "listen_while"):  # the agent's own, which writes to a disk
+        return True
     return (name == "subprocess.py" and frame.function.strip("_") in _WAITS) or (
         name.startswith("popen_") and "multiprocessing" in frame.file and frame.function in _POLLS
     )

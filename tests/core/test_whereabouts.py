@@ -100,6 +100,12 @@ def test_a_thread_without_python_is_nowhere() -> None:
              (f"{LIB}/multiprocessing/process.py", 149, "join")],
             ("program", "job.py:40", "waiting for a program"),
         ),
+        (
+            [(f"{LIB}/site-packages/elasticd/checkpoint/handover.py", 79, "receive"),
+             (f"{LIB}/site-packages/elasticd/worker/saverline.py", 130, "listen_while"),
+             (f"{LIB}/site-packages/elasticd/worker/saving.py", 122, "wait")],
+            ("program", "job.py:40", "waiting for a program"),
+        ),
         ([("/home/me/subprocess_jobs.py", 3, "wait")], ("own", "subprocess_jobs.py:3", "")),
     ],
 )  # fmt: skip
