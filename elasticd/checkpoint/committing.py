@@ -78,7 +78,7 @@ class Committing:
         self._committers: dict[str, Committer] = {}
         self._pace = pace
         self._say = say
-        self._unswept: dict[str, tuple[Store, Saved]] = {}  # where older ones could not be removed yet
+        self._unswept: dict[str, Store] = {}  # where older ones could not be removed yet
 
     def close(self) -> None:
         """No more are committed."""
@@ -141,7 +141,7 @@ class Committing:
         except (Refused, BadCheckpoint):
             gathering.tried = False
             raise
-        self._sweep(store, made, saved)
+        self._sweep(store, made)
         return saved
 
     def refuse(self, world: World, gathering: Gathering) -> None:
@@ -191,10 +191,13 @@ class Committing:
         world.store.unlink(f"{gathering.name}/{receipt}" for receipt in read)
         return files
 
-    def _sweep(self, store: Store, made: Commit, new: Saved) -> None:
+    def _sweep(self, store: Store, made: Commit) -> None:
         """Remove what is kept no longer, and what was begun and can never be committed any more. It is
         committed whatever fails here, which is for the next time."""
-        self._unswept[store.url] = (store, new)
+        newest = made.checkpoint.newest
+        if newest is None:
+            return
+        self._unswept[store.url] = store
         try:
             if made.unsettled:
                 raise OSError(made.unsettled)
@@ -205,19 +208,19 @@ class Committing:
                 if there is None or name in committed:
                     continue
                 # Whoever still writes there would be refused, by the rule of ``retention.commit``.
-                if (there.round, there.step) <= (new.round, new.step):
+                if (there.round, there.step) <= (newest.round, newest.step):
                     store.remove(name)
             FilePointer(store).clear(names)
         except OSError as error:
-            self._say(f"step {new.step} is committed, and older ones stay for now: {told(error)}")
+            self._say(f"step {newest.step} is committed, and older ones stay for now: {told(error)}")
         else:
             self._unswept.pop(store.url, None)
 
     def _sweep_again(self) -> None:
         """Where something stopped it before."""
-        for store, new in list(self._unswept.values()):
+        for store in list(self._unswept.values()):
             with contextlib.suppress(Refused, BadCheckpoint, OSError):  # which has been said
-                self._sweep(store, Commit(self._committer(store).settle(), ()), new)
+                self._sweep(store, Commit(self._committer(store).settle(), ()))
 
 
 def _receipt(world: World, gathering: Gathering) -> str:

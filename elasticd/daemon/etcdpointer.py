@@ -93,15 +93,16 @@ class EtcdPointer:
                 raise _lost(taken, why)
             self._sleep(_AGAIN_S)
 
-    def settle(self) -> Checkpoint:
+    def settle(self, made: Checkpoint | None = None) -> Checkpoint:
         """Bring the file up to etcd, which is asked while nobody else writes it: another world of the job may
-        have committed since. Raises ``retention.Refused``, BadCheckpoint, OSError."""
+        have committed since. ``made``: what etcd had, should it be of another folder by now. Raises
+        ``retention.Refused``, BadCheckpoint, OSError."""
 
         def etcds(files: Checkpoint) -> Checkpoint:
             named = self._file.newest()  # first: what we have committed until then, etcd knows
             own = self._own(self._client.get(self._job, _KEY))
             if own is None:
-                return files
+                return made or files
             self._require_alone(named, own)
             return own
 
@@ -112,7 +113,7 @@ class EtcdPointer:
 
     def _copied(self, made: Commit) -> Commit:
         try:
-            return replace(made, checkpoint=self.settle())
+            return replace(made, checkpoint=self.settle(made.checkpoint))
         except (Refused, BadCheckpoint, OSError) as error:
             return replace(made, unsettled=told(error))
 

@@ -147,8 +147,8 @@ class SaverService:
                 _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
 
     def hurry(self, _: object = None) -> None:
-        """``close`` is to wait no longer than an agent that is asked to leave; when this is called again, no
-        longer at all. Signal handlers may call this."""
+        """``close`` is to wait no longer than one of an agent that is asked to leave; if it is that, or when
+        this is called again, no longer at all. Signal handlers may call this."""
         self._ends.put(False)
 
     def close(self, finish_s: float = FINISH_S) -> None:
@@ -172,7 +172,7 @@ class SaverService:
         """Ask it to end, and wait until it has."""
         pid = self._pid
         self._warden.stop_service(pid, finish_s)
-        wait_s, graces = _SAID_AFTER_S, iter((min(finish_s, FINISH_S), 0.0))
+        wait_s, graces = _SAID_AFTER_S, iter((FINISH_S,) if finish_s > FINISH_S else ())
         while True:
             try:
                 if self._ends.get(timeout=wait_s):

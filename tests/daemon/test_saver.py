@@ -299,6 +299,23 @@ def test_what_others_read_is_what_etcd_says_when_it_is_written(server, client, t
         pointer.close()
 
 
+def test_a_job_may_commit_to_two_folders_at_once(server, client, tmp_path):
+    round_is(client, 3)
+    one, two = (EtcdPointer(server.access, "j", Disk(tmp_path / name)) for name in ("one", "two"))
+    write = one._copied
+
+    def late(made: Commit) -> Commit:
+        two.commit(saved(6, 3), Keep(), 3)
+        return write(made)
+
+    one._copied = late  # type: ignore[method-assign]
+    assert [s.step for s in one.commit(saved(5, 3), Keep(), 3).checkpoint.saved] == [5]
+    assert [s.step for s in FilePointer(tmp_path / "one").read().saved] == [5]
+    assert [s.step for s in FilePointer(tmp_path / "two").read().saved] == [6]
+    for pointer in (one, two):
+        pointer.close()
+
+
 def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
     server, client, tmp_path, monkeypatch
 ):
