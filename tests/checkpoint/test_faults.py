@@ -146,6 +146,7 @@ def test_an_error_at_any_call_fails_one_checkpoint_and_no_other(
     checkpoints.close()
     forker.until("committed step 3 ")
     assert f"spoiled {call}" in forker.said
+    assert folders(path) == {saved.name for saved in FilePointer(path).read().saved}, "leftovers stay"
 
 
 def test_each_file_is_durable_before_the_next_depends_on_it(forker, tmp_path, monkeypatch):
