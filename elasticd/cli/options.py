@@ -246,7 +246,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours(
         "--part-timeout",
         Seconds(),
-        "Seconds to leave a broken round once others hold the state.  [60]",
+        "Seconds to leave a round for good, or once others wait with the state.  [60]",
     ),
     # failures
     _ours(

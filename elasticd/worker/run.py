@@ -131,8 +131,9 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
                 raise
             failure = error
             traceback.clear_frames(error.__traceback__)
-        except BaseException:
+        except BaseException as error:
             world.close()
+            link.say(Broken(round, fails=True, why=_why(error)))
             raise
         world.close()
         state.leave()

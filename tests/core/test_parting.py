@@ -153,6 +153,15 @@ def test_the_end_of_one_that_fails_is_a_failure_though_the_round_has_been_left_m
     assert (own_record(one).released, own_record(one).told) == (1, 1)
 
 
+def test_one_that_is_stopped_and_ends_by_an_exception_has_not_failed() -> None:
+    one = working()
+    one.sees("round", replace(closing(ROUND, Cause.WORKER_FAILED), anew=True))
+    one.told(WorkerBroke(0, 1, fails=True))
+    one.exits(1, exit(0, 0, 1))
+    assert not [reason for reason in one.said if isinstance(reason, WorkerEnded)]
+    assert one.state.report is None
+
+
 def test_what_a_node_tells_with_its_release_is_waited_for() -> None:
     nodes = (replace(node("a", released=5), told=1), node("b", released=5))
     early = decide(lost_each_other(replace(report("a", 5), broken=True), nodes=nodes), NOW)

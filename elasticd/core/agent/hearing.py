@@ -201,6 +201,8 @@ def _broke(do: Doing, slot: int, number: int, fails: bool) -> None:
     crew = do.state.crew
     if crew is None or crew.round.number != number or slot not in crew.alive:
         return
+    if crew.stopping and not crew.parting:
+        return  # it ends as it was asked to
     if fails:  # its end is on its way, and says more
         do.crew(failing=crew.failing | {slot})
     else:
