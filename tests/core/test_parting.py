@@ -10,6 +10,7 @@ from elasticd.core.age import Age
 from elasticd.core.agent.state import SIGTERM
 from elasticd.core.facts import Budget, Cause, Failure, Node, Phase, Report
 from elasticd.core.leader import Plan, View, decide
+from elasticd.core.leader.members import REPORT_S
 from elasticd.core.messages import CloseRound, Signalled, Tag
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, RoundClosing, WorkerEnded
@@ -164,7 +165,10 @@ def test_one_that_is_stopped_and_ends_by_an_exception_has_not_failed() -> None:
 
 def test_what_a_node_tells_with_its_release_is_waited_for() -> None:
     nodes = (replace(node("a", released=5), told=1), node("b", released=5))
-    early = decide(lost_each_other(replace(report("a", 5), broken=True), nodes=nodes), NOW)
-    assert early.reasons == (AwaitingRelease(("a",)),)
-    plan = decide(lost_each_other(report("a", 5, exit(1, 1)), nodes=nodes), NOW)
-    assert isinstance(written(plan, "budget"), Budget)
+    broken = lost_each_other(replace(report("a", 5), broken=True), nodes=nodes)
+    assert broken.nodes is not None
+    seen = replace(broken, nodes={name: replace(n, news_at=NOW) for name, n in broken.nodes.items()})
+    assert decide(seen, NOW) == Plan(wake_at=NOW + REPORT_S, reasons=(AwaitingRelease(("a",)),))
+    told = replace(seen, reports={"a": report("a", 5, exit(1, 1))})
+    assert isinstance(written(decide(told, NOW), "budget"), Budget)
+    assert next_round(decide(seen, NOW + REPORT_S)).restarts == 0, "it was undone by an older one"

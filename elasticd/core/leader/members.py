@@ -8,6 +8,8 @@ from elasticd.core import world
 from elasticd.core.facts import Drained, Member, Node, Round, Spec
 from elasticd.core.leader.view import View
 
+REPORT_S = 5.0  # it comes within milliseconds, unless etcd is slow
+
 
 def is_present(view: View, member: Member) -> bool:
     assert view.nodes is not None
@@ -26,15 +28,16 @@ def has_released(view: View, member: Member, number: int) -> bool:
     return view.nodes[member.node].node.released >= number
 
 
-def has_told(view: View, member: Member) -> bool:
-    """Whether the report is here that belongs to what the node released: the two are watched apart."""
+def report_due(view: View, member: Member, now: float) -> float | None:
+    """Until when the report is waited for that belongs to what the node released, as the two are watched
+    apart. None: it is here; or it must have been undone by an older one that was late."""
     assert view.nodes is not None
     assert view.reports is not None
-    node, report = view.nodes[member.node].node, view.reports.get(member.node)
-    if not node.told:
-        return True
+    known, report = view.nodes[member.node], view.reports.get(member.node)
+    node, until = known.node, known.news_at + REPORT_S
     of_that = report is not None and (report.incarnation, report.round) == (node.incarnation, node.released)
-    return report is not None and of_that and report.ends >= node.told
+    told = report.ends if report is not None and of_that else 0
+    return until if told < node.told and now < until else None
 
 
 def is_fenced(view: View, member: Member, number: int) -> bool:

@@ -13,9 +13,9 @@ from elasticd.core.leader.members import (
     candidates_for,
     has_finished,
     has_released,
-    has_told,
     is_fenced,
     is_present,
+    report_due,
     surely_gone,
 )
 from elasticd.core.leader.plan import Plan, end, write
@@ -42,8 +42,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     holding = tuple(
         m.node
         for m in round.members
-        if is_present(view, m)
-        and not (has_released(view, m, round.number) and has_told(view, m) and not _keeps(view, m, round))
+        if is_present(view, m) and (not has_released(view, m, round.number) or _keeps(view, m, round))
     )
     if holding:
         if round.planned and (missing or budgets.first_failure(round, view.reports.values())):
@@ -55,6 +54,9 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
                 return write(view, replace(round, outlived=True), view.budget)
             return Plan(wake_at=by, reasons=(AwaitingRelease(holding),))
         return Plan(reasons=(AwaitingRelease(holding),))
+    due = {m.node: at for m in round.members if is_present(view, m) and (at := report_due(view, m, now))}
+    if due:
+        return Plan(wake_at=min(due.values()), reasons=(AwaitingRelease(tuple(due)),))
     if not all(surely_gone(view, node, now) for node in missing):
         until = view.absence_counts_from
         return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))

@@ -12,11 +12,12 @@ from elasticd.core.ports import Changes, Entry, Listing, Seen
 @dataclass(frozen=True, slots=True)
 class Registered:
     """A node as the leader sees it. ``created``: revision of its registration; ``seen_at``: when
-    this leader first saw this incarnation, in seconds since the epoch."""
+    this leader first saw this incarnation; ``news_at``: when the record as it is. Seconds since the epoch."""
 
     node: Node
     created: int
     seen_at: float
+    news_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 nodes = {} if nodes is None else nodes
                 old = nodes.get(name)
                 same = old is not None and old.node.incarnation == node.incarnation
-                nodes[name] = Registered(node, e.created, old.seen_at if same and old else now)
+                nodes[name] = Registered(node, e.created, old.seen_at if same and old else now, now)
             case "nodes", None:
                 if nodes is not None:
                     nodes.pop(name, None)
