@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticd.core.facts import (
+    Apart,
     Astray,
     Budget,
     Charge,
@@ -76,6 +77,28 @@ def lost(budget: Budget) -> str | None:
     return (
         f"{astray.times} times the training came to a value that is NaN or infinite, and never beyond step "
         f"{astray.step}: going back to the last checkpoint does not help (--on-nonfinite=rollback)"
+    )
+
+
+def come_apart(budget: Budget, step: int, now: float) -> Budget:
+    """The budget after workers have lost each other, who go on from this step of the job: no charge."""
+    before = budget.apart
+    if before is None or step > before.step:
+        return replace(budget, apart=Apart(step, 1, now))
+    return replace(budget, apart=replace(before, times=before.times + 1))
+
+
+def hopeless(budget: Budget, policy: Policy, now: float) -> str | None:
+    """Why workers that lose each other need not try again, in a sentence; None while they may: a network may
+    be away for as long as nodes may be, but a script may have one of them wait in vain every time."""
+    apart = budget.apart
+    if apart is None or not 0 < policy.futile_max <= apart.times:
+        return None
+    if now < apart.since + policy.join_timeout_s:
+        return None
+    return (
+        f"{apart.times} times in a row within {now - apart.since:.0f} s the workers lost each other, and "
+        f"never got beyond step {apart.step}; what they ran into is in the events named worker.broken"
     )
 
 

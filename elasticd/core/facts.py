@@ -192,7 +192,7 @@ class Cause(StrEnum):
     @property
     def failure(self) -> bool:
         """Whether nobody had planned it: what was not saved by then may be lost."""
-        return self.charged or self in (Cause.NODE_LOST, Cause.NODE_FAULT)
+        return self.charged or self in (Cause.NODE_LOST, Cause.NODE_FAULT, Cause.WORLD_BROKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,17 +363,28 @@ class Astray:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """How often the workers of a round lost each other with the state at ``step``, no further than when they
+    did so before, and ``since`` when."""
+
+    step: int
+    times: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """What failures have cost the job. Key ``budget``, no lease; written by the leader only.
 
     ``charges`` of the window, oldest first. ``total`` counts all there ever were. ``astray`` is not
-    forgotten with the window: the way to that step may be longer.
+    forgotten with the window: the way to that step may be longer. ``apart`` costs nothing, but has an end.
     """
 
     charges: tuple[Charge, ...] = ()
     total: int = 0
     quarantines: tuple[Quarantine, ...] = ()
     astray: Astray | None = None
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,11 @@ class Link:
             self._news.wait_for(lambda: self._gone or self._told >= round, within_s)
             return self._told >= round
 
+    def is_closed(self, round: int) -> bool:
+        """Whether the agent wants the round left at once."""
+        with self._news:
+            return self._closed >= round
+
     def _listen(self) -> None:
         lines = Lines()
         try:

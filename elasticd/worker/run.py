@@ -137,21 +137,32 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             raise
         world.close()
         state.leave()
-        if not handover and not link.closes(round, NEWS_S if state.agreed else NEWS_S_MAX):
-            failure = failure or RuntimeError(f"round {round} ended without the agent's knowing")
-            if not state.agreed:
-                raise failure  # nothing is lost with this process, and its end tells what was wrong
-            _log.warning(
-                "worker %d lost the others of round %d (%s), and waits for its agent to say what comes next",
-                world.rank,
-                round,
-                _why(failure),
-            )
-            link.say(Broken(round, fails=False, why=_why(failure)))
-            link.closes(round)
+        if not handover:
+            _await_the_end(state, world, link, failure)
         del failure
         link.say(Waiting(round, state.step, state.holds, state.agreed))
         world.forget()
+
+
+def _await_the_end(state: State, world: World, link: Link, failure: BaseException | None) -> None:
+    """Until the agent says that the world is over, and wants to hear what this worker has to go on with.
+    Raises the failure that ended it here, where nothing is lost by that, and it tells what was wrong."""
+    told = link.closes(world.number, NEWS_S if state.agreed else NEWS_S_MAX)
+    if told and (failure is None or link.is_closed(world.number)):
+        return
+    failure = failure or RuntimeError(f"round {world.number} ended without the agent's knowing")
+    if not told:
+        if not state.agreed:
+            raise failure
+        _log.warning(
+            "worker %d lost the others of round %d (%s), and waits for its agent to say what comes next",
+            world.rank,
+            world.number,
+            _why(failure),
+        )
+    # Where all are to leave in good order, others may wait for this worker to do so.
+    link.say(Broken(world.number, fails=False, why=_why(failure)))
+    link.closes(world.number)
 
 
 def _why(failure: BaseException) -> str:

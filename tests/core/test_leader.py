@@ -497,7 +497,8 @@ def test_the_next_round_knows_when_the_job_began_and_how_often_it_was_cut_short(
     assert seen.round is not None
     seen = replace(seen, round=replace(seen.round, began=NOW - 1000, failures=3))
     formed = next_round(decide(seen, NOW))
-    unplanned = cause in (Cause.WORKER_FAILED, Cause.WORKER_HUNG, Cause.NODE_LOST, Cause.NODE_FAULT)
+    broke = {Cause.WORKER_FAILED, Cause.WORKER_HUNG, Cause.NODE_LOST, Cause.NODE_FAULT, Cause.WORLD_BROKEN}
+    unplanned = cause in broke
     assert (formed.began, formed.failures) == (NOW - 1000, 4 if unplanned else 3)
 
 

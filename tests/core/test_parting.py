@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.core.age import Age
 from elasticd.core.agent.state import SIGTERM
-from elasticd.core.facts import Budget, Cause, Failure, Node, Phase, Report
+from elasticd.core.facts import Apart, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.members import REPORT_S
 from elasticd.core.messages import CloseRound, Signalled, Tag
@@ -123,6 +123,46 @@ def test_a_round_whose_workers_lost_each_other_is_closed_and_charged_to_nobody()
     assert plan.reasons == (RoundClosing(5, Cause.WORLD_BROKEN, ("a",)),)
     formed = next_round(decide(lost_each_other(broken), NOW))
     assert (formed.cause, formed.restarts, formed.world_size) == (Cause.WORLD_BROKEN, 0, 4)
+
+
+def test_a_round_that_is_left_in_good_order_is_left_at_once_when_some_have_lost_the_others() -> None:
+    ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.SCALED, planned=True)
+    there = (node("a", released=5), node("b"))
+    whole = decide(view(spec(), ending, there, [report("a", 5)], Budget()), NOW)
+    assert whole.reasons == (AwaitingRelease(("b",)),) and not whole.writes
+    broken = decide(view(spec(), ending, there, [replace(report("a", 5), broken=True)], Budget()), NOW)
+    assert (next_round(broken).phase, next_round(broken).planned) == (Phase.CLOSING, False)
+
+
+def apart_again(times: int, since: float, step: int) -> Plan:
+    """What becomes of a job whose workers have lost each other with the state at that step, once more."""
+    nodes = tuple(replace(node(name, released=5), age=Age(5, step)) for name in "ab")
+    budget = Budget(apart=Apart(10, times, since))
+    return decide(replace(lost_each_other(nodes=nodes), budget=budget), NOW)
+
+
+def test_workers_that_lose_each_other_at_the_same_step_again_and_again_end_their_job() -> None:
+    plan = apart_again(3, NOW - Policy().join_timeout_s, 10)
+    ended = next_round(plan)
+    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.FAILED)
+    assert ended.why.startswith(
+        "4 times in a row within 600 s the workers lost each other, and never got beyond"
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "since", "step", "then"),
+    [
+        pytest.param(3, NOW - 599, 10, Apart(10, 4, NOW - 599), id="a network may be away for a while"),
+        pytest.param(2, NOW - 900, 10, Apart(10, 3, NOW - 900), id="it may have been chance"),
+        pytest.param(9, NOW - 900, 11, Apart(11, 1, NOW), id="they get on"),
+    ],
+)
+def test_but_not_a_job_that_may_yet_get_on(times: int, since: float, step: int, then: Apart) -> None:
+    plan = apart_again(times, since, step)
+    assert next_round(plan).phase is Phase.LIVE
+    budget = next(write.fact for write in plan.writes if write.key == "budget")
+    assert isinstance(budget, Budget) and (budget.apart, budget.charges) == (then, ())
 
 
 def test_whoever_lost_the_others_by_a_failure_of_one_is_told_so_and_that_is_charged() -> None:

@@ -322,17 +322,18 @@ class SimWorker:
         self.committed, self.whole, self.agreed = self.world.step, True, self.world.round
 
     def loses_the_others(self) -> None:
-        """At once, or when it comes out of what it is doing."""
+        """At once, or when it comes out of what it is doing. Who is to leave in good order does so then."""
         training, number = self.procs.training, self.round
         clock, random = training.clock, training.random
         if training.job.dwells and random.random() < training.job.dwells:
             self._busy_until = clock.now() + random.uniform(*training.job.dwell_s)
 
         def say() -> None:
-            if self.alive and self.acts and self.round == number and not (self.parted or self.stuck):
+            if self.alive and self.acts and self.round == number and not self.stuck:
                 self.procs.tell(WorkerBroke(self.slot, number, fails=False))
+                self._abort()
 
-        clock.after(max(0.0, self._busy_until - clock.now()) + NEWS_S, say)
+        clock.after(max(0.0, self._busy_until - clock.now()) + (0.0 if self.parted else NEWS_S), say)
 
     @property
     def age(self) -> Age | None:

@@ -140,6 +140,12 @@ def fail() -> None:
     raise Mishap("the data is bad")
 
 
+def lose_the_others(gate: Gate) -> None:
+    """As gloo says it, where the network has forgotten a connection."""
+    gate.wait()
+    raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection reset by peer")
+
+
 def run_out_of_memory() -> None:
     """As torch's own allocator does."""
     torch.empty(1 << 50)

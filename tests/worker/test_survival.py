@@ -1,5 +1,6 @@
 """Workers die at the worst instants; those that are left go on, and arrive where nobody would have died."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.worker.jobs import (
     Accident,
     Gate,
     fail,
+    lose_the_others,
     reads,
     train_and_count_graphs,
     train_and_swallow_everything,
@@ -192,6 +194,18 @@ def test_survivors_wait_for_as_long_as_their_agent_knows_of_no_end(crew, tmp_pat
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert crew.settled == [(1, 3), (2, 2)]
+
+
+def test_whoever_loses_the_others_when_all_are_to_leave_in_good_order_says_so(crew, tmp_path, undisturbed):
+    gate = Gate(tmp_path / "gate")
+    begin(crew, tmp_path, 2, {1: Accident("forward", 4, partial(lose_the_others, gate))})
+    gate.until_somebody_waits()
+    crew.close(planned=True)
+    gate.open()
+    crew.until(lambda: crew.hands[1].broken)
+    assert [(said.round, said.fails) for said in crew.hands[1].broken] == [(1, False)]
+    crew.all_ended()
+    assert_exact(crew, tmp_path, set(), undisturbed)
 
 
 def test_one_that_has_yet_to_get_the_state_ends_and_says_why_where_no_group_comes_about(crew, tmp_path):

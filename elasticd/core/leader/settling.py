@@ -45,7 +45,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         if is_present(view, m) and (not has_released(view, m, round.number) or _keeps(view, m, round))
     )
     if holding:
-        if round.planned and (missing or budgets.first_failure(round, view.reports.values())):
+        broken = any(r.broken for r in view.reports.values() if r.round == round.number)
+        if round.planned and (missing or broken or budgets.first_failure(round, view.reports.values())):
             # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
             return write(view, replace(round, planned=False), view.budget)
         if not round.planned and not round.outlived and any(_has_left(view, m, round) for m in round.members):
@@ -90,6 +91,11 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         why = budgets.exhausted(budget, spec.policy)
         if why is not None:
             return end(view, round, now, Outcome.FAILED, why, reasons)
+    ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
+    if round.closing is Cause.WORLD_BROKEN and ages:
+        budget = budgets.come_apart(budget, max(ages).step, now)
+        if (why := budgets.hopeless(budget, spec.policy, now)) is not None:
+            return end(view, replace(round, failure=None), now, Outcome.FAILED, why)
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     return form_or_wait(view, spec, round, budget, reasons, now)
