@@ -23,7 +23,7 @@ from elasticd.checkpoint.manifest import (
     shard_name,
 )
 from elasticd.checkpoint.pace import Pace
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.store import Store, told
 from elasticd.checkpoint.worlds import Gathering, World
 from elasticd.core.facts import Checkpoint, Saved
@@ -78,13 +78,14 @@ class Committing:
         self._committers: dict[str, Committer] = {}
         self._pace = pace
         self._say = say
-        self._unswept: dict[str, Store] = {}  # where older ones could not be removed yet
+        self._unswept: dict[str, tuple[Store, Commit]] = {}  # where older ones could not be removed yet
 
-    def close(self) -> None:
-        """No more are committed."""
-        self._sweep_again()
+    def close(self) -> list[tuple[Saved, str]]:
+        """No more are committed. Those that are and that whoever comes later will not know of, and why."""
+        untold = self._sweep_again()
         for committer in self._committers.values():
             committer.close()
+        return untold
 
     def _committer(self, store: Store) -> Committer:
         return self._committers.get(store.url) or self._committers.setdefault(
@@ -197,10 +198,11 @@ class Committing:
         newest = made.checkpoint.newest
         if newest is None:
             return
-        self._unswept[store.url] = store
+        self._unswept[store.url] = (store, made)
+        if made.unsettled:
+            self._say(f"step {newest.step} is committed, but {POINTER} does not say so yet: {made.unsettled}")
+            return
         try:
-            if made.unsettled:
-                raise OSError(made.unsettled)
             names = store.names()
             committed = {s.name for s in made.checkpoint.saved}
             for name in names:
@@ -216,11 +218,18 @@ class Committing:
         else:
             self._unswept.pop(store.url, None)
 
-    def _sweep_again(self) -> None:
-        """Where something stopped it before."""
-        for store in list(self._unswept.values()):
-            with contextlib.suppress(Refused, BadCheckpoint, OSError):  # which has been said
-                self._sweep(store, Commit(self._committer(store).settle(), ()))
+    def _sweep_again(self) -> list[tuple[Saved, str]]:
+        """Where something stopped it before. See ``close``."""
+        untold = []
+        for store, made in list(self._unswept.values()):
+            try:
+                known = self._committer(store).settle()
+            except (Refused, BadCheckpoint, OSError) as error:
+                if made.unsettled and made.checkpoint.newest is not None:
+                    untold.append((made.checkpoint.newest, told(error)))
+            else:
+                self._sweep(store, Commit(known, ()))
+        return untold
 
 
 def _receipt(world: World, gathering: Gathering) -> str:

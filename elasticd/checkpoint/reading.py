@@ -52,7 +52,7 @@ def open_manifest(store: Store, saved: Saved) -> Manifest:
 
     Raises BadCheckpoint, which names the file.
     """
-    raw = _patiently(f"{saved.name}/{MANIFEST}", lambda: store.read(f"{saved.name}/{MANIFEST}"))
+    raw = _read_manifest(store, saved.name)
     if digest(raw) != saved.digest:
         raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: its checksum is wrong")
     manifest = decode(raw, saved.name)
@@ -75,15 +75,19 @@ def whole_in(store: Store) -> tuple[Saved, ...]:
     """The checkpoints whose manifests are intact, and every file there in full length; oldest first. It is
     for where nothing says any more which of them were committed. Raises OSError."""
     found = []
-    for name in store.names():
-        with contextlib.suppress(BadCheckpoint, OSError):
-            if parse_folder(name) is not None and is_intact(raw := store.read(f"{name}/{MANIFEST}")):
+    for name in filter(parse_folder, store.names()):
+        with contextlib.suppress(BadCheckpoint):
+            if is_intact(raw := _read_manifest(store, name)):
                 its = decode(raw, name)
                 size = its.size + len(raw)
                 saved = Saved(its.name, its.step, its.round, its.world, its.at, size, digest(raw))
                 open_manifest(store, saved)
                 found.append(saved)
     return tuple(sorted(found, key=lambda saved: (saved.round, saved.step)))
+
+
+def _read_manifest(store: Store, name: str) -> bytes:
+    return _patiently(where := f"{name}/{MANIFEST}", lambda: store.read(where))
 
 
 def metadata_of(store: Store, manifest: Manifest) -> bytes:

@@ -12,6 +12,7 @@ from elasticd.checkpoint.committing import Committing
 from elasticd.checkpoint.handover import Memory, Message, Paper
 from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, File
+from elasticd.checkpoint.pointer import POINTER
 from elasticd.checkpoint.report import Fate, Report
 from elasticd.checkpoint.store import Store, told
 from elasticd.checkpoint.worlds import Gathering, World
@@ -35,7 +36,9 @@ class Underway:
         """Finish what is being done, and begin nothing more."""
         for pool in (self._writers, self._committers, self._witnesses):
             pool.shutdown(cancel_futures=True)
-        self._committing.close()
+        for saved, why in self._committing.close():
+            said = f"it is committed, but {POINTER} could not be made to say so: {why}"
+            self._report(Report(Fate.FAILED, saved.step, saved.name, why=said))
 
     def open(self, world: World) -> None:
         """It is going to hand over."""

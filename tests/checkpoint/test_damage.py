@@ -336,6 +336,21 @@ def test_a_commit_writes_a_damaged_record_anew_and_loses_nothing(damaged):
     assert FilePointer(damaged.path).read().saved[:2] == before.saved
 
 
+def test_a_commit_beside_a_damaged_record_loses_nothing_to_an_error_that_passes(damaged, monkeypatch):
+    real, errors = Disk.read, [errno.EIO, errno.ESTALE]
+
+    def fails(disk: Disk, name: str) -> bytes:
+        if name.endswith(MANIFEST) and errors:
+            raise OSError(code := errors.pop(), os.strerror(code))
+        return real(disk, name)
+
+    monkeypatch.setattr(Disk, "read", fails)
+    monkeypatch.setattr("elasticd.checkpoint.reading._AGAIN_S", 0.0)
+    before = FilePointer(damaged.path).read().saved
+    (damaged.path / POINTER).write_bytes(b"")
+    assert FilePointer(damaged.path).update(lambda known: known).saved == before and not errors
+
+
 def test_a_damaged_record_beside_which_nothing_is_whole_is_no_fresh_start(damaged):
     (damaged.path / POINTER).write_bytes(b"{")
     for step in damaged.path.glob("step-*"):

@@ -316,8 +316,9 @@ def test_a_job_may_commit_to_two_folders_at_once(server, client, tmp_path):
         pointer.close()
 
 
+@pytest.mark.parametrize("in_time", [True, False])
 def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
-    server, client, tmp_path, monkeypatch
+    server, client, tmp_path, monkeypatch, in_time
 ):
     replaced = Disk.replace
 
@@ -344,16 +345,23 @@ def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
     for step in (5, 6):
         hands_over(name, str(tmp_path), 3, step, last=1).close()
         assert fate(told).fate is Fate.COMMITTED
-    assert said == [f"step 6 is committed, and older ones stay for now: No space left on device ({POINTER})"]
+    why = f"No space left on device ({POINTER})"
+    assert said == [f"step 6 is committed, but {POINTER} does not say so yet: {why}"]
     newest = FilePointer(tmp_path).read().newest
     assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 5
-    there_is_room.set()
+    if in_time:
+        there_is_room.set()
     saver.leave()
     thread.join()
     listener.close()
-    newest = FilePointer(tmp_path).read().newest
-    assert newest is not None and open_manifest(Disk(tmp_path), newest).step == 6
-    assert [n for n in Disk(tmp_path).names() if parse_folder(n)] == [newest.name]
+    there = FilePointer(tmp_path).read().saved
+    assert [open_manifest(Disk(tmp_path), s).step for s in there] == [6 if in_time else 5]
+    assert len([n for n in Disk(tmp_path).names() if parse_folder(n)]) == (1 if in_time else 2)
+    if not in_time:  # whoever comes without this etcd will not find it
+        last = fate(told)
+        assert (last.fate, last.step) == (Fate.FAILED, 6)
+        assert last.why == f"it is committed, but {POINTER} could not be made to say so: {why}"
+    assert told.empty()
 
 
 def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tmp_path):
@@ -472,13 +480,17 @@ class Log:
     warning = info
 
 
-@pytest.mark.parametrize("hurried", [False, True])
+@pytest.mark.parametrize(
+    ("finish_s", "hurried_s"),
+    [(FINISH_S_MAX, None), (FINISH_S_MAX, 0.1), (1000.0, 1000.0)],  # the last was asked to leave before
+)
 def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
-    server, client, tmp_path, monkeypatch, hurried
+    server, client, tmp_path, monkeypatch, finish_s, hurried_s
 ):
-    log = Log()
+    log, hurried = Log(), hurried_s is not None
     monkeypatch.setattr(daemon.saver, "_log", log)
-    monkeypatch.setattr(daemon.saver, "FINISH_S", 0.1)
+    if hurried:
+        monkeypatch.setattr(daemon.saver, "FINISH_S", hurried_s)
     round_is(client, 3)
     with Warden.start() as warden:
         service = SaverService(warden, server.access, "j")
@@ -486,7 +498,7 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
             line = hands_over(service.name, str(tmp_path), 3, 5)
             while (heard := line.receive()) and heard[0]["is"] != "free":
                 pass
-            closing = threading.Thread(target=service.close, args=(FINISH_S_MAX,))
+            closing = threading.Thread(target=service.close, args=(finish_s,))
             closing.start()
             assert log.said.get(timeout=60.0) == "saver.finishing"
             assert closing.is_alive() and not service.unsaved
