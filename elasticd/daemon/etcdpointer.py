@@ -58,7 +58,9 @@ class EtcdPointer:
     def known(self, *, own: bool = False) -> Checkpoint:
         try:
             known = self._own(self._client.get(self._job, _KEY))
-        except StoreError:
+        except StoreError as error:
+            if own:  # the file may name what other jobs have committed
+                raise TimeoutError(f"etcd does not say what is committed: {error}") from error
             return self._file.read()
         return known or (Checkpoint(self._url) if own else self._file.read())
 

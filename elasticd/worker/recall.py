@@ -165,20 +165,17 @@ def _shut(files: Iterable[int]) -> None:
 
 def known(saver: str, url: str, *, own: bool) -> Checkpoint | None:
     """What the saver of that name says is committed at ``url``; ``own``: by this job. None where there is no
-    saver. Raises BadCheckpoint where it cannot tell."""
+    saver to ask, unless ``own``, which nobody else can tell. Raises BadCheckpoint where it cannot be told."""
     if not saver:
         return None
     try:
-        line = handover.connect(saver)
-    except Gone:
+        with contextlib.closing(handover.connect(saver)) as line:
+            line.send({"is": "known", "path": url, "own": own})
+            heard = line.receive()
+    except Gone as error:
+        if own:
+            raise BadCheckpoint(f"what this job has committed cannot be told: {error}") from error
         return None
-    try:
-        line.send({"is": "known", "path": url, "own": own})
-        heard = line.receive()
-    except Gone:
-        return None
-    finally:
-        line.close()
     if heard is None:
         return None
     message, files = heard
