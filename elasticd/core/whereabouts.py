@@ -40,7 +40,7 @@ class Whereabouts:
 
 
 _LIBRARY = re.compile(
-    r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*|elasticd[/\\]worker)[/\\]|^<|^\?"
+    r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*|elasticd[/\\](worker|checkpoint))[/\\]|^<|^\?"
 )
 _TORCH = re.compile(r"[/\\]torch[/\\](.*)")
 # Code of torch that is at work for itself, though it lies among what talks to other ranks.

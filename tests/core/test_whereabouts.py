@@ -137,3 +137,4 @@ def test_who_waits_for_what_a_work_brings_waits_for_others_in_the_script_and_in_
     ours = (f"{where}/elasticd/worker/world.py", 324, "wait_for")
     assert at(measured, ours) == ("collective", "job.py:40", "wait")
     assert at(ours) == ("own", "job.py:40", "")
+    assert at((f"{where}/elasticd/checkpoint/handover.py", 79, "receive")) == ("own", "job.py:40", "")

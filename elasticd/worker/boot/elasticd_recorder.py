@@ -39,7 +39,11 @@ def _give(listener: Any, dumps: Sequence[Callable[[], bytes]]) -> None:
     import _socket
 
     while True:
-        descriptor, _ = listener._accept()
+        try:
+            descriptor, _ = listener._accept()
+        except OSError:  # the script has no file left to open: whoever looks, looks without this
+            listener.close()
+            return
         asker = _socket.socket(fileno=descriptor)
         try:
             asker.sendall(max((dump() for dump in dumps), key=len))  # of the backend that was used
