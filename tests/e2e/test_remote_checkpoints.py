@@ -19,6 +19,9 @@ from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.s3server import SECRET, S3Server, everything, serving
 
 PROGRAM = Path(__file__).parent / "programs" / "remote.py"
+PATIENCE_S = 240
+
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def run(*options: str, script: tuple[str, ...] = (), **environment: str) -> subp
         str(PROGRAM),
         *script,
     ]
-    return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=115)
+    return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def steps(where: str) -> list[int]:
@@ -103,7 +106,7 @@ def test_a_store_that_hangs_up_costs_checkpoints_and_not_the_training(s3):
 def test_a_store_that_does_not_answer_at_the_start_is_noted_and_no_training_begun_from_nothing(s3):
     s3.fails("drop", everything)
     try:
-        job = run("--checkpoints", "s3://bucket/dark", AWS_MAX_ATTEMPTS="1")
+        job = run("--checkpoints", "s3://bucket/dark", "--max-restarts", "0", AWS_MAX_ATTEMPTS="1")
     finally:
         s3.mends()
     assert job.returncode == 1
