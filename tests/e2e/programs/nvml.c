@@ -103,15 +103,21 @@ int nvmlDeviceGetTotalEccErrors(int *handle, int uncorrected, int counter, unsig
     return result;
 }
 
-int nvmlEventSetCreate(void **set) { *set = handles; return OK; }
-int nvmlDeviceRegisterEvents(int *handle, unsigned long long kinds, void *set) { return OK; }
+static unsigned sets[MOST], made;  /* a mask each, of the devices whose events are in it */
+
+int nvmlEventSetCreate(unsigned **set) { *set = &sets[made++ % MOST]; return OK; }
+
+int nvmlDeviceRegisterEvents(int *handle, unsigned long long kinds, unsigned *set) {
+    *set |= 1u << (handle - handles);
+    return OK;
+}
 
 typedef struct { int *device; unsigned long long kind, data; unsigned instance, compute_instance; } Event;
 
-int nvmlEventSetWait_v2(void *set, Event *event, unsigned milliseconds) {
+int nvmlEventSetWait_v2(unsigned *set, Event *event, unsigned milliseconds) {
     Gpu gpu;
     for (unsigned at = 0; at < MOST && read_gpu(at, &gpu) == OK; at++)
-        if (told[at] < gpu.xids) {
+        if (*set >> at & 1 && told[at] < gpu.xids) {
             event->device = &handles[at];
             event->kind = XID_CRITICAL_ERROR;
             event->data = gpu.xid[told[at]++];
