@@ -12,7 +12,10 @@ from .conftest import PROGRAMS, Launcher
 PER_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 # What elasticd says beyond torchrun.
-OURS = {f"ELASTICD_{name}" for name in ("BEGAN", "LINK", "PAGE", "ROUND", "SAVER", "SLOT", "WORLD_MAX")}
+OURS = {
+    f"ELASTICD_{name}"
+    for name in ("BEGAN", "FAILURES", "LINK", "PAGE", "ROUND", "SAVER", "SLOT", "WORLD_MAX")
+}
 
 
 def described(launcher: Launcher, way: str) -> list[dict[str, Any]]:
