@@ -260,7 +260,7 @@ class Round:
     is of the state; until ``leave_by`` they stay to hand it over. ``handover``: this round does that and
     no more: its workers pass the state on, make no step, and leave it by themselves.
 
-    ``outlived``: of a broken round that some have not left for long, that others have, on another node
+    ``outlived``: of a round that some have not left for long, that others have, on another node
     perhaps, with all that its workers had agreed on.
 
     ``resizes_by``: the round is to be resized with the next checkpoint that its scripts tell of, where

@@ -146,8 +146,7 @@ class Hangs:
             return min(IDLE_S, allowed.stopped_s / 2 - still_s)
         self._still.sample(at)
         stopped = self._still.longest_stopped_s(at) >= allowed.stopped_s
-        broken = crew.parting and not crew.planned
-        if self._leaving_since is None and broken and self._driver.state.outlived:
+        if self._leaving_since is None and crew.parting and self._are_awaited(crew):
             self._leaving_since = at
         if still_s < allowed.stopped_s and self._looking is None:
             return min(STALLED_S, allowed.stopped_s - still_s)
@@ -168,6 +167,14 @@ class Hangs:
         # Else only who is stopped is judged: by earlier rounds' steps, or as after a first one.
         steps = self._still.least_made if self._in_step() else 1
         return allowance(self._still.gaps, steps, self._patience)
+
+    def _are_awaited(self, crew: Crew) -> bool:
+        """Whether others have left the round with all there is, and want to go on. Where all leave in good
+        order, that is for the leader to say, after a while."""
+        state = self._driver.state
+        round = state.round
+        told = round is not None and round.number == crew.round.number and round.outlived
+        return told or (state.outlived and not crew.planned)
 
     def _is_late(self, allowed: Allowance, at: float) -> bool:
         """Whether leaving takes too long for those here who have left the round, with what is in memory."""

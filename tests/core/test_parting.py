@@ -82,7 +82,10 @@ def test_the_leader_says_after_a_while_that_some_have_left_with_the_state() -> N
     assert next_round(plan(NOW + PART_S, holds)) == replace(ending, outlived=True)
     for one in (plan(NOW + PART_S), plan(NOW + PART_S, replace(left, age=Age(4, 70)))):
         assert not one.writes, "it has not what those of the round had agreed on"
-    assert not plan(NOW + PART_S, holds, planned=True).writes
+    still_planned = next_round(plan(NOW + PART_S, holds, planned=True))
+    assert (still_planned.planned, still_planned.outlived) == (True, True), (
+        "who sleeps may be told from who works"
+    )
 
 
 # ---------------------------------------------------------------- who has lost the others

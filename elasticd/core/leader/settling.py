@@ -49,7 +49,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         if round.planned and (missing or broken or budgets.first_failure(round, view.reports.values())):
             # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
             return write(view, replace(round, planned=False), view.budget)
-        if not round.planned and not round.outlived and any(_has_left(view, m, round) for m in round.members):
+        if not round.outlived and any(_has_left(view, m, round) for m in round.members):
             by = round.since + spec.policy.part_s
             if now >= by:
                 return write(view, replace(round, outlived=True), view.budget)
