@@ -41,7 +41,7 @@ def test_nobody_restarts_when_etcd_is_killed_and_started_again_during_training(
     assert {p.round for p in cluster.stage.players} == {world.round}
 
 
-@pytest.mark.parametrize("how", ["hangs", "is dead"])
+@pytest.mark.parametrize("how", ["hangs", pytest.param("is dead", marks=pytest.mark.slow)])
 def test_nobody_restarts_when_etcd_is_away_for_longer_than_every_lease(
     clusters: MakeCluster, etcd: Etcd, how: str
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_sharded_job_that_loses_a_node_goes_on_from_the_memory_of_the_others(c
         assert float(loss) == pytest.approx(expected[int(step)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_lone_worker_that_is_drained_leaves_every_step_to_the_newcomer(cluster: Cluster) -> None:
     residents = Residents(cluster)
     cluster.limits = (1, 1)

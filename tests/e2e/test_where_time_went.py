@@ -166,6 +166,7 @@ def test_an_agent_that_is_killed_goes_on_with_the_ledger_it_left(cluster: Cluste
     )
 
 
+@pytest.mark.slow
 def test_another_run_of_the_same_name_begins_a_new_ledger(cluster: Cluster) -> None:
     cluster.limits = (1, 1)
     (a,) = cluster.start("a")

@@ -66,7 +66,12 @@ def _seen(out: bytes) -> Any:
 
 
 def _plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
-    """The same script without any of us."""
+    """The same script without any of us, in a terminal: what is started in the background ignores signals."""
+
+    def as_in_a_terminal() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     return subprocess.run(
         [sys.executable, "-u", *argv],
@@ -75,6 +80,7 @@ def _plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[bytes]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         start_new_session=True,
+        preexec_fn=as_in_a_terminal,
         timeout=PATIENCE_S,
         check=False,
     )
