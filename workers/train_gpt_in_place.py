@@ -6,7 +6,8 @@
 
 The same training with elasticd.worker: survivors keep their process and go on at once, and data, steps,
 random numbers and checkpoints are seen to. It is consistent: however many workers there were, and
-whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same.
+whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same. With --ddp
+DistributedDataParallel adds the gradients up, which is faster, and the same but for rounding.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
         default=8,
         help="pieces of the batch, dealt onto the workers",
     )
+    parser.add_argument("--ddp", action="store_true", help="add gradients up as DistributedDataParallel does")
     return parsed(parser)
 
 
@@ -102,7 +104,7 @@ def main() -> int:
         shuffle=True,
         seed=options.seed,
         epochs=None,
-        consistent=True,
+        consistent=not options.ddp,
     )
     train(worker.State(model=model, optimizer=optimizer, data=data), options)
     print_once(f"weights and optimizer: {digest(model, optimizer)}")
