@@ -6,8 +6,7 @@
 
 The same training with elasticd.worker: survivors keep their process and go on at once, and data, steps,
 random numbers and checkpoints are seen to. It is consistent: however many workers there were, and
-whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same. With --ddp
-DistributedDataParallel adds the gradients up, which is faster, and the same but for rounding.
+whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
         default=8,
         help="pieces of the batch, dealt onto the workers",
     )
-    parser.add_argument("--ddp", action="store_true", help="add gradients up as DistributedDataParallel does")
     return parsed(parser)
 
 
@@ -104,7 +102,7 @@ def main() -> int:
         shuffle=True,
         seed=options.seed,
         epochs=None,
-        consistent=not options.ddp,
+        consistent=True,
     )
     train(worker.State(model=model, optimizer=optimizer, data=data), options)
     print_once(f"weights and optimizer: {digest(model, optimizer)}")

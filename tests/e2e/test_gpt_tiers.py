@@ -33,14 +33,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 class Training:
     """One job of such a script; ``resumed`` says, oldest first, where its worlds had their state from."""
 
-    def __init__(self, cluster: Cluster, script: str, *flags: str) -> None:
-        self.cluster, self.script, self.flags = cluster, script, flags
+    def __init__(self, cluster: Cluster, script: str) -> None:
+        self.cluster, self.script = cluster, script
         self.checkpoints = f"--checkpoints={cluster.folder}/kept"
         cluster.limits = (2, 8)
 
     @property
     def program(self) -> tuple[str, ...]:
-        return (str(WORKERS / f"{self.script}.py"), f"--data={DATA}", *SHAPE.split(), *self.flags)
+        return (str(WORKERS / f"{self.script}.py"), f"--data={DATA}", *SHAPE.split())
 
     def start(self, *names: str, slots: int) -> list[Agent]:
         options = (*OPTIONS, self.checkpoints)
@@ -227,13 +227,12 @@ def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
     assert not holders(cluster.mark)
 
 
-@pytest.mark.parametrize("how", ["consistent", "DDP", "FSDP2"])
+@pytest.mark.parametrize("script", ["train_gpt_in_place", "train_gpt_fsdp"])
 def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_go_on_from(
-    how: str, clusters: Callable[[str | None], Cluster], shared_etcd: str
+    script: str, clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:
-    in_place = how != "FSDP2"
-    script = "train_gpt_in_place" if in_place else "train_gpt_fsdp"
-    training = Training(clusters(shared_etcd), script, *(["--ddp"] if how == "DDP" else []))
+    training = Training(clusters(shared_etcd), script)
+    in_place = script == "train_gpt_in_place"
 
     (a,) = training.start("a", slots=4)
     training.goes_on(4)
@@ -275,7 +274,7 @@ def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_
     assert tiers == {"memory", "peer", "disk"} | ({"survivor"} if in_place else set())
     assert {2, 3, 4, 6, 8} <= {world for _, _, world in training.resumed}
     alone = undisturbed(training)
-    if how == "consistent":
+    if in_place:
         assert digest(training.said) == digest(alone), "to the last bit"
     expected, made = dict(losses(alone)), losses(training.said)
     assert max(made)[0] == STEPS
