@@ -23,7 +23,7 @@ from elasticd.worker.lasting import Lasting
 from elasticd.worker.resuming import Kept
 from elasticd.worker.world import World
 from tests.checkpoint.faults import Helper
-from tests.worker.crew import Crew
+from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import (
     NOTHING,
     STEPS,
@@ -120,6 +120,17 @@ def test_a_world_killed_at_once_goes_on_from_what_outlived_it(
         assert reads(tmp_path, str(i), "entered") == [steps[-1]]
 
 
+def train_on_without(spare: Hand, last: Hand, crew: Crew, gate: Gate) -> None:
+    """The job grows smaller by the spare, and then loses the worker that has trained on."""
+    crew.all_waiting(last, spare)
+    crew.form(last, spare)
+    gate.until_somebody_waits()
+    spare.shunned = True
+    crew.close(planned=True)
+    gate.open()
+    crew.until(lambda: last.status is not None)
+
+
 @pytest.mark.parametrize("tier", [pytest.param(Source.MEMORY, marks=pytest.mark.slow), Source.DISK])
 def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
     crew, tmp_path, saver, other_saver, undisturbed, tier
@@ -132,13 +143,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_what_that_kept(
     spare = crew.start(
         work, str(tmp_path), "1", saver=saver if tier is Source.MEMORY else other_saver, **more
     )
-    crew.all_waiting(last, spare)
-    crew.form(last, spare)
-    gate.until_somebody_waits()
-    spare.shunned = True
-    crew.close(planned=True)
-    gate.open()
-    crew.until(lambda: last.status is not None)
+    train_on_without(spare, last, crew, gate)
     assert crew.settled == [(1, 2), (2, 1)]
     kept = saved_steps(run)[-1]  # perhaps not of its very last step, if the disk was busy
     assert spare.waiting.state is Holds.WHOLE and spare.waiting.step < kept
@@ -166,13 +171,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_
         work, str(tmp_path), "0", Accident("start", 2, gate.wait), body=train_in_company, **more
     )
     spare = crew.start(work, str(tmp_path), "1", **more)
-    crew.all_waiting(last, spare)
-    crew.form(last, spare)
-    gate.until_somebody_waits()
-    spare.shunned = True
-    crew.close(planned=True)
-    gate.open()
-    crew.until(lambda: last.status is not None)
+    train_on_without(spare, last, crew, gate)
     spare.shunned = False
     crew.form(spare)
     crew.all_ended()
