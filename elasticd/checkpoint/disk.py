@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elasticd.checkpoint.manifest import BLOCK, File, block_digest
+from elasticd.checkpoint.manifest import BLOCK, File, block_digest, fresh_name
 from elasticd.checkpoint.pace import Pace
 
 _LARGE: Final = 1 << 20  # bytes
@@ -152,7 +152,7 @@ def _go_past_cache(fd: int, on: bool = True) -> bool:
 
 def replace_file(path: Path, content: bytes) -> None:
     """At once, for whoever reads it: the old content or the new."""
-    fresh = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")  # processes of other hosts have our pid
+    fresh = path.with_name(fresh_name(path.name))
     try:
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:

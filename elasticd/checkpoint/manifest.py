@@ -6,6 +6,7 @@ listed there is not part of the checkpoint. JSON.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 
@@ -102,6 +103,17 @@ class _Unread(_Head, frozen=True):
 _MANIFESTS: Final = msgspec.json.Decoder(Manifest)
 _UNREAD: Final = msgspec.json.Decoder(_Unread)
 _INDEXES: Final = msgspec.json.Decoder(Index)
+
+
+def fresh_name(name: str) -> str:
+    """Of a file that is written whole before it takes the place of ``name``. No two are alike, not even those
+    of processes with one pid on two hosts."""
+    return f".{name}.{os.urandom(4).hex()}.new"
+
+
+def is_fresh(other: str, name: str) -> bool:
+    """Whether ``other`` is such a name."""
+    return re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]+\.new", other) is not None
 
 
 def encode(name: str, step: int, round: int, world: int, at: float, files: list[File], index: bytes) -> bytes:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
+from elasticd.checkpoint.manifest import BadCheckpoint, is_fresh, parse_folder
 from elasticd.checkpoint.reading import whole_in
 from elasticd.checkpoint.store import Overtaken, Store, store_at, told
 from elasticd.core.facts import Checkpoint, Saved
@@ -22,7 +21,6 @@ from elasticd.core.retention import Commit, Keep, Refused, commit
 POINTER: Final = "committed.json"
 VERSION: Final = 1
 _LOCK: Final = f".{POINTER}.lock"
-_BEGUN: Final = re.compile(rf"\.{re.escape(POINTER)}\.[0-9a-f]+\.new")
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)  # so that not even its place was touched
 
 
@@ -158,7 +156,7 @@ class FilePointer:
 
     def clear(self, names: Iterable[str]) -> None:
         """Remove those of the store's files that were left by processes killed while they wrote it."""
-        if begun := [name for name in names if _BEGUN.fullmatch(name)]:
+        if begun := [name for name in names if is_fresh(name, POINTER)]:
             with self._store.locked(_LOCK):  # once nobody writes it, those that were there then are of no use
                 self._store.unlink(begun)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from typing import Any, Final
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from elasticd.checkpoint.manifest import BLOCK, File, block_digest
+from elasticd.checkpoint.manifest import BLOCK, File, block_digest, fresh_name
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.store import BadStore, Overtaken
 
@@ -90,7 +89,7 @@ class Remote:
                 return
             self._make_folder_of(name)
             folder, slash, last = name.rpartition("/")
-            fresh = self._at(f"{folder}{slash}.{last}.{os.urandom(4).hex()}.new")
+            fresh = self._at(f"{folder}{slash}{fresh_name(last)}")
             self._fs.pipe_file(fresh, content)
             self._fs.mv(fresh, self._at(name))
 
