@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from elasticd.core.facts import Hang, Member, Phase, Round, Stall
+from elasticd.core.facts import Hang, Phase, Stall
 from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, Verdict, judge
-from elasticd.core.leader import View
-from elasticd.core.leader.members import has_released, is_present
+from elasticd.core.leader.members import has_left
 from elasticd.core.ports import Delete, Entry, Listing, Put, Seen, StillThere, Store, Write
 from elasticd.daemon.driver import Driver
 
@@ -118,7 +117,7 @@ class Stalls:
             current = known is not None and known[0].round == round.number
             if known is not None and current and known[0].incarnation == member.incarnation:
                 told.append(known)
-            elif member.node not in finished and not _has_left(view, member, round):
+            elif member.node not in finished and not has_left(view, member, round.number):
                 silent = True  # it makes steps, or has not said yet
         if not told:
             return
@@ -135,10 +134,6 @@ class Stalls:
         guard = StillThere("leader", leads.created)
         put = Put("hang", Hang(round.number, verdict, asks=silent), leased=True)
         self._store.transact((guard,), (put,), lambda answer: None)
-
-
-def _has_left(view: View, member: Member, round: Round) -> bool:
-    return is_present(view, member) and has_released(view, member, round.number)
 
 
 def _lately(done: tuple[int, float], round_number: int, at: float) -> bool:

@@ -28,6 +28,11 @@ def has_released(view: View, member: Member, number: int) -> bool:
     return view.nodes[member.node].node.released >= number
 
 
+def has_left(view: View, member: Member, number: int) -> bool:
+    """Whether the node is there, and none of its workers is in that round any more."""
+    return is_present(view, member) and has_released(view, member, number)
+
+
 def report_due(view: View, member: Member, now: float) -> float | None:
     """Until when the report is waited for that belongs to what the node released, as the two are watched
     apart. None: it is here; or it must have been undone by an older one that was late."""

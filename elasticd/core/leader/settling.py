@@ -12,6 +12,7 @@ from elasticd.core.leader.forming import form_or_wait
 from elasticd.core.leader.members import (
     candidates_for,
     has_finished,
+    has_left,
     has_released,
     is_fenced,
     is_present,
@@ -49,7 +50,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         if round.planned and (missing or broken or budgets.first_failure(round, view.reports.values())):
             # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
             return write(view, replace(round, planned=False), view.budget)
-        if not round.outlived and any(_has_left(view, m, round) for m in round.members):
+        if not round.outlived and any(_outlives(view, m, round) for m in round.members):
             by = round.since + spec.policy.part_s
             if now >= by:
                 return write(view, replace(round, outlived=True), view.budget)
@@ -101,10 +102,10 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     return form_or_wait(view, spec, round, budget, reasons, now)
 
 
-def _has_left(view: View, member: Member, round: Round) -> bool:
+def _outlives(view: View, member: Member, round: Round) -> bool:
     """Whether workers of this node wait, who have what those of the round had agreed on."""
     assert view.nodes is not None
-    if not is_present(view, member) or not has_released(view, member, round.number):
+    if not has_left(view, member, round.number):
         return False
     age = view.nodes[member.node].node.age
     return age is not None and age.agreed == round.number
