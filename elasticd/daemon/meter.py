@@ -201,15 +201,9 @@ class Meter:
             ("temperature_celsius", reading.celsius),
             ("power_watts", reading.watts),
         ):
-            if value is None:
-                self.book.forget(f"elasticd_gpu_{name}", slot)
-            else:
-                self.book.set(f"elasticd_gpu_{name}", value, slot)
+            self.book.set(f"elasticd_gpu_{name}", value, slot)
         for kind in BY_NAME["elasticd_gpu_throttled"].values:
-            if kind in reading.throttled:
-                self.book.set("elasticd_gpu_throttled", reading.throttled[kind], slot, kind)
-            else:
-                self.book.forget("elasticd_gpu_throttled", slot, kind)
+            self.book.set("elasticd_gpu_throttled", reading.throttled.get(kind), slot, kind)
         for kind, count in reading.ecc.items():
             self.book.count_to("elasticd_gpu_ecc_errors_total", count, slot, kind)
         for xid in reading.xids:
@@ -221,10 +215,8 @@ class Meter:
             stands = standings.get(slot)
             self.book.set("elasticd_slot_bad", slot in bad, slot)
             self.book.set("elasticd_worker_straggling", stands is not None and stands.straggling, slot)
-            if stands is None or stands.ratio is None:
-                self.book.forget("elasticd_worker_slowdown_ratio", slot)
-            else:
-                self.book.set("elasticd_worker_slowdown_ratio", stands.ratio, slot)
+            ratio = stands.ratio if stands is not None else None
+            self.book.set("elasticd_worker_slowdown_ratio", ratio, slot)
 
     def _update_slots(self, snapshot: Snapshot) -> None:
         for line in snapshot.slots:
@@ -326,10 +318,7 @@ class Meter:
         book.set("elasticd_world_max", s.limits.max)
         book.choose("elasticd_job_phase", s.phase)
         book.set("elasticd_leader", state.leads is not None)
-        if s.budget_left is None:
-            book.forget("elasticd_restart_budget_left")
-        else:
-            book.set("elasticd_restart_budget_left", s.budget_left)
+        book.set("elasticd_restart_budget_left", s.budget_left)
         book.set("elasticd_restart_budget_size", state.policy_source.policy.restarts_max)
         book.set("elasticd_etcd_up", state.silent is None and state.lease_until is not None)
         if view is None or view.nodes is None:

@@ -36,8 +36,11 @@ class Book:
     def __init__(self) -> None:
         self._values: dict[str, dict[Labels, Value]] = {}
 
-    def set(self, name: str, value: float, *labels: object) -> None:
-        """A gauge's value; for an age, the time since when (seconds since the epoch)."""
+    def set(self, name: str, value: float | None, *labels: object) -> None:
+        """A gauge's value; for an age, the time since when (seconds since the epoch). None: ``forget``."""
+        if value is None:
+            self.forget(name, *labels)
+            return
         self._of(name, labels, Type.GAUGE, Type.AGE)[_texts(labels)] = float(value)
 
     def add(self, name: str, amount: float, *labels: object) -> None:
