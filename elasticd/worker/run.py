@@ -124,17 +124,14 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
         except WorldChanged as changed:
             failure = changed.__cause__
             traceback.clear_frames(changed.__traceback__)
-        except Exception as error:
-            if not (world.over or world.broken or is_of_the_group(error)):
+        except BaseException as error:
+            of_the_world = world.over or world.broken or is_of_the_group(error)
+            if not (of_the_world and isinstance(error, Exception)):
                 world.close()  # the others need not wait until this process has ended
                 link.say(Broken(round, fails=True, why=_why(error)))
                 raise
             failure = error
             traceback.clear_frames(error.__traceback__)
-        except BaseException as error:
-            world.close()
-            link.say(Broken(round, fails=True, why=_why(error)))
-            raise
         world.close()
         state.leave()
         if not handover:
