@@ -17,11 +17,13 @@ class Stuck:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.holds = threading.Event()
         self.let_go = threading.Event()
 
     def read(self, devices: object) -> dict[int, GpuReading]:
         self.asked += 1
         if self.asked > 1:
+            self.holds.set()
             self.let_go.wait()
         return {0: GpuReading(utilization=0.5, xids=(79,))}
 
@@ -48,6 +50,7 @@ def test_a_driver_that_does_not_answer_keeps_no_worker_from_being_looked_at(
     later = made.sample()
     assert later.gpus == {0: GpuReading(), 1: GpuReading()}, "rather nothing than what was"
     assert later.workers[0][0] == os.getpid() and later.itself is not None
+    stuck.holds.wait()
     made.__exit__()
     stuck.let_go.set()
     made._said.get()  # and it was counted once

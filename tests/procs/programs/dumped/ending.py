@@ -27,7 +27,7 @@ def raise_deeply(error):
 
 
 def late():
-    time.sleep(0.05)
+    threading.main_thread().join()
     print("a thread was waited for")
 
 
