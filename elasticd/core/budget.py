@@ -49,15 +49,22 @@ def _exits(round: Round, reports: Iterable[Report]) -> list[Failure]:
     ]
 
 
-def progressed(round: Round, reports: Iterable[Report], lived_s: float) -> bool:
-    """Whether the round was of any use: some worker took a step, or it lived long."""
-    return lived_s >= PROGRESS_AFTER_S or any(r.steps > 0 for r in reports if r.round == round.number)
+def progressed(round: Round, reports: Iterable[Report], lived_s: float, *, commits: bool = False) -> bool:
+    """Whether the round was of any use: some worker took a step, or it lived long. ``commits``: its workers
+    commit what they do, so that nothing else counts, for however long they tried."""
+    stepped = any(r.steps > 0 for r in reports if r.round == round.number)
+    return stepped or (not commits and lived_s >= PROGRESS_AFTER_S)
 
 
-def charge(budget: Budget, failure: Failure, progressed: bool, policy: Policy, now: float) -> Budget:
-    """The budget after one more failure; charges that left the window are forgotten."""
+def charge(
+    budget: Budget, failure: Failure, progressed: bool, policy: Policy, now: float, step: int | None = None
+) -> Budget:
+    """The budget after one more failure; charges that left the window are forgotten. ``step``: see
+    ``Charge``; if it is beyond the last one's, rounds in between that ended in good order were of use."""
+    last = budget.charges[-1].step if budget.charges else None
+    progressed = progressed or (step is not None and last is not None and step > last)
     recent = tuple(c for c in budget.charges if c.at > now - policy.restart_window_s)
-    new = Charge(now, failure.node, failure.exit.slot, progressed)
+    new = Charge(now, failure.node, failure.exit.slot, progressed, step)
     return replace(budget, charges=(*recent, new), total=budget.total + 1)
 
 
@@ -102,8 +109,8 @@ def hopeless(budget: Budget, policy: Policy, now: float) -> str | None:
     )
 
 
-def exhausted(budget: Budget, policy: Policy) -> str | None:
-    """Why the job must end now, in a sentence, or None while it may go on."""
+def exhausted(budget: Budget, policy: Policy, *, commits: bool = False) -> str | None:
+    """Why the job must end now, in a sentence, or None while it may go on. ``commits``: as above."""
     spent = len(budget.charges)
     futile = 0
     for c in reversed(budget.charges):
@@ -119,7 +126,8 @@ def exhausted(budget: Budget, policy: Policy) -> str | None:
             f"{policy.restart_window_s:g} s, where {allowed} allowed"
         )
     if futile >= policy.futile_max > 0:
-        return f"{futile} failures in a row without a single step of progress"
+        what = "committed step" if commits else "step of progress"
+        return f"{futile} failures in a row without a single {what}"
     return None
 
 

@@ -311,7 +311,8 @@ class Report:
     """What an agent last saw of its workers of a round. Key ``reports/<node>``, no lease.
 
     ``exits`` are those the agent did not cause itself. ``finished``: every worker here ended with
-    status 0. ``steps``: optimizer steps made here in this round, of the slot that made the most.
+    status 0. ``steps``: made here in this round, by the slot that made the most: committed ones, where
+    workers commit, else an optimizer's.
     ``returned``: the run function has, in all workers of the round; only the end of the scripts is to come.
     ``checkpointed``: a worker here has just written a checkpoint, and is held there. ``broken``: one can do
     nothing more in the round, as it lost the others.
@@ -345,12 +346,14 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One failure of the user's code, charged to the budget."""
+    """One failure of the user's code, charged to the budget. ``step``: the committed one that the job goes on
+    from, where workers have it in memory."""
 
     at: float
     node: str
     slot: int
     progressed: bool
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

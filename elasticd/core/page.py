@@ -28,6 +28,7 @@ WAIT_NS: Final = 17  # spent waiting for other ranks
 WAITS: Final = 18  # how often that was measured
 FATAL: Final = 19  # why starting it again makes no sense, as Fatal has it; 0 otherwise
 ASTRAY: Final = 20  # 1 + the job's step at which it ends to go back, as something was NaN or infinite
+COMMITS: Final = 21  # how often this process has committed
 
 VALUES: Final = 32  # what the script tells by names of its own: the name, and a double
 VALUES_MAX: Final = 12
@@ -66,4 +67,5 @@ class Told:
     waits: int = 0
     fatal: Fatal | None = None
     astray: int | None = None
+    commits: int = 0
     values: tuple[tuple[str, float], ...] = ()

@@ -182,8 +182,8 @@ class WorkerLinked:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaiting:
-    """A worker has left ``round`` (0: it never was in one), in which it made so many steps, and waits for
-    ``start`` to give it its next. ``age``: of the state it could bring, None if it has none whole."""
+    """A worker has left ``round`` (0: it never was in one), in which it committed so many steps, and waits
+    for ``start`` to give it its next. ``age``: of the state it could bring, None if it has none whole."""
 
     slot: int
     round: int
@@ -273,7 +273,7 @@ class Procs(Protocol):
         are killed, too."""
 
     def steps(self) -> Mapping[int, int]:  # read from shared memory: cheap
-        """Optimizer steps made in this round, by slot."""
+        """Made in this round, by slot: the steps that a linked worker has committed, or an optimizer's."""
 
 
 # ---------------------------------------------------------------- the store of a round

@@ -128,6 +128,7 @@ class Page:
                 waits=words[at.WAITS],
                 fatal=at.FATALS[fatal] if fatal < len(at.FATALS) else None,
                 astray=words[at.ASTRAY] - 1 if words[at.ASTRAY] else None,
+                commits=words[at.COMMITS],
                 values=tuple(_values(data, doubles)),
             )
 

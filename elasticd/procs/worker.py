@@ -27,9 +27,10 @@ _NOTHING = Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
 class Worker:
     """``round``: the one it acts in (``acts``), or acted in last, or was to; 0 for a standby.
 
-    What it prints goes where it did when it was started, then as ``log_rank``. ``steps_before``: those
-    it had made when it entered the round. ``parted``: it was told to leave the round, and is killed
-    if it does not; ``stopping``: it is to end. ``hung``: why it was killed, if it was because it hung.
+    What it prints goes where it did when it was started, then as ``log_rank``. ``steps_before`` and
+    ``commits_before``: those it had made when it entered the round. ``parted``: it was told to leave the
+    round, and is killed if it does not; ``stopping``: it is to end. ``hung``: why it was killed, if it was
+    because it hung.
     ``held``: it has told of a checkpoint, and waits to be let go on.
     """
 
@@ -41,6 +42,7 @@ class Worker:
     error_file: str
     page: Page | None = None
     steps_before: int = 0
+    commits_before: int = 0
     feeds: tuple[Feed, ...] = ()
     id: int = 0
     pid: int = 0
@@ -67,7 +69,9 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Made in the round."""
+        """Made in the round: of one that commits, those it has committed."""
+        if self.talk.linked:
+            return max(0, self.told().commits - self.commits_before)
         return max(0, self.heartbeat().steps - self.steps_before)
 
     def progress(self) -> SlotProgress:

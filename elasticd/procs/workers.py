@@ -381,7 +381,7 @@ class LocalProcs:
         """Have a process go on in this round: now if it waits, else when it has come to that."""
         worker.assignment, worker.round = assignment, round_number
         worker.acts, worker.parted = True, False
-        worker.steps_before = worker.heartbeat().steps
+        worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.told().commits
         for feed in worker.feeds:
             if feed.author.prefix:
                 feed.author.prefix = self._prefix(assignment)

@@ -190,7 +190,9 @@ def samples(number: int) -> None:
 
 
 def committed(step: int) -> None:
-    _page().words[page.COMMITTED] = 1 + step
+    there = _page()
+    there.words[page.COMMITTED] = 1 + step
+    there.add(page.COMMITS, 1)
 
 
 def begins_after(step: int) -> None:

@@ -58,6 +58,12 @@ def test_a_round_was_of_use_if_a_step_was_made_or_it_lived_long(
     assert budget.progressed(LIVE, [report("a", 7, steps=steps)], lived_s) is useful
 
 
+def test_of_workers_that_commit_only_what_they_have_committed_counts_as_progress() -> None:
+    long_s = 10 * budget.PROGRESS_AFTER_S
+    assert not budget.progressed(LIVE, [report("a", 7)], long_s, commits=True)
+    assert budget.progressed(LIVE, [report("a", 7, steps=1)], 1.0, commits=True)
+
+
 def test_steps_of_another_round_are_no_progress() -> None:
     assert not budget.progressed(LIVE, [report("a", 6, steps=100)], 1.0)
 
@@ -132,6 +138,18 @@ def test_progress_in_between_forgives_what_was_futile() -> None:
     patient = replace(POLICY, restarts_max=100)
     futile, useful = Charge(NOW, "a", 0, False), Charge(NOW, "a", 0, True)
     assert budget.exhausted(Budget((futile, futile, futile, useful, futile, futile, futile)), patient) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "futile"), [((5, 5, 5, 5), True), ((5, 5, 6, 6), False), ((5, 5, 4, 4), True)]
+)
+def test_steps_committed_between_failures_forgive_too(steps: tuple[int, ...], futile: bool) -> None:
+    """In rounds that were ended to grow: whoever joins fails at once, but the others get on."""
+    patient, spent = replace(POLICY, restarts_max=100), Budget()
+    for i, step in enumerate(steps):
+        spent = budget.charge(spent, failure(), False, patient, NOW + i, step)
+    why = budget.exhausted(spent, patient, commits=True)
+    assert why == ("4 failures in a row without a single committed step" if futile else None)
 
 
 def test_futility_can_be_switched_off() -> None:

@@ -16,6 +16,7 @@ from elasticd.core.facts import (
     Astray,
     Budget,
     Cause,
+    Charge,
     Drained,
     Exit,
     Fact,
@@ -690,6 +691,36 @@ def test_failing_again_and_again_without_a_step_ends_the_job_early() -> None:
         budget=charges(("a", 0), ("a", 1), ("a", 0)),
     )
     assert "without a single step" in next_round(decide(seen, NOW)).why
+
+
+@pytest.mark.parametrize(("inplace", "ends"), [(True, True), (False, False)])
+def test_where_workers_commit_a_round_that_lived_long_is_of_no_use_by_that(inplace: bool, ends: bool) -> None:
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 2},
+        [node("a", released=5)],
+        [report("a", 5, exit(0, 0))],
+        wanted=replace(spec(), inplace=inplace),
+        budget=charges(("a", 0), ("a", 1), ("a", 0)),
+    )
+    assert seen.round is not None
+    seen = replace(seen, round=replace(seen.round, lived_s=1000.0))
+    assert (next_round(decide(seen, NOW)).phase is Phase.ENDED) == ends
+
+
+def test_what_survivors_have_committed_since_the_last_failure_is_progress() -> None:
+    """The node tells of it, though nobody reported a step of the round that failed."""
+    keeps = replace(node("a", released=5), ready=(0, 1), age=Age(4, 31))
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 2},
+        [keeps],
+        [report("a", 5, exit(0, 0))],
+        wanted=replace(spec(), inplace=True),
+        budget=Budget((Charge(NOW - 3, "a", 0, False), Charge(NOW - 2, "a", 0, False, 30)), 2),
+    )
+    spent = written(decide(seen, NOW), "budget")
+    assert isinstance(spent, Budget) and (spent.charges[-1].progressed, spent.charges[-1].step) == (True, 31)
 
 
 def test_a_slot_that_fails_alone_is_left_out_while_enough_remain() -> None:

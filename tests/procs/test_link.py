@@ -124,6 +124,17 @@ def test_progress_is_that_of_the_round_and_keeps_quiet_about_who_waits(bench: Be
     party.until(lambda: party.procs.progress()[0].at > 0)
 
 
+def test_steps_that_a_worker_never_commits_are_no_progress_of_its_round(bench: Bench) -> None:
+    party = Party(bench, LINKED)
+    party.start(1, "never commits", "obeys")
+    party.until(lambda: len([p for p in party.procs.progress() if p.step > 20]) == 2)
+    made = party.procs.steps()
+    assert made[10] == 0 and made[11] > 0
+    party.part()
+    party.until(lambda: len(party.heard.waits) == 2)
+    assert {slot: steps > 0 for slot, _, steps, _ in party.heard.waits} == {10: False, 11: True}
+
+
 def test_a_worker_whose_run_function_has_returned_ends_by_itself_though_its_round_is_closed(
     bench: Bench, tmp_path: Path
 ) -> None:

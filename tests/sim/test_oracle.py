@@ -73,7 +73,7 @@ def _loss_charged(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_enough(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(budget, "exhausted", lambda budget, policy: None)
+    patch.setattr(budget, "exhausted", lambda budget, policy, commits: None)
     patch.setattr(budget, "suspect", lambda budget, policy: None)
 
 

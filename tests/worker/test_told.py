@@ -51,7 +51,7 @@ def test_the_heartbeat_beside_it_is_left_alone(page: Page) -> None:
     told.committed(8)
     assert page.read() == before and page.step_times(0) == (0, ())
     assert [v for _, v in page.told().values] == list(range(VALUES_MAX))
-    assert (page.told().base, page.told().committed) == (7, 8)
+    assert (page.told().base, page.told().committed, page.told().commits) == (7, 8, 1)
 
 
 def test_a_name_too_many_or_too_long_is_refused(page: Page) -> None:

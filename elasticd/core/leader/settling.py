@@ -80,21 +80,23 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         round, charged = replace(round, closing=Cause.NODE_LOST), False
     elif broken and failure is not None:  # of one that took long to end
         round, charged = replace(round, closing=Cause.WORKER_FAILED), True
+    ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
+    goes_on_from = max(ages).step if ages else None
     if charged and failure is not None:
-        progressed = budgets.progressed(round, view.reports.values(), round.lived_s)
-        budget = budgets.charge(budget, failure, progressed, spec.policy, now)
+        reports = view.reports.values()
+        progressed = budgets.progressed(round, reports, round.lived_s, commits=spec.inplace)
+        budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
         round = replace(round, restarts=round.restarts + 1, failure=failure)
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
         if step is not None:
             budget = budgets.go_back(budget, step)
             if (why := budgets.lost(budget)) is not None:
                 return end(view, round, now, Outcome.DIVERGED, why, reasons)
-        why = budgets.exhausted(budget, spec.policy)
+        why = budgets.exhausted(budget, spec.policy, commits=spec.inplace)
         if why is not None:
             return end(view, round, now, Outcome.FAILED, why, reasons)
-    ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
-    if round.closing is Cause.WORLD_BROKEN and ages:
-        budget = budgets.come_apart(budget, max(ages).step, now)
+    if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
+        budget = budgets.come_apart(budget, goes_on_from, now)
         if (why := budgets.hopeless(budget, spec.policy, now)) is not None:
             return end(view, replace(round, failure=None), now, Outcome.FAILED, why)
     if spec.stop:

@@ -1,11 +1,12 @@
 """A worker that keeps its process from round to round: speaks the link, and steps while it is in one.
 
 The environment variable BEHAVE says which: ``obeys``, ``deaf`` to being told to leave, ``fails`` in its first
-round or is ``alone`` there, or how it breaks the rules.
+round or is ``alone`` there, ``never commits``, or how it breaks the rules.
 """
 
 import gc
 import json
+import mmap
 import os
 import select
 import socket
@@ -15,6 +16,10 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "faketorch"))
 from torch.optim.optimizer import Optimizer
 
+from elasticd.core import page
+
+with open(os.environ["ELASTICD_PAGE"], "r+b") as file:
+    there = memoryview(mmap.mmap(file.fileno(), 4096)).cast("Q")
 how = os.environ["BEHAVE"]
 optimizer = Optimizer()
 link = socket.socket(socket.AF_UNIX)
@@ -72,6 +77,8 @@ try:
         if inside:
             optimizer.step()
             step += 1
+            if how != "never commits":
+                there[page.COMMITS] += 1
             if how in ("fails", "alone") and step == 1:
                 say("broken", round=round, fails=how == "fails", why="the others are gone")
                 if how == "fails":
