@@ -57,8 +57,8 @@ class AgentPart:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """``lost_s``: worker time that was lost from the end of the round before it to its own end; None
-    where nothing was measured in it."""
+    """``lost_s``: worker time that was lost from when the round before it was last well to when it was itself
+    (the last round: to its end); None where nothing was measured in it."""
 
     number: int
     began_at: float
@@ -71,11 +71,13 @@ class RoundPart:
 
 @dataclass(frozen=True, slots=True)
 class FailurePart:
-    """``cost_s``: worker time that was lost until the next round ended, by all that befell it; None
-    where there was no other, or nothing was measured."""
+    """``cost_s``: worker time that was lost by it and until the next round was last well, by all that befell
+    that; None where there was no other, or nothing was measured. ``shared``: it is the cost of the failure
+    before this one, too, as the same round came after both."""
 
     event: Event
     cost_s: float | None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +257,12 @@ def _all_slots(line: Line) -> dict[str, float]:
     return _sum([of.get("spent", {}) for of in line.get("slots", {}).values()])
 
 
-def _losses(lines: Sequence[Line]) -> list[tuple[float, int, float]]:
-    """When, in which round, and how much was lost in all by then."""
-    return [(float(line["at"]), int(line["round"]), _lost(_all_slots(line))) for line in lines]
+def _losses(lines: Sequence[Line]) -> dict[int, float]:
+    """How much was lost in all by when each round was last live; by the end, for the last. What a failure
+    costs while its own round closes is so the next one's."""
+    live = [line for line in lines if line.get("phase") == "live"]
+    last = {int(line["round"]): _lost(_all_slots(line)) for line in live}
+    return last | {max(last): _lost(_all_slots(lines[-1]))} if last else last
 
 
 # ---------------------------------------------------------------- rounds
@@ -266,7 +271,7 @@ def _losses(lines: Sequence[Line]) -> list[tuple[float, int, float]]:
 def _rounds(
     events: Sequence[Event],
     course: Sequence[Line],
-    lost: Mapping[str, Sequence[tuple[float, int, float]]],
+    lost: Mapping[str, Mapping[int, float]],
     ended_at: float,
 ) -> tuple[RoundPart, ...]:
     began: dict[int, tuple[float, int, str]] = {}
@@ -291,10 +296,9 @@ def _rounds(
         until, why = closed.get(number, (following, over if at + 1 == len(numbers) else ""))
         losses = []
         for node, measured in lost.items():
-            mine = [s for _, n, s in measured if n == number]
-            if mine:
-                losses.append(mine[-1] - before.get(node, 0.0))
-                before[node] = mine[-1]
+            if number in measured:
+                losses.append(measured[number] - before.get(node, 0.0))
+                before[node] = measured[number]
         began_at, world, cause = began[number]
         lost_s = max(0.0, sum(losses)) if losses else None
         found.append(RoundPart(number, began_at, min(until, following), world, cause, why, lost_s))
@@ -322,10 +326,14 @@ def failures(events: Sequence[Event]) -> list[Event]:
 
 
 def _failures(events: Sequence[Event], rounds: Sequence[RoundPart]) -> tuple[FailurePart, ...]:
-    return tuple(
-        FailurePart(e, next((r.lost_s for r in rounds if r.began_at >= float(e["at"])), None))
-        for e in failures(events)
-    )
+    found: list[FailurePart] = []
+    before = None
+    for e in failures(events):
+        after = next((r for r in rounds if r.began_at >= float(e["at"])), None)
+        shared = after is not None and after is before
+        found.append(FailurePart(e, after.lost_s if after is not None else None, shared))
+        before = after
+    return tuple(found)
 
 
 def _once(events: Sequence[Event], *fields: str) -> tuple[Event, ...]:

@@ -197,7 +197,7 @@ def _round(one: RoundPart, since: float) -> str:
 def _failure(one: FailurePart, since: float) -> str:
     e = one.event
     log = f"<br><code class=dim>{escape(str(e['log']))}</code>" if e.get("log") else ""
-    cost = "-" if one.cost_s is None else length(one.cost_s)
+    cost = "-" if one.cost_s is None else "with the one before" if one.shared else length(one.cost_s)
     what = escape(_capital(str(e.get("text") or e["event"])))
     return f"<td>{_since(float(e['at']), since)}<td class='t w'>{what}{log}<td>{cost}"
 

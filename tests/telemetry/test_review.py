@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,18 @@ def test_what_was_lost_is_told_by_the_round_whose_beginning_cost_it() -> None:
     assert [f.cost_s for f in found.failures] == [10.0]
     assert found.goodput == pytest.approx(66 / 80)
     assert found.outcome == "the job finished: every worker finished" and found.went_well
+
+
+def test_what_is_lost_while_a_round_closes_is_the_cost_of_why_it_closes_and_told_once() -> None:
+    part, other = two_rounds(), replace(FAILURE, exit=replace(FAILURE.exit, slot=0, rank=0))
+    closing = slot(165, rendezvous=2, productive=17.5, restarting=4)
+    part.course.insert(-2, line(24, 1, 0, closing, closing, phase="closing"))
+    part.events.append(told(20.2, FailureCharged(other, 2, 10)))
+    found = review([part])
+    assert [r.lost_s for r in found.rounds] == [4.0, 10.0]
+    assert [(f.cost_s, f.shared) for f in found.failures] == [(10.0, False), (10.0, True)]
+    assert page(found).count("<td>10.0 s") == 3, "of the kind, of the round, of the first of two failures"
+    assert page(found).count("<td>with the one before") == 1
 
 
 def test_steps_and_their_times_are_told_by_slot() -> None:
