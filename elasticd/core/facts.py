@@ -225,6 +225,13 @@ class Exit:
     def failed(self) -> bool:
         return self.code != 0
 
+    @property
+    def cause(self) -> Cause:
+        """Why its round ends, if it is because of this."""
+        if self.node_fault:
+            return Cause.NODE_FAULT
+        return Cause.WORKER_HUNG if self.hung else Cause.WORKER_FAILED
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticd.checkpoint.report import Fate, Footprint, Report
-from elasticd.core.facts import Cause, Checkpoint, Phase, Round, SlotProgress
+from elasticd.core.agent import State
+from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.outage import Standstill
 from elasticd.core.page import Told
@@ -151,9 +152,8 @@ class Meter:
                         book.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)
                     self._started.update(slots)
             case StandbysStarted(slots=slots):
-                round = self._driver.state.round
                 for slot in self._started.intersection(slots):
-                    book.add("elasticd_worker_restarts_total", 1, slot, _why(round))
+                    book.add("elasticd_worker_restarts_total", 1, slot, _why(self._driver.state))
                 self._started.update(slots)
             case WorkerEnded(slot=slot, code=code):
                 kind = "signal" if code < 0 else "error" if code else "success"
@@ -234,9 +234,16 @@ class Meter:
             else:
                 for name in _BY_SLOT:
                     self.book.forget(f"elasticd_{name}", slot)
-                gone = self._told.pop(slot, None) if not has_worker else None
-                for name, _ in gone.values if gone is not None else ():
-                    self.book.forget("elasticd_user_value", slot, name)
+                if not has_worker and slot in self._told:
+                    self._fall_silent(slot)
+
+    def _fall_silent(self, slot: int) -> None:
+        """Show no longer what it has told. It stays counted: between two rounds a process may be here still,
+        that goes on."""
+        told = self._told[slot]
+        for name, _ in told.values:
+            self.book.forget("elasticd_user_value", slot, name)
+        self._told[slot] = replace(told, committed=None, loss=None, values=())
 
     def _listen(self) -> None:
         """Count what the workers have told since, and show what they told last."""
@@ -391,6 +398,12 @@ class Meter:
             self.book.add("elasticd_etcd_lease_renewals_total", 1, self._store.leases.popleft())
 
 
-def _why(round: Round | None) -> Cause:
-    """Why a process is needed that is to wait for its round."""
-    return (round.closing or round.cause) if round is not None else Cause.START
+def _why(state: State) -> Cause:
+    """Why a process is needed that is to wait for its round. It is started as soon as the one before it has
+    ended: the round that ends by that may not be closed yet."""
+    crew, round = state.crew, state.round
+    if round is not None and round.closing is not None:
+        return round.closing
+    if crew is not None and crew.failures:
+        return min(crew.failures, key=lambda exit: exit.at).cause
+    return round.cause if round is not None and round.cause is not Cause.START else Cause.WORKER_FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,11 +11,17 @@ import pytest
 
 from elasticd.checkpoint.report import Fate, Footprint, Report
 from elasticd.core import agent
+from elasticd.core.agent.state import Crew
 from elasticd.core.facts import (
+    Cause,
     Checkpoint,
+    Exit,
     Leadership,
     Limits,
+    Member,
     NodeLedger,
+    Phase,
+    Round,
     Saved,
     SlotProgress,
     SlotTime,
@@ -22,8 +29,9 @@ from elasticd.core.facts import (
 )
 from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
+from elasticd.core.page import Told
 from elasticd.core.ports import Changes, Entry, Listing, Seen
-from elasticd.core.reasons import WorkersHung
+from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStopping
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.meter import Meter
 from elasticd.procs.usage import Usage
@@ -176,6 +184,39 @@ def test_a_process_that_goes_on_in_the_next_round_has_used_no_cpu_time_twice() -
     assert value(made.book, "worker_cpu_seconds_total", 0) == 94.0, "another process begins at nothing"
     made._read(SlotProgress(0, 0, 200, 4, 63.0), 3, 64.0)
     assert value(made.book, "worker_steps_total", 0) == 9
+
+
+def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_and_not_shown() -> None:
+    made, _ = meter()
+    made._hear = lambda: {0: Told(pid=100, samples=800, nonfinite=1, loss=0.5, values=(("top5", 0.9),))}
+    shown = []
+    for state in (SlotState.RUNNING, SlotState.READY, SlotState.READY, SlotState.RUNNING):
+        made.note(WorkersStopping(1, Cause.GREW, 2.0), tuple, 60.0)
+        made.update(snapshot(SlotLine("a", 0, state)), (), Ledger(), 61.0)
+        shown.append(value(made.book, "user_value", 0, "top5"))
+    assert value(made.book, "samples_total", 0) == 800 and value(made.book, "nonfinite_steps_total", 0) == 1
+    assert shown == [0.9, None, None, 0.9]
+    made._hear = lambda: {0: Told(pid=200, samples=8)}
+    made.update(snapshot(SlotLine("a", 0, SlotState.RUNNING)), (), Ledger(), 62.0)
+    assert value(made.book, "samples_total", 0) == 808, "another process begins at nothing"
+
+
+def test_a_process_started_before_the_round_is_closed_is_booked_as_what_will_close_it() -> None:
+    made, _ = meter()
+    made._started.add(0)
+    member = Member("a", "a#1", (0, 1), 0)
+    round = Round(1, Phase.LIVE, (member,), "a:1", Cause.START, 0.0)
+
+    def why(**exit: bool) -> list[str]:
+        crew = Crew(round, member, False, frozenset((1,)), (Exit(0, 0, -9, 5.0, **exit),))
+        made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=crew, round=round)))
+        before = {cause: value(made.book, "worker_restarts_total", 0, cause) or 0 for cause in Cause}
+        made.note(StandbysStarted((0,)), tuple, 6.0)
+        return [c for c, n in before.items() if (value(made.book, "worker_restarts_total", 0, c) or 0) > n]
+
+    assert why() == ["worker_failed"] and why(hung=True) == ["worker_hung"]
+    round = replace(round, closing=Cause.NODE_LOST)
+    assert why() == ["node_lost"], "once it is closed, it is known"
 
 
 def test_nobody_is_hung_in_a_slot_without_a_worker() -> None:

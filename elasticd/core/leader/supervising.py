@@ -41,10 +41,8 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
 
     failure = budgets.first_failure(round, reports.values())
     if failure is not None:
-        cause = Cause.WORKER_HUNG if failure.exit.hung else Cause.WORKER_FAILED
-        cause = Cause.NODE_FAULT if failure.exit.node_fault else cause
         anew = budgets.astray_at(round, reports.values()) is not None
-        return close(view, round, cause, False, now, failure=failure, anew=anew)
+        return close(view, round, failure.exit.cause, False, now, failure=failure, anew=anew)
 
     missing = [m.node for m in round.members if m.node not in finished and not is_present(view, m)]
     lost = tuple(node for node in missing if surely_gone(view, node, now))
