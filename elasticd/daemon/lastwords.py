@@ -66,6 +66,12 @@ def ended_round(driver: Driver, left: Leave) -> Round | None:
     return round if over and left.code != 2 else None
 
 
+def began_at(last: Round | None, agent_began_at: float) -> float:
+    """When what is told of at the end began: the job, if it is over, though this agent came later; else this
+    agent. Seconds since the epoch."""
+    return min(agent_began_at, last.began or agent_began_at) if last is not None else agent_began_at
+
+
 def why_silent(why: str, access: EtcdAccess) -> str:
     """Why etcd has not answered, as far as it can be seen from here: a certificate, a scheme, a port."""
     found = diagnose(access)

@@ -240,7 +240,8 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         publisher.farewell(ended_at)
         spent = totals(ledgers)
         seen = driver.state.round if driver.state.joined else None
-        said = lastwords.last_words(config, last, left, ended_at - began_at, spent, saver.unsaved, seen)
+        lasted_s = ended_at - lastwords.began_at(last, began_at)
+        said = lastwords.last_words(config, last, left, lasted_s, spent, saver.unsaved, seen)
         events.write(lastwords.ended(config, last, left, said, ledgers, ended_at))
     return left.code, said
 

@@ -25,6 +25,7 @@ _TOLD_ELSEWHERE = (
     "workers.hung",
     *_STRAGGLERS,
 )  # warnings though they are
+_UNCHARGED = (Cause.NODE_LOST, Cause.WORLD_BROKEN)  # those of no worker that has ended
 _CHANGES = ("job.waiting", "workers.stopping", "workers.leaving", "round.awaiting_release")
 
 
@@ -326,9 +327,11 @@ def failures(events: Sequence[Event]) -> list[Event]:
 
 
 def _failures(events: Sequence[Event], rounds: Sequence[RoundPart]) -> tuple[FailurePart, ...]:
+    """Nodes that were lost, and workers that lost each other, are among them, though nobody is charged."""
+    more = [e for e in events if e["event"] == "round.closing" and e.get("cause") in _UNCHARGED]
     found: list[FailurePart] = []
     before = None
-    for e in failures(events):
+    for e in sorted((*failures(events), *_once(more, "round")), key=lambda e: float(e["at"])):
         after = next((r for r in rounds if r.began_at >= float(e["at"])), None)
         shared = after is not None and after is before
         found.append(FailurePart(e, after.lost_s if after is not None else None, shared))
@@ -348,9 +351,13 @@ def _once(events: Sequence[Event], *fields: str) -> tuple[Event, ...]:
 
 
 def _world(course: Sequence[Line], ended_at: float) -> Series:
+    """As those agents know it that know of the newest round: others have just begun, or lag behind."""
     points: list[tuple[float, float | None]] = []
+    newest = 0
     for line in course:
-        size = float(line.get("world", 0))
+        if int(line["round"]) < newest:
+            continue
+        newest, size = int(line["round"]), float(line.get("world", 0))
         if not points or points[-1][1] != size:
             points.append((float(line["at"]), size))
     if points:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
 from elasticd.core.messages import Leave
 from elasticd.daemon.config import Command, CommandKind, RunConfig
-from elasticd.daemon.lastwords import last_words, why_silent
+from elasticd.daemon.lastwords import began_at, last_words, why_silent
 from elasticd.etcd.access import parse_endpoints
 from elasticd.telemetry.view import _write_all
 
@@ -68,6 +69,13 @@ def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
         "j: n drained, after 1 min 5 s in 2 rounds, 1 restart on the way.",
         "Time: 100.0 % productive of 1 min of worker time.",
     ]
+
+
+def test_a_job_is_said_to_have_taken_its_own_time_by_a_node_that_came_late_too() -> None:
+    last = Round(2, Phase.ENDED, (), "x:1", Cause.GREW, 0.0, began=100.0)
+    assert began_at(last, 400.0) == 100.0, "the job's, as it is over"
+    assert began_at(last, 93.0) == 93.0 and began_at(None, 400.0) == 400.0
+    assert began_at(replace(last, began=0.0), 400.0) == 400.0, "written by an older elasticd"
 
 
 @pytest.mark.parametrize(

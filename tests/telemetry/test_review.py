@@ -110,6 +110,21 @@ def test_the_size_of_the_world_is_told_over_time() -> None:
     assert review([two_rounds()]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
 
 
+def test_who_does_not_know_of_the_round_yet_does_not_tell_how_large_the_world_is() -> None:
+    late = Part([started("b", 28.0)], [line(29, 0, 0, phase="starting"), line(30, 1, 2), line(31, 2, 2)])
+    assert review([two_rounds(), late]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
+
+
+def test_a_lost_node_is_a_failure_with_its_cost_though_nobody_is_charged() -> None:
+    part = two_rounds()
+    lost = told(20, RoundClosing(1, Cause.NODE_LOST, nodes=("b",)))
+    part.events[2:4] = [lost, {**lost, "node": "b"}]
+    found = review([part])
+    assert [(f.event["text"], f.cost_s) for f in found.failures] == [
+        ("round 1 ends: a node was lost (b)", 10.0)
+    ]
+
+
 def test_a_run_that_crashed_is_told_as_far_as_it_went() -> None:
     found = review([two_rounds()])
     assert not found.went_well and "the agent on a died without a word" in found.outcome
