@@ -51,7 +51,8 @@ _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
 # is asked for; or for others at once, unless that is a library's own kind of waiting.
 _FETCHED = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 _AWAITED = re.compile(r"\.(wait)\(")
-_OURS = ("elasticd_waits.py", "elasticd_heartbeat.py")  # what we put around torch's own calls
+# What we put around torch's own calls.
+_OURS = ("elasticd_waits.py", "elasticd_gpuclock.py", "elasticd_heartbeat.py")
 _AROUND_WAIT = ("elasticd_waits.py", "measured")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 

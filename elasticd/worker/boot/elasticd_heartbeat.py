@@ -171,6 +171,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
         if key in stepped or not stepped:
             stepped.clear()
             steps += 1
+            waits.catch_up()
             fields[_LAST_NS] = fields[_TIMES + (steps & _TIMES_MASK)] = now_ns()
             fields[_WAIT_NS] = waits.total_ns
             fields[_WAITS] = waits.count

@@ -8,7 +8,10 @@ for it, whose steps take just as long.
   (``fully_shard``), which gathers each layer's parameters in the forward and again in the backward pass, and
   scatters its gradients.
 
-On GPUs all this only enqueues, and takes no time: nothing is measured there.
+On GPUs all this only enqueues, and takes no time. There it is the GPU that waits: what runs before and after
+DistributedDataParallel's wait leaves marks in the stream that the sums are waited for in (which is the one
+that ``backward`` was called in: the engine sees to that), and the GPU's clock tells the time between them, a
+little later. Collectives that Python code calls are not measured there, and so FSDP2 is not.
 """
 
 from __future__ import annotations
@@ -17,15 +20,19 @@ import _thread
 import sys
 import time
 
+from elasticd_gpuclock import GpuClock
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 _now = time.monotonic_ns
 
 
 class Waits:
-    """``total_ns`` and ``count`` so far. For the thread that trains."""
+    """``total_ns`` and ``count`` so far; of a GPU's, what it had come by at the last ``catch_up``. For the
+    thread that trains."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -34,6 +41,13 @@ class Waits:
         self._thread = 0
         self._hooked: set[int] = set()
         self._wrapped = False
+        self._gpu: GpuClock | None = None
+
+    def catch_up(self) -> None:
+        if self._gpu is not None:
+            took = self._gpu.finished()
+            self.total_ns += sum(took)
+            self.count += len(took)
 
     def follow(self, optimizer: Any) -> None:
         """Measure in the backward passes that lead to this optimizer's steps."""
@@ -42,25 +56,33 @@ class Waits:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad and parameter.is_leaf:
-                        if not parameter.is_cuda:
+                        if parameter.is_cuda:
+                            self._watch_on_gpu(parameter)
+                        else:
                             self._wrap_collectives()
-                            self._watch(parameter)
+                            self._watch(parameter, self._begin, self._end)
                         return
         except Exception:  # noqa: BLE001, S110  # a torch we do not know: then it is not measured
             pass
 
-    def _watch(self, parameter: Any) -> None:
+    def _watch_on_gpu(self, parameter: Any) -> None:
+        """One GPU alone, as a worker has; and not where CUDA is not in use, whatever a parameter says that
+        only stands for one."""
+        cuda = sys.modules["torch"].cuda
+        if self._gpu is None and cuda.is_initialized():
+            self._gpu = GpuClock(cuda, parameter.device)
+        if self._gpu is not None and self._gpu.device == parameter.device:
+            self._watch(parameter, self._gpu.begin, self._gpu.end)
+
+    def _watch(self, parameter: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
         if id(parameter) in self._hooked or _is_part(parameter):
             return
         self._hooked.add(id(parameter))
         queue = sys.modules["torch"].autograd.Variable._execution_engine.queue_callback
 
-        def after() -> None:
-            self._end()
-
         def before() -> None:
-            self._begin()
-            queue(after)
+            begin()
+            queue(end)
 
         def arrived(_: Any) -> None:
             self._began = 0  # left so by a pass whose end has failed, as a peer was lost

@@ -40,6 +40,7 @@ finally:
         "elasticd_heartbeat",
         "elasticd_recorder",
         "elasticd_waits",
+        "elasticd_gpuclock",
         "elasticd_ending",
         "elasticd_importing",
         "elasticd_likeness",
