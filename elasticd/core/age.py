@@ -13,3 +13,8 @@ class Age:
 
     agreed: int
     step: int
+
+    def is_behind(self, round: int, step: int) -> bool:
+        """Whether what was kept in that round, after that step, is of a later world that came further. By
+        round alone it could not be told: those of checkpoints run ahead where a folder outlives jobs."""
+        return round > self.agreed and step > self.step

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpoint.store import store_at
+from elasticd.core.age import Age
 from elasticd.core.cadence import parse
 from elasticd.core.retention import Keep
 from elasticd.worker import told
@@ -38,7 +39,8 @@ class Checkpoints:
     costs and how often the job fails); else the agent's ``--checkpoint-every``, else each step.
 
     ``tier``: where the last ``load`` took the state from: this node's ``memory``, also a ``peer``'s, or
-    ``disk``; empty if it found none.
+    ``disk``; empty if it found none. ``overwrote``: whether it has read anything into the state, whole or
+    not, as is known also where it raised.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Checkpoints:
         self._in_step = False
         self._together: Together | None = None
         self.tier = ""
+        self.overwrote = False
 
     @property
     def skipped(self) -> int:
@@ -122,7 +125,7 @@ class Checkpoints:
         return self._saving.wait(timeout_s)
 
     @told.goes_on
-    def load(self, state: dict[str, Any], *, required: bool = False) -> int | None:
+    def load(self, state: dict[str, Any], *, required: bool = False, beyond: Age | None = None) -> int | None:
         """Fill ``state`` from the newest checkpoint that is whole; its step, or None if there is none.
 
         Under an agent that is what workers that are gone had handed over last, if all of it is still
@@ -132,12 +135,16 @@ class Checkpoints:
         Tensors are filled in place. A damaged checkpoint is reported by name, and the one before
         it taken. Raises NoCheckpoint if ``required`` and none is whole, or if there are some and
         none of them is; ValueError where the checkpoint is whole and not of such a state.
+
+        ``beyond``: leave out what is not further than a state of that age, which somebody has. Then none
+        is required.
         """
-        self.tier = ""
+        self.tier, self.overwrote = "", False
         resuming = Resuming(self._store, self._in_this_world(), state)
-        step = resuming.load(required=required)
-        self.tier = resuming.tier
-        return step
+        try:
+            return resuming.load(required=required, beyond=beyond)
+        finally:
+            self.tier, self.overwrote = resuming.tier, resuming.overwrote
 
     def newest_kept(self) -> Kept | None:
         """What ``load`` would fill a state from, if it proves whole. All ranks ask together, and get the same

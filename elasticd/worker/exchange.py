@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ PARCEL_BYTES = 8 << 20  # small tensors travel together, large ones in pieces of
 UNDER_WAY_MAX = 8  # pieces sent and not yet taken: enough to keep a wire busy, and little memory
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
+
+
+_NOT_WHOLE = (
+    "a checkpoint that is not whole was read over what the script has made, and its restore= has nothing to "
+    "go on from"
+)
 
 
 class StateLost(RuntimeError):
@@ -64,10 +70,10 @@ def agree(state: State, world: World) -> Source:
     newest = standings[choice.source]
     age = Age(newest.agreed, newest.step)
     # Of a world since, of which nobody is left: what it made may have been kept.
-    if not choice.fresh and age.agreed < world.number - 1 and state.kept_beyond(age, world):
-        state.give_up()
-        standings = [replace(s, holds=Holds.TORN) for s in standings]
-        choice = choose(standings)
+    late = not choice.fresh and age.agreed < world.number - 1
+    if late and state.kept_beyond(age, world) and (tier := state.resume(world, beyond=age)):
+        state.agree(world.number)
+        return Source(tier)
     if choice.fresh:
         if tier := state.resume(world):
             state.agree(world.number)
@@ -75,8 +81,11 @@ def agree(state: State, world: World) -> Source:
         torn = [s.step for s in standings if s.holds is Holds.TORN]
         if torn and not state.can_restore:
             raise StateLost(_why_lost(max(torn)))
-        if choice.source == world.rank and not state.restore() and torn:
-            raise StateLost(_why_lost(max(torn)))
+        if choice.source == world.rank and not state.restore():
+            if torn:
+                raise StateLost(_why_lost(max(torn)))
+            if state.holds is Holds.TORN:
+                raise StateLost(_NOT_WHOLE)
     if choice.takers:
         if world.rank == choice.source:
             with world.or_over():
@@ -95,10 +104,10 @@ def agree(state: State, world: World) -> Source:
 def _why_lost(step: int) -> str:
     never = "; state.commit() was never called" if step == 0 else ""
     return (
-        f"no worker has a whole state any more: each had begun an optimizer's step after committed step "
-        f"{step} that it could neither commit nor undo{never}. Call state.commit() right after the "
-        "optimizer's step, with nothing in between that talks to other workers, or give State a restore= "
-        "that loads a checkpoint"
+        "no worker has a whole state any more: each had begun to read a checkpoint, or an optimizer's step "
+        f"after committed step {step}, that it could neither end nor undo{never}. Call state.commit() right "
+        "after the optimizer's step, with nothing in between that talks to other workers, or give State a "
+        "restore= that loads a checkpoint"
     )
 
 

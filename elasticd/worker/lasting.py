@@ -51,6 +51,11 @@ class Lasting:
         """Where the last ``resume`` found the state."""
         return self._checkpoints.tier
 
+    @property
+    def overwrote(self) -> bool:
+        """Whether the last ``resume`` has read anything into the state, whole or not."""
+        return self._checkpoints.overwrote
+
     def outlived(self) -> None:
         """Workers that outlived the last world have what training goes on from, and perhaps nobody else: its
         first commit is saved, due or not. Said to all ranks of a world, or to none."""
@@ -83,21 +88,22 @@ class Lasting:
         world ends meanwhile."""
         with world.or_over():
             kept = self._checkpoints.newest_kept()
-        # By round alone would not do: those of checkpoints run ahead where a folder outlives jobs.
-        return kept is not None and kept.round > age.agreed and kept.step > age.step
+        return kept is not None and age.is_behind(kept.round, kept.step)
 
-    def resume(self, parts: Parts, world: World, *, else_asks: bool) -> Parts | None:
+    def resume(
+        self, parts: Parts, world: World, *, else_asks: bool, beyond: Age | None = None
+    ) -> Parts | None:
         """Fill ``parts.things`` from the nearest memory or disk that has the newest state; the rest is
         in what is returned. None: there is no checkpoint, or there are some and none is whole, but there
         is somebody else to ask. Raises NoCheckpoint if there is not, WorldChanged if the world ends
-        meanwhile."""
+        meanwhile. ``beyond``: only from what is further than this, which somebody has."""
         from elasticd.worker.checkpoint import NoCheckpoint
 
         state = {**parts.things, **dict.fromkeys(parts.plain, _ABSENT), _OURS: _ABSENT}
         step, none_whole = None, None
         with world.or_over():  # a RuntimeError in there means that it is over, but for this one
             try:
-                step = self._checkpoints.load(state)
+                step = self._checkpoints.load(state, beyond=beyond)
             except NoCheckpoint as error:
                 none_whole = error
         if none_whole is not None:

@@ -15,6 +15,7 @@ from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.reading import fill, open_manifest
 from elasticd.checkpoint.store import Store
+from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page import Fatal
 from elasticd.core.replicas import Choice, newest_whole
@@ -41,12 +42,14 @@ class Kept(NamedTuple):
 
 
 class Resuming:
-    """Of one ``state``, by all ranks together. ``tier``: where it came from, once it did."""
+    """Of one ``state``, by all ranks together. ``tier``: where it came from, once it did. ``overwrote``:
+    whether anything was read into it, whole or not."""
 
     def __init__(self, store: Store, together: Together, state: dict[str, Any]) -> None:
         self._store, self._together, self._state = store, together, state
         self._file = FilePointer(store, _log.warning)
         self.tier = ""
+        self.overwrote = False
 
     def newest(self) -> Kept | None:
         """See ``Checkpoints.newest_kept``."""
@@ -59,9 +62,9 @@ class Resuming:
         said = self._together.gather(msgspec.json.encode(Kept(its.round, its.step) if its else None))
         return msgspec.json.decode(said[0], type=Kept | None)
 
-    def load(self, *, required: bool) -> int | None:
+    def load(self, *, required: bool, beyond: Age | None = None) -> int | None:
         """See ``Checkpoints.load``."""
-        recalled, half = self._recall()
+        recalled, half = self._recall(beyond)
         if recalled is not None:
             return recalled
         together = self._together
@@ -69,7 +72,7 @@ class Resuming:
         while True:
             # Read anew each time: what a saver still had to do may have come in between.
             there, complaint = self._committed()
-            saved = next((s for s in reversed(there.saved) if s.name not in wrong), None)
+            saved = next((s for s in reversed(there.saved) if s.name not in wrong and _is(s, beyond)), None)
             if complaint or saved is None:
                 break
             flat, why, misfit = self._read(saved)
@@ -85,9 +88,20 @@ class Resuming:
                         _log.warning("step %d is resumed from, since %s", saved.step, wrong[name])
                 return saved.step
             wrong[saved.name] = whys[0]
-        whole = [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved)]
+        whole = (
+            [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved) if s.name in wrong]
+        )
         if half:
             whole.append(f"what was in memory was lost while it was read: {half}")
+        if beyond is not None:
+            if together.rank == 0:
+                why = "; ".join(whole) or "it is gone"
+                _log.warning(
+                    "step %d is gone on from, since what was kept of later ones is not whole: %s",
+                    beyond.step,
+                    why,
+                )
+            return None
         resume = os.environ.get("ELASTICD_RESUME", Resume.AUTO)
         demanded = resume == Resume.REQUIRED
         if whole or required or demanded:
@@ -119,6 +133,7 @@ class Resuming:
         """What it holds; else what is wrong with it, or why it is not of such a state."""
         try:
             manifest = open_manifest(self._store, saved)
+            self.overwrote = True
             target = Target.of(saved.name, self._state, manifest.index)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             fill(self._store, manifest, target.wishes, readers=readers)
@@ -136,7 +151,7 @@ class Resuming:
         least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
         return newest_whole(offered, least), there
 
-    def _recall(self) -> tuple[int | None, str]:
+    def _recall(self, beyond: Age | None) -> tuple[int | None, str]:
         """Fill the state from memory, if the whole of one that is no older than what was committed is in
         that of the job's nodes; its step. Else None, and, where it has been filled in part, why."""
         together = self._together
@@ -144,11 +159,14 @@ class Resuming:
         lost = ""
         try:
             choice, _ = self._survey(memories)
+            if choice is not None and not _is(choice, beyond):
+                choice = None
             while True:
                 said = together.gather(msgspec.json.encode(choice))[0]
                 choice = msgspec.json.decode(said, type=Choice | None)
                 if choice is None:
                     return None, lost
+                self.overwrote = True
                 flat, tier, gone, misfit = _from_memory(memories, choice, self._state)
                 mine = msgspec.json.encode((tier, gone, misfit))
                 heard = [msgspec.json.decode(raw) for raw in together.gather(mine)]
@@ -166,6 +184,10 @@ class Resuming:
                 choice = choice.without(node) if node else None  # else it is of no use wherever it is
         finally:
             memories.close()
+
+
+def _is(kept: Choice | Saved, beyond: Age | None) -> bool:
+    return beyond is None or beyond.is_behind(kept.round, kept.step)
 
 
 def _from_memory(

@@ -22,7 +22,7 @@ from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.finite import all_finite
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
-from elasticd.worker.plain import copied
+from elasticd.worker.plain import copied, with_tensors
 from elasticd.worker.rate import Following
 from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
@@ -308,20 +308,27 @@ class State:
         """All workers of the world together: whether a newer state than that was kept anywhere."""
         return self._lasting is not None and self._lasting.has_beyond(age, world)
 
-    def give_up(self) -> None:
-        """What this worker has: something newer is about to be written over it."""
-        self._torn = True
-
-    def resume(self, world: World) -> str:
+    def resume(self, world: World, beyond: Age | None = None) -> str:
         """All workers of the world together: have the newest state that was kept anywhere. The tier it was
-        kept in; empty where there is none."""
+        kept in; empty where there is none. ``beyond``: if it is further than this, which some of them have.
+        They have it still unless what was kept has proved whole, to all of them."""
         if self._lasting is None:
             return ""
+        mine = self._copied() if beyond is not None and self.holds is Holds.WHOLE else None
+        found = None
         try:
-            found = self._lasting.resume(self._parts(), world, else_asks=self._restore is not None)
+            found = self._lasting.resume(
+                self._parts(), world, else_asks=self._restore is not None, beyond=beyond
+            )
         except DataChanged:
             told.fatal(Fatal.BAD_DATA)  # another try would find the same
             raise
+        finally:
+            if found is None and self._lasting.overwrote:  # in part, or what was read is not whole
+                if mine is not None:
+                    self.take(mine)
+                else:
+                    self._torn = True
         if found is None:
             return ""
         self._plain.update(found.plain)
@@ -363,6 +370,15 @@ class State:
             "parameters": {name: dict(m.named_parameters()) for name, m in self._modules.items()},
             "optimizers": {name: o.state_dict()["state"] for name, o in self._optimizers.items()},
         }
+
+    def _copied(self) -> dict[str, Any]:
+        """A snapshot that shares nothing with what training changes, in the memory of the host."""
+        snapshot = self.snapshot()
+        moved = {
+            name: with_tensors(snapshot[name], lambda tensor: tensor.detach().to("cpu", copy=True))
+            for name in ("parameters", "optimizers")
+        }
+        return {**snapshot, **moved}
 
     def take(self, snapshot: dict[str, Any]) -> None:
         """Have what another worker had. Random numbers go on as its do where both began alike, and

@@ -388,3 +388,47 @@ def test_restore_is_asked_where_no_checkpoint_is_whole_and_without_it_that_is_an
     begin(crew, tmp_path, other_saver, 1, of=2, checkpoints=str(run), restore=restored, steps=4)
     crew.all_ended()
     assert reads(tmp_path, "2", "entered") == [3]
+
+
+def end_with_each_step_on_disk(state: object, journal: Journal, accident: Accident, steps: int) -> None:
+    """In a round far on."""
+    os.environ["ELASTICD_ROUND"] = "50"
+    state._lasting._checkpoints.close()  # it was asked for what there is in round 1
+    for step in range(1, COMMITTED + 1):
+        train(state, journal, NOTHING, step)
+        state._lasting._checkpoints.wait()
+    os.kill(os.getpid(), 9)
+
+
+def damage(folder: Path) -> None:
+    with (folder / "__0_0.distcp").open("r+b") as file:
+        file.seek(3000)
+        file.write(b"\xff\0\xff\0" * 8)
+
+
+def test_survivors_keep_their_steps_where_what_was_kept_beyond_them_proves_damaged(
+    crew, tmp_path, savers, undisturbed
+):
+    """It is of a former job, so that its round is ahead. This job saves nothing by itself, and one of its
+    worlds ends before all have the state, so that survivors look for what may have been kept meanwhile."""
+    run, more = tmp_path / "run", {"checkpoints": str(tmp_path / "run")}
+    with Crew() as former:
+        begin(
+            former, tmp_path, savers.saver(linger_s=None)[0], 1, of=9, body=end_with_each_step_on_disk, **more
+        )
+        former.until(lambda: former.hands[0].status is not None)
+    whole, *damaged = FilePointer(run).read().saved
+    assert [s.step for s in damaged] == [COMMITTED - 1, COMMITTED] and damaged[-1].round == 50
+    for saved in damaged:
+        damage(run / saved.name)
+    more |= {"saver": savers.saver(linger_s=None)[0], "body": train_seldom_saved}
+    accidents = [NOTHING, Accident("forming", 1), Accident("forward", whole.step + 1), NOTHING]
+    hands = [crew.start(work, str(tmp_path), str(i), its, **more) for i, its in enumerate(accidents)]
+    crew.all_waiting(*hands)
+    crew.form(*hands)
+    crew.all_ended()
+    assert crew.settled == [(1, 4), (2, 3), (3, 2)]
+    for i in (0, 3):
+        assert reads(tmp_path, str(i), "committed") == list(range(whole.step + 1, STEPS + 1)), "each once"
+        assert_undisturbed(crew, tmp_path, range(i, i + 1), undisturbed)
+    assert f"step {whole.step + 1} is gone on from" in (tmp_path / "0.err").read_text(), "it did look"

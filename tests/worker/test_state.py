@@ -1,5 +1,6 @@
 """What a state keeps, and what it goes back to."""
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -11,9 +12,15 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.core.link import Holds
+from elasticd.core.age import Age
+from elasticd.core.link import Enter, Holds
 from elasticd.worker import chance
+from elasticd.worker.lasting import Parts
+from elasticd.worker.plain import copied
+from elasticd.worker.world import World, WorldChanged
 from tests.worker.worlds import in_world
+
+NOWHERE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
 
 
 @pytest.fixture
@@ -46,6 +53,57 @@ def test_an_abandoned_step_leaves_no_trace(state):
     assert (state.epoch, state.seen, state.optimizer.param_groups[0]["lr"]) == (0, [], 0.1)
     assert all(p.grad is None for p in state.model.parameters())
     assert [torch.rand(1).item(), random.random(), np.random.randn(), np.random.randn()] == drawn
+
+
+class Spoiling:
+    """What was kept, and turns out not to be whole once it has been read over all there is."""
+
+    overwrote = True
+
+    def __init__(self, ends: type[BaseException] | None) -> None:
+        self._ends = ends
+
+    def resume(self, parts: Parts, world: World, *, else_asks: bool, beyond: Age | None) -> None:
+        with torch.no_grad():
+            for tensor in parts.things["model"].state_dict().values():
+                tensor.fill_(9)
+        parts.things["optimizer"].state.clear()
+        random.seed(99)
+        if self._ends is not None:
+            raise self._ends
+
+
+@pytest.mark.parametrize("ends", [None, WorldChanged, OSError])
+def test_a_state_outlives_the_reading_of_what_proves_not_to_be_whole(ends):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    made = worker.State(model=model, optimizer=torch.optim.AdamW(model.parameters()), wrap=None, seen=[])
+    made.begin()
+    made.agree(1)
+    made.enter(None)
+    made.model(torch.randn(8, 4)).sum().backward()
+    made.optimizer.step()
+    made.commit()
+    made.leave()
+    before = copied([model.state_dict(), made.optimizer.state_dict()])
+    drawn = random.random()
+    made.leave()
+    made._lasting = Spoiling(ends)
+    with pytest.raises(ends) if ends else contextlib.nullcontext():
+        assert made.resume(World(Enter(4, NOWHERE)), beyond=Age(1, 1)) == ""
+    assert (made.holds, made.agreed, made.step) == (Holds.WHOLE, 1, 1)
+    after = [model.state_dict(), made.optimizer.state_dict()]
+    assert str(before) == str(after) and random.random() == drawn
+
+
+def test_what_a_script_begins_with_is_not_gone_on_from_once_something_was_read_over_it():
+    model = nn.Linear(4, 4)
+    made = worker.State(model=model, optimizer=torch.optim.SGD(model.parameters()), wrap=None)
+    made.begin()
+    made._lasting = Spoiling(WorldChanged)
+
+    with pytest.raises(WorldChanged):
+        made.resume(World(Enter(4, NOWHERE)))
+    assert made.holds is Holds.TORN
 
 
 def test_a_normal_number_that_numpy_has_left_over_is_kept_too():
