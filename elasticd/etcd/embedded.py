@@ -168,6 +168,8 @@ class Embedded:
     def _launch(self) -> None:
         if self._pidfd is not None:
             self._forget()
+        # Gone where something tidies up temporary folders: then it starts empty, which its users notice.
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         self.pid = self._spawn(self._argv(), _environment(), self.log)
         try:
             self._pidfd = os.pidfd_open(self.pid)

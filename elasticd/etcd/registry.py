@@ -2,7 +2,8 @@
 
 One small JSON file per job in a folder that only this user can write to, so that ``elasticd
 status`` finds a run that was started without ``--etcd``. A file whose run is gone is stale:
-ignored, and removed together with the data that a killed run may have left.
+ignored, and removed together with the data that a killed run may have left. Containers may share
+the folder, and cannot see each other's processes: each has names of its own there.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def find(job: str) -> Standalone | None:
 
 
 def standalone_runs() -> list[Standalone]:
-    """All live ones of this user on this machine, oldest first."""
+    """All live ones of this user on this machine (in this container), oldest first."""
     found = []
-    for path in registry_folder().glob("*.json"):
+    for path in registry_folder().glob(f"{_namespace()}-*.json"):
         run = _read(path)
         if run is None:
             continue
@@ -117,7 +118,15 @@ def standalone_runs() -> list[Standalone]:
 
 
 def _path(job: str) -> Path:
-    return registry_folder() / f"{quote(job, safe='')}.json"
+    return registry_folder() / f"{_namespace()}-{quote(job, safe='')}.json"
+
+
+def _namespace() -> int:
+    """Tells the PID namespace we are in; 0 if the kernel does not say."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _read(path: Path) -> Standalone | None:

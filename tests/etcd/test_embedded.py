@@ -53,6 +53,21 @@ def test_started_again_after_a_kill_it_is_where_it_was_with_what_it_had(etcd: Em
         assert entry.fact == Budget(total=3)
 
 
+def test_one_whose_folder_was_tidied_away_serves_again_where_it_was_with_nothing(etcd: Embedded) -> None:
+    endpoint = etcd.endpoint
+    with Client(etcd.access) as client:
+        client.transact("job", (), (Put("budget", Budget(total=3)),))
+        shutil.rmtree(etcd.folder)
+        os.kill(etcd.pid, signal.SIGKILL)
+        while etcd.alive:
+            os.sched_yield()
+        etcd.start()
+        assert etcd.endpoint == endpoint
+        assert client.get("job", "budget") is None
+    etcd.stop()
+    assert not etcd.folder.exists()
+
+
 def test_a_stopped_one_is_ended_all_the_same(etcd: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "STOP_S", 0.2)
     os.kill(etcd.pid, signal.SIGSTOP)

@@ -74,6 +74,18 @@ def test_a_reused_process_number_is_not_the_run(runtime: Path, monkeypatch: pyte
     assert find("train") is None
 
 
+def test_a_run_in_another_container_is_let_be(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = data(runtime)
+    register("train", "127.0.0.1:1", 7, 5.0, folder)
+    with monkeypatch.context() as there:  # where no process of ours can be seen
+        there.setattr(registry, "_namespace", lambda: 1)
+        there.setattr(registry, "_start_of", lambda pid: 0)
+        assert standalone_runs() == []
+        register("train", "127.0.0.1:2", 7, 5.0, data(runtime, "elasticd-etcd-y"))
+    assert [run.endpoint for run in standalone_runs()] == ["127.0.0.1:1"]
+    assert folder.exists()
+
+
 def test_nothing_but_data_folders_of_ours_is_ever_removed(
     runtime: Path, other: subprocess.Popen[bytes]
 ) -> None:
