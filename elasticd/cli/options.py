@@ -135,27 +135,16 @@ _FILE = click.Path(path_type=Path)
 
 
 def _ours(name: str, type: Any = str, help: str = "", **more: Any) -> Callable[[F], F]:
-    destination = name.lstrip("-").replace("-", "_")
-    return click.option(
-        name,
-        destination,
-        type=type,
-        help=help,
-        envvar=f"ELASTICD_{destination.upper()}",
-        **more,
-    )
+    return _option("ELASTICD", (name,), type=type, help=help, **more)
 
 
 def _torchruns(*names: str, type: Any = str, help: str = "", **more: Any) -> Callable[[F], F]:
+    return _option("PET", names, type=type, help=help, **more)
+
+
+def _option(whose: str, names: tuple[str, ...], **more: Any) -> Callable[[F], F]:
     destination = names[-1].lstrip("-").replace("-", "_")
-    return click.option(
-        *names,
-        destination,
-        type=type,
-        help=help,
-        envvar=f"PET_{destination.upper()}",
-        **more,
-    )
+    return click.option(*names, destination, envvar=f"{whose}_{destination.upper()}", **more)
 
 
 def _our_switch(name: str, help: str) -> Callable[[F], F]:
@@ -170,18 +159,11 @@ def etcd_options(command: F) -> F:
     """Where etcd is, and how to prove who one is; shared by all commands."""
     for option in reversed(
         (
-            _ours(
-                "--etcd",
-                help="etcd endpoints: http://a:2379,http://b:2379",
-                metavar="URLS",
-            ),
+            _ours("--etcd", help="etcd endpoints: http://a:2379,http://b:2379", metavar="URLS"),
             _ours("--etcd-cacert", _FILE, "CA certificate for https:// endpoints."),
             _ours("--etcd-cert", _FILE, "Client certificate."),
             _ours("--etcd-key", _FILE, "Key of the client certificate."),
-            _ours(
-                "--etcd-user",
-                help="User name; its password is read from ELASTICD_ETCD_PASSWORD.",
-            ),
+            _ours("--etcd-user", help="User name; its password is read from ELASTICD_ETCD_PASSWORD."),
         )
     ):
         command = option(command)
@@ -203,21 +185,9 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours("--address", help="Address at which other nodes reach this one; gloo and NCCL use its interface."),
     etcd_options,
     # patience
-    _ours(
-        "--join-timeout",
-        Seconds(),
-        "Seconds to wait below --min before giving up (exit code 3).  [600]",
-    ),
-    _ours(
-        "--settle",
-        Seconds(),
-        "Seconds a starting job waits for more nodes after the last came.  [1]",
-    ),
-    _ours(
-        "--grow-cooldown",
-        Seconds(),
-        "Seconds a round lives before it ends in order to grow.  [30]",
-    ),
+    _ours("--join-timeout", Seconds(), "Seconds to wait below --min before giving up (exit code 3).  [600]"),
+    _ours("--settle", Seconds(), "Seconds a starting job waits for more nodes after the last came.  [1]"),
+    _ours("--grow-cooldown", Seconds(), "Seconds a round lives before it ends in order to grow.  [30]"),
     _ours(
         "--checkpoint-wait",
         Seconds(),
@@ -228,47 +198,21 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         Seconds(2.0, ", and etcd keeps no lease shorter than that"),
         "Seconds after which a silent node counts as lost.  [5]",
     ),
+    _ours("--etcd-grace", Seconds(), "Seconds etcd may be away before giving up (exit code 4).  [600]"),
     _ours(
-        "--etcd-grace",
-        Seconds(),
-        "Seconds etcd may be away before giving up (exit code 4).  [600]",
+        "--etcd-wait", Seconds(), "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]"
     ),
-    _ours(
-        "--etcd-wait",
-        Seconds(),
-        "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]",
-    ),
-    _ours(
-        "--broken-timeout",
-        Seconds(),
-        "Seconds between SIGTERM and SIGKILL once a round is broken.  [2]",
-    ),
+    _ours("--broken-timeout", Seconds(), "Seconds between SIGTERM and SIGKILL once a round is broken.  [2]"),
     _ours(
         "--part-timeout",
         Seconds(),
         "Seconds to leave a round for good, or once others wait with the state.  [60]",
     ),
     # failures
-    _ours(
-        "--restart-window",
-        Seconds(),
-        "Seconds over which --max-restarts counts.  [3600]",
-    ),
-    _ours(
-        "--futile-max",
-        Whole(0),
-        "Failures in a row without progress to end at; 0: no limit.  [4]",
-    ),
-    _ours(
-        "--quarantine-after",
-        Whole(0),
-        "Failures in a row after which a slot is left out.  [3]",
-    ),
-    _ours(
-        "--quarantine",
-        Seconds(),
-        "Seconds a slot is left out first; doubled each time.  [30]",
-    ),
+    _ours("--restart-window", Seconds(), "Seconds over which --max-restarts counts.  [3600]"),
+    _ours("--futile-max", Whole(0), "Failures in a row without progress to end at; 0: no limit.  [4]"),
+    _ours("--quarantine-after", Whole(0), "Failures in a row after which a slot is left out.  [3]"),
+    _ours("--quarantine", Seconds(), "Seconds a slot is left out first; doubled each time.  [30]"),
     _ours("--quarantine-max", Seconds(), "Seconds a slot is left out at most.  [600]"),
     # hangs
     _ours(
@@ -293,11 +237,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="A worker that is slower than its peers, or whose GPU tells of errors: name it, or leave its "
         "slot out for --quarantine-max.  [report]",
     ),
-    _ours(
-        "--straggler-window",
-        Seconds(),
-        "Seconds over which a worker must be slower to be named.  [60]",
-    ),
+    _ours("--straggler-window", Seconds(), "Seconds over which a worker must be slower to be named.  [60]"),
     _ours(
         "--straggler-ratio",
         type=click.FloatRange(min=1.0, min_open=True),
@@ -358,11 +298,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _our_switch(
         "--audit", "Have workers note which samples they use, for `elasticd audit`; see elasticd.worker.Data."
     ),
-    _ours(
-        "--audit-every",
-        _COUNT,
-        "With --audit, a digest of the weights after every so many steps.  [100]",
-    ),
+    _ours("--audit-every", _COUNT, "With --audit, a digest of the weights after every so many steps.  [100]"),
     _ours(
         "--http",
         help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",
@@ -377,29 +313,17 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _ours("--termination-log", _FILE, "File that says at the end why, for Kubernetes."),
     # torchrun's
-    _torchruns(
-        "--nnodes",
-        help="Nodes, N or MIN:MAX; with --nproc-per-node the limits in workers.  [1]",
-    ),
-    _torchruns(
-        "--nproc-per-node",
-        help="Workers a node offers: a number, auto, cpu, gpu or xpu.  [1]",
-    ),
+    _torchruns("--nnodes", help="Nodes, N or MIN:MAX; with --nproc-per-node the limits in workers.  [1]"),
+    _torchruns("--nproc-per-node", help="Workers a node offers: a number, auto, cpu, gpu or xpu.  [1]"),
     _torchruns("--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."),
     _torchruns("--rdzv-endpoint", help="HOST:PORT of the etcd."),
     _torchruns("--rdzv-id", help="Name of the job, as --job."),
     _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
     _torchruns_switch("--standalone", help="One node, without a shared etcd."),
-    _torchruns(
-        "--max-restarts",
-        type=Whole(0),
-        help="Failures to survive in --restart-window.  [10]",
-    ),
+    _torchruns("--max-restarts", type=Whole(0), help="Failures to survive in --restart-window.  [10]"),
     _torchruns("--monitor-interval", type=float, help="Means nothing here."),
     _torchruns(
-        "--start-method",
-        type=click.Choice(["spawn", "fork", "forkserver"]),
-        help="Means nothing here.",
+        "--start-method", type=click.Choice(["spawn", "fork", "forkserver"]), help="Means nothing here."
     ),
     _torchruns("--event-log-handler", help="Means nothing here."),
     _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
@@ -411,36 +335,22 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns("-t", "--tee", help="Streams that go to files and the terminal."),
     _torchruns("--local-ranks-filter", help="Local ranks whose output is shown: 0,1,2"),
     _torchruns(
-        "--duplicate-stdout-filters",
-        help="Lines of stdout to copy to a file of their own: apple,orange",
+        "--duplicate-stdout-filters", help="Lines of stdout to copy to a file of their own: apple,orange"
     ),
     _torchruns("--duplicate-stderr-filters", help="The same for stderr."),
     _torchruns("--node-rank", type=int, help="Means nothing here."),
     _torchruns("--master-addr", help="Means nothing here."),
     _torchruns("--master-port", type=int, help="Means nothing here."),
-    _torchruns(
-        "--local-addr",
-        help="Address at which other nodes reach this one, as --address.",
-    ),
+    _torchruns("--local-addr", help="Address at which other nodes reach this one, as --address."),
     _torchruns("--logs-specs", help="An entry point of the group torchrun.logs_specs."),
     _torchruns(
         "--numa-binding",
         type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
         help="Bind workers to the cores near their GPU.",
     ),
-    _torchruns(
-        "--signals-to-handle",
-        help="Signals that drain this node.  [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
-    ),
-    _torchruns(
-        "--shutdown-timeout",
-        type=Seconds(),
-        help="Seconds between SIGTERM and SIGKILL.  [30]",
-    ),
-    _torchruns_switch(
-        "--virtual-local-rank",
-        help="LOCAL_RANK 0 for all, each with its one GPU visible.",
-    ),
+    _torchruns("--signals-to-handle", help="Signals that drain this node.  [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
+    _torchruns("--shutdown-timeout", type=Seconds(), help="Seconds between SIGTERM and SIGKILL.  [30]"),
+    _torchruns_switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each with its one GPU visible."),
 )
 
 CONTEXT_SETTINGS: dict[str, Any] = {

@@ -100,10 +100,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             if isinstance(error, StoreError):
                 raise RendezvousConnectionError(str(error)) from error
             raise
-        self._record(
-            f"joined round {self._entered} as rank {info.rank} of {info.world_size}",
-            rank=info.rank,
-        )
+        self._record(f"joined round {self._entered} as rank {info.rank} of {info.world_size}", rank=info.rank)
         return info
 
     def _join(self, membership: Membership) -> RendezvousInfo:
@@ -141,10 +138,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                         info = self._enter(membership, round_, rank, listener)
                         if info is not None:
                             return info
-                        log.warning(
-                            "round %d lost a member before it began; trying again",
-                            round_.number,
-                        )
+                        log.warning("round %d lost a member before it began; trying again", round_.number)
                         listener.close()
                         listener = record = None
                         deadline = max(deadline, time.monotonic() + self._settings.ttl_s)
@@ -158,11 +152,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                                 f"no round of {self._settings.run_id!r} formed within "
                                 f"{self._settings.join_timeout_s:g} s; waiting {why}"
                             )
-                        self._wait(
-                            membership,
-                            sight,
-                            deadline if until is None else min(until, deadline),
-                        )
+                        self._wait(membership, sight, deadline if until is None else min(until, deadline))
                     case Refused(round_):
                         raise self._refusal(round_, redundant)
                     case Unreachable(node, address):
@@ -322,11 +312,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 self._close(failed=sys.exc_info()[0] is not None, as_member=True)
             return True
         except RendezvousError as error:
-            log.warning(
-                "the rendezvous %s could not be closed: %s",
-                self._settings.run_id,
-                error,
-            )
+            log.warning("the rendezvous %s could not be closed: %s", self._settings.run_id, error)
             self._record(f"{type(error).__name__}: {error}", NodeState.FAILED)
             return False
         finally:
@@ -371,11 +357,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             self._sure_until_s = float("inf")
             self._node = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
             self._membership = Membership(
-                self._settings.access,
-                self._settings.run_id,
-                self._node,
-                self._settings.ttl_s,
-                self._held,
+                self._settings.access, self._settings.run_id, self._node, self._settings.ttl_s, self._held
             )
             atexit.register(self._leave)  # torchrun does not call shutdown when it dies of a signal
             error = self._membership.diagnose()
@@ -397,12 +379,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             guard.close()
         self._store = None
 
-    def _record(
-        self,
-        message: str,
-        state: NodeState = NodeState.RUNNING,
-        rank: int | None = None,
-    ) -> None:
+    def _record(self, message: str, state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
         construct_and_record_rdzv_event(
             run_id=self._settings.run_id,
             message=f"node {self._node}: {message}",

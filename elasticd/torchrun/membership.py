@@ -9,10 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousStateError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from elasticd.core.ports import Held, LeaseNews, Lost, Silent
 from elasticd.etcd import kv
@@ -25,14 +22,7 @@ from elasticd.etcd.watcher import Events
 from elasticd.torchrun.backend import EtcdV3RendezvousBackend, unwrap
 from elasticd.torchrun.decide import Seen, View
 from elasticd.torchrun.guard import boot_time_s
-from elasticd.torchrun.records import (
-    CorruptError,
-    NodeRecord,
-    Round,
-    decode,
-    encode,
-    prefix_of,
-)
+from elasticd.torchrun.records import CorruptError, NodeRecord, Round, decode, encode, prefix_of
 
 log = logging.getLogger("elasticd.torchrun")
 
@@ -56,12 +46,7 @@ class Membership:
     """
 
     def __init__(
-        self,
-        access: EtcdAccess,
-        run_id: str,
-        node: str,
-        ttl_s: float,
-        held: Callable[[float], None],
+        self, access: EtcdAccess, run_id: str, node: str, ttl_s: float, held: Callable[[float], None]
     ) -> None:
         self.node = node
         self.changed = threading.Condition()
@@ -102,19 +87,13 @@ class Membership:
                 own_created=own.created if own else 0,
             )
 
-    def wait(
-        self,
-        sight: Sight | None,
-        timeout_s: float,
-        also: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def wait(self, sight: Sight | None, timeout_s: float, also: Callable[[], bool] = lambda: False) -> None:
         """Until more is seen than this sight, or ``also`` holds (it is asked again whenever
         ``changed`` is notified), or the timeout."""
         before = sight.revision if sight else max(self._wrote - 1, 0)
         with self.changed:
             self.changed.wait_for(
-                lambda: self._problem is not None or self._revision > before or also(),
-                timeout_s,
+                lambda: self._problem is not None or self._revision > before or also(), timeout_s
             )
 
     @property
@@ -181,8 +160,7 @@ class Membership:
         if not lease:
             raise StoreUnavailable("etcd has given no lease yet", sent=False)
         request = kv.txn_request(
-            [kv.if_unchanged(self._key, own_token)],
-            [kv.put_op(self._key, encode(record), lease)],
+            [kv.if_unchanged(self._key, own_token)], [kv.put_op(self._key, encode(record), lease)]
         )
         try:
             response = self._link.calls.call("txn", request)
