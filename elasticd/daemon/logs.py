@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import (
 from elasticd.core.auditlog import FOLDER, VARIABLE
 from elasticd.daemon.config import LogOptions
 from elasticd.daemon.errors import CannotStart
-from elasticd.procs.output import LogDest
+from elasticd.procs.logdest import LogDest
 from elasticd.telemetry.runs import state_dir
 
 RUNS_KEPT = 50

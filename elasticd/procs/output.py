@@ -16,80 +16,19 @@ import signal
 import termios
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
 from elasticd.procs.errorfile import TAIL_BYTES
 from elasticd.procs.linux import is_ready
+from elasticd.procs.logdest import STDERR, STDOUT
 from elasticd.procs.screen import Author, Screen
 
-STDOUT, STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES_MAX = 1 << 20  # of a line that is looked through; what is longer is taken for several
-_ROOM_BYTES = 1 << 16  # a disk that cannot take that much more is full
 _PARTIAL_S = 0.1  # how long a line may remain unfinished before it is shown as it is
-
-
-@dataclass(frozen=True, slots=True)
-class LogDest:
-    """Where a round's workers print, by local rank; mirrors torch's ``LogsDest``.
-
-    ``stdouts``, ``stderrs``: a file the stream is redirected to; empty or absent for the console.
-    ``tee_stdouts``, ``tee_stderrs``: the same files for streams that go to the console too.
-    ``error_files``: where a worker says why it failed. ``filtered_*``: one file for the lines of
-    tee'd streams that contain one of the filters. ``capture_dirs``: a folder for our own copy of
-    what goes to the console only.
-    """
-
-    stdouts: Mapping[int, str] = field(default_factory=dict)
-    stderrs: Mapping[int, str] = field(default_factory=dict)
-    tee_stdouts: Mapping[int, str] = field(default_factory=dict)
-    tee_stderrs: Mapping[int, str] = field(default_factory=dict)
-    error_files: Mapping[int, str] = field(default_factory=dict)
-    filtered_stdout: str = ""
-    filtered_stderr: str = ""
-    capture_dirs: Mapping[int, str] = field(default_factory=dict)
-
-    def file_of(self, stream: int, local_rank: int) -> str:
-        """Its redirection; empty if it goes to the console only."""
-        return (self.stdouts if stream == STDOUT else self.stderrs).get(local_rank, "")
-
-    def tee_of(self, stream: int, local_rank: int) -> str:
-        """Its file if it is tee'd, else empty."""
-        return (self.tee_stdouts if stream == STDOUT else self.tee_stderrs).get(local_rank, "")
-
-    def capture_of(self, stream: int, local_rank: int) -> str:
-        """Where our own copy of it is kept; empty if it has a file anyway."""
-        folder = self.capture_dirs.get(local_rank, "")
-        if not folder or self.file_of(stream, local_rank):
-            return ""
-        return str(Path(folder) / ("stdout.log" if stream == STDOUT else "stderr.log"))
-
-    def unkept(self) -> LogDest:
-        """The same with no file for what is printed."""
-        return replace(self, stdouts={}, stderrs={}, tee_stdouts={}, tee_stderrs={}, capture_dirs={})
-
-
-def trouble_with(path: str) -> str:
-    """Why nothing more can be written to a file, such as that its disk is full; empty if it can. The file
-    is there afterwards, as it was."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            size = os.fstat(fd).st_size
-            try:
-                _write_all(fd, bytes(_ROOM_BYTES))
-            finally:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(fd, size)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        return f"{path} cannot be written: {error.strerror}"
-    return ""
 
 
 class Console(Protocol):

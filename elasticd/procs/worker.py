@@ -16,7 +16,8 @@ from elasticd.procs.conversation import Conversation
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.keeper import Ended
 from elasticd.procs.link import Line
-from elasticd.procs.output import STDERR, STDOUT, Feed, LogDest, trouble_with
+from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
+from elasticd.procs.output import Feed
 from elasticd.procs.page import Heartbeat, Page, WorkerPhase
 
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # what a process does to itself

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal as signals
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from string import Template
 
 from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
@@ -29,15 +27,14 @@ from elasticd.core.ports import (
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Ended, Warden
 from elasticd.procs.link import Switchboard
-from elasticd.procs.output import STDERR, STDOUT, Feed, Filtered, LogDest, Output, trouble_with
+from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify
+from elasticd.procs.output import Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
+from elasticd.procs.plumbing import Outlets, Plumbing
 from elasticd.procs.preload import Preload, Say
 from elasticd.procs.worker import Worker
 
-LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _LAST_OUTPUT_S = 0.1  # what a dead worker printed last arrives in microseconds, unless the console is stuck
-
-Reify = Callable[[int, dict[int, dict[str, str]]], LogDest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +95,10 @@ class LocalProcs:
         self._command = command
         self._cwd = str(cwd or os.getcwd())
         self._base_env = dict(os.environ if base_env is None else base_env)
-        self._reify = reify
-        self._output = output or Output()
-        self._role = role
-        self._line_prefix = Template(line_prefix or LINE_PREFIX)
+        duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
+        self._plumbing = Plumbing(reify, output or Output(), role, line_prefix, duplicates, warn)
         self._heartbeat = heartbeat
         self._whole_group = whole_group
-        self._duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
         self._say = say
         self._warn = warn
         self._news: Callable[[WorkerNews], None] = lambda news: None
@@ -246,7 +240,7 @@ class LocalProcs:
             self._switchboard.close()
         if self._preload is not None:
             self._preload.close()
-        self._output.close()
+        self._plumbing.close()
         shutil.rmtree(self.page_dir, ignore_errors=True)
 
     # ------------------------------------------------------------ a worker's beginning
@@ -257,12 +251,8 @@ class LocalProcs:
         if not assignments:
             return
         envs = {a.local_rank: {**self._base_env, **a.env} for a in assignments}
-        try:
-            dest = self._reify(round_number, envs)
-            filtered = self._open_filtered(dest)
-        except OSError as error:
-            dest, filtered = LogDest(), {}
-            self._not_kept(error)
+        outlets = self._plumbing.outlets(round_number, envs)
+        dest = outlets.dest
         workers = []
         for a in assignments:
             error_file = dest.error_files.get(a.local_rank, "")
@@ -280,12 +270,12 @@ class LocalProcs:
                 self._workers[worker.assignment.slot] = worker
         for worker in workers:
             try:
-                self._launch(worker, envs[worker.log_rank], filtered)
+                self._launch(worker, envs[worker.log_rank], outlets)
             except OSError as error:
                 end = Ended(0, 127, time.time(), f"cannot start a worker: {error}")
                 self._warden.call_soon(partial(self._ended, worker, end))
 
-    def _launch(self, worker: Worker, env: dict[str, str], filtered: Mapping[int, Filtered]) -> None:
+    def _launch(self, worker: Worker, env: dict[str, str], outlets: Outlets) -> None:
         a = worker.assignment
         mark = self._add_heartbeat(worker, env) if self._heartbeat else ""
         if self._switchboard is not None:
@@ -294,28 +284,11 @@ class LocalProcs:
             )
             env[wire.ADDRESS] = self._switchboard.address
         argv = self._command(a) if callable(self._command) else self._command
-        prefix = self._prefix(a)
-        with contextlib.ExitStack() as undo:
-            fds = [_duplicate_stdin()]
-            undo.callback(_close_all, fds)
-            feeds = []
-            for stream in (STDOUT, STDERR):
-                fd, feed = self._plug(worker, stream, prefix)
-                fds.append(fd)
-                if feed is not None:
-                    feeds.append(feed)
-                    undo.callback(feed.discard)
-                    if stream in filtered and worker.dest.tee_of(stream, a.local_rank):
-                        feed.filtered = filtered[stream]
-            undo.pop_all()
-        worker.feeds = tuple(feeds)
-        if feeds:
-            self._output.carry(feeds)
         worker.id = self._warden.spawn_worker(
             argv,
             env=env,
             cwd=self._cwd,
-            fds=fds,
+            fds=self._plumbing.connect(worker, outlets),
             mark=mark,
             whole_group=self._whole_group,
             fork=self._preload is not None and self._preload.suits(argv, env, self._cwd),
@@ -334,44 +307,6 @@ class LocalProcs:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (BOOT_DIR, env.get("PYTHONPATH"))))
         return f"{VARIABLE}={page.path}"
 
-    def _plug(self, worker: Worker, stream: int, prefix: bytes) -> tuple[int, Feed | None]:
-        """What the worker gets for its stdout or stderr, and how it is passed on, if it is."""
-        dest, local_rank = worker.dest, worker.log_rank
-        path, tee = dest.file_of(stream, local_rank), dest.tee_of(stream, local_rank)
-        copies = []
-        try:
-            if path and not tee:
-                if why := trouble_with(path):  # it would fail of whatever it prints
-                    raise OSError(why)
-                return _open_for_writing(path, os.O_TRUNC), None
-            if tee:
-                copies.append(_open_for_writing(tee, os.O_TRUNC))
-            elif capture := dest.capture_of(stream, local_rank):
-                Path(capture).parent.mkdir(parents=True, exist_ok=True)
-                copies.append(_open_for_writing(capture, os.O_APPEND))
-        except OSError as error:
-            worker.dest = dest.unkept()
-            self._not_kept(error, slot=worker.assignment.slot, rank=worker.assignment.rank)
-        return self._output.open(stream, prefix=prefix if tee else b"", copies=copies, terminal=not tee)
-
-    def _open_filtered(self, dest: LogDest) -> dict[int, Filtered]:
-        paths = {STDOUT: dest.filtered_stdout, STDERR: dest.filtered_stderr}
-        tees = {STDOUT: dest.tee_stdouts, STDERR: dest.tee_stderrs}
-        return {
-            stream: Filtered(paths[stream], needles)
-            for stream, needles in self._duplicates.items()
-            if needles and paths[stream] and tees[stream]
-        }
-
-    def _not_kept(self, error: OSError, **whose: int) -> None:
-        """Nobody's training fails because of that."""
-        why = f"{error.filename} cannot be written: {error.strerror}" if error.filename else str(error)
-        self._warn("log.not_kept", why=why, note="what is printed goes to the console only", **whose)
-
-    def _prefix(self, a: Assignment) -> bytes:
-        macros = {"role_name": self._role, "local_rank": a.local_rank, "rank": a.rank}
-        return self._line_prefix.safe_substitute(macros).encode()
-
     # ------------------------------------------------------------ its rounds
 
     def _of_this_round(self) -> Iterable[tuple[int, Worker]]:
@@ -382,9 +317,7 @@ class LocalProcs:
         worker.assignment, worker.round = assignment, round_number
         worker.acts, worker.parted = True, False
         worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.told().commits
-        for feed in worker.feeds:
-            if feed.author.prefix:
-                feed.author.prefix = self._prefix(assignment)
+        self._plumbing.relabel(worker)
         if worker.talk.stage is Stage.WAITING:
             self._let_enter(worker)
 
@@ -479,19 +412,3 @@ def _discard_page(worker: Worker) -> None:
     if worker.page is not None:
         worker.page.close()
         worker.page = None
-
-
-def _open_for_writing(path: str, flags: int) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _duplicate_stdin() -> int:
-    try:
-        return os.dup(0)
-    except OSError:  # the agent has none
-        return os.open(os.devnull, os.O_RDONLY)

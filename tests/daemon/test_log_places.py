@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
 from elasticd.daemon.config import LogOptions
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.logs import Destinations, logs_specs
-from elasticd.procs.output import LogDest
+from elasticd.procs.logdest import LogDest
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from elasticd.core.ports import Assignment
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Warden
 from elasticd.procs.link import Switchboard
-from elasticd.procs.output import LogDest
+from elasticd.procs.logdest import LogDest
 from elasticd.procs.workers import LocalProcs
 from tests.contract.heard import Heard
 from tests.procs.agents import PATIENCE_S, PROGRAMS

@@ -19,7 +19,8 @@ import pytest
 
 from elasticd.core.ports import Assignment
 from elasticd.procs import output as outputs
-from elasticd.procs.output import Filtered, LogDest, Output
+from elasticd.procs.logdest import LogDest, trouble_with
+from elasticd.procs.output import Filtered, Output
 from tests.procs.agents import PATIENCE_S, PROGRAMS, ROOT
 from tests.procs.conftest import Bench, Recorded
 
@@ -28,6 +29,21 @@ BOTH = "import sys; print('to stdout', flush=True); print('to stderr', file=sys.
 
 def _goes_to(dest: LogDest) -> Callable[[int, dict[int, dict[str, str]]], LogDest]:
     return lambda _number, _envs: dest
+
+
+def test_a_log_that_is_tried_out_loses_nothing_that_is_written_meanwhile(tmp_path: Path) -> None:
+    log, line = tmp_path / "stdout.log", b"a line\n"
+
+    def write() -> None:
+        with open(log, "ab", buffering=0) as file:
+            file.writelines(line for _ in range(2000))
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    while writing.is_alive():
+        assert trouble_with(str(log)) == ""
+    assert log.read_bytes() == 2000 * line
+    assert os.listdir(tmp_path) == [log.name]
 
 
 def test_by_default_output_goes_to_the_console_unprefixed_and_into_a_copy(

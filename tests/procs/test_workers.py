@@ -17,7 +17,7 @@ import pytest
 
 from elasticd.core.page import ASTRAY
 from elasticd.procs.keeper import KeeperError
-from elasticd.procs.output import LogDest
+from elasticd.procs.logdest import LogDest
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench
 

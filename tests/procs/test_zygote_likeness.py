@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elasticd.procs import stacks
-from elasticd.procs.output import LogDest
+from elasticd.procs.logdest import LogDest
 from tests.procs.agents import PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench, wait_until_ready
 from tests.procs.forked import both, run

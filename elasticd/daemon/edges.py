@@ -1,0 +1,107 @@
+"""The edges of an agent, made as its config wants them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from elasticd.core.facts import Holder
+from elasticd.core.messages import StoreComplained
+from elasticd.daemon import holding
+from elasticd.daemon.command import worker_command
+from elasticd.daemon.config import CommandKind, RunConfig
+from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.pages import Pages
+from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
+from elasticd.etcd.store import EtcdStore, Link
+from elasticd.procs.keeper import Warden
+from elasticd.procs.logdest import Reify
+from elasticd.procs.output import Output
+from elasticd.procs.workers import LocalProcs
+from elasticd.telemetry import log
+from elasticd.telemetry.http import HttpServer
+from elasticd.telemetry.view import View
+
+
+def store(config: RunConfig, link: Link, post: Callable[[StoreComplained], None]) -> EtcdStore:
+    """The job in etcd. Complaints are logged, and those told to the agent that it cannot go on with."""
+    logged = ""
+
+    def complained(error: StoreError) -> None:
+        nonlocal logged
+        if str(error) != logged:  # each watch has the same one
+            logged = str(error)
+            log.get("elasticd.agent").warning("etcd.complaint", why=logged)
+        needed = isinstance(error, BadRecord) and error.key in ("spec", "round", f"nodes/{config.node}")
+        if needed or isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
+            post(StoreComplained(str(error), forgot=isinstance(error, HistoryLost)))
+
+    return EtcdStore(link, config.job, config.policy.node_ttl_s, problems=complained)
+
+
+def procs(
+    config: RunConfig, warden: Warden, view: View, reify: Reify, clock: Callable[[], float]
+) -> LocalProcs:
+    """The node's workers, whose output goes to the view."""
+    output = Output(_Console(view))
+    output.follow_window_size()
+    logger = log.get("elasticd.agent")
+    runs_python = config.command.kind is not CommandKind.PROGRAM
+    return LocalProcs(
+        warden,
+        worker_command(config),
+        base_env={
+            **os.environ,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),  # as torchrun's launcher does
+            **config.env,
+        },
+        reify=reify,
+        output=output,
+        role=config.role,
+        line_prefix=config.logs.line_prefix,
+        whole_group=not runs_python,
+        zygote=runs_python and not config.fresh_start and config.numa_binding is None,
+        say=logger.info,
+        warn=logger.warning,
+        duplicate_stdout=config.logs.duplicate_stdout,
+        duplicate_stderr=config.logs.duplicate_stderr,
+        clock=clock,
+    )
+
+
+def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
+    """Where the agent can be looked at over HTTP. Nobody's training fails because that cannot be."""
+    if config.http is None:
+        return "off"
+    host, port = config.http
+    try:
+        server = cleanup.enter_context(HttpServer(host, port, pages.by_path()))
+    except OSError as error:
+        log.get("elasticd.agent").warning("http.off", host=host, port=port, why=str(error))
+        return "off"
+    return server.url
+
+
+def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
+    """Where other nodes' shards come to; they are held in the memory of one node more, or of none."""
+    if not config.replicate:
+        return None
+    try:
+        return holding.listen(config.node, config.address)
+    except OSError as error:
+        raise CannotStart(f"no copies can be held for others at {config.address}: {error}") from error
+
+
+class _Console:
+    """The view, as the output pump wants it."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def write(self, stream: int, data: bytes) -> None:
+        self._view.write(stream, data)
+
+    def is_terminal(self, stream: int) -> bool:
+        return os.isatty(stream)

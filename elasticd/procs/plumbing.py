@@ -1,0 +1,144 @@
+"""What workers read, and where what they print goes: the files that each is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+from elasticd.core.ports import Assignment
+from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify, trouble_with
+from elasticd.procs.output import Feed, Filtered, Output
+from elasticd.procs.preload import Say
+from elasticd.procs.worker import Worker
+
+LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Where workers that are started together print. ``filtered``: of each stream that has filters."""
+
+    dest: LogDest = field(default_factory=LogDest)
+    filtered: Mapping[int, Filtered] = field(default_factory=dict)
+
+
+class Plumbing:
+    """For the workers of a node; see ``LocalProcs`` for what it is given. ``duplicates``: filters, by stream.
+
+    What they print and cannot be kept goes to the console, and ``warn`` is told: nobody's training fails
+    because of that.
+    """
+
+    def __init__(
+        self,
+        reify: Reify,
+        output: Output,
+        role: str,
+        line_prefix: str | None,
+        duplicates: Mapping[int, Sequence[str]],
+        warn: Say,
+    ) -> None:
+        self._reify = reify
+        self._output = output
+        self._role = role
+        self._line_prefix = Template(line_prefix or LINE_PREFIX)
+        self._duplicates = duplicates
+        self._warn = warn
+
+    def outlets(self, round_number: int, envs: dict[int, dict[str, str]]) -> Outlets:
+        """For workers with these environments, by local rank, which may be added to."""
+        try:
+            dest = self._reify(round_number, envs)
+            return Outlets(dest, self._open_filtered(dest))
+        except OSError as error:
+            self._not_kept(error)
+            return Outlets()
+
+    def connect(self, worker: Worker, outlets: Outlets) -> list[int]:
+        """Its first three files, which are the caller's; what it prints is passed on from now on. Raises
+        OSError where there are no more files to be had."""
+        feeds: list[Feed] = []
+        with contextlib.ExitStack() as undo:
+            fds = [_duplicate_stdin()]
+            undo.callback(_close_all, fds)
+            for stream in (STDOUT, STDERR):
+                fd, feed = self._plug(worker, stream)
+                fds.append(fd)
+                if feed is not None:
+                    feeds.append(feed)
+                    undo.callback(feed.discard)
+                    if worker.dest.tee_of(stream, worker.log_rank):
+                        feed.filtered = outlets.filtered.get(stream)
+            undo.pop_all()
+        worker.feeds = tuple(feeds)
+        if feeds:
+            self._output.carry(feeds)
+        return fds
+
+    def relabel(self, worker: Worker) -> None:
+        """It has another rank from now on."""
+        for feed in worker.feeds:
+            if feed.author.prefix:
+                feed.author.prefix = self._prefix(worker.assignment)
+
+    def close(self) -> None:
+        """Pass on the last of it."""
+        self._output.close()
+
+    def _plug(self, worker: Worker, stream: int) -> tuple[int, Feed | None]:
+        """What the worker gets for its stdout or stderr, and how it is passed on, if it is."""
+        dest, local_rank = worker.dest, worker.log_rank
+        path, tee = dest.file_of(stream, local_rank), dest.tee_of(stream, local_rank)
+        copies = []
+        try:
+            if path and not tee:
+                if why := trouble_with(path):  # it would fail of whatever it prints
+                    raise OSError(why)
+                return _open_for_writing(path, os.O_TRUNC), None
+            if tee:
+                copies.append(_open_for_writing(tee, os.O_TRUNC))
+            elif capture := dest.capture_of(stream, local_rank):
+                Path(capture).parent.mkdir(parents=True, exist_ok=True)
+                copies.append(_open_for_writing(capture, os.O_APPEND))
+        except OSError as error:
+            worker.dest = dest.unkept()
+            self._not_kept(error, slot=worker.assignment.slot, rank=worker.assignment.rank)
+        prefix = self._prefix(worker.assignment) if tee else b""
+        return self._output.open(stream, prefix=prefix, copies=copies, terminal=not tee)
+
+    def _open_filtered(self, dest: LogDest) -> dict[int, Filtered]:
+        paths = {STDOUT: dest.filtered_stdout, STDERR: dest.filtered_stderr}
+        tees = {STDOUT: dest.tee_stdouts, STDERR: dest.tee_stderrs}
+        return {
+            stream: Filtered(paths[stream], needles)
+            for stream, needles in self._duplicates.items()
+            if needles and paths[stream] and tees[stream]
+        }
+
+    def _not_kept(self, error: OSError, **whose: int) -> None:
+        why = f"{error.filename} cannot be written: {error.strerror}" if error.filename else str(error)
+        self._warn("log.not_kept", why=why, note="what is printed goes to the console only", **whose)
+
+    def _prefix(self, a: Assignment) -> bytes:
+        macros = {"role_name": self._role, "local_rank": a.local_rank, "rank": a.rank}
+        return self._line_prefix.safe_substitute(macros).encode()
+
+
+def _open_for_writing(path: str, flags: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _duplicate_stdin() -> int:
+    try:
+        return os.dup(0)
+    except OSError:  # the agent has none
+        return os.open(os.devnull, os.O_RDONLY)
