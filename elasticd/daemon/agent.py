@@ -21,8 +21,21 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elasticd.core.facts import Exit, Failure, Phase
+from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.inbox import Inbox
+
+
+def worker_spec(config: RunConfig) -> WorkerSpec:
+    """What torch calls the command, its slots and its role."""
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.slots,
+        rdzv_handler=None,  # type: ignore[arg-type]  # rounds are not asked for, they arrive
+        entrypoint=config.command.target,
+        args=config.command.args,
+        max_restarts=config.policy.restarts_max,
+    )
 
 
 class Agent(ElasticAgent):

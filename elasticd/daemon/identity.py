@@ -8,33 +8,38 @@ import uuid
 from pathlib import Path
 
 from elasticd.core import auditlog
-from elasticd.core.agent import Identity
+from elasticd.core.agent import Identity, State, start
 from elasticd.core.environment import Setting
 from elasticd.core.facts import Spec
 from elasticd.daemon.config import RunConfig
 from elasticd.procs.linux import started_at
 
 
-def of(config: RunConfig) -> Identity:
-    """A new incarnation of the node."""
-    return Identity(
-        node=config.node,
-        incarnation=uuid.uuid4().hex,
-        address=config.address,
-        slots=tuple(range(config.slots)),
-        host=host_identity(),
-        pid=os.getpid(),
-    )
-
-
-def spec_of(config: RunConfig) -> Spec:
-    """What this agent would have the job be, if it is the first."""
-    return Spec(
-        asked=config.limits,
-        limits=config.limits,
-        script=config.command.target,
-        fingerprint=config.fingerprint,
-        policy=config.policy,
+def state_of(config: RunConfig, store_port: int, etcd_url: str) -> State:
+    """A new incarnation of the node, before anything has happened to it. ``store_port``: where it hosts
+    the store of the first round that it leads."""
+    return start(
+        Identity(
+            node=config.node,
+            incarnation=uuid.uuid4().hex,
+            address=config.address,
+            slots=tuple(range(config.slots)),
+            host=host_identity(),
+            pid=os.getpid(),
+        ),
+        Spec(  # what this agent would have the job be, if it is the first
+            asked=config.limits,
+            limits=config.limits,
+            script=config.command.target,
+            fingerprint=config.fingerprint,
+            policy=config.policy,
+        ),
+        store_port,
+        config.etcd_grace_s,
+        f"etcd at {etcd_url}",
+        etcd_wait_s=config.etcd_wait_s,
+        spares=config.spares,
+        alone=config.etcd is None,
     )
 
 

@@ -67,7 +67,7 @@ class LocalProcs:
     ``warn``: is told, likewise, of those that crash once they have finished (``worker.crashed_at_exit``) and
     of those whose output cannot be kept (``log.not_kept``).
     ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
-    ``fence`` is told the time by, which must not jump as the machine's may.
+    ``fence`` is told the time by and ``step_times`` tells it by, which must not jump as the machine's may.
     """
 
     def __init__(
@@ -196,13 +196,15 @@ class LocalProcs:
             )
 
     def step_times(self, slot: int, after: int) -> tuple[float, ...]:
-        """When the steps after this one were that the slot's worker made in this round, oldest first, in
-        seconds of CLOCK_MONOTONIC; of more than 250 the first are not told."""
+        """When the steps after this one were that the slot's worker made in this round, oldest first, by
+        the clock; of more than 250 the first are not told."""
         with self._lock:
             worker = dict(self._of_this_round()).get(slot)
             if worker is None or worker.page is None:
                 return ()
-            return worker.page.step_times(after + worker.steps_before)[1]
+            times = worker.page.step_times(after + worker.steps_before)[1]
+        offset_s = self._clock() - time.monotonic()
+        return tuple(at + offset_s for at in times)
 
     def told(self, round_number: int | None = None) -> Mapping[int, Told]:
         """What this round's workers say of their training, by slot; nothing, if it is not the round that
