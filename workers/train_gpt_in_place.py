@@ -6,7 +6,8 @@
 
 The same training with elasticd.worker: survivors keep their process and go on at once, and data, steps,
 random numbers and checkpoints are seen to. It is consistent: however many workers there were, and
-whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same.
+whatever befell them, it ends with the same digest, as long as --virtual-ranks is the same. With --ddp
+gradients are added up as DistributedDataParallel does it, and it ends with the same loss but for rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from typing import TextIO
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -48,15 +50,22 @@ def train(state: worker.State, options: argparse.Namespace) -> None:
     for step in state.steps(options.steps):
         for group in state.optimizer.param_groups:
             group["lr"] = learning_rate(state.step, options.steps, options.lr)
+        mine = torch.zeros((), device=worker.device())
         for inputs, targets in step:
             logits = state.model(inputs.to(worker.device()))
-            step.backward(F.cross_entropy(logits.flatten(0, 1), targets.to(worker.device()).flatten()))
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(worker.device()).flatten())
+            step.backward(loss)
+            mine += loss.detach() * (len(inputs) / step.samples)
+        is_logged = (state.step + 1) % options.log_every == 0
+        if is_logged and options.ddp:
+            dist.all_reduce(mine)  # before the optimizer's step: between that and the commit nothing may fail
         nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
         state.optimizer.step()
         state.optimizer.zero_grad()
-        if (state.step + 1) % options.log_every == 0:
+        if is_logged:
+            mean = mine if options.ddp else step.loss
             rate = (state.step + 1 - step_since) / (time.monotonic() - since)
-            print_once(f"step {state.step + 1:>5}  loss {float(step.loss):.3f}  {rate:.1f} steps/s")
+            print_once(f"step {state.step + 1:>5}  loss {float(mean):.3f}  {rate:.1f} steps/s")
         state.commit()
 
 
@@ -82,6 +91,7 @@ def parse_options() -> tuple[argparse.Namespace, Shape]:
         default=8,
         help="pieces of the batch, dealt onto the workers",
     )
+    parser.add_argument("--ddp", action="store_true", help="add gradients up as DistributedDataParallel does")
     return parsed(parser)
 
 
@@ -102,7 +112,7 @@ def main() -> int:
         shuffle=True,
         seed=options.seed,
         epochs=None,
-        consistent=True,
+        consistent=not options.ddp,
     )
     train(worker.State(model=model, optimizer=optimizer, data=data), options)
     print_once(f"weights and optimizer: {digest(model, optimizer)}")

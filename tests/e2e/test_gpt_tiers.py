@@ -25,7 +25,7 @@ DATA = str(Path(os.__file__).parent / "asyncio")
 STEPS = 600  # on a busy machine many go by until processes are there that are waited for
 SHAPE = f"--layers=2 --heads=2 --width=32 --context=32 --lr=1e-3 --steps={STEPS} --log-every=1"
 OPTIONS = ("--replicate=1", "--checkpoint-every=1", "--hang-after=off", "--max-restarts=100")
-ROUNDING = 1e-2  # of a loss, after hundreds of steps whose sums were added up in other orders
+ROUNDING = 2e-3  # of a loss whose sums were added up in other orders; from step to step it changes by 0.09
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,14 +33,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 class Training:
     """One job of such a script; ``resumed`` says, oldest first, where its worlds had their state from."""
 
-    def __init__(self, cluster: Cluster, script: str) -> None:
-        self.cluster, self.script = cluster, script
+    def __init__(self, cluster: Cluster, script: str, *flags: str) -> None:
+        self.cluster, self.script, self.flags = cluster, script, flags
         self.checkpoints = f"--checkpoints={cluster.folder}/kept"
         cluster.limits = (2, 8)
 
     @property
     def program(self) -> tuple[str, ...]:
-        return (str(WORKERS / f"{self.script}.py"), f"--data={DATA}", *SHAPE.split())
+        return (str(WORKERS / f"{self.script}.py"), f"--data={DATA}", *SHAPE.split(), *self.flags)
 
     def start(self, *names: str, slots: int) -> list[Agent]:
         options = (*OPTIONS, self.checkpoints)
@@ -227,12 +227,13 @@ def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
     assert not holders(cluster.mark)
 
 
-@pytest.mark.parametrize("script", ["train_gpt_in_place", "train_gpt_fsdp"])
+@pytest.mark.parametrize("how", ["consistent", "DDP", "FSDP2"])
 def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_go_on_from(
-    script: str, clusters: Callable[[str | None], Cluster], shared_etcd: str
+    how: str, clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:
-    training = Training(clusters(shared_etcd), script)
-    in_place = script == "train_gpt_in_place"
+    in_place = how != "FSDP2"
+    script = "train_gpt_in_place" if in_place else "train_gpt_fsdp"
+    training = Training(clusters(shared_etcd), script, *(["--ddp"] if how == "DDP" else []))
 
     (a,) = training.start("a", slots=4)
     training.goes_on(4)
@@ -274,7 +275,7 @@ def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_
     assert tiers == {"memory", "peer", "disk"} | ({"survivor"} if in_place else set())
     assert {2, 3, 4, 6, 8} <= {world for _, _, world in training.resumed}
     alone = undisturbed(training)
-    if in_place:
+    if how == "consistent":
         assert digest(training.said) == digest(alone), "to the last bit"
     expected, made = dict(losses(alone)), losses(training.said)
     assert max(made)[0] == STEPS
