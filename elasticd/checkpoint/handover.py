@@ -10,6 +10,7 @@ Worker to saver:
 * ``skip``: ``step``. It was not copied, since both buffers are still being written.
 * ``save``: ``plan buffer step name at blocked_s``. It holds this rank's whole shard.
 * ``miss``: ``name step why``. This rank will not hand over what others do.
+* ``wait``: ``on``. Training waits for what was handed over, or does so no more.
 * ``known``: ``path``. What is committed there; the answer is ``known`` (``own``: this job has committed
   there; ``why``: it cannot be told), with a file of it.
 * ``survey``: ``path``. What is held in memory of worlds that are over, here and, where copies are held, by

@@ -27,10 +27,14 @@ class Pace:
         """Returns when more may be written."""
         with self._lock:
             now = self._clock()
-            due = self._due = max(self._due, now) + size / self._bytes_s
-        if not self._hurry.is_set():
+            due = self._due = now if self._hurry.is_set() else max(self._due, now) + size / self._bytes_s
+        if due > now:
             self._sleep(due - now)
 
-    def hurry(self) -> None:
-        """From now on, and for those who wait: as fast as it goes."""
-        self._hurry.set()
+    def hurry(self, on: bool) -> None:
+        """From now on, and for those who wait: as fast as it goes; or no more, and what was written
+        meanwhile does not count."""
+        if on:
+            self._hurry.set()
+        else:
+            self._hurry.clear()

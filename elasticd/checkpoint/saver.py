@@ -43,6 +43,7 @@ class _Client:
     rank: int = -1
     plan: Plan | None = None
     number: int = -1
+    waits: bool = False  # training does, until what was handed over is durable
 
 
 class Saver:
@@ -97,8 +98,8 @@ class Saver:
         linger_s = None if self._linger_s is None else self._first_s
         try:
             while True:
-                if self._leaves and self._pace is not None:
-                    self._pace.hurry()  # nobody trains any more
+                if self._pace is not None:
+                    self._pace.hurry(not self._trains())
                 leaves = self._leaves and not self._jobs
                 if leaves:
                     timeout: float | None = 0.0  # what was said before is heard first
@@ -130,6 +131,11 @@ class Saver:
                 self._replication.close()
             self._selector.close()
             self._jobs.close()
+
+    def _trains(self) -> bool:
+        """Whether anybody does whom writing could be in the way of, and nobody waits for it."""
+        saving = [client for client in self._clients if client.world is not None]
+        return bool(saving) and not self._leaves and not any(client.waits for client in saving)
 
     def _measure(self) -> None:
         replicas = self._replication.size if self._replication is not None else 0
@@ -262,6 +268,9 @@ class Saver:
     def _hear_skip(self, client: _Client, message: Message, _: list[int]) -> None:
         if client.world is not None and client.world.commits and client.rank == 0:
             self._report(Report(Fate.SKIPPED, int(message["step"])))
+
+    def _hear_wait(self, client: _Client, message: Message, _: list[int]) -> None:
+        client.waits = bool(message["on"])
 
     def _hear_known(self, client: _Client, message: Message, _: list[int]) -> None:
         def answer(outcome: Checkpoint | BaseException) -> None:

@@ -277,7 +277,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _ours(
         "--checkpoint-rate",
-        help="What a node writes of checkpoints at most, in bytes a second: 200M.  [as fast as it goes]",
+        help="Bytes a second that a node writes of checkpoints at most while it trains: 200M.  [no limit]",
         metavar="SIZE",
     ),
     _ours(

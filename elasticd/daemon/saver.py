@@ -54,7 +54,7 @@ class SaverService:
     agent's log, and in ``reports`` for whoever counts it, oldest first; ``footprint`` is its memory. It
     ends with the agent, which waits until what was handed over is committed. ``holding``: the socket at
     which it holds copies for other nodes, and how those find it. ``bytes_s``: what it writes per second at
-    most, until the agent ends.
+    most, while there is training that does not wait for it.
     """
 
     def __init__(

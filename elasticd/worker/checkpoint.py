@@ -121,7 +121,7 @@ class Checkpoints:
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Until what this rank handed over is committed or has failed, and where another node is to hold a
         copy, it has it or cannot; False after the timeout. Where the first rank is on another node: until
-        what is on this node is durable."""
+        what is on this node is durable. Meanwhile ``--checkpoint-rate`` does not count."""
         return self._saving.wait(timeout_s)
 
     @told.goes_on

@@ -110,7 +110,10 @@ class Saving:
 
     def wait(self, timeout_s: float) -> bool:
         """See ``Checkpoints.wait``."""
-        self._line.listen_while(self._is_waited_for, timeout_s)
+        if self._is_waited_for():
+            self._line.mention({"is": "wait", "on": True})
+            self._line.listen_while(self._is_waited_for, timeout_s)
+            self._line.mention({"is": "wait", "on": False})
         return not self._is_waited_for()
 
     def close(self) -> None:

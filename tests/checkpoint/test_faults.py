@@ -345,6 +345,19 @@ def test_a_slow_disk_makes_saves_be_skipped_and_counted_never_queued(forker, tmp
     checkpoints.close()
 
 
+def test_the_rate_holds_up_neither_training_that_waits_for_the_disk_nor_what_those_who_left_handed_over(
+    forker, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ELASTICD_SAVER", forker.saver(bytes_s=1)[0])  # days for each
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
+    assert checkpoints.save(filled(2), 2)
+    checkpoints._saving._line.listen_while(lambda: True, 0.1)
+    assert checkpoints._saving.pending
+    checkpoints.close()
+    forker.until("committed step 2 ")
+
+
 def test_saves_are_skipped_and_counted_while_those_before_them_cannot_be_committed(
     forker, tmp_path, monkeypatch
 ):
