@@ -15,6 +15,7 @@ Worker to saver:
   there; ``why``: it cannot be told), with a file of it.
 * ``survey``: ``path``. What is held in memory of worlds that are over, here and, where copies are held, by
   other nodes; the answer is ``offers``, with a file of them.
+* ``there``: asked for a sign of life, while an answer takes long; the answer is ``here``.
 * ``lend``: ``path name nodes``. The shards of that state that are here, each a ``held``, and then where
   those nodes are to be asked: ``places``, with a file of them.
 
@@ -32,6 +33,7 @@ import errno
 import json
 import mmap
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
@@ -44,11 +46,16 @@ Message = dict[str, Any]
 _HUGE: Final = 2 << 20  # bytes of a huge page
 _MESSAGE_MAX: Final = 1 << 16  # bytes
 _FILES_MAX: Final = 4
+SILENCE_S: Final = 30.0  # of a saver that is alive: it may be starting, on a busy machine
 _LENGTHS = struct.Struct("<QQ")
 
 
 class Gone(ConnectionError):
     """The other end is gone."""
+
+
+class Silent(Gone):
+    """The other end is there, and gives no sign of life: it is stopped, or stuck."""
 
 
 class Line:
@@ -99,6 +106,23 @@ class Line:
                 os.close(fd)
             raise Gone(f"the other end talks nonsense: {message!r}")
         return message, list(files)
+
+    def answer(self) -> tuple[Message, list[int]]:
+        """The next thing a saver has to say to what it was asked, however long that takes, while it gives
+        signs of life. Raises Gone; Silent where it has given none for ``SILENCE_S``."""
+        readable = select.poll()
+        readable.register(self.socket, select.POLLIN)
+        asked = False
+        while True:
+            if not readable.poll(SILENCE_S / 2 * 1000):
+                if asked:
+                    raise Silent(f"it has said nothing for {SILENCE_S:g} s")
+                self.send({"is": "there"}, wait=False)
+                asked = True
+            elif (heard := self.receive()) is not None:
+                if heard[0]["is"] != "here":
+                    return heard
+                asked = False
 
     def close(self) -> None:
         self.socket.close()

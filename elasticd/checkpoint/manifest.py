@@ -24,6 +24,10 @@ class BadCheckpoint(ValueError):
     """It is not whole, or not what was saved. The message names the file and what is wrong."""
 
 
+class Unreadable(BadCheckpoint):
+    """An error of the store's that may pass."""
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """A part of a tensor: its file (by index), where its bytes begin there, and which part it is.
 

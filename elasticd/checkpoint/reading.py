@@ -19,6 +19,7 @@ from elasticd.checkpoint.manifest import (
     BadCheckpoint,
     File,
     Manifest,
+    Unreadable,
     block_digest,
     decode,
     digest,
@@ -252,8 +253,11 @@ def _patiently(where: str, read: Callable[[], _T]) -> _T:
         try:
             return read()
         except OSError as error:
-            if isinstance(error, FileNotFoundError) or time.monotonic() > until:
-                raise BadCheckpoint(f"{where} cannot be read: {error.strerror or error}") from error
+            why = f"{where} cannot be read: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError):
+                raise BadCheckpoint(why) from error
+            if time.monotonic() > until:
+                raise Unreadable(why) from error
         time.sleep(_AGAIN_S)
 
 

@@ -20,7 +20,7 @@ import msgspec
 from elasticd.checkpoint.committing import Committer, Committing
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
 from elasticd.checkpoint.jobs import Jobs
-from elasticd.checkpoint.manifest import parse_folder
+from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica, offers
@@ -275,13 +275,16 @@ class Saver:
     def _hear_known(self, client: _Client, message: Message, _: list[int]) -> None:
         def answer(outcome: Checkpoint | BaseException) -> None:
             if isinstance(outcome, BaseException):
-                client.line.reply(
-                    {"is": "known", "why": f"what is committed cannot be read: {told(outcome)}"}
-                )
+                why = f"what is committed cannot be read: {told(outcome)}"
+                lasting = isinstance(outcome, BadCheckpoint)
+                client.line.reply({"is": "known", "why": why, "lasting": lasting})
                 return
             _reply_at_length(client.line, {"is": "known"}, outcome)
 
         self._underway.known(store_at(message["path"]), bool(message.get("own")), answer)
+
+    def _hear_there(self, client: _Client, _: Message, __: list[int]) -> None:
+        client.line.reply({"is": "here"})
 
     def _hear_survey(self, client: _Client, message: Message, _: list[int]) -> None:
         path = str(message["path"])

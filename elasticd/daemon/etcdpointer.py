@@ -17,7 +17,7 @@ from elasticd.core.ports import Answer, Applied, Entry, Put, Unchanged, Unknown
 from elasticd.core.retention import Commit, Keep, Refused, commit
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
-from elasticd.etcd.errors import StoreError, StoreUnavailable
+from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
 
 _KEY: Final = "checkpoint"
 _AGAIN_S: Final = 0.5
@@ -58,6 +58,10 @@ class EtcdPointer:
     def known(self, *, own: bool = False) -> Checkpoint:
         try:
             known = self._own(self._client.get(self._job, _KEY))
+        except BadRecord as error:
+            if own:
+                raise BadCheckpoint(f"{error}") from error
+            return self._file.read()
         except StoreError as error:
             if own:  # the file may name what other jobs have committed
                 raise TimeoutError(f"etcd does not say what is committed: {error}") from error

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
 
 from elasticd.checkpoint import handover
-from elasticd.checkpoint.handover import Gone, Line, Paper
+from elasticd.checkpoint.handover import Gone, Line, Paper, Silent
 from elasticd.checkpoint.manifest import BadCheckpoint, Index, decode_index
 from elasticd.checkpoint.peers import Peer
 from elasticd.checkpoint.reading import Wish
@@ -21,6 +22,11 @@ from elasticd.core.facts import Checkpoint, Holder
 from elasticd.core.replicas import Choice, Offer
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class Untold(Exception):
+    """What is committed cannot be told now. The message is one sentence."""
 
 
 class HolderLost(Exception):
@@ -79,14 +85,13 @@ class Recalled:
 
 
 class Memories:
-    """What the saver of this node knows of states in memory at a path. Without a saver there are none."""
+    """What the saver of that name, this node's, knows of states at a path: those in memory, and what is
+    committed. Without a saver there is nothing in memory; nor with one that is stopped, which is said and
+    then left alone."""
 
     def __init__(self, saver: str, path: str) -> None:
-        self._path = path
+        self._saver, self._path = saver, path
         self._line: Line | None = None
-        if saver:
-            with contextlib.suppress(Gone):
-                self._line = handover.connect(saver)
 
     def survey(self) -> list[Offer]:
         """Of this node, and of all others that can be reached."""
@@ -125,12 +130,27 @@ class Memories:
                 index = self._index_of(choice.name, next(iter(far.values())))
         except BaseException:
             _shut(near.values())
+            self.close()  # and with it what is yet unread
             raise
         return Recalled(self._path, choice.name, index, near, far)
+
+    def known(self, *, own: bool) -> Checkpoint | None:
+        """What is committed there; ``own``: by this job. None where there is no saver to ask, unless ``own``,
+        which nobody else can tell. Raises Untold, and BadCheckpoint where it never will be told."""
+        answers = list(islice(self._ask({"is": "known", "path": self._path, "own": own}), 1))
+        for message, files in answers:
+            if files:
+                return _read(files, Checkpoint)
+            why = str(message.get("why", "the saver cannot tell what is committed"))
+            raise BadCheckpoint(why) if message.get("lasting") else Untold(why)
+        if own and self._saver:
+            raise Untold("what this job has committed cannot be told: its saver does not answer")
+        return None
 
     def close(self) -> None:
         if self._line is not None:
             self._line.close()
+        self._line = None
 
     def _index_of(self, name: str, holder: Holder) -> Index:
         try:
@@ -140,13 +160,24 @@ class Memories:
             raise HolderLost(holder.node, str(error)) from error
 
     def _ask(self, question: handover.Message) -> Iterator[tuple[handover.Message, list[int]]]:
-        """The answers, of which the asker knows the last."""
-        if self._line is None:
-            return
-        with contextlib.suppress(Gone):  # what is missing is seen by whoever asks
+        """The answers, of which the asker knows the last; as far as they come."""
+        try:
+            if self._line is None and self._saver:
+                self._line = handover.connect(self._saver)
+            if self._line is None:
+                return
             self._line.send(question)
-            while heard := self._line.receive():
-                yield heard
+            while True:
+                yield self._line.answer()
+        except Silent as error:
+            self._saver = ""
+            _log.warning(
+                "the saver of this node is stopped or stuck (%s): what is in memory here is done without",
+                error,
+            )
+            self.close()
+        except Gone:  # what is missing is seen by whoever asks
+            self.close()
 
 
 def _read(files: list[int], kind: type[_T]) -> _T:
@@ -161,24 +192,3 @@ def _read(files: list[int], kind: type[_T]) -> _T:
 def _shut(files: Iterable[int]) -> None:
     for fd in files:
         os.close(fd)
-
-
-def known(saver: str, url: str, *, own: bool) -> Checkpoint | None:
-    """What the saver of that name says is committed at ``url``; ``own``: by this job. None where there is no
-    saver to ask, unless ``own``, which nobody else can tell. Raises BadCheckpoint where it cannot be told."""
-    if not saver:
-        return None
-    try:
-        with contextlib.closing(handover.connect(saver)) as line:
-            line.send({"is": "known", "path": url, "own": own})
-            heard = line.receive()
-    except Gone as error:
-        if own:
-            raise BadCheckpoint(f"what this job has committed cannot be told: {error}") from error
-        return None
-    if heard is None:
-        return None
-    message, files = heard
-    if not files:
-        raise BadCheckpoint(str(message.get("why", "the saver cannot tell what is committed")))
-    return _read(files, Checkpoint)

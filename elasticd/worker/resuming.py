@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import time
 from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
-from elasticd.checkpoint.manifest import BadCheckpoint
+from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.reading import fill, open_manifest
 from elasticd.checkpoint.store import Store
@@ -19,9 +17,9 @@ from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page import Fatal
 from elasticd.core.replicas import Choice, newest_whole
-from elasticd.worker import told
+from elasticd.worker import futile
 from elasticd.worker.collect import Flat, restore
-from elasticd.worker.recall import HolderLost, Memories, known
+from elasticd.worker.recall import HolderLost, Memories, Untold
 from elasticd.worker.saverline import saver_name
 from elasticd.worker.target import Target
 from elasticd.worker.together import Together
@@ -48,38 +46,42 @@ class Resuming:
     def __init__(self, store: Store, together: Together, state: dict[str, Any]) -> None:
         self._store, self._together, self._state = store, together, state
         self._file = FilePointer(store, _log.warning)
+        self._memories = Memories(saver_name(), store.url)
         self.tier = ""
         self.overwrote = False
 
     def newest(self) -> Kept | None:
         """See ``Checkpoints.newest_kept``."""
-        memories = Memories(saver_name(), self._store.url)
-        try:
-            choice, there = self._survey(memories)
-        finally:
-            memories.close()
+        with contextlib.closing(self._memories):
+            choice, there = self._survey()
         its = choice or there.newest
         said = self._together.gather(msgspec.json.encode(Kept(its.round, its.step) if its else None))
         return msgspec.json.decode(said[0], type=Kept | None)
 
     def load(self, *, required: bool, beyond: Age | None = None) -> int | None:
         """See ``Checkpoints.load``."""
-        recalled, half = self._recall(beyond)
-        if recalled is not None:
-            return recalled
+        with contextlib.closing(self._memories):
+            recalled, half = self._recall(beyond)
+            return self._load(half, required, beyond) if recalled is None else recalled
+
+    def _load(self, half: str, required: bool, beyond: Age | None) -> int | None:
+        """From disk. ``half``: why the state has been filled in part from memory."""
         together = self._together
         wrong: dict[str, str] = {}  # by name, what is
+        passes = bool(half)  # perhaps, what is wrong
         while True:
             # Read anew each time: what a saver still had to do may have come in between.
-            there, complaint = self._committed()
+            there, complaint, may_pass = self._committed()
+            passes = passes or may_pass
             saved = next((s for s in reversed(there.saved) if s.name not in wrong and _is(s, beyond)), None)
             if complaint or saved is None:
                 break
-            flat, why, misfit = self._read(saved)
-            said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode((why, misfit)))]
-            if misfits := [m for _, m in said if m]:
-                raise ValueError(misfits[0])
-            whys = [w for w, _ in said if w]
+            flat, why, may_pass, misfit = self._read(saved)
+            mine = msgspec.json.encode((why, may_pass, misfit))
+            said = [msgspec.json.decode(raw) for raw in together.gather(mine)]
+            _require_fit([misfit for _, _, misfit in said])
+            whys = [why for why, _, _ in said if why]
+            passes = passes or any(may_pass for _, may_pass, _ in said)
             if not whys:
                 restore(self._state, flat)
                 self.tier = "disk"
@@ -111,43 +113,50 @@ class Resuming:
                 _end_the_job(sentence)
             if wrong and not (complaint or required or resume == Resume.NEVER):
                 sentence += "; to train from the start, give --resume=never"
-            raise NoCheckpoint(sentence)
+            error = NoCheckpoint(sentence)
+            if not passes:
+                futile.if_uncaught(error, Fatal.NO_CHECKPOINT)
+            raise error
         return None
 
-    def _committed(self) -> tuple[Checkpoint, str]:
-        """As rank 0 sees it, and what is wrong with it: all ranks go by the same."""
+    def _committed(self) -> tuple[Checkpoint, str, bool]:
+        """As rank 0 sees it, what is wrong with it, and whether that may pass: all ranks go by the same."""
         url = self._store.url
-        found, complaint = Checkpoint(url), ""
+        found, complaint, may_pass = Checkpoint(url), "", False
         if self._together.rank == 0:
             try:
                 never = os.environ.get("ELASTICD_RESUME") == Resume.NEVER
-                found = known(saver_name(), url, own=never) or self._file.read()
+                found = self._memories.known(own=never) or self._file.read()
             except BadCheckpoint as error:
                 complaint = str(error)
+            except Untold as error:
+                complaint, may_pass = str(error), True
             except OSError as error:
+                may_pass = True
                 complaint = f"{error.filename or url} cannot be read: {error.strerror or error}"
-        said = self._together.gather(msgspec.json.encode((found, complaint)))[0]
-        return msgspec.json.decode(said, type=tuple[Checkpoint, str])
+        said = self._together.gather(msgspec.json.encode((found, complaint, may_pass)))[0]
+        return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
-    def _read(self, saved: Saved) -> tuple[Flat, str, str]:
-        """What it holds; else what is wrong with it, or why it is not of such a state."""
+    def _read(self, saved: Saved) -> tuple[Flat, str, bool, str]:
+        """What it holds; else what is wrong with it, and whether that may pass, or why it is not of such a
+        state."""
         try:
             manifest = open_manifest(self._store, saved)
             self.overwrote = True
             target = Target.of(saved.name, self._state, manifest.index)
             readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             fill(self._store, manifest, target.wishes, readers=readers)
-            return target.finish(), "", ""
+            return target.finish(), "", False, ""
         except BadCheckpoint as error:
-            return Flat(), str(error), ""
+            return Flat(), str(error), isinstance(error, Unreadable), ""
         except ValueError as error:
-            return Flat(), "", str(error)
+            return Flat(), "", False, str(error)
 
-    def _survey(self, memories: Memories) -> tuple[Choice | None, Checkpoint]:
+    def _survey(self) -> tuple[Choice | None, Checkpoint]:
         """The newest state that is whole in memory, unless a newer one was committed, as rank 0 sees it; and
         what was committed."""
-        offered = memories.survey() if self._together.rank == 0 else []
-        there, _ = self._committed()  # after that: what is gone from memory since, is there now
+        offered = self._memories.survey() if self._together.rank == 0 else []
+        there, _, _ = self._committed()  # after that: what is gone from memory since, is there now
         least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
         return newest_whole(offered, least), there
 
@@ -155,35 +164,30 @@ class Resuming:
         """Fill the state from memory, if the whole of one that is no older than what was committed is in
         that of the job's nodes; its step. Else None, and, where it has been filled in part, why."""
         together = self._together
-        memories = Memories(saver_name(), self._store.url)
         lost = ""
-        try:
-            choice, _ = self._survey(memories)
-            if choice is not None and not _is(choice, beyond):
-                choice = None
-            while True:
-                said = together.gather(msgspec.json.encode(choice))[0]
-                choice = msgspec.json.decode(said, type=Choice | None)
-                if choice is None:
-                    return None, lost
-                self.overwrote = True
-                flat, tier, gone, misfit = _from_memory(memories, choice, self._state)
-                mine = msgspec.json.encode((tier, gone, misfit))
-                heard = [msgspec.json.decode(raw) for raw in together.gather(mine)]
-                if misfits := [misfit for _, _, misfit in heard if misfit]:
-                    raise ValueError(misfits[0])
-                losses = [gone for _, gone, _ in heard if gone]
-                if not losses:
-                    restore(self._state, flat)
-                    self.tier = max(tier for tier, _, _ in heard)
-                    if together.rank == 0:
-                        where = "memory" if self.tier == "memory" else "memory, some of it other nodes'"
-                        _log.info("step %d is resumed from %s", choice.step, where)
-                    return choice.step, ""
-                [node, lost] = losses[0]
-                choice = choice.without(node) if node else None  # else it is of no use wherever it is
-        finally:
-            memories.close()
+        choice, _ = self._survey()
+        if choice is not None and not _is(choice, beyond):
+            choice = None
+        while True:
+            said = together.gather(msgspec.json.encode(choice))[0]
+            choice = msgspec.json.decode(said, type=Choice | None)
+            if choice is None:
+                return None, lost
+            self.overwrote = True
+            flat, tier, gone, misfit = _from_memory(self._memories, choice, self._state)
+            mine = msgspec.json.encode((tier, gone, misfit))
+            heard = [msgspec.json.decode(raw) for raw in together.gather(mine)]
+            _require_fit([misfit for _, _, misfit in heard])
+            losses = [gone for _, gone, _ in heard if gone]
+            if not losses:
+                restore(self._state, flat)
+                self.tier = max(tier for tier, _, _ in heard)
+                if together.rank == 0:
+                    where = "memory" if self.tier == "memory" else "memory, some of it other nodes'"
+                    _log.info("step %d is resumed from %s", choice.step, where)
+                return choice.step, ""
+            [node, lost] = losses[0]
+            choice = choice.without(node) if node else None  # else it is of no use wherever it is
 
 
 def _is(kept: Choice | Saved, beyond: Age | None) -> bool:
@@ -213,13 +217,16 @@ def _from_memory(
         recalled.close()
 
 
+def _require_fit(misfits: list[str]) -> None:
+    """Raises ValueError where the checkpoint is not of the state of one of them."""
+    for misfit in filter(None, misfits):
+        error = ValueError(misfit)
+        futile.if_uncaught(error, Fatal.BAD_DATA)
+        raise error
+
+
 def _end_the_job(sentence: str) -> NoReturn:
     """``--resume=required``: another try would find nothing either."""
-    told.fatal(Fatal.NO_CHECKPOINT)
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError), open(file, "w") as out:
-            json.dump({"message": {"message": sentence, "extraInfo": extra}}, out)
+    futile.say(sentence, Fatal.NO_CHECKPOINT)
     _log.error("%s", sentence)
     raise SystemExit(_NOTHING_WHOLE)

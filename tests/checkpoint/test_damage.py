@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +18,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from elasticd.checkpoint import reading
 from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, folder_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.reading import open_manifest, verify
 from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.page import Fatal
 from elasticd.core.retention import Keep
-from elasticd.worker import saverline
+from elasticd.worker import saverline, told
 from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 
@@ -290,6 +293,56 @@ def test_none_whole_is_an_error_and_not_a_fresh_start(damaged):
     ) as what:
         damaged.checkpoints.load(damaged.state)
     assert str(what.value).endswith("; to train from the start, give --resume=never")
+
+
+@pytest.fixture
+def fatal(monkeypatch: pytest.MonkeyPatch) -> list[Fatal]:
+    """What the agent is told the job is to end with."""
+    said: list[Fatal] = []
+    monkeypatch.setattr(told, "fatal", said.append)
+    return said
+
+
+def uncaught(load: Callable[[], object]) -> str:
+    """It ends this process, as far as that goes in a test; what the agent finds in the error file."""
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    try:
+        load()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return json.loads(file.read_bytes())["message"]["message"] if file.exists() else ""
+
+
+def test_what_no_other_try_would_find_otherwise_ends_the_job_unless_the_script_knows_better(
+    damaged, fatal, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    misfit = training(7, width=32)
+    assert "has the shape" in uncaught(lambda: damaged.checkpoints.load(misfit))
+    assert fatal == [Fatal.BAD_DATA]
+    for step in (1, 2):
+        shard(damaged.path, step).unlink()
+    with pytest.raises(NoCheckpoint):
+        damaged.checkpoints.load(damaged.state)
+    assert fatal == [Fatal.BAD_DATA], "it was caught"
+    assert uncaught(lambda: damaged.checkpoints.load(damaged.state)).startswith("no checkpoint is whole: ")
+    (damaged.path / POINTER).write_bytes(b"{")
+    assert "nothing beside it is whole" in uncaught(lambda: damaged.checkpoints.load(damaged.state))
+    assert fatal == [Fatal.BAD_DATA, Fatal.NO_CHECKPOINT, Fatal.NO_CHECKPOINT]
+
+
+def test_what_may_pass_ends_a_worker_and_not_the_job(damaged, fatal, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
+
+    def away(self: Disk, name: str) -> dict[str, int]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    monkeypatch.setattr(Disk, "sizes", away)
+    assert not uncaught(lambda: damaged.checkpoints.load(damaged.state))
+    monkeypatch.setattr(Disk, "look", away)
+    assert not uncaught(lambda: damaged.checkpoints.load(damaged.state))
+    assert not fatal
 
 
 def test_a_damaged_record_is_named_and_what_is_whole_beside_it_counts_as_committed(damaged, caplog):

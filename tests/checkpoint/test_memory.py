@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -131,6 +132,51 @@ def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, mon
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 5 and not after.from_memory
     after.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
+    forker, tmp_path, monkeypatch, caplog, sent
+):
+    monkeypatch.setattr(handover, "SILENCE_S", 0.5)
+    save(tmp_path / "run", 1, 2)
+    os.kill(pid := int(os.environ["SAVER_PID"]), sent)
+    try:
+        state, after = filled(0), Checkpoints(tmp_path / "run")
+        assert after.load(state) == 2 and after.tier == "disk"
+        check(state, 2)
+    finally:
+        if sent == signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+    sentence = "the saver of this node is stopped or stuck (it has said nothing for 0.5 s): "
+    sentence += "what is in memory here is done without"
+    said = [r.message for r in caplog.records if "saver" in r.message]
+    assert said == ([sentence] if sent == signal.SIGSTOP else [])
+
+
+def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(monkeypatch):
+    monkeypatch.setattr(handover, "SILENCE_S", 2.0)
+    listener, name = handover.listen()
+    saver = Saver(listener, linger_s=None)
+    serving = threading.Thread(target=saver.serve)
+    serving.start()
+    line = handover.connect(name)
+    try:
+        answers: list[object] = []
+        asking = threading.Thread(target=lambda: answers.append(line.answer()))  # to nothing, as yet
+        asking.start()
+        asking.join(2.5)  # past the silence
+        assert asking.is_alive()
+        line.send({"is": "survey", "path": "/nowhere"})
+        asking.join()
+        [(message, files)] = answers
+        assert message["is"] == "offers"
+        os.close(files[0])
+    finally:
+        line.close()
+        saver.leave()
+        serving.join()
+        listener.close()
 
 
 def test_another_folder_s_memory_is_not_taken(forker, tmp_path):

@@ -45,7 +45,7 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
 from elasticd.procs.keeper import KeeperError, Warden
-from elasticd.worker import recall
+from elasticd.worker.recall import Memories, Untold
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +140,16 @@ def test_what_others_have_committed_is_not_taken_for_this_job_s_where_etcd_does_
     FilePointer(tmp_path).commit(other, Keep())
     with Warden.start() as warden:
         service = SaverService(warden, EtcdAccess(("127.0.0.1:1",), timeout_s=0.1), "j")
-        there = recall.known(service.name, str(tmp_path), own=False)
+        memories = Memories(service.name, str(tmp_path))
+        there = memories.known(own=False)
         assert there is not None and there.saved == (other,)
-        with pytest.raises(BadCheckpoint, match="cannot be read: etcd does not say"):
-            recall.known(service.name, str(tmp_path), own=True)
+        with pytest.raises(Untold, match="cannot be read: etcd does not say"):
+            memories.known(own=True)
         service.close()
-    assert recall.known(service.name, str(tmp_path), own=False) is None, "the file is there to be read"
-    with pytest.raises(BadCheckpoint, match="what this job has committed cannot be told"):
-        recall.known(service.name, str(tmp_path), own=True)
+    assert memories.known(own=False) is None, "the file is there to be read"
+    with pytest.raises(Untold, match="what this job has committed cannot be told"):
+        memories.known(own=True)
+    memories.close()
 
 
 def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_path):

@@ -13,7 +13,8 @@ import boto3
 import pytest
 import torch
 
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.manifest import MANIFEST
+from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.s3server import SECRET, S3Server, everything, serving
@@ -141,7 +142,11 @@ def trained() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_job_that_must_resume_and_cannot_ends_with_5_and_says_what_is_wrong_with_each(tmp_path):
+@pytest.mark.parametrize("resume", ["auto", "required"])
+@pytest.mark.parametrize("what", ["the shards", "the record"])
+def test_a_job_whose_checkpoints_are_all_damaged_ends_with_5_at_once_and_says_what_is_wrong_with_each(
+    tmp_path, resume, what
+):
     where = tmp_path / "run"
     checkpoints = Checkpoints(where)
     for step in (5, 10):
@@ -152,13 +157,21 @@ def test_a_job_that_must_resume_and_cannot_ends_with_5_and_says_what_is_wrong_wi
     saverline.started.clear()
     five, ten = FilePointer(where).read().saved
     (where / five.name / "__0_0.distcp").unlink()
-    raw = bytearray((where / ten.name / "__0_0.distcp").read_bytes())
-    raw[len(raw) // 2] ^= 1
-    (where / ten.name / "__0_0.distcp").write_bytes(raw)
-    job = run("--checkpoints", str(where), "--resume", "required")
+    if what == "the shards":
+        raw = bytearray((where / ten.name / "__0_0.distcp").read_bytes())
+        raw[len(raw) // 2] ^= 1
+        (where / ten.name / "__0_0.distcp").write_bytes(raw)
+        wrong = (f"{ten.name}/__0_0.distcp is damaged", f"{five.name}/__0_0.distcp is missing")
+    else:
+        (where / POINTER).write_bytes(b"{")
+        (where / ten.name / MANIFEST).unlink()
+        wrong = (f"{where / POINTER} is damaged", "nothing beside it is whole")
+    job = run("--checkpoints", str(where), "--resume", resume)
     assert job.returncode == 5, job.stderr[-3000:]
-    last = [line for line in job.stderr.splitlines() if "no checkpoint is whole" in line][-1]
-    assert f"{ten.name}/__0_0.distcp is damaged" in last and f"{five.name}/__0_0.distcp is missing" in last
+    assert job.stderr.count('"event": "workers.started"') == 1, "another try would find the same"
+    assert "failure.charged" not in job.stderr
+    [last] = [line for line in job.stderr.splitlines() if " stopped itself after " in line]
+    assert ": no checkpoint is whole: " in last and all(part in last for part in wrong)
 
 
 def test_a_word_that_is_no_interval_is_refused(tmp_path):
