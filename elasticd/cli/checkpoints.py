@@ -212,15 +212,18 @@ def export(store: Store, out: Path, which: str | None, only: tuple[str, ...]) ->
 @ckpt.command()
 @_folder
 @click.argument("which", metavar="STEP|NAME")
-@click.option("--force", is_flag=True, help="Even if no other one is whole.")
+@click.option("--force", is_flag=True, help="Even the one that a job would go on from.")
 def rm(store: Store, which: str, force: bool) -> None:
-    """Remove a checkpoint. The only whole one stays, unless forced."""
+    """Remove a checkpoint. The newest that is whole stays, unless forced: a job that runs here may need it.
+
+    Such a job names one that it has saved itself, as missing, until it would have removed it anyway.
+    """
     known = _known(store)
     saved = _find(known, which)
-    others = [s for s in known.saved if s.name != saved.name]
-    if not force and not any(not _look(store, other).wrong for other in others):
+    if not force and saved == next((s for s in reversed(known.saved) if not _look(store, s).wrong), None):
         raise Complaint(
-            f"step {saved.step} is the only checkpoint that is whole: --force removes it all the same"
+            f"step {saved.step} is the newest checkpoint that is whole, from which a job that runs, or is "
+            "started again, goes on: --force removes it all the same"
         )
     try:
         FilePointer(store).forget(saved.name)

@@ -120,15 +120,30 @@ def test_what_is_damaged_is_not_exported(folder, tmp_path):
     assert not list(tmp_path.glob("*a.pt*"))
 
 
-def test_rm_removes_one_and_never_the_only_whole_one(folder):
+def test_rm_removes_one_and_never_what_a_job_would_go_on_from(folder):
     assert ckpt("rm", folder, 1).exception is None
     damage(folder, 2)
     [name] = [s.name for s in FilePointer(folder).read().saved if s.step == 2]
     (folder / name / "elasticd.json").unlink()
-    assert "the only checkpoint that is whole" in complaint(ckpt("rm", folder, 3)).sentence
+    refused = complaint(ckpt("rm", folder, 3))
+    assert "step 3 is the newest checkpoint that is whole" in refused.sentence and refused.code == 2
     assert [s.step for s in FilePointer(folder).read().saved] == [2, 3]
     assert ckpt("rm", folder, 3, "--force").exception is None
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [name]
+    assert ckpt("rm", folder, 2).exception is None, "nothing goes on from what is damaged"
+
+
+def test_a_job_goes_on_and_saves_whatever_is_removed_under_it(folder):
+    job = Checkpoints(folder)
+    for step in (4, 5):
+        assert job.save(state(step), step) and job.wait() and not job.failed
+        assert complaint(ckpt("rm", folder, step)).code == 2
+    assert ckpt("rm", folder, 4).exception is None
+    assert ckpt("rm", folder, 5, "--force").exception is None
+    assert job.load(loaded := state(0)) == 3 and loaded["step"] == 3
+    assert job.save(state(6), 6) and job.wait() and not job.failed
+    assert job.load(loaded) == 6 and loaded["step"] == 6
+    job.close()
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])

@@ -135,6 +135,20 @@ def test_a_damaged_copy_stops_no_job_and_is_mended_by_its_next_commit(server, cl
     pointer.close()
 
 
+def test_what_is_removed_under_a_job_holds_up_no_commit_of_it(server, client, tmp_path):
+    round_is(client, 1)
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
+    for step in (1, 2, 3):
+        made = pointer.commit(whole(tmp_path, step, 1), Keep(2), 1)
+    for saved in made.checkpoint.saved:
+        FilePointer(tmp_path).forget(saved.name)
+        Disk(tmp_path).remove(saved.name)
+    assert [s.step for s in pointer.commit(whole(tmp_path, 4, 1), Keep(2), 1).checkpoint.saved] == [3, 4]
+    pointer.commit(whole(tmp_path, 5, 1), Keep(2), 1)
+    assert [s.step for s in FilePointer(tmp_path).read().saved] == [4, 5]
+    pointer.close()
+
+
 def test_what_others_have_committed_is_not_taken_for_this_job_s_where_etcd_does_not_say(tmp_path):
     other = whole(tmp_path, 7, 1)
     FilePointer(tmp_path).commit(other, Keep())
