@@ -9,6 +9,7 @@ fail, and is noticed by the tensors' own count of changes. Written by reading: n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -27,6 +28,8 @@ from elasticd.worker.target import local_of
 
 
 class Event(Protocol):
+    @property
+    def device(self) -> torch.device | None: ...
     def synchronize(self) -> None: ...
 
 
@@ -45,6 +48,9 @@ class Gpu:
         cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cuda.cudaHostRegister(at, memory.size, 0)) == 0:
             weakref.finalize(memory, cuda.cudaHostUnregister, at)
+            return
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for whoever asks it for something next
+            torch.ones(1, device="cuda")
 
     def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> Event:
         """Begin to, after all that was asked of this GPU; they are of one."""
@@ -63,7 +69,12 @@ class Gpu:
 
     def hold(self, event: Event) -> None:
         """What is asked of the GPU from now on waits for it."""
-        torch.cuda.current_stream().wait_event(event)  # type: ignore[arg-type]
+        torch.cuda.current_stream(event.device).wait_event(event)  # type: ignore[arg-type]
+
+    def wait(self, event: Event) -> None:
+        """In a thread of its own, which has no GPU yet, and must not make itself at home on the first one."""
+        with torch.cuda.device(event.device):
+            event.synchronize()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -91,7 +102,7 @@ class Flight:
 
     def land(self) -> str:
         """Wait until all is copied; what prevented that from being of one step, if anything did."""
-        self.event.synchronize()
+        self.gpu.wait(self.event)
         with self._lock:
             if self._intact is None:
                 self._intact = self._count() == self._versions

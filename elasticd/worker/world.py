@@ -321,7 +321,8 @@ def _abort_communicators() -> None:
         with contextlib.suppress(RuntimeError):
             group.abort()
     if nccl is not None:
-        nccl._group_end()
+        with contextlib.suppress(RuntimeError):  # of one that was broken; it is over in any case
+            nccl._group_end()
 
 
 def _world_group() -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elasticd.checkpoint.handover import Memory
-from elasticd.worker.offload import Gpu
+from elasticd.worker.offload import Event, Gpu
 
 
 @dataclass(eq=False)
@@ -19,6 +19,10 @@ class Copy:
     into: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
     done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def device(self) -> None:
+        """None, as there is none."""
 
     def run(self) -> None:
         if not self.done.is_set():
@@ -45,6 +49,9 @@ class Lazy(Gpu):
     def hold(self, event: Copy) -> None:
         for copy in self.copies[: self.copies.index(event) + 1]:
             copy.run()
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
 
     def pin(self, memory: Memory) -> None:
         """There is nothing to be helped."""

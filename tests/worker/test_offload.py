@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from elasticd.checkpoint.handover import Memory
 from elasticd.worker.collect import flatten
-from elasticd.worker.offload import offload, stepped
+from elasticd.worker.offload import Gpu, offload, stepped
 from tests.checkpoint.lazygpu import Lazy
 
 
@@ -75,3 +80,43 @@ def test_only_what_optimizers_of_the_state_step_is_copied_late(training):
     for group in optimizer.param_groups:
         group["capturable"] = True  # it may step within a CUDA graph
     assert not stepped(s, flatten(s))
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind_for_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[int] = []  # CUDA's last error, which torch asks for after each kernel
+
+    def refuse(*_: int) -> int:
+        kept.append(2)
+        return 2
+
+    def launch(*_: object, device: str) -> None:
+        assert device == "cuda"
+        if kept:
+            kept.clear()
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr(torch, "ones", launch)
+    Gpu().pin(Memory.make(4096))
+    assert not kept
+
+
+def test_the_gpu_that_waits_and_is_waited_for_is_the_one_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = torch.device("cuda", 1)
+    used: list[object] = []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        used.append(which)
+        yield
+        used.append("back")
+
+    stream = SimpleNamespace(wait_event=lambda _: used.append("held"))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: used.append(which) or stream)
+    event = SimpleNamespace(device=second, synchronize=lambda: used.append("waited"))
+    Gpu().hold(event)
+    Gpu().wait(event)
+    assert used == [second, "held", second, "waited", "back"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from elasticd.core.link import Enter
+from elasticd.worker import world as world_module
 from elasticd.worker.world import World, WorldChanged
 
 
@@ -121,3 +124,31 @@ def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_
         assert other.recv(64) == b"still there"
     with pytest.raises(RuntimeError):
         store.get("known")
+
+
+@dataclass(frozen=True)
+class _Group:
+    abort: Callable[[], None]
+
+
+def test_connections_are_cut_though_a_broken_communicator_cannot_be_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def fails(what: str) -> Callable[[], None]:
+        def fail() -> None:
+            done.append(what)
+            raise RuntimeError("NCCL error: remote process exited or there was a network error")
+
+        return fail
+
+    nccl = SimpleNamespace(_group_start=lambda: done.append("begun"), _group_end=fails("ended"))
+    group = SimpleNamespace(_get_backend=lambda _: nccl)
+    names = SimpleNamespace(pg_names={_Group(fails("aborted")): "0"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(world_module, "c10d", SimpleNamespace(_world=names))
+    monkeypatch.setattr(world_module, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    monkeypatch.setattr(world_module, "_sockets", lambda: done.append("looked for connections") or [])
+    a_world().close()
+    assert done == ["begun", "aborted", "ended", "looked for connections"]
