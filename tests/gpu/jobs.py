@@ -1,0 +1,91 @@
+"""What the workers of tests/gpu/test_in_place.py run: a small model on the GPU that all of them share, whose
+steps are the same in a world of one and of two; and what they note of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elasticd import worker
+from tests.gpu.sharing import share_the_gpu
+from tests.worker.jobs import Gate, Journal, begin, commit
+
+STEPS = 12
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def alone(_address: str, folder: str) -> None:
+    """Without an agent: in a world of its own."""
+    work("", folder, "alone")
+
+
+def alone_consistently(_address: str, folder: str) -> None:
+    work_consistently("", folder, "alone")
+
+
+def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int = -1) -> None:
+    """Each rank computes the same, whose mean is exact. ``waits_at``: the step at which a gate is closed."""
+    share_the_gpu()
+    begin(address, folder, name)
+    journal = Journal(folder, name)
+    torch.cuda.set_device(0)
+    model, optimizer = model_and_optimizer()
+    there = torch.ones(1, device="cuda")  # as long as the CUDA context lives
+
+    @worker.run
+    def train(state: worker.State) -> None:
+        group = dist.group.WORLD
+        backend = group._get_backend(torch.device("cuda")) if group else None
+        journal.write(entered=state.step, world=worker.world_size(), backend=type(backend).__name__)
+        for step in state.steps(STEPS):
+            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).cuda()
+            loss = state.model(batch).square().mean()
+            if step == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == waits_at:
+                Gate(Path(folder, "gate")).wait()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss=loss)
+            commit(state, journal)
+
+    train(worker.State(model=model, optimizer=optimizer))
+    journal.write(outcome=weights(model), pid=os.getpid(), there=there.item())
+
+
+def work_consistently(address: str, folder: str, name: str) -> None:
+    """In consistent mode: four virtual ranks, dealt onto however many there are."""
+    share_the_gpu()
+    begin(address, folder, name)
+    torch.cuda.set_device(0)
+    model, optimizer = model_and_optimizer()
+    samples = [(torch.randn(8, generator=torch.Generator().manual_seed(n)),) for n in range(64)]
+    data = worker.Data(samples, global_batch=8, virtual_ranks=4, seed=3, consistent=True)
+
+    @worker.run
+    def train(state: worker.State) -> None:
+        for step in state.steps():
+            for (x,) in step:
+                step.backward(state.model(x.cuda()).square().mean())
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.commit()
+
+    train(worker.State(model=model, optimizer=optimizer, data=data))
+    Journal(folder, name).write(outcome=weights(model))
+
+
+def weights(model: nn.Module) -> list[Any]:
+    return [parameter.double().flatten().tolist() for parameter in model.parameters()]

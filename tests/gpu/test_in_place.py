@@ -1,0 +1,77 @@
+"""Workers that keep their process, their CUDA context and what they have on the GPU, while NCCL's
+communicators are aborted and made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.jobs import STEPS, alone, alone_consistently, work, work_consistently
+from tests.worker.crew import Crew, Hand
+from tests.worker.jobs import Gate, reads
+
+
+def has_ended_well(crew: Crew, folder: Path, name: str, hand: Hand) -> None:
+    crew.until(lambda: hand.status is not None)
+    assert hand.status == 0, (folder / f"{name}.err").read_text()
+
+
+def outcome_of(job: Callable[[str, str], None], folder: Path) -> Any:
+    """What one worker comes to, with nobody to be lost."""
+    folder.mkdir()
+    with Crew() as crew:
+        has_ended_well(crew, folder, "alone", crew.start(job, str(folder)))
+    return reads(folder, "alone", "outcome")
+
+
+def test_who_is_left_alone_in_a_sum_on_the_gpu_goes_on_at_once_and_takes_in_who_comes(
+    crew: Crew, tmp_path: Path
+) -> None:
+    expected = outcome_of(alone, tmp_path / "alone")
+    gate = Gate(tmp_path / "gate")
+    stays = crew.start(work, str(tmp_path), "0", waits_at=6)
+    goes = crew.start(work, str(tmp_path), "1", dies_at=3)
+    crew.all_waiting(stays, goes)
+    crew.form(stays, goes)
+    crew.until(lambda: len(crew.settled) == 2)
+    assert goes.status == -9 and crew.settled[1] == (2, 1)
+    gate.until_somebody_waits()
+    comes = crew.start(work, str(tmp_path), "2")
+    crew.grow(comes)
+    gate.open()
+    for name, hand in (("0", stays), ("2", comes)):
+        has_ended_well(crew, tmp_path, name, hand)
+        assert reads(tmp_path, name, "outcome") == expected, "bit by bit"
+    assert reads(tmp_path, "0", "committed") == list(range(1, STEPS + 1)), "each step once"
+    assert reads(tmp_path, "0", "world") == [2, 1, 2]
+    assert reads(tmp_path, "2", "entered") == [7], "what it needs is in the survivor's memory"
+    assert set(reads(tmp_path, "0", "backend")) == {"ProcessGroupNCCL"}
+    assert reads(tmp_path, "0", "there") == [1.0], "in the same CUDA context"
+
+
+def test_a_communicator_of_one_is_made_anew_as_often_as_need_be(crew: Crew, tmp_path: Path) -> None:
+    expected = outcome_of(alone, tmp_path / "alone")
+    gate = Gate(tmp_path / "gate")
+    hand = crew.start(work, str(tmp_path), "0", waits_at=2)
+    crew.all_waiting(hand)
+    crew.form(hand)
+    gate.until_somebody_waits()
+    crew.close()  # as for a failure: what is under way is aborted
+    gate.open()
+    has_ended_well(crew, tmp_path, "0", hand)
+    assert crew.settled == [(1, 1), (2, 1)]
+    assert reads(tmp_path, "0", "committed") == list(range(1, STEPS + 1))
+    assert reads(tmp_path, "0", "outcome") == expected
+
+
+def test_consistent_mode_comes_to_the_same_on_a_gpu_with_one_rank_and_with_two(
+    crew: Crew, tmp_path: Path
+) -> None:
+    expected = outcome_of(alone_consistently, tmp_path / "alone")
+    pair = [crew.start(work_consistently, str(tmp_path), str(n)) for n in range(2)]
+    crew.all_waiting(*pair)
+    crew.form(*pair)
+    for n, hand in enumerate(pair):
+        has_ended_well(crew, tmp_path, str(n), hand)
+        assert reads(tmp_path, str(n), "outcome") == expected, "bit by bit"
