@@ -63,25 +63,30 @@ def restore(state: dict[str, Any], flat: Flat) -> None:
                 state[name] = _as_it_was(loaded)
 
 
-def prepare_optimizers(state: Mapping[str, Any], shapes: Mapping[str, tuple[torch.dtype, Path]]) -> None:
-    """An optimizer that has not stepped has no state yet: make what the checkpoint has of it.
+def prepare_optimizers(
+    state: Mapping[str, Any], shapes: Mapping[str, tuple[torch.dtype, Path]], paths: Mapping[str, Path]
+) -> None:
+    """An optimizer that has not stepped has no state yet: make what the checkpoint has of it, lists and
+    mappings of tensors included.
 
-    ``shapes``: of each key there, the type and the shape."""
+    ``shapes``: of each key there, the type and the shape; ``paths``: where it came from, as far as known."""
     for name, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, state)
             prefix = f"{name}.state."
-            saved: dict[str, dict[str, tuple[torch.dtype, Path]]] = {}
+            saved: dict[str | int, dict[Path, tuple[torch.dtype, Path]]] = {}
             for key, what in shapes.items():
                 if key.startswith(prefix):
-                    parameter_name, _, slot = key.removeprefix(prefix).rpartition(".")
-                    saved.setdefault(parameter_name, {})[slot] = what
+                    guess = key.removeprefix(prefix).rpartition(".")[::2]
+                    parameter_name, *slot = paths[key][2:] if key in paths else guess
+                    saved.setdefault(parameter_name, {})[tuple(slot)] = what
             for group in value.param_groups:
                 for parameter in group["params"]:
                     have = value.state[parameter]
-                    for slot, (dtype, shape) in saved.get(names[parameter], {}).items():
-                        if slot not in have:
-                            have[slot] = _empty_like(parameter, dtype, shape, group)
+                    there = set(have)
+                    for place, (dtype, shape) in saved.get(names[parameter], {}).items():
+                        if place[0] not in there:
+                            set_element(have, place, _empty_like(parameter, dtype, shape, group))
 
 
 def _empty_like(
@@ -150,20 +155,29 @@ def _plain(name: str) -> str:
 
 
 def _names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[torch.Tensor, str]:
-    wanted = [p for group in optimizer.param_groups for p in group["params"]]
-    for value in state.values():
+    """Of its parameters: as their module knows them, or, where it has those of several, with the name that
+    the module has in ``state`` before it."""
+    wanted = set(_parameters(optimizer))
+    together: dict[torch.Tensor, str] = {}
+    for module, value in state.items():
         if isinstance(value, nn.Module):
             names: dict[torch.Tensor, str] = {p: _plain(name) for name, p in _bare(value).named_parameters()}
-            if all(p in names for p in wanted):
+            if wanted <= names.keys():
                 return names
+            together = {p: f"{module}.{name}" for p, name in names.items()} | together
+    if wanted <= together.keys():
+        return together
     raise ValueError(
-        "an optimizer is to be saved, but not the module whose parameters it has: "
-        "add that module to the state"
+        "an optimizer is to be saved, but not all modules whose parameters it has: add them to the state"
     )
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    state = {names[p]: dict(optimizer.state[p]) for p in _parameters(optimizer) if optimizer.state.get(p)}
+    state = {
+        names[p]: {k: _whole_where_odd(v) for k, v in optimizer.state[p].items()}
+        for p in _parameters(optimizer)
+        if optimizer.state.get(p)
+    }
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [names[p] for p in group["params"]]}
         for group in optimizer.param_groups
@@ -178,7 +192,7 @@ def _restore_optimizer(
         group.update({k: v for k, v in saved.items() if k != "params"})
     state = loaded.get("state", {})
     for parameter in _parameters(optimizer):
-        optimizer.state[parameter].update(state.get(names[parameter], {}))
+        optimizer.state[parameter].update(_as_it_was(state.get(names[parameter], {})))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -38,12 +38,13 @@ class _Planner(DefaultLoadPlanner):
 
 def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
     """Fill ``state``, as ``Checkpoints.load`` takes it. Raises BadCheckpoint, ValueError."""
+    there = _metadata(folder)
     shapes = {
         key: (saved.properties.dtype, tuple(saved.size))
-        for key, saved in _metadata(folder).state_dict_metadata.items()
+        for key, saved in there.state_dict_metadata.items()
         if isinstance(saved, TensorStorageMetadata)
     }
-    prepare_optimizers(state, shapes)
+    prepare_optimizers(state, shapes, there.planner_data or {})
     before = flatten(state)
     leaves = {**before.tensors, **before.objects}
     try:

@@ -60,7 +60,7 @@ class Target:
         """Raises ValueError where the checkpoint is not of such a state."""
         target = cls(name, state, index)
         shapes = {key: (_dtype(t), t.shape) for key, t in index.tensors.items()}
-        prepare_optimizers(state, shapes)
+        prepare_optimizers(state, shapes, index.paths)
         have = flatten(state)
         missing = [key for key in have.tensors if key not in index.tensors]
         if missing:
