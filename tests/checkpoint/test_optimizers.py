@@ -29,10 +29,10 @@ class Kronecker(torch.optim.Optimizer):
             have["step"] += 1
             for factor in have["factors"]:
                 if len(factor):
-                    factor += torch.randn_like(factor)
+                    factor.add_(torch.randn_like(factor))
             have["by"]["mean"] += p.grad
             have["by"]["dim"][7] += 1
-            p -= 0.1 * p.grad
+            p.sub_(0.1 * p.grad)
 
 
 def stepped(modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
