@@ -93,6 +93,7 @@ class State:
         for name, value in {**given, **others}.items():
             if value is not None or name in others:
                 self._take_in(name, value)
+        self._refuse_what_is_left_out()
         if data is not None and data.consistent:
             self._make_consistent()
         self._following = Following(self._optimizers.values()) if data is not None and data.grows else None
@@ -119,6 +120,15 @@ class State:
         else:
             copied(value, f"State's {name}")
             self._plain[name] = value
+
+    def _refuse_what_is_left_out(self) -> None:
+        kept = {p for module in self._modules.values() for p in module.parameters()}
+        for name, optimizer in self._optimizers.items():
+            if any(p not in kept for group in optimizer.param_groups for p in group["params"]):
+                raise TypeError(
+                    f"{name} changes parameters of no module that State was given, so a worker that comes later "
+                    "would not have them: give State that module as well, by a name of its own"
+                )
 
     def _make_consistent(self) -> None:
         if self._wrap is not data_parallel:
@@ -387,14 +397,21 @@ class State:
         theirs = kept["random"]
         alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
         kept = {**kept, "random": chance.note() | {n: theirs[n] for n in alike}}
+        for name, optimizer in self._optimizers.items():
+            mine, others = len(optimizer.param_groups), len(kept["groups"][name])
+            if mine != others:
+                raise RuntimeError(
+                    f"{name} has {mine} groups of parameters here, and {others} in the workers that trained "
+                    "so far: have the script make them all before it enters its run function"
+                )
         with torch.no_grad():
             for name, module in self._modules.items():
                 arrived = snapshot["parameters"][name]
                 for key, parameter in module.named_parameters():
                     parameter.copy_(arrived[key])
         for name, optimizer in self._optimizers.items():
-            mine = optimizer.state_dict()
-            optimizer.load_state_dict({**mine, "state": snapshot["optimizers"][name]})
+            present = optimizer.state_dict()
+            optimizer.load_state_dict({**present, "state": snapshot["optimizers"][name]})
         self._committed.take(kept)
         self._step = snapshot["step"]
 

@@ -144,6 +144,30 @@ def test_what_cannot_be_sent_to_others_is_refused_at_once():
         worker.State(file=open(__file__))  # noqa: SIM115
 
 
+def test_an_optimizer_of_parameters_that_a_state_was_not_given_is_refused():
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizers = {n: torch.optim.SGD(m.parameters()) for n, m in {"one": generator, "two": critic}.items()}
+    with pytest.raises(TypeError, match="two changes parameters of no module that State was given"):
+        worker.State(generator, **optimizers)
+    assert worker.State(generator, critic=critic, **optimizers).critic is critic
+
+
+def test_who_lacks_a_group_of_parameters_that_the_others_have_says_so_and_takes_nothing():
+    def made() -> worker.State:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        new = worker.State(model, torch.optim.SGD(model[0].parameters()), wrap=None, epoch=0, seen=[])
+        new.begin()
+        return new
+
+    trained, newcomer = made(), made()
+    trained.optimizer.add_param_group({"params": trained.model[1].parameters()})
+    trained.commit()
+    before = newcomer.model[0].weight.clone()
+    with pytest.raises(RuntimeError, match="optimizer has 1 groups of parameters here, and 2 in the workers"):
+        newcomer.take(trained.snapshot())
+    assert torch.equal(newcomer.model[0].weight, before)
+
+
 def test_models_that_cannot_be_kept_or_added_up_are_refused_in_a_sentence(tmp_path):
     sharded, wrapped, static = in_world(1, tmp_path, refusals)[0]
     assert sharded.startswith("State cannot keep model, as pieces of a sharded model (FSDP) are lost")
