@@ -126,7 +126,7 @@ class State:
         for name, optimizer in self._optimizers.items():
             if any(p not in kept for group in optimizer.param_groups for p in group["params"]):
                 raise TypeError(
-                    f"{name} changes parameters of no module that State was given, so a worker that comes later "
+                    f"{name} changes parameters of no module that State was given, so one that comes later "
                     "would not have them: give State that module as well, by a name of its own"
                 )
 
