@@ -228,7 +228,7 @@ class Committing:
                 if made.unsettled and made.checkpoint.newest is not None:
                     untold.append((made.checkpoint.newest, told(error)))
             else:
-                self._sweep(store, Commit(known, ()))
+                self._sweep(store, Commit(known))
         return untold
 
 

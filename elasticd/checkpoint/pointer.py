@@ -122,7 +122,7 @@ class FilePointer:
             while True:
                 known, version = self._before(new)
                 if new in known.saved:  # a former try that was not answered
-                    return Commit(known, ())
+                    return Commit(known)
                 made = commit(known, new, keep)
                 try:
                     self.write(made.checkpoint, version)

@@ -15,7 +15,6 @@ from typing import Final, TypeVar
 
 from elasticd.checkpoint.manifest import (
     MANIFEST,
-    METADATA,
     BadCheckpoint,
     File,
     Manifest,
@@ -89,14 +88,6 @@ def whole_in(store: Store) -> tuple[Saved, ...]:
 
 def _read_manifest(store: Store, name: str) -> bytes:
     return _patiently(where := f"{name}/{MANIFEST}", lambda: store.read(where))
-
-
-def metadata_of(store: Store, manifest: Manifest) -> bytes:
-    """DCP's metadata, verified; still nothing to unpickle without care."""
-    [number] = [n for n, f in enumerate(manifest.files) if f.name == METADATA]
-    content = bytearray(manifest.files[number].size)
-    fill(store, manifest, [Wish(number, 0, memoryview(content))])
-    return bytes(content)
 
 
 def _silent(_: int) -> None:

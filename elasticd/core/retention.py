@@ -41,12 +41,11 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What is true once it is committed, and those that nothing points to any more.
+    """What is true once it is committed.
 
     ``unsettled``: why some may yet go by what was true before, so that nothing of that may be removed."""
 
     checkpoint: Checkpoint
-    dropped: tuple[Saved, ...]
     unsettled: str = ""
 
 
@@ -61,6 +60,4 @@ def commit(known: Checkpoint, new: Saved, keep: Keep) -> Commit:
             )
         if new.round == newest.round and new.step <= newest.step:
             raise Refused(f"step {new.step} is not newer than step {newest.step} of the same round")
-    every = (*known.saved, new)
-    stay = kept(every, keep)
-    return Commit(replace(known, saved=stay), tuple(s for s in every if s not in stay))
+    return Commit(replace(known, saved=kept((*known.saved, new), keep)))

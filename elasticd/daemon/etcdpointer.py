@@ -129,7 +129,7 @@ class EtcdPointer:
         round_, there = self._client.get(self._job, "round"), self._client.get(self._job, _KEY)
         known = self._own(there) or self._file.before(new)
         if new in known.saved:  # a former try that was not answered
-            return Commit(known, ())
+            return Commit(known)
         self._require_alone(named, known)
         number = self._number(round_)
         if number != fence and not in_time:

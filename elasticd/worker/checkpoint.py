@@ -83,11 +83,6 @@ class Checkpoints:
         """What was last seen to be committed."""
         return self._saving.newest
 
-    @property
-    def from_memory(self) -> bool:
-        """Whether the last ``load`` read nothing from disk."""
-        return self.tier in ("memory", "peer")
-
     @told.holds_up
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Take a copy of this rank's part, to be written while training goes on. False: left out,

@@ -57,7 +57,7 @@ def test_the_state_is_there_though_the_disk_is_not(forker, tmp_path):
     shutil.rmtree(tmp_path / "run" / FilePointer(tmp_path / "run").read().saved[-1].name)
     state = filled(0)
     checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.load(state) == 2 and checkpoints.from_memory
+    assert checkpoints.load(state) == 2 and checkpoints.tier == "memory"
     check(state, 2)
     checkpoints.close()
 
@@ -67,7 +67,7 @@ def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
     assert first.save(training(2), 2) and first.wait()
     first.close()
     state, second = training(7), Checkpoints(tmp_path / "run")
-    assert second.load(state) == 2 and second.from_memory
+    assert second.load(state) == 2 and second.tier == "memory"
     assert_same(state, tensors_of(training(2)))
     assert state["progress"]["position"] == 2
     second.close()
@@ -79,7 +79,7 @@ def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
     checkpoints._saving._line.say({"is": "torn", "buffer": 0})  # and there it was killed
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
-    assert after.load(state) == 1 and not after.from_memory
+    assert after.load(state) == 1 and after.tier == "disk"
     check(state, 1)
     after.close()
 
@@ -102,7 +102,7 @@ def test_what_a_worker_holds_that_was_not_understood_is_not_taken(forker, tmp_pa
     checkpoints._saving._line.say({"is": "nonsense"})  # by which it cannot tell what it writes over
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
-    assert after.load(state) == 1 and not after.from_memory
+    assert after.load(state) == 1 and after.tier == "disk"
     check(state, 1)
     after.close()
 
@@ -130,7 +130,7 @@ def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, mon
     save(tmp_path / "run", 5)  # elsewhere
     monkeypatch.setenv("ELASTICD_SAVER", ours)
     state, after = filled(0), Checkpoints(tmp_path / "run")
-    assert after.load(state) == 5 and not after.from_memory
+    assert after.load(state) == 5 and after.tier == "disk"
     after.close()
 
 

@@ -74,7 +74,7 @@ def resumed(where: str) -> int:
     state, reader = filled(0), Checkpoints(where)
     step = reader.load(state) or 0
     reader.close()
-    assert not reader.from_memory
+    assert reader.tier in ("", "disk")
     assert state["step"] == step and bool((state["w"] == step).all()), "a torn state"
     return step
 

@@ -308,11 +308,11 @@ def test_shared_memory_is_large_enough(facts: MemoryFacts, grade: Grade, says: s
 @pytest.mark.parametrize(
     ("facts", "grade"),
     [
-        (LimitFacts(65536, 65536), Grade.FINE),
-        (LimitFacts(2**63 - 1, 2**63 - 1, 10_000, 40), Grade.FINE),
-        (LimitFacts(1024, 1048576), Grade.ADVICE),
-        (LimitFacts(256, 256), Grade.WRONG),
-        (LimitFacts(65536, 65536, 300, 40), Grade.ADVICE),
+        (LimitFacts(65536), Grade.FINE),
+        (LimitFacts(2**63 - 1, 10_000, 40), Grade.FINE),
+        (LimitFacts(1024), Grade.ADVICE),
+        (LimitFacts(256), Grade.WRONG),
+        (LimitFacts(65536, 300, 40), Grade.ADVICE),
     ],
 )
 def test_files_and_tasks_suffice(facts: LimitFacts, grade: Grade) -> None:

@@ -33,7 +33,7 @@ def test_a_job_goes_on_from_what_its_node_has_in_memory_and_commits_it_all(tmp_p
     assert [e["step"] for e in told if e["event"] == "checkpoint.committed"][-1] == 10
     assert told[-1]["event"] == events.ENDED, "the run is over when its last checkpoint is committed"
     for rank in range(2):
-        assert (tmp_path / f"began-{rank}").read_text().splitlines() == ["0 disk", "6 memory"]
+        assert (tmp_path / f"began-{rank}").read_text().splitlines() == ["0 nowhere", "6 memory"]
     assert [s.step for s in FilePointer(tmp_path / "run").read().saved] == [9, 10]
     assert sorted(p.name[5:15] for p in (tmp_path / "run").iterdir() if p.is_dir()) == [
         "0000000009",

@@ -61,10 +61,9 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class LimitFacts:
-    """Open files per process, and tasks in the container (None: no limit)."""
+    """Open files per process (the soft limit), and tasks in the container (None: no limit)."""
 
-    files_soft: int
-    files_hard: int
+    files: int
     tasks_max: int | None = None
     tasks_now: int = 0
 

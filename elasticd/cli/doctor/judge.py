@@ -311,7 +311,7 @@ def shared_memory(facts: MemoryFacts) -> Iterator[Finding]:
 
 def limits(facts: LimitFacts) -> Iterator[Finding]:
     """Files for sockets between workers and to DataLoader workers; tasks for all their threads."""
-    soft = facts.files_soft
+    soft = facts.files
     says = f"a process may have {soft} files open" if soft < 2**62 else "files may be opened without limit"
     do = "raise it: ulimit -n 65536; in systemd LimitNOFILE=65536; docker run --ulimit nofile=65536"
     if soft < FILES_TOO_FEW:

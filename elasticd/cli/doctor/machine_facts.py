@@ -133,7 +133,7 @@ def look_at_shared_memory(folder: Path = Path("/dev/shm")) -> MemoryFacts:  # no
 
 
 def look_at_limits(cgroup: Path = Path("/sys/fs/cgroup")) -> LimitFacts:
-    soft, hard = (_unlimited(n) for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    files = _unlimited(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     most: int | None = None
     now = 0
     for folder in (cgroup, cgroup / "pids"):  # version 2, and 1
@@ -144,7 +144,7 @@ def look_at_limits(cgroup: Path = Path("/sys/fs/cgroup")) -> LimitFacts:
             continue
         most = None if told == "max" else int(told)
         break
-    return LimitFacts(soft, hard, most, now)
+    return LimitFacts(files, most, now)
 
 
 def _unlimited(number: int) -> int:

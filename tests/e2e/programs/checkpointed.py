@@ -18,7 +18,7 @@ state = {"model": model, "optimizer": optimizer}
 checkpoints = worker.Checkpoints(folder / "run", last=2)
 step = checkpoints.load(state) or 0
 with open(folder / f"began-{dist.get_rank()}", "a") as file:
-    file.write(f"{step} {'memory' if checkpoints.from_memory else 'disk'}\n")
+    file.write(f"{step} {checkpoints.tier or 'nowhere'}\n")
 while step < 10:
     torch.manual_seed(step)
     model(torch.randn(4, 64)).square().mean().backward()
