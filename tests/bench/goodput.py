@@ -72,8 +72,8 @@ def _kept(launcher: Launcher, workers: int, kills: int, every_s: float) -> Kept:
 def goodput(workers: int, lasts_s: float, every_s: float, torchrun: bool) -> str:
     """Each launcher in turn, for ``lasts_s`` seconds."""
     rows: dict[str, Launcher] = {
-        "elasticd in place, with a spare": lambda s, log: launch.elasticd_in_place(workers, 1, s, log),
-        "elasticd in place": lambda s, log: launch.elasticd_in_place(workers, 0, s, log),
+        "elasticd in place, with a spare": lambda s, log: launch.elasticd_in_place(workers, s, log, spares=1),
+        "elasticd in place": lambda s, log: launch.elasticd_in_place(workers, s, log, spares=0),
         "elasticd, script as it is": lambda s, log: launch.elasticd_alone(workers, s, log),
     }
     if torchrun:

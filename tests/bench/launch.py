@@ -74,7 +74,7 @@ def elasticd_alone(workers: int, steps: Path, log: Path) -> Launched:
     return Launched([spawn([str(a) for a in argv], steps, log)])
 
 
-def elasticd_in_place(workers: int, spares: int, steps: Path, log: Path) -> Launched:
+def elasticd_in_place(workers: int, steps: Path, log: Path, *, spares: int) -> Launched:
     argv = [BIN / "elasticd", "run", "--min", 1, "--max", workers, "--slots", workers, "--spares", spares]
     argv += ["--max-restarts", 1000, "--plain", "--log-format", "json", JOB_IN_PLACE]
     return Launched([spawn([str(a) for a in argv], steps, log, {"PYTHONPATH": ROOT})])

@@ -60,7 +60,10 @@ def kills_in_place(workers: int, kills: int, spares: int) -> tuple[list[Kill], l
     spare the two are one."""
     survivors: list[Kill] = []
     full: list[Kill] = []
-    with _job(lambda steps, log: launch.elasticd_in_place(workers, spares, steps, log)) as (steps, log):
+    with _job(lambda steps, log: launch.elasticd_in_place(workers, steps, log, spares=spares)) as (
+        steps,
+        log,
+    ):
         for old, killed_at, before in _kill_each(steps, workers, kills, SETTLE_S):
             again = steps.first(
                 lambda s, old=old: s.world == workers and s.pid not in old,  # type: ignore[misc]
