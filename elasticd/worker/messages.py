@@ -2,10 +2,14 @@
 
 Gloo waits for them as long as it was given to connect, which must be short: it waits in vain for whoever
 dies meanwhile. So each is waited for with the timeout of its group, which is that of its collectives.
+
+And for one from whomever, gloo waits on though all connections are lost. So that is done in a thread, which
+is left behind where the world ends.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,8 +36,52 @@ class Message:
         return getattr(self._work, name)
 
 
+class FromAnyone(Message):
+    """One to receive, from whoever sends it."""
+
+    def __init__(self, work: dist.Work, timeout: timedelta) -> None:
+        super().__init__(work, timeout)
+        self._ends = _Ends.so_far
+
+    def wait(self, timeout: timedelta = _UNSAID) -> bool:
+        """Raises RuntimeError also when the world has ended since it was asked for."""
+        came: list[bool | RuntimeError] = []
+
+        def take() -> None:
+            try:
+                outcome: bool | RuntimeError = super(FromAnyone, self).wait(timeout)
+            except RuntimeError as error:
+                outcome = error
+            with _Ends.news:
+                came.append(outcome)
+                _Ends.news.notify_all()
+
+        threading.Thread(target=take, name="elasticd-message", daemon=True).start()
+        with _Ends.news:
+            _Ends.news.wait_for(lambda: came or _Ends.so_far != self._ends)
+        if not came:
+            raise dist.DistNetworkError("the world ended before anyone had sent a message")
+        if isinstance(came[0], RuntimeError):
+            raise came[0]
+        return came[0]
+
+
+class _Ends:
+    """Of the worlds that this process was in."""
+
+    news = threading.Condition()
+    so_far = 0
+
+
+def end() -> None:
+    """The world is over: nobody waits for a message from anyone in it. From any thread."""
+    with _Ends.news:
+        _Ends.so_far += 1
+        _Ends.news.notify_all()
+
+
 def give_time() -> None:
-    """To all of this process's world group from now on. Doing so again does nothing."""
+    """To all of this process's messages from now on. Doing so again does nothing."""
     for name, method in _METHODS.items():
         setattr(dist.ProcessGroup, name, _patient(method))
 
@@ -43,8 +91,11 @@ def _patient(method: Callable[..., dist.Work]) -> Callable[..., dist.Work | Mess
         group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work | Message:
         work = method(group, tensors, *args, **kwargs)
-        if group is not dist.group.WORLD or not tensors[0].is_cpu:
+        if not tensors[0].is_cpu:
             return work
-        return Message(work, group._get_backend(torch.device("cpu")).options._timeout)
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        if method is _METHODS["recv_anysource"]:
+            return FromAnyone(work, timeout)
+        return Message(work, timeout) if group is dist.group.WORLD else work
 
     return patient

@@ -30,6 +30,7 @@ FORMING_S_MAX_EACH = 0.1  # more for each of them, as all connect to all
 STORE_S_MAX = 15.0  # torch looks up the names of both ends of each connection, and DNS may be slow
 ANSWER_S_MAX = 2.0  # of a store that is asked to end a wait: its network may be cut
 _LEFT = "left"
+_OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # in what torch says of a collective that failed
 _FOREVER = timedelta(days=30)  # ended by the agent's word, not by a clock
 _make_group = c10d._new_process_group_helper  # what all process groups of a process are made by
 
@@ -261,6 +262,7 @@ class World:
         c10d._new_process_group_helper = connecting
 
     def _cut(self) -> None:
+        messages.end()
         if torch.cuda.is_available():
             _abort_communicators()
         with self._lock:
@@ -276,7 +278,7 @@ def is_of_the_group(failure: BaseException | None) -> bool:
     while failure is not None and id(failure) not in seen:
         text = str(failure)
         if isinstance(failure, dist.DistError) or (
-            isinstance(failure, RuntimeError) and ("gloo/" in text or "NCCL" in text)
+            isinstance(failure, RuntimeError) and any(mark in text for mark in _OF_THE_GROUP)
         ):
             return True
         seen.add(id(failure))

@@ -23,6 +23,7 @@ from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, folder_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.reading import open_manifest, verify
+from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.page import Fatal
 from elasticd.core.retention import Keep
@@ -179,6 +180,19 @@ def test_no_flipped_bit_of_what_tells_of_checkpoints_is_loaded(opened, tmp_path)
             elif file.name == ".metadata":  # which is read by plain DCP only
                 assert any(wrong for _, wrong in verify(store, open_manifest(store, newest)))
         file.write_bytes(whole)
+
+
+def test_only_what_is_further_than_what_somebody_has_is_loaded_in_its_place(damaged, caplog):
+    checkpoints, state = damaged.checkpoints, damaged.state
+    assert checkpoints.load(state, beyond=Age(1, 1)) is None and not checkpoints.overwrote, (
+        "of the same round"
+    )
+    assert checkpoints.load(state, beyond=Age(0, 1)) == 2 and checkpoints.overwrote
+    with shard(damaged.path, 2).open("r+b") as file:
+        file.write(bytes(PAGE))
+    assert checkpoints.load(state, beyond=Age(0, 1)) is None and checkpoints.overwrote
+    assert "step 1 is gone on from, since what was kept of later ones is not whole" in caplog.text
+    assert "damaged" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [{"step": 3}, {"round": 2}, {"world": 2}])

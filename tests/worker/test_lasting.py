@@ -406,6 +406,7 @@ def damage(folder: Path) -> None:
         file.write(b"\xff\0\xff\0" * 8)
 
 
+@pytest.mark.slow
 def test_survivors_keep_their_steps_where_what_was_kept_beyond_them_proves_damaged(
     crew, tmp_path, savers, undisturbed
 ):

@@ -21,6 +21,7 @@ from tests.worker.jobs import (
     train_astray,
     train_with_a_group_of_its_own,
     train_with_own_randomness,
+    wait_for_word_of_anyone,
     work,
     work_patiently,
     work_twice,
@@ -216,6 +217,16 @@ def test_a_collective_of_a_group_that_the_script_made_is_aborted_too(crew, tmp_p
     crew.all_ended()
     stopped.process.kill()
     crew.until(lambda: stopped.status is not None)
+    assert_exact(crew, tmp_path, {1}, undisturbed)
+    assert crew.settled == [(1, 2), (2, 1)]
+
+
+def test_a_worker_that_waits_for_a_message_from_anyone_survives_who_would_have_sent_it(
+    crew, tmp_path, undisturbed
+):
+    accidents = {0: Accident("start", 4, wait_for_word_of_anyone), 1: Accident("start", 4)}
+    begin(crew, tmp_path, 2, accidents)
+    crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert crew.settled == [(1, 2), (2, 1)]
 

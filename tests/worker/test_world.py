@@ -36,7 +36,15 @@ def wait_in_vain() -> None:
 
 
 def lose_a_collective() -> None:
-    """Of two ranks, in this process, the other of which does not take part."""
+    in_a_group_of_two(lambda group: group.allreduce([torch.zeros(1)]).wait())
+
+
+def lose_a_barrier_that_names_who_is_missing() -> None:
+    in_a_group_of_two(lambda group: group.monitored_barrier(timedelta(milliseconds=10), True))
+
+
+def in_a_group_of_two(act: Callable[[dist.ProcessGroupGloo], None]) -> None:
+    """Both in this process, the other of which does not take part."""
     store, groups = dist.HashStore(), {}
 
     def join(rank: int) -> None:
@@ -47,7 +55,7 @@ def lose_a_collective() -> None:
     join(0)
     other.join()
     groups[0]._set_default_timeout(timedelta(milliseconds=10))
-    groups[0].allreduce([torch.zeros(1)]).wait()
+    act(groups[0])
 
 
 def run_out_of_memory() -> None:
@@ -58,7 +66,9 @@ def run_out_of_threads() -> None:
     raise RuntimeError("can't start new thread")  # as threading has it
 
 
-@pytest.mark.parametrize("fail", [lose_the_store, wait_in_vain, lose_a_collective])
+@pytest.mark.parametrize(
+    "fail", [lose_the_store, wait_in_vain, lose_a_collective, lose_a_barrier_that_names_who_is_missing]
+)
 def test_what_the_group_or_its_store_fails_with_means_that_the_world_is_over(
     fail: Callable[[], None],
 ) -> None:
