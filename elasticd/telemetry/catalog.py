@@ -154,7 +154,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     # -------------------------------------------------------- time
     _counter(
         "time_seconds",
-        "Time of the slot, every second in exactly one kind. A step that is under way is in none yet.",
+        "Time of the slot, every second in exactly one kind. A step that is under way is in none yet. Only "
+        "scripts that use elasticd.worker tell which steps they make again (replayed, else productive).",
         "seconds",
         ("slot", "kind"),
         *Kind,

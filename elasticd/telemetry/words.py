@@ -426,6 +426,8 @@ def event(reason: r.Reason) -> LogEvent:
         Outcome.REFUSED,
     ):
         level = "error"
+    # The node that closes a round charges its failure in a moment: once is enough for a long message.
+    said_later = isinstance(reason, r.RoundClosing) and reason.cause.charged
     flat: dict[str, object] = {}
     for f in fields(reason):
         value: object = getattr(reason, f.name)
@@ -437,7 +439,7 @@ def event(reason: r.Reason) -> LogEvent:
                 "slot": value.exit.slot,
                 "rank": value.exit.rank,
                 "code": value.exit.code,
-                "message": first_line(value.exit.message),
+                "message": "" if said_later else first_line(value.exit.message),
                 "log": value.exit.log,
             }
         elif isinstance(value, Verdict):

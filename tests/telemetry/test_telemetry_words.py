@@ -88,6 +88,13 @@ def test_a_node_that_leaves_says_who_asked_for_it() -> None:
     assert words.event(r.Draining(0)).fields == {"asked_by": "elasticd drain"}
 
 
+def test_a_failure_has_its_message_once_where_it_is_charged() -> None:
+    charged, closing = (words.event(EXAMPLES[kind]).fields for kind in (r.FailureCharged, r.RoundClosing))
+    assert charged["message"] == "boom" and "message" not in closing and closing["slot"] == 1
+    own = words.event(r.RoundClosing(7, Cause.NODE_FAULT, (), FAILED))
+    assert own.fields["message"] == "boom", "nobody is charged for it"
+
+
 def test_an_event_says_until_when_as_people_write_it() -> None:
     assert words.event(r.Settling(3, 8, 0.5)).fields["until"] == "1970-01-01T00:00:00.500+00:00"
 
