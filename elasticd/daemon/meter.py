@@ -128,11 +128,12 @@ class Meter:
 
     # ------------------------------------------------------------ what happened
 
-    def note(self, reason: Reason, read: Callable[[], Sequence[SlotProgress]], now: float) -> None:
-        """``read`` is called where the last steps before this are to be counted."""
-        book = self.book
+    def note(self, reason: Reason, read: Callable[[int], Sequence[SlotProgress]], now: float) -> None:
+        """``read`` gives the heartbeats of a round, and is called where the last steps before this are to be
+        counted."""
+        book, crew = self.book, self._driver.state.crew
         if isinstance(reason, WorkerEnded | WorkersLeaving | WorkersStopping):
-            self._look(read(), now)
+            self._look(read(crew.round.number) if crew is not None else (), now)
             self._listen()
         match reason:
             case RoundFormed(cause=cause):
@@ -142,7 +143,7 @@ class Meter:
             case FailureCharged():
                 book.add("elasticd_failures_charged_total", 1)
             case WorkersStarted(ranks=ranks):
-                crew = self._driver.state.crew
+                self._count_the_last(read)
                 if crew is not None:
                     for slot in crew.member.slots:
                         book.set("elasticd_worker_hung", 0, slot)
@@ -301,6 +302,17 @@ class Meter:
         self._workers[beat.slot] = _Worker(
             beat.pid or before.pid, round, before.since, beat.step, beat.at, before.cpu_s
         )
+
+    def _count_the_last(self, read: Callable[[int], Sequence[SlotProgress]]) -> None:
+        """Steps of workers that were on their way out of the round before, and go on in the one that begins:
+        it begins once this has been noted."""
+        ends = max((worker.round for worker in self._workers.values()), default=0)
+        for beat in read(ends) if ends else ():
+            before = self._workers.get(beat.slot)
+            if before is not None and (before.pid, before.round) == (beat.pid, ends):
+                steps = max(0, beat.step - before.step)
+                self.book.add("elasticd_worker_steps_total", steps, beat.slot)
+                self._workers[beat.slot] = replace(before, step=before.step + steps)
 
     def _stepped(self, first_at: float, last_at: float) -> None:
         self._last_step_at = max(self._last_step_at, last_at)

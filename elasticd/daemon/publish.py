@@ -94,7 +94,7 @@ class Publisher:
             else {}
         )
         self._file.write(event(reason, now, self._config.job, self._config.node, **more))
-        self._meter.note(reason, self._read, now)
+        self._meter.note(reason, self._heartbeats, now)
         if isinstance(reason, WorkersHung):
             self._timekeeper.hung(reason.round, now)
         self._timekeeper.look(self._read(), now)

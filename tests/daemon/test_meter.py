@@ -31,7 +31,7 @@ from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
 from elasticd.core.page import Told
 from elasticd.core.ports import Changes, Entry, Listing, Seen
-from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStopping
+from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStarted, WorkersStopping
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.meter import Meter
 from elasticd.procs.usage import Usage
@@ -217,6 +217,18 @@ def test_a_process_started_before_the_round_is_closed_is_booked_as_what_will_clo
     assert why() == ["worker_failed"] and why(hung=True) == ["worker_hung"]
     round = replace(round, closing=Cause.NODE_LOST)
     assert why() == ["node_lost"], "once it is closed, it is known"
+
+
+def test_a_step_made_on_the_way_out_of_a_round_is_counted_as_the_next_begins() -> None:
+    made, _ = meter()
+    at_last = {1: (SlotProgress(0, 0, 100, 7, 51.0), SlotProgress(1, 1, 300, 2, 51.0))}
+    made._read(SlotProgress(0, 0, 100, 5, 50.0), 1, 60.0)
+    made._read(SlotProgress(1, 1, 200, 5, 50.0), 1, 60.0)
+    for _ in range(2):
+        made.note(WorkersStarted(2, (0, 1), 2), lambda round: at_last.get(round, ()), 61.0)
+        made._read(SlotProgress(0, 0, 100, 0, 0.0), 2, 61.0)
+    assert value(made.book, "worker_steps_total", 0) == 7
+    assert value(made.book, "worker_steps_total", 1) == 5, "another process's are not"
 
 
 def test_nobody_is_hung_in_a_slot_without_a_worker() -> None:
