@@ -70,12 +70,15 @@ class Terminal:
                 continue
             self._stream.feed(data.replace(b"\x1b[2m", b"\x1b[90m"))  # pyte knows no faint text
 
-    def until_said(self, pattern: str) -> None:
-        """Wait until this was shown, though it may have been scrolled away since."""
+    def until_said(self, pattern: str, *, step: int = 0) -> None:
+        """Wait until this was shown, and below it at least this step, though both may have been scrolled
+        away since."""
 
         def said() -> bool:
             above = ("".join(line[x].data for x in range(COLUMNS)) for line in self.screen.history.top)
-            return re.search(pattern, "\n".join([*above, *self.screen.display]), re.DOTALL) is not None
+            found = re.search(f"{pattern}(.*)", "\n".join([*above, *self.screen.display]), re.DOTALL)
+            steps = re.findall(r"^step +(\d+) ", found[1], re.MULTILINE) if found else []
+            return found is not None and any(int(n) >= step for n in ("0", *steps))
 
         self.until(said)
 
@@ -84,11 +87,11 @@ def main() -> None:
     """Make the picture anew."""
     os.chdir(HERE.parents[1])
     with Terminal(ELASTICD, "run", *JOB, *SCRIPT) as run:
-        run.until_said(r"zygote.ready.*\nstep +100 ")
+        run.until_said("zygote.ready", step=100)
         os.kill(pid_in(2), signal.SIGKILL)
-        run.until_said(r"round=2 world_size.*\nstep +200 ")
+        run.until_said("round=2 world_size", step=200)
         os.kill(pid_in(1), signal.SIGSTOP)
-        run.until_said(r"round=3 world_size.*\nstep +400 ")
+        run.until_said("round=3 world_size", step=400)
         with Terminal(ELASTICD, "top", "gpt") as top:
             top.until_said("steps/s.*productive")
             (HERE / "top.svg").write_text(drawn(top.screen, "elasticd top gpt"))

@@ -253,7 +253,7 @@ class Hangs:
                 return ""
             with contextlib.suppress(OSError):
                 scene.write(folder, conclusion, scenes)
-            return str(folder) if (folder / "conclusion.txt").exists() else ""
+            return str(folder) if (folder / "conclusion.txt").stat().st_size else ""  # the disk may be full
 
         self._judged = (verdict, round_number, _Errand(write, at + WRITE_PATIENCE_S))
         return ERRAND_S

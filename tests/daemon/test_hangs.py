@@ -165,6 +165,18 @@ def test_a_stopped_worker_is_condemned_after_ten_steps_and_the_evidence_is_there
     assert (Path(said.evidence) / "conclusion.txt").exists()
 
 
+def test_evidence_that_a_full_disk_does_not_hold_is_nowhere_to_be_seen(setup: Setup) -> None:
+    evidence = setup.folder / "run" / "hang-of-round-1"
+    evidence.mkdir(parents=True)
+    (evidence / "conclusion.txt").symlink_to("/dev/full")
+    setup.train(10.0)
+    stop(setup.workers[1])
+    setup.stand_still(30.0)
+    ((_, why, _),) = setup.condemned
+    (said,) = setup.said
+    assert not said.evidence and "(see" not in why
+
+
 def test_only_who_is_stopped_is_judged_before_the_first_step(setup: Setup) -> None:
     setup.stand_still(1000.0)
     assert not setup.condemned
