@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import selectors
 import shutil
 import signal
@@ -27,13 +26,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from elasticd.procs.channel import Channel, Closed, Message
+from elasticd.procs.launch import CANNOT_RUN, launch, why_not
 from elasticd.procs.linux import (
     adopt_orphans,
     children,
-    die_with_parent,
     kill,
     kill_group,
     kill_tree,
@@ -44,7 +42,6 @@ from elasticd.procs.linux import (
 )
 from elasticd.procs.zygote import Fork, Zygote
 
-CANNOT_RUN = 127
 _REMEMBERED = 1024  # ended workers whose late orphans are still known for theirs
 _LAST_REAPING_S = 5.0  # for processes that even SIGKILL does not end soon (stuck in a driver)
 
@@ -62,6 +59,11 @@ class _Child:
     kill_at: float | None = None
     fenced: bool = False
     failure: str = ""  # why it could not be started
+
+    def why_not(self) -> str | None:
+        """Why it could not be started; None if it was. Asked once, when that is known."""
+        errors, self.errors = self.errors, -1
+        return why_not(errors) if errors >= 0 else None
 
 
 class WardenProcess:
@@ -189,26 +191,12 @@ class WardenProcess:
             if message.get("fork") and self._zygote is not None and self._zygote.takes_orders:
                 self._ask_zygote(lambda zygote: zygote.fork(message, fds))
                 return
-            warden = os.getpid()
             ours = service and message["do"] == "spawn"  # the zygote is what workers are made of
-            files = None if ours else self._worker_files
-            errors, tell_error = os.pipe()
-            # What is sent to the child before it has handlers of its own waits: those that it has from
-            # here ignore what ends a job.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
-                pid = os.fork()
+                pid, errors = launch(message, fds, None if ours else self._worker_files)
             except OSError as error:
-                os.close(errors)
-                os.close(tell_error)
                 self._tell_end(message["id"], 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
                 return
-            else:
-                if pid == 0:
-                    _become(message, fds, tell_error, warden, files)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(tell_error)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -226,7 +214,7 @@ class WardenProcess:
         if child.errors < 0:
             return
         self._selector.unregister(child.errors)
-        child.failure = _read_error(child) or ""
+        child.failure = child.why_not() or ""
         if not child.failure:
             self._tell({"is": "spawned", "id": child.id, "pid": child.pid})
 
@@ -295,7 +283,7 @@ class WardenProcess:
         self._sweep()
         if child.service:
             self._hear_beginning(child)
-        error = child.failure or _read_error(child)
+        error = child.failure or child.why_not()
         self._tell_end(
             child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
         )
@@ -456,56 +444,6 @@ class WardenProcess:
 
 def _is_past(deadline: float | None) -> bool:
     return deadline is not None and steady_now() >= deadline
-
-
-def _become(
-    message: Message, fds: Sequence[int], tell_error: int, warden: int, files: int | None
-) -> NoReturn:
-    """Turn this forked child into the program asked for, in a session and process group of its own.
-    ``files``: how many it may have open; None: as many as this process."""
-    failing = "a process"
-    try:
-        os.setsid()
-        die_with_parent()
-        if os.getppid() != warden:  # it died before the line above
-            os._exit(128 + signal.SIGKILL)
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        failing = f"in {message['cwd']}"
-        os.chdir(message["cwd"])
-        for target, fd in enumerate(fds):
-            if target == tell_error:
-                tell_error = os.dup(tell_error)
-            os.dup2(fd, target)
-            os.set_inheritable(target, True)
-        # Nothing else to close: every other descriptor of the warden is close-on-exec.
-        failing = message["argv"][0]
-        if files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        os.execvpe(message["argv"][0], message["argv"], message["env"])
-    except BaseException as error:  # noqa: BLE001  # a forked child must never return from here
-        reason = error.strerror if isinstance(error, OSError) else repr(error)
-        os.write(tell_error, f"cannot run {failing}: {reason}".encode(errors="backslashreplace"))
-    finally:
-        os._exit(CANNOT_RUN)
-
-
-def _read_error(child: _Child) -> str | None:
-    """Why its program could not be started; None if it was. Asked once, when that is known."""
-    if child.errors < 0:
-        return None
-    os.set_blocking(child.errors, False)
-    try:
-        return os.read(child.errors, 4096).decode() or None
-    except BlockingIOError:  # still held: its program runs
-        return None
-    except ConnectionResetError:  # forked, and killed before it heard its go
-        return None
-    finally:
-        os.close(child.errors)
-        child.errors = -1
 
 
 def _drain(fd: int) -> None:
