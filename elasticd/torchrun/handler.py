@@ -116,21 +116,13 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                     continue
                 if listener is None or record is None:
                     listener = self._listen()
-                    last = sight.view.round.number if sight.view.round else 0
-                    record = NodeRecord(
-                        after=max(last, self._entered),
-                        address=self._address,
-                        port=listener.getsockname()[1],
-                        pid=os.getpid(),
-                        host=socket.gethostname(),
-                    )
+                    record = self._record_of(listener, sight)
                 mine = sight.view.nodes.get(self._node)
                 if mine is not None and mine.record != record:
                     self._write(membership, sight, record)
                     continue
                 now = time.monotonic()
-                verdict = decide(self._node, self._address, sight.view, self._settings.rules, now)
-                match verdict:
+                match decide(self._node, self._address, sight.view, self._settings.rules, now):
                     case Register():
                         self._write(membership, sight, record)
                     case Enter(round_, rank):
@@ -164,14 +156,23 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             if listener is not None:
                 listener.close()
 
+    def _record_of(self, listener: socket.socket, sight: Sight) -> NodeRecord:
+        """This node, as it waits for a round later than any there was."""
+        last = sight.view.round.number if sight.view.round else 0
+        return NodeRecord(
+            after=max(last, self._entered),
+            address=self._address,
+            port=listener.getsockname()[1],
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
     def _wait(self, membership: Membership, sight: Sight | None, deadline: float) -> None:
         """Until something changes. Raises RendezvousConnectionError if etcd is silent for too long."""
         left_s = max(deadline - time.monotonic(), 0)
         patience_s = self._settings.silence_s - membership.silent_s
         if patience_s <= 0 and (error := membership.diagnose()) is not None:
-            raise RendezvousConnectionError(
-                f"etcd is silent since {membership.silent_s:.0f} s: {error}"
-            ) from error
+            raise _silent(membership, error) from error
         membership.wait(sight, min(left_s, max(patience_s, RETRY_S)) + 0.001)
         if sight is None and time.monotonic() >= deadline:
             raise RendezvousTimeoutError(
@@ -203,9 +204,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     def _pause(self, membership: Membership, sight: Sight, error: Exception) -> None:
         """A write has failed, or perhaps not: what is seen next will tell."""
         if membership.silent_s > self._settings.silence_s:
-            raise RendezvousConnectionError(
-                f"etcd is silent since {membership.silent_s:.0f} s: {error}"
-            ) from error
+            raise _silent(membership, error) from error
         membership.wait(sight, RETRY_S)
 
     def _refusal(self, round_: Round, redundant: bool) -> RendezvousError:
@@ -389,3 +388,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             pid=os.getpid(),
             rank=rank,
         )
+
+
+def _silent(membership: Membership, error: Exception) -> RendezvousConnectionError:
+    return RendezvousConnectionError(f"etcd has been silent for {membership.silent_s:.0f} s: {error}")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.procs.launch import why_not
 from elasticd.procs.linux import children, steady_now
-from elasticd.procs.warden import _Child, _read_error
 from elasticd.procs.workers import LocalProcs
 from elasticd.procs.zygote import Zygote
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
@@ -481,7 +481,6 @@ def test_closing_ends_the_zygote(bench: Bench, staying: tuple[LocalProcs, int]) 
 def test_the_warden_outlives_a_worker_that_is_killed_before_it_heard_its_go() -> None:
     """What it was sent and did not read comes back as an error of the link."""
     ours, theirs = socket.socketpair()
-    child = _Child(1, 0, service=False, mark="", whole_group=True, errors=ours.detach())
-    os.write(child.errors, b"g")
+    ours.send(b"g")
     theirs.close()
-    assert _read_error(child) is None
+    assert why_not(ours.detach()) is None
