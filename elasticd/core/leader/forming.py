@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.core import handover, world
-from elasticd.core.facts import Budget, Outcome, Phase, Round, Spec
+from elasticd.core.facts import Budget, Cause, Member, Outcome, Phase, Round, Spec
 from elasticd.core.leader.members import candidates_for
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
@@ -22,52 +22,59 @@ def form_or_wait(
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     candidates = candidates_for(view, spec, round)
     members = world.form(candidates, round, spec.limits, budget.quarantines, now)
-    have, waiting = world.size(members), round.phase is Phase.WAITING
-
+    have = world.size(members)
     if have < spec.limits.min:
-        if not waiting:
-            cause = round.closing or round.cause
-            return write(
-                view,
-                replace(
-                    round,
-                    phase=Phase.WAITING,
-                    cause=cause,
-                    since=now,
-                    closing=None,
-                    planned=False,
-                    handover=False,
-                    anew=False,
-                ),
-                budget,
-                reasons,
-            )
-        until = round.since + spec.policy.join_timeout_s
-        if now >= until:
-            why = (
-                f"only {have} of the {spec.limits.min} workers needed came within "
-                f"{spec.policy.join_timeout_s:g} s"
-            )
-            return end(view, round, now, Outcome.SHORT, why, reasons)
-        ends = [q.until for q in budget.quarantines if q.until > now]
-        return Plan(
-            wake_at=min([until, *ends]), reasons=(*reasons, BelowMinimum(have, spec.limits.min, until))
-        )
-
-    if waiting and have < spec.limits.max:
+        return _wait(view, spec, round, budget, reasons, have, now)
+    if round.phase is Phase.WAITING and have < spec.limits.max:
         # More may be on their way. A round that closes has no such wait: whoever it was made of
         # has answered already.
         last = max(view.nodes[n.name].seen_at for n in candidates)
         until = max(last, round.since) + spec.policy.settle_s
         if now < until:
             return Plan(wake_at=until, reasons=(*reasons, Settling(have, spec.limits.max, until)))
+    formed = _formed(view, spec, round, members, now)
+    said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
+    plan = write(view, formed, budget, (*reasons, said))
+    assert view.spec_revision is not None
+    # Within the limits that are in force, not those of a moment ago.
+    plan = replace(plan, guards=(*plan.guards, Unchanged("spec", view.spec_revision)))
+    return _forget_drained(view, spec, plan)
 
+
+def _wait(
+    view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], have: int, now: float
+) -> Plan:
+    """For more workers than these, though not for ever."""
+    if round.phase is not Phase.WAITING:
+        waiting = replace(
+            round,
+            phase=Phase.WAITING,
+            cause=_cause(round),
+            since=now,
+            closing=None,
+            planned=False,
+            handover=False,
+            anew=False,
+        )
+        return write(view, waiting, budget, reasons)
+    least, patience_s = spec.limits.min, spec.policy.join_timeout_s
+    until = round.since + patience_s
+    if now >= until:
+        why = f"only {have} of the {least} workers needed came within {patience_s:g} s"
+        return end(view, round, now, Outcome.SHORT, why, reasons)
+    ends = [q.until for q in budget.quarantines if q.until > now]
+    return Plan(wake_at=min([until, *ends]), reasons=(*reasons, BelowMinimum(have, least, until)))
+
+
+def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], now: float) -> Round:
+    """The round of these members; or of those who only hand the state over to them, before that."""
+    assert view.nodes is not None
     nodes = {name: registered.node for name, registered in view.nodes.items()}
     passing = handover.members(round, nodes, members) if spec.inplace else ()
     members = passing or members
     host = nodes[members[0].node]
-    cause = round.cause if waiting else (round.closing or round.cause)
-    formed = Round(
+    cause = _cause(round)
+    return Round(
         number=round.number + 1,
         phase=Phase.LIVE,
         members=members,
@@ -82,12 +89,11 @@ def form_or_wait(
         began=round.began or now,
         failures=round.failures + cause.failure,
     )
-    said = RoundFormed(formed.number, formed.world_size, len(members), cause)
-    plan = write(view, formed, budget, (*reasons, said))
-    assert view.spec_revision is not None
-    # Within the limits that are in force, not those of a moment ago.
-    plan = replace(plan, guards=(*plan.guards, Unchanged("spec", view.spec_revision)))
-    return _forget_drained(view, spec, plan)
+
+
+def _cause(round: Round) -> Cause:
+    """Why there is to be a round after this one."""
+    return round.closing or round.cause
 
 
 def _forget_drained(view: View, spec: Spec, plan: Plan) -> Plan:

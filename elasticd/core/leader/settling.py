@@ -35,41 +35,23 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Once every member has released the closing round or is lost: what did it cost, what next?"""
     assert view.nodes is not None
     assert view.reports is not None
+    reports = view.reports.values()
     missing = tuple(m.node for m in round.members if not is_present(view, m))
-    fenced = tuple(m.node for m in round.members if is_present(view, m) and is_fenced(view, m, round.number))
-    step = budgets.astray_at(round, view.reports.values())
+    fenced = any(is_present(view, m) and is_fenced(view, m, round.number) for m in round.members)
+    step = budgets.astray_at(round, reports)
     if step is not None and not round.anew:  # it was closed for something else
         return write(view, replace(round, planned=False, anew=True), view.budget)
-    holding = tuple(
-        m.node
-        for m in round.members
-        if is_present(view, m) and (not has_released(view, m, round.number) or _keeps(view, m, round))
-    )
-    if holding:
-        broken = any(r.broken for r in view.reports.values() if r.round == round.number)
-        if round.planned and (missing or broken or budgets.first_failure(round, view.reports.values())):
-            # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
-            return write(view, replace(round, planned=False), view.budget)
-        if not round.outlived and any(_outlives(view, m, round) for m in round.members):
-            by = round.since + spec.policy.part_s
-            if now >= by:
-                return write(view, replace(round, outlived=True), view.budget)
-            return Plan(wake_at=by, reasons=(AwaitingRelease(holding),))
-        return Plan(reasons=(AwaitingRelease(holding),))
-    due = {m.node: at for m in round.members if is_present(view, m) and (at := report_due(view, m, now))}
-    if due:
-        return Plan(wake_at=min(due.values()), reasons=(AwaitingRelease(tuple(due)),))
-    if not all(surely_gone(view, node, now) for node in missing):
-        until = view.absence_counts_from
-        return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))
+    awaited = _await_members(view, spec, round, missing, now)
+    if awaited is not None:
+        return awaited
 
     if all(has_finished(view, m, round.number) for m in round.members):
         # Their run functions had all returned when the round was closed: the job is done.
         return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
-    failure = budgets.first_failure(round, view.reports.values())
-    fatal = budgets.first_failure(round, view.reports.values(), fatal=True)
+    failure = budgets.first_failure(round, reports)
+    fatal = budgets.first_failure(round, reports, fatal=True)
     if fatal is not None and fatal.exit.fatal is not None:
         ended = replace(round, failure=fatal)
         return end(view, ended, now, _OUTCOMES[fatal.exit.fatal], _last_line(fatal.exit.message))
@@ -83,7 +65,6 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
     goes_on_from = max(ages).step if ages else None
     if charged and failure is not None:
-        reports = view.reports.values()
         progressed = budgets.progressed(round, reports, round.lived_s, commits=spec.inplace)
         budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
         round = replace(round, restarts=round.restarts + 1, failure=failure)
@@ -102,6 +83,34 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
     return form_or_wait(view, spec, round, budget, reasons, now)
+
+
+def _await_members(view: View, spec: Spec, round: Round, missing: tuple[str, ...], now: float) -> Plan | None:
+    """What there is to wait for until every member has released the round and told of it, or is lost."""
+    assert view.reports is not None
+    reports = view.reports.values()
+    present = [m for m in round.members if is_present(view, m)]
+    holding = tuple(
+        m.node for m in present if not has_released(view, m, round.number) or _keeps(view, m, round)
+    )
+    if holding:
+        broken = any(r.broken for r in reports if r.round == round.number)
+        if round.planned and (missing or broken or budgets.first_failure(round, reports)):
+            # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
+            return write(view, replace(round, planned=False), view.budget)
+        if not round.outlived and any(_outlives(view, m, round) for m in round.members):
+            by = round.since + spec.policy.part_s
+            if now >= by:
+                return write(view, replace(round, outlived=True), view.budget)
+            return Plan(wake_at=by, reasons=(AwaitingRelease(holding),))
+        return Plan(reasons=(AwaitingRelease(holding),))
+    due = {m.node: at for m in present if (at := report_due(view, m, now))}
+    if due:
+        return Plan(wake_at=min(due.values()), reasons=(AwaitingRelease(tuple(due)),))
+    if not all(surely_gone(view, node, now) for node in missing):
+        until = view.absence_counts_from
+        return Plan(wake_at=until, reasons=(AwaitingReturn(missing, until),))
+    return None
 
 
 def _outlives(view: View, member: Member, round: Round) -> bool:
