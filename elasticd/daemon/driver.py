@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import assert_never
 
 from elasticd.core import agent, leader
@@ -140,7 +141,7 @@ class Driver:
         """Take a lease and follow the keys that matter to every agent."""
         self._store.hold_lease(lambda news: self._post(LeaseChanged(news)))
         for key in agent.watched(self.state.me):
-            self._store.watch(key, lambda seen, key=key: self._watched(key, seen))  # type: ignore[misc]
+            self._store.watch(key, partial(self._watched, key))
 
     def handle(self, event: Happening, now: float) -> None:
         if self.left is not None:
@@ -289,14 +290,13 @@ class Driver:
             if key in self.state.seen:
                 view = leader.see(view, Changes((self.state.seen[key],)), key, now)
         ends = [
-            self._store.watch(
-                scope,
-                lambda seen, scope=scope: self._post(LeaderSaw(number, scope, seen)),  # type: ignore[misc]
-                prefix=scope.endswith("/"),
-            )
+            self._store.watch(scope, partial(self._leader_saw, number, scope), prefix=scope.endswith("/"))
             for scope in LEADER_SCOPES
         ]
         return _Term(number, entry.created, view, ends)
+
+    def _leader_saw(self, term: int, scope: str, seen: Seen) -> None:
+        self._post(LeaderSaw(term, scope, seen))
 
     def _stop_leading(self) -> None:
         if self._term:

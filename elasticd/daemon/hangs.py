@@ -125,13 +125,11 @@ class Hangs:
         if self._judged is not None:
             return self._carry_out(at)
         crew = self._driver.state.crew
-        same = crew is not None and crew.round.number == self._round
-        if crew is None or not (same and _at_work(crew)):
+        if crew is None or crew.round.number != self._round or not _at_work(crew):
             verdict = self._stalls.verdict_for(self._round)
             due = self._scenes and at >= self._judged_at + REPEAT_S
             if verdict is not None and due and not (self._mine(verdict) and self._too_soon(verdict, at)):
                 return self._keep(self._round, verdict, at)  # another node was faster to act on it
-        if crew is None or not (same and _at_work(crew)):
             self._forget()
             self._round = crew.round.number if crew is not None else 0
         if crew is None or not _at_work(crew):

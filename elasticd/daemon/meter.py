@@ -186,7 +186,7 @@ class Meter:
             return
         self.book.set("elasticd_worker_resident_memory_bytes", used.resident_bytes, slot)
         self.book.add("elasticd_worker_cpu_seconds_total", max(0.0, used.cpu_s - worker.cpu_s), slot)
-        self._workers[slot] = _Worker(pid, worker.round, worker.since, worker.step, worker.at, used.cpu_s)
+        self._workers[slot] = replace(worker, cpu_s=used.cpu_s)
 
     def used_itself(self, used: Usage) -> None:
         self.book.set("elasticd_agent_resident_memory_bytes", used.resident_bytes)
@@ -299,9 +299,7 @@ class Meter:
                 gaps = [max(0.0, b - a) for a, b in itertools.pairwise(known)]
                 self.book.observe_all("elasticd_step_seconds", gaps, beat.slot)
             self._stepped(times[0], beat.at)
-        self._workers[beat.slot] = _Worker(
-            beat.pid or before.pid, round, before.since, beat.step, beat.at, before.cpu_s
-        )
+        self._workers[beat.slot] = replace(before, pid=beat.pid or before.pid, step=beat.step, at=beat.at)
 
     def _count_the_last(self, read: Callable[[int], Sequence[SlotProgress]]) -> None:
         """Steps of workers that were on their way out of the round before, and go on in the one that begins:
@@ -348,16 +346,12 @@ class Meter:
         round = state.round
         live = round is not None and round.phase in (Phase.LIVE, Phase.CLOSING)
         members = {(m.node, m.incarnation) for m in round.members} if round is not None and live else set()
+        nodes = {(r.node.name, r.node.incarnation): r.node for r in view.nodes.values()}
         kinds = Counter(
-            "draining"
-            if r.node.draining
-            else "member"
-            if (r.node.name, r.node.incarnation) in members
-            else "waiting"
-            for r in view.nodes.values()
+            "draining" if node.draining else "member" if who in members else "waiting"
+            for who, node in nodes.items()
         )
-        there = {(r.node.name, r.node.incarnation) for r in view.nodes.values()}
-        kinds["lost"] = len(members - there)
+        kinds["lost"] = len(members - nodes.keys())
         for kind in ("member", "waiting", "draining", "lost"):
             book.set("elasticd_members", kinds[kind], kind)
         book.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))

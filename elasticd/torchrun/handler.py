@@ -237,7 +237,6 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             arrival.give_up()
             self._find_lost_member(membership, round_, arrival.error)
             return None
-        assert arrival.store is not None
         self._live, self._store, self._ended = round_, arrival.store, False
         self._watch_over_workers()
         store = PrefixStore("elasticd/agents", arrival.store)
