@@ -44,6 +44,7 @@ from elasticd.checkpoint.available import available
 
 Message = dict[str, Any]
 _HUGE: Final = 2 << 20  # bytes of a huge page
+_ASKERS_MAX: Final = 64  # for memory of one container at one instant
 _MESSAGE_MAX: Final = 1 << 16  # bytes
 _FILES_MAX: Final = 4
 SILENCE_S: Final = 30.0  # of a saver that is alive: it may be starting, on a busy machine
@@ -199,13 +200,12 @@ class Memory:
     @classmethod
     def make(cls, size: int) -> Memory:
         """Raises OSError where there is not so much."""
-        if size > (there := available()):
-            raise OSError(errno.ENOMEM, f"only {there} bytes are available")
+        _require(size)
         fd = hugefiles.make_file() if size >= _HUGE else None
         if fd is None:
             fd = os.memfd_create("elasticd-shard", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, max(size, 1))
+            _set_aside(fd, max(size, 1))
             return cls(fd, size, writable=True)
         except BaseException:
             os.close(fd)
@@ -214,3 +214,22 @@ class Memory:
     def __del__(self) -> None:  # whoever still reads or writes it holds its mapping
         if hasattr(self, "map"):
             os.close(self.fd)
+
+
+def _set_aside(fd: int, size: int) -> None:
+    """So much memory for a file; a part at a time, as others ask for as much at the same instant, and whoever
+    passes the limit of a container is killed. Raises OSError."""
+    at = 0
+    while at < size:
+        part = max(_HUGE, _require(size - at) // _ASKERS_MAX // _HUGE * _HUGE)
+        os.posix_fallocate(fd, at, min(part, size - at))
+        at += part
+
+
+def _require(size: int) -> int:
+    """That there is so much memory, and enough beside it that others may be a part ahead of what is seen of
+    them; how much there is beside it. Raises OSError."""
+    there = available()
+    if size + min(size, _ASKERS_MAX * _HUGE) > there:
+        raise OSError(errno.ENOMEM, f"only {there} bytes are available")
+    return there - size

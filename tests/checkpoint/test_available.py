@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from elasticd.checkpoint import handover
 from elasticd.checkpoint.available import available
 
 
@@ -48,3 +50,24 @@ def test_without_a_limit_it_is_the_machine_s(tmp_path, monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.available._of_machine", lambda: 77)
     group(tmp_path, memory__max="max")
     assert available("0::/\n", tmp_path) == 77
+
+
+@pytest.mark.parametrize(("askers", "share"), [(8, 0.12), (8, 0.25), (64, 0.015), (64, 0.1)])
+def test_those_who_ask_at_one_instant_pass_no_limit_together(monkeypatch, askers, share):
+    """All see the same before each part, and take it at once."""
+    limit, taken = 16 << 30, 0
+
+    def take(fd: int, at: int, length: int) -> None:
+        nonlocal taken
+        taken += askers * length
+        assert taken <= limit, "somebody would have been killed"
+
+    monkeypatch.setattr(os, "posix_fallocate", take)
+    monkeypatch.setattr(handover, "available", lambda: limit - taken)
+    size = int(limit * share)
+    if askers * share < 1:
+        handover._set_aside(-1, size)
+        assert taken == askers * size
+    else:
+        with pytest.raises(OSError, match="bytes are available"):
+            handover._set_aside(-1, size)
