@@ -23,6 +23,7 @@ class Disk:
     """A folder as a ``store.Store``."""
 
     look_s: Final = 0.1
+    fenced: Final = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))

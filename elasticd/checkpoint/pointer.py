@@ -49,6 +49,7 @@ class FilePointer:
         self._store = store_at(store) if isinstance(store, str | os.PathLike) else store
         self._say = say
         self._said = ""
+        self._warned = False
 
     def read(self) -> Checkpoint:
         """Empty where nothing was ever committed. Raises OSError, and BadCheckpoint where it was written by
@@ -84,7 +85,7 @@ class FilePointer:
         except (msgspec.DecodeError, ValueError) as error:
             newer, saved, damage = 0, (), str(error)
         if newer > VERSION:
-            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer})")
+            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer}): upgrade this one")
         if damage:
             damage, saved = f"{file} is damaged: {damage}", whole_in(self._store)
             if saved and damage != self._said:
@@ -126,6 +127,7 @@ class FilePointer:
                 made = commit(known, new, keep)
                 try:
                     self.write(made.checkpoint, version)
+                    self._warn()
                 except Overtaken:
                     continue
                 except OSError as error:
@@ -135,6 +137,14 @@ class FilePointer:
                         raise Refused(f"it could not be committed: {told(error)}") from error
                     raise
                 return made
+
+    def _warn(self) -> None:
+        if not self._store.fenced and not self._warned:
+            self._warned = True
+            self._say(
+                f"{self._store.url} cannot tell two commits at one moment apart: let only one job at a time "
+                "save there, or one of two checkpoints may be forgotten; under elasticd run etcd sees to it"
+            )
 
     def settle(self) -> Checkpoint:
         """What it says, once that is durable. Raises as ``update``."""

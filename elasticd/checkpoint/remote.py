@@ -40,6 +40,7 @@ class Remote:
         self._root = root.rstrip("/")
         self.url = url
         self._flat = flat
+        self.fenced = self._is_s3
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
     @classmethod
@@ -150,6 +151,7 @@ class Remote:
             answer = getattr(error.__cause__, "response", None) or {}
             code = answer.get("Error", {}).get("Code", type(error).__name__)
             if condition and code in _NO_CONDITIONS:
+                self.fenced = False
                 self._put(name, content, None)
             elif condition and code in _OVERTAKEN:
                 raise Overtaken(errno.EEXIST, "somebody else has written it meanwhile") from error

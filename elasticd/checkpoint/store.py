@@ -38,6 +38,11 @@ class Store(Protocol):
         """How people call it; a plain path where it is a local one. It holds no secrets."""
 
     @property
+    def fenced(self) -> bool:
+        """Whether of two that replace a file at one moment, by ``over`` or ``locked``, neither undoes what
+        the other did, wherever they run. Known for sure once something has been replaced so."""
+
+    @property
     def look_s(self) -> float:
         """How often to look for what others write here, which nobody tells."""
 

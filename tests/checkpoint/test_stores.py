@@ -183,8 +183,22 @@ def test_a_server_that_knows_no_conditions_is_written_to_without(s3, bucket, mon
         real(path, content)
 
     monkeypatch.setattr(bucket._fs, "pipe_file", old)
-    FilePointer(bucket).commit(saved(1, 1), Keep())
+    said: list[str] = []
+    FilePointer(bucket, said.append).commit(saved(1, 1), Keep())
+    assert "cannot tell two commits at one moment apart" in said[0]
     assert FilePointer(bucket).commit(saved(2, 1), Keep()).checkpoint == FilePointer(bucket).read()
+
+
+def test_where_two_commits_at_one_moment_are_not_told_apart_that_is_said_once(store):
+    said: list[str] = []
+    pointer = FilePointer(store, said.append)
+    for step in (1, 2):
+        pointer.commit(saved(step, 1), Keep())
+    warning = (
+        f"{store.url} cannot tell two commits at one moment apart: let only one job at a time save there"
+    )
+    assert [sentence.startswith(warning) for sentence in said] == [True] * (not store.fenced)
+    assert store.fenced == (isinstance(store, Disk) or store.url.startswith("s3:"))
 
 
 @pytest.fixture
