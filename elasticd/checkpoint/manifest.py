@@ -147,7 +147,9 @@ def decode(raw: bytes, name: str) -> Manifest:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{name}/{MANIFEST} cannot be read: {error}") from error
     if manifest.v > VERSION:
-        raise BadCheckpoint(f"{name}/{MANIFEST} was written by a newer elasticd (version {manifest.v})")
+        raise BadCheckpoint(
+            f"{name}/{MANIFEST} was written by a newer elasticd (version {manifest.v}): upgrade this one"
+        )
     if any("/" in f.name or f.name in ("", ".", "..") for f in manifest.files):
         raise BadCheckpoint(f"{name}/{MANIFEST} names files outside of its folder")
     return manifest

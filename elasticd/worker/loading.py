@@ -132,7 +132,8 @@ class Stream(IterableDataset[Any]):
                     yield head, []
             if not position:
                 raise ValueError(
-                    f"the dataset has not a single batch in epoch {epoch}: nothing to train with"
+                    f"the dataset has not a single batch in epoch {epoch}: give one with samples, or, "
+                    "if it has fewer than global_batch, leave out drop_last=True"
                 )
             yield Fetched(epoch, position, 0, None, ()), []
             epoch, position = epoch + 1, 0

@@ -57,7 +57,9 @@ def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
         )
     except CheckpointException as error:
         [first, *_] = error.failures.values()
-        raise ValueError(f"{folder} cannot be loaded: {first[0]}") from error
+        raise ValueError(
+            f"{folder} cannot be loaded: {first[0]}; give a state that is built as the one it was saved from"
+        ) from error
     for key in before.objects:
         before.objects[key] = leaves[key]
     restore(state, before)

@@ -79,7 +79,7 @@ class Resuming:
             flat, why, may_pass, misfit = self._read(saved)
             mine = msgspec.json.encode((why, may_pass, misfit))
             said = [msgspec.json.decode(raw) for raw in together.gather(mine)]
-            _require_fit([misfit for _, _, misfit in said])
+            self._require_fit(saved.name, [misfit for _, _, misfit in said])
             whys = [why for why, _, _ in said if why]
             passes = passes or any(may_pass for _, may_pass, _ in said)
             if not whys:
@@ -109,10 +109,12 @@ class Resuming:
         if whole or required or demanded:
             why = "; ".join(whole) or f"none was ever committed in {self._store.url}"
             sentence = f"no checkpoint is whole: {why}"
+            if demanded and not whole:
+                sentence += "; to train from the start, leave out --resume=required"
+            elif wrong and not (complaint or required or resume == Resume.NEVER):
+                sentence += "; to train from the start, give --resume=never"
             if demanded:
                 _end_the_job(sentence)
-            if wrong and not (complaint or required or resume == Resume.NEVER):
-                sentence += "; to train from the start, give --resume=never"
             error = NoCheckpoint(sentence)
             if not passes:
                 futile.if_uncaught(error, Fatal.NO_CHECKPOINT)
@@ -177,7 +179,7 @@ class Resuming:
             flat, tier, gone, misfit = _from_memory(self._memories, choice, self._state)
             mine = msgspec.json.encode((tier, gone, misfit))
             heard = [msgspec.json.decode(raw) for raw in together.gather(mine)]
-            _require_fit([misfit for _, _, misfit in heard])
+            self._require_fit(choice.name, [misfit for _, _, misfit in heard])
             losses = [gone for _, gone, _ in heard if gone]
             if not losses:
                 restore(self._state, flat)
@@ -188,6 +190,16 @@ class Resuming:
                 return choice.step, ""
             [node, lost] = losses[0]
             choice = choice.without(node) if node else None  # else it is of no use wherever it is
+
+    def _require_fit(self, name: str, misfits: list[str]) -> None:
+        """Raises ValueError where the checkpoint is not of the state of one of the ranks."""
+        for misfit in filter(None, misfits):
+            error = ValueError(
+                f"{misfit}: build what {name} was saved from, or begin anew with checkpoints in another "
+                f"folder than {self._store.url}"
+            )
+            futile.if_uncaught(error, Fatal.BAD_DATA)
+            raise error
 
 
 def _is(kept: Choice | Saved, beyond: Age | None) -> bool:
@@ -215,14 +227,6 @@ def _from_memory(
         return Flat(), "", None, str(error)
     finally:
         recalled.close()
-
-
-def _require_fit(misfits: list[str]) -> None:
-    """Raises ValueError where the checkpoint is not of the state of one of them."""
-    for misfit in filter(None, misfits):
-        error = ValueError(misfit)
-        futile.if_uncaught(error, Fatal.BAD_DATA)
-        raise error
 
 
 def _end_the_job(sentence: str) -> NoReturn:

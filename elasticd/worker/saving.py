@@ -90,7 +90,8 @@ class Saving:
         if agreed[3] != -agreed[4]:
             raise ValueError(
                 f"rank {together.rank} saves step {step}, but others of its world save "
-                f"steps {agreed[3]} to {-agreed[4]}"
+                f"steps {agreed[3]} to {-agreed[4]}: have all of them save the same step, or none, by what "
+                "they know alike, such as due(step)"
             )
         if not agreed[0]:
             self._plan = None

@@ -150,7 +150,7 @@ def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str
                 torch.load(io.BytesIO(made[key]), weights_only=True)
         except Exception as error:
             raise TypeError(
-                f"{key} could not be loaded again: checkpoints hold tensors and plain objects "
-                f"(numbers, strings, lists, dicts), as torch.load(weights_only=True) takes them"
+                f"{key} could not be loaded again: keep tensors and plain objects (numbers, strings, lists, "
+                "dicts) only, as torch.load(weights_only=True) takes them"
             ) from error
     return made

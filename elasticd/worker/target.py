@@ -160,7 +160,9 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def _dtype(saved: Tensor) -> torch.dtype:
     found = getattr(torch, saved.dtype, None)
     if not isinstance(found, torch.dtype):
-        raise BadCheckpoint(f"{saved.dtype} is no type of tensors that this torch has")
+        raise BadCheckpoint(
+            f"{saved.dtype} is no type of tensors that this torch has: use the torch that saved them"
+        )
     return found
 
 

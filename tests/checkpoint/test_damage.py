@@ -450,11 +450,15 @@ def test_nothing_committed_is_a_fresh_start_unless_one_is_required(opened):
         opened().load(training(7), required=True)
 
 
-def test_another_shape_is_refused_by_name(saved):
+def test_another_shape_is_refused_by_name_and_with_what_to_do(saved, tmp_path):
     checkpoints = saved(1)
     other = training(7, width=32)
-    with pytest.raises(ValueError, match=r"model\.0\.weight has the shape \[288, 96\] in the checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"model\.0\.weight has the shape \[288, 96\] in the checkpoint"
+    ) as what:
         checkpoints.load(other)
+    way_out = f"begin anew with checkpoints in another folder than {folder_of(tmp_path / 'run', 1).parent}"
+    assert str(what.value).endswith(way_out)
 
 
 def test_an_object_that_could_not_be_loaded_is_refused_when_it_is_saved(opened):
