@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from elasticd.telemetry.nodenames import shortened, told_apart
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 
 _STATE_STYLES: dict[SlotState, str] = {
@@ -40,7 +41,8 @@ def render(
     if snapshot.waiting and len(lines) < room:
         lines.append(Text(f" {snapshot.waiting}", style="yellow"))
     events = snapshot.events[-3:] if room > 8 else snapshot.events[-1:]
-    lines += _slots(snapshot.slots, usable, min(rows_max, room - len(lines) - len(events)))
+    kept = len(_told(events, usable, max(len(events), room // 3), fold))
+    lines += _slots(snapshot.slots, usable, min(rows_max, room - len(lines) - kept))
     lines += _told(events, usable, room - len(lines), fold)
     return _ansi(lines, usable)
 
@@ -73,7 +75,7 @@ def _head(s: Snapshot, width: int) -> Text:
         words.append((f"{_rate(pace)} steps/s", "cyan"))
     restarts = f"restarts {s.restarts}" + (f"  ({s.budget_left} left)" if s.budget_left is not None else "")
     words.append((restarts, "yellow" if s.restarts else "dim"))
-    head = Text.assemble((f" {_short(s.job, max(8, width // 3))}", "bold cyan"))
+    head = Text.assemble((f" {shortened(s.job, max(8, width // 3))}", "bold cyan"))
     for word, style in words:
         if word and head.cell_len + 2 + cell_len(word) <= width:
             head.append("  ").append(word, style=style)
@@ -84,8 +86,8 @@ def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
     """Slots in as many columns as fit; what does not fit is counted."""
     if not slots or rows < 1:
         return []
-    several = len({s.node for s in slots}) > 1
-    cells = [_cell(s, several) for s in slots]
+    names = told_apart({s.node for s in slots})
+    cells = [_cell(s, names[s.node] if len(names) > 1 else "") for s in slots]
     widest = min(max(c.cell_len for c in cells), width - 1)
     columns = max(1, (width - 1 + _GAP) // (widest + _GAP))
     capacity = columns * rows
@@ -109,8 +111,9 @@ def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
     return lines
 
 
-def _cell(s: SlotLine, several_nodes: bool) -> Text:
-    where = f"{_short(s.node, 20)}/{s.slot}" if several_nodes else f"slot {s.slot}"
+def _cell(s: SlotLine, node: str) -> Text:
+    """``node``: what to call it, or nothing where there is no other."""
+    where = f"{node}/{s.slot}" if node else f"slot {s.slot}"
     cell = Text.assemble((where, "dim"))
     if s.rank is not None:
         cell.append(f" rank {s.rank}", style="")
@@ -124,14 +127,6 @@ def _cell(s: SlotLine, several_nodes: bool) -> Text:
 
 def _rate(per_s: float) -> str:
     return f"{per_s:.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2f}"
-
-
-def _short(name: str, most: int) -> str:
-    """The name, with its middle left out where it is longer than ``most`` characters."""
-    if len(name) <= most:
-        return name
-    head = (most - 1) // 2
-    return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
 
 
 def _ansi(lines: Sequence[Text], width: int) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from html import escape
 
+from elasticd.telemetry.nodenames import told_apart
 from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.snapshot import SlotLine, Snapshot
 
@@ -28,7 +29,7 @@ li time{flex:none;color:var(--dim);font-variant-numeric:tabular-nums}
 footer{margin-top:2rem;font-size:.85rem}a{color:inherit}
 h1,.note{overflow-wrap:anywhere}td:first-child{max-width:22rem;overflow:hidden;text-overflow:ellipsis}
 @media(max-width:40rem){body{margin-top:1rem}.more{display:none}table{font-size:.9em}
-th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem}}
+th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem;white-space:normal;overflow-wrap:anywhere}}
 """
 )
 
@@ -46,6 +47,7 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
     ]
     failed = f"Last failure, at {_clock(s.last_failure.at)}: {s.last_failure.text}" if s.last_failure else ""
     notes = [f"<p class=note>{escape(text)}</p>" for text in (unready, s.waiting, failed) if text]
+    names = told_apart({line.node for line in s.slots})
     told = ((_clock(event.at), escape(event.text)) for event in reversed(s.events))
     events = [f"<li><time>{at}</time><span>{text}</span></li>" for at, text in told]
     return "".join(
@@ -62,7 +64,7 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
             *notes,
             "<h2>Slots</h2><div class=wide><table><tr><th>node<th>slot<th class=s>state<th>rank<th>step",
             "<th class=more>steps/s<th class=more>pid</tr>",
-            *map(_row, s.slots),
+            *(_row(line, names[line.node]) for line in s.slots),
             "</table></div>",
             f"<h2>What happened</h2><ul>{''.join(events) or '<li class=dim>nothing yet'}</ul>",
             f"<footer class=dim>elasticd {escape(version)} · <a href=/metrics>metrics</a> · ",
@@ -71,13 +73,13 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
     )
 
 
-def _row(line: SlotLine) -> str:
+def _row(line: SlotLine, name: str) -> str:
     pace = "" if line.steps_per_s is None else f"{line.steps_per_s:.2f}"
     rank = "" if line.rank is None else str(line.rank)
     node, step = escape(line.node), "" if line.rank is None else f"{line.step:,}"
     return (
-        f"<tr><td title='{node}'>{node}<td>{line.slot}<td class='s {line.state}'>● {line.state}<td>{rank}"
-        f"<td>{step}<td class=more>{pace}<td class=more>{line.pid or ''}</tr>"
+        f"<tr><td title='{node}'>{escape(name)}<td>{line.slot}<td class='s {line.state}'>● {line.state}"
+        f"<td>{rank}<td>{step}<td class=more>{pace}<td class=more>{line.pid or ''}</tr>"
     )
 
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from elasticd.core.facts import Limits
 from elasticd.telemetry import footer
 from elasticd.telemetry.lines import PARTIAL_MAX_CHARS, LineBuffer, shown
+from elasticd.telemetry.nodenames import told_apart
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import PlainView, open_view
 
@@ -124,6 +125,27 @@ def test_a_wide_terminal_shows_everything() -> None:
 def test_a_narrow_terminal_shows_the_world_first() -> None:
     text = text_of(footer.render(snapshot(), 30, 10))
     assert "world 2" in text and "restarts" not in text
+
+
+def test_nodes_are_told_apart_however_alike_their_names_are() -> None:
+    nodes = {f"gpu-worker-{n:03d}.training.cluster.example" for n in range(12)}
+    assert set(told_apart(nodes).values()) == {f"gpu-worker-{n:03d}" for n in range(12)}
+    alike = {f"a-pool-of-{n}-machines-of-the-third-kind.example" for n in range(12)}
+    names = told_apart(alike)
+    assert len(set(names.values())) == 12 and max(map(len, names.values())) < 30
+    for plain in ({"10.0.0.1", "11.0.0.1"}, {"a.here", "a.there"}, {"a"}):
+        assert told_apart(plain) == {name: name for name in plain}, "the first part alone says nothing"
+    slots = tuple(SlotLine(node, 3, SlotState.RUNNING, 5) for node in sorted(alike))
+    text = text_of(footer.render(snapshot(0, slots=slots), 200, 60))
+    assert len(set(re.findall(r"(\S+)/3 rank 5", text))) == 12
+
+
+def test_what_happened_is_told_to_its_end_beside_many_slots_where_there_is_a_whole_screen() -> None:
+    slots = tuple(SlotLine("a", n, SlotState.RUNNING, n) for n in range(500))
+    hang = "rank 2 on node b is in train_gpt.py:188, data loading; the other 63 wait for it in all_reduce"
+    crowded = snapshot(0, slots=slots, events=(Event(0.0, hang),))
+    text = text_of(footer.render(crowded, 80, 48, rows_max=23, fold=True))
+    assert hang in " ".join(text.split()) and len(text.splitlines()) <= 24
 
 
 def test_of_many_slots_those_in_trouble_are_shown() -> None:

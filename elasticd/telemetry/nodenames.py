@@ -1,0 +1,28 @@
+"""What to call nodes where there is little room. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+LENGTH = 20  # to aim at
+
+
+def told_apart(nodes: Set[str]) -> dict[str, str]:
+    """For each node its name without its domain, and with its middle left out, as far as they still
+    differ."""
+    hosts = {node: node.partition(".")[0] for node in nodes}
+    if len(set(hosts.values())) < len(nodes) or any(host.isdigit() for host in hosts.values()):
+        hosts = {node: node for node in nodes}
+    for most in range(LENGTH, max(map(len, hosts.values()), default=0)):
+        short = {node: shortened(host, most) for node, host in hosts.items()}
+        if len(set(short.values())) == len(nodes):
+            return short
+    return hosts
+
+
+def shortened(name: str, most: int) -> str:
+    """The name, with its middle left out where it is longer than ``most`` characters."""
+    if len(name) <= most:
+        return name
+    head = (most - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
