@@ -155,7 +155,7 @@ def _tiles(r: Review) -> str:
     share = r.goodput
     most = max((one.world for one in r.rounds), default=0)
     tiles = [
-        ("goodput", "-" if share is None else f"{share:.1%}".replace("%", " %")),
+        ("goodput", "-" if share is None else percent(share)),
         ("lasted", words.span(r.ended_at - r.began_at)),
         ("rounds", str(len(r.rounds))),
         ("failures", str(len(r.failures))),
@@ -176,7 +176,7 @@ def _time(r: Review) -> str:
         return "<p class=dim>nothing was measured</p>"
     rows = [
         f"<tr><td class=t><span class='key k-{kind}'></span>{name}<td>{length(parts[kind])}"
-        f"<td>{parts[kind] / total:.1%}</tr>"
+        f"<td>{percent(parts[kind] / total)}</tr>"
         for kind, name in NAMES.items()
         if parts[kind] >= 0.05 or kind is Kind.PRODUCTIVE
     ]
@@ -253,6 +253,10 @@ def _seconds(value: float) -> str:
     if value < 0.0995:
         return f"{value * 1000:.3g} ms"
     return f"{value:.3g} s"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
 
 
 def length(seconds: float) -> str:

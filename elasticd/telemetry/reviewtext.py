@@ -9,7 +9,7 @@ from elasticd.core.ledger import Kind
 from elasticd.telemetry import words
 from elasticd.telemetry.events import Event
 from elasticd.telemetry.review import Review
-from elasticd.telemetry.reviewpage import NAMES, length, notes
+from elasticd.telemetry.reviewpage import NAMES, length, notes, percent
 
 T = TypeVar("T")
 
@@ -25,12 +25,12 @@ def lines(r: Review) -> list[str]:
     share = r.goodput
     if share is not None:
         total = sum(r.spent.values())
-        told += ["", f"Where the time went: {share:.1%} of the worker time wanted was productive"]
+        told += ["", f"Where the time went: {percent(share)} of the worker time wanted was productive"]
         for kind, name in NAMES.items():
             spent_s = r.spent.get(kind, 0.0)
             if spent_s >= 0.05:
                 bar = "#" * max(1, round(_BAR * spent_s / total))
-                told.append(f"  {name:<30} {length(spent_s):>12} {spent_s / total:7.1%}  {bar}")
+                told.append(f"  {name:<30} {length(spent_s):>12} {percent(spent_s / total):>8}  {bar}")
     told += ["", f"Rounds: {len(r.rounds)}"]
     for one in _some(r.rounds):
         if one is None:
