@@ -33,7 +33,10 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
     if options.specs is not None:
         found = metadata.entry_points(group="torchrun.logs_specs", name=options.specs)
         if not found:
-            raise CannotStart(f"no package installed here offers the logs specs {options.specs!r}")
+            raise CannotStart(
+                f"no package installed here offers --logs-specs {options.specs}, an entry point of the group "
+                "torchrun.logs_specs"
+            )
         made = next(iter(found)).load()
     try:
         folder = options.dir or state_dir() / "logs"
@@ -42,7 +45,7 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
         if options.dir is None:  # a folder that people name is theirs to tidy
             forget_old_runs(folder)
     except OSError as error:
-        raise CannotStart(f"there can be no log directory: {error}") from error
+        raise CannotStart(f"no logs can be kept: {error}; or name another folder with --log-dir") from error
     return made(
         log_dir=str(folder),
         redirects=Std.from_str(options.redirects),
@@ -56,7 +59,9 @@ def _try_out(folder: Path) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(dir=folder, prefix="."))
     except OSError as error:
-        raise CannotStart(f"no logs can be kept in {folder}: {error.strerror}") from error
+        raise CannotStart(
+            f"no logs can be kept in {folder}: {error.strerror}; name another with --log-dir"
+        ) from error
 
 
 def forget_old_runs(folder: Path, keep: int = RUNS_KEPT, recent_s: float = RECENT_S) -> None:

@@ -33,7 +33,9 @@ class Standalone:
         self._died = threading.Event()
         try:
             if registry.find(job) is not None:
-                raise CannotStart(f"a standalone run named {job!r} is running on this machine already")
+                raise CannotStart(
+                    f"a standalone run named {job!r} is running on this machine already: give another --job"
+                )
             self._server = Embedded(self._spawn)
         except OSError as error:
             raise CannotStart(str(error)) from error
