@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from elasticd.core.facts import Policy
 from elasticd.core.ledger import Kind
-from tests.e2e.harness import PATIENCE_S, Cluster
+from tests.e2e.harness import PATIENCE_S, Cluster, World
 from tests.e2e.programs.player import STEP_S
 from tests.e2e.prometheus import SHOWN_BY, Answer, Prometheus, names, needs_prometheus, queries, rules
 
@@ -37,16 +38,53 @@ def whole(increase: float) -> int:
     return round(increase)
 
 
-def steps(cluster: Cluster, node: str, slot: int) -> int:
-    """All that were made in the slot so far, as its workers say."""
-    return sum(p.step for p in cluster.stage.players if (p.node, p.slot) == (node, slot))
+SLOTS = {("a", "0"), ("a", "1"), ("b", "0")}
+
+Shows = Callable[[str], list[Answer]]
 
 
-SLOTS = (("a", 0), ("a", 1), ("b", 0))
+@dataclass(frozen=True)
+class Killed:
+    """A job of three workers on two nodes, whose worker on b was killed: ``at``, by the monotonic clock."""
+
+    cluster: Cluster
+    second: World
+    at: float
+
+    @property
+    def really_s(self) -> float:
+        """Until all had made their next step."""
+        return max(player.first_at for player in self.second.players) - self.at
+
+    def steps(self, node: str, slot: str) -> int:
+        """All that were made in the slot so far, as its workers say."""
+        played = self.cluster.stage.players
+        return sum(p.step for p in played if (p.node, str(p.slot)) == (node, slot))
 
 
 def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: Serve) -> None:
     prometheus = serve(rules())
+    killed = _kill_one_of_three(cluster, prometheus)
+    _steps_are_counted_exactly(prometheus, killed)
+    job, workers, fleet = (partial(prometheus.shows, board=name) for name in ("job", "workers", "fleet"))
+    _the_job_is_shown(job, killed, prometheus.began_at)
+    _its_workers_are_shown(workers, killed)
+    _all_jobs_are_shown(fleet, killed)
+    assert not prometheus.alerts.told
+    # No query is one that Prometheus does not take, and no record is without a value.
+    empty = {(q.board, q.panel) for q in queries() if not all(prometheus.shows(q.panel, q.board))}
+    assert empty == {place for places in SHOWN_BY.values() for place in places}
+    for name in names("record"):
+        assert prometheus.query(name), name
+    (fault,) = prometheus.query("run_cause:elasticd_faults:increase15m > 0").by("cause")
+    assert fault == ("worker_failed",)
+    # As it lies somewhere in its bucket, whose end is at most two and a half times its beginning.
+    most_s = max(0.05, 2.5 * killed.really_s + 0.01)
+    assert 0 < prometheus.query("run:elasticd_recover_seconds:p90_1h")() < most_s
+    cluster.finishes(*cluster.agents)
+
+
+def _kill_one_of_three(cluster: Cluster, prometheus: Prometheus) -> Killed:
     cluster.limits = (3, 3)
     a, b = cluster.start("a", slots=2) + cluster.start("b")
     for agent in (a, b):
@@ -54,67 +92,73 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
     prometheus.watch(a, b)
     first = cluster.world(3)
     prometheus.until("elasticd_worker_steps_total > 10", lambda found: len(found.series) == 3)
-    (killed,) = first.on("b")
-    killed_at = time.monotonic()
-    os.kill(killed.pid, signal.SIGKILL)
+    (victim,) = first.on("b")
+    at = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
     second = cluster.world(3, after=first)
     prometheus.until("sum(elasticd_recover_seconds_count)", lambda found: found and found() == 1)
     cluster.goes_on(second, steps=75)
-    made = {(node, str(slot)): steps(cluster, node, slot) for node, slot in SLOTS}
+    return Killed(cluster, second, at)
+
+
+def _steps_are_counted_exactly(prometheus: Prometheus, killed: Killed) -> None:
+    """Over all workers of a slot."""
+    made = {place: killed.steps(*place) for place in SLOTS}
     for query in ("elasticd_worker_resident_memory_bytes", "elasticd_worker_cpu_seconds_total > 0"):
         prometheus.until(query, lambda found: len(found.series) == 3)
     prometheus.until(
         "run_node:elasticd_etcd_request_seconds:p99_5m > 0", lambda found: len(found.series) == 2
     )
 
-    # Steps are counted exactly, over all workers of a slot.
     def counted_all(found: Answer) -> Answer | None:
-        return found if all(found.by("node", "slot")[slot] >= made[slot] for slot in made) else None
+        return found if all(found.by("node", "slot")[place] >= made[place] for place in made) else None
 
     counters = prometheus.until("elasticd_worker_steps_total", counted_all)
     for node, slot in SLOTS:
-        assert counters(node=node, slot=slot) <= steps(cluster, node, slot)
+        assert counters(node=node, slot=slot) <= killed.steps(node, slot)
 
-    run = cluster.job
-    job, worker, fleet = (partial(prometheus.shows, board=name) for name in ("job", "workers", "fleet"))
-    # The job.
-    (workers,), (round,), (left,) = job("Workers"), job("Round"), job("Restarts left")
-    assert (workers(run=run), round(run=run)) == (3, second.round) == (3, 2)
-    charged = len(a.find("failure.charged") + b.find("failure.charged"))
+
+def _the_job_is_shown(shows: Shows, killed: Killed, began_at: float) -> None:
+    run = killed.cluster.job
+    (workers,), (round,), (left,) = shows("Workers"), shows("Round"), shows("Restarts left")
+    assert (workers(run=run), round(run=run)) == (3, killed.second.round) == (3, 2)
+    charged = sum(len(agent.find("failure.charged")) for agent in killed.cluster.agents)
     assert left(run=run) == int(Policy().restarts_max) - charged == Policy().restarts_max - 1
-    assert [size(run=run) for size in job("World size")] == [3, 3, 3]
-    (causes,) = job("Rounds, by why they began")
+    assert [size(run=run) for size in shows("World size")] == [3, 3, 3]
+    (causes,) = shows("Rounds, by why they began")
     # The first round may have been formed before the first scrape, whence no increase is seen.
     began = {cause: whole(n) for (cause,), n in causes.by("cause").items() if cause != "start"}
-    assert began == counted(cluster, "round.formed", "cause") - Counter(start=1) == {"worker_failed": 1}
-    recovered, detected = job("From a fault to the next step")
-    really_s = max(p.first_at for p in second.players) - killed_at
-    assert 0 < detected(cause="worker_failed") <= recovered(cause="worker_failed") < really_s + 0.01
-    (nodes,), (phase,) = job("Nodes, by state"), job("Phase")
+    assert (
+        began == counted(killed.cluster, "round.formed", "cause") - Counter(start=1) == {"worker_failed": 1}
+    )
+    recovered, detected = shows("From a fault to the next step")
+    assert 0 < detected(cause="worker_failed") <= recovered(cause="worker_failed") < killed.really_s + 0.01
+    (nodes,), (phase,) = shows("Nodes, by state"), shows("Phase")
     assert nodes.by("kind") == {("member",): 2, ("waiting",): 0, ("draining",): 0, ("lost",): 0}
     assert phase(kind="live") == 1
-    (since,), (pace,) = job("Since the last step"), job("Steps a second")
+    (since,), (pace,) = shows("Since the last step"), shows("Steps a second")
     assert 0 <= since(run=run) < PATIENCE_S
-    assert 0 < pace(run=run) * 60 <= 1.2 * min(steps(cluster, *slot) for slot in SLOTS)
+    assert 0 < pace(run=run) * 60 <= 1.2 * min(killed.steps(*slot) for slot in SLOTS)
     (spent,), (goodput,), (goodput_1h,) = (
-        job(n) for n in ("Where the time goes", "Goodput", "Goodput, last hour")
+        shows(n) for n in ("Where the time goes", "Goodput", "Goodput, last hour")
     )
     seconds = {kind: share * 300 for (kind,), share in spent.by("kind").items()}
-    lasted_s = time.time() - prometheus.began_at
+    lasted_s = time.time() - began_at
     assert 0 < seconds.pop("productive") < 3 * lasted_s and 0 < seconds.pop("restarting") < 3 * lasted_s
     assert not any(seconds[kind] for kind in ("checkpoint", "hung", "idle", "replayed"))
     assert 0 < goodput(run=run) < 1 and goodput_1h(run=run) == pytest.approx(goodput(run=run), abs=0.1)
-    (requests,) = job("etcd: 99 of 100 requests within")
+    (requests,) = shows("etcd: 99 of 100 requests within")
     assert set(requests.by("node")) == {("a",), ("b",)} and 0 < requests(node="a") <= 5
-    # Its workers.
-    slots = set(made)
+
+
+def _its_workers_are_shown(shows: Shows, killed: Killed) -> None:
     for panel in ("Up", "Since the last step", "Steps a second", "Time of a step, mean"):
-        assert set(worker(panel)[0].by("node", "slot")) == slots, panel
+        assert set(shows(panel)[0].by("node", "slot")) == SLOTS, panel
     for panel in ("Memory", "CPUs in use", "Hung"):
-        assert set(worker(panel)[0].by("node", "slot")) == slots, panel
-    assert {v for (up,) in [worker("Up")] for v in up.by("node", "slot").values()} == {1}
+        assert set(shows(panel)[0].by("node", "slot")) == SLOTS, panel
+    assert {v for (up,) in [shows("Up")] for v in up.by("node", "slot").values()} == {1}
     (mean_s,), (restarts,), (exits,), (states,), (memory,), (hung,) = (
-        worker(n)
+        shows(n)
         for n in (
             "Time of a step, mean",
             "Restarts within five minutes, by cause",
@@ -126,32 +170,25 @@ def test_a_kill_is_seen_by_panels_and_rules_as_it_was(cluster: Cluster, serve: S
     )
     assert all(STEP_S <= s < 2 for s in mean_s.by("node", "slot").values())
     assert {k: whole(n) for k, n in restarts.by("node", "slot", "cause").items()} == {
-        (*slot, "worker_failed"): 1 for slot in slots
+        (*slot, "worker_failed"): 1 for slot in SLOTS
     }
     assert {k: whole(n) for k, n in exits.by("node", "slot", "kind").items()} == {("b", "0", "signal"): 1}
-    assert {slot[:2] for slot in states.by("node", "slot", "kind") if slot[2] == "running"} == slots
-    rss = psutil.Process(second.on("b")[0].pid).memory_info().rss
+    assert {slot[:2] for slot in states.by("node", "slot", "kind") if slot[2] == "running"} == SLOTS
+    rss = psutil.Process(killed.second.on("b")[0].pid).memory_info().rss
     assert 0.1 < memory(node="b", slot=0) / rss < 10
     assert not any(hung.by("node", "slot").values())
-    # All jobs, of which there is one.
-    assert [fleet(n)[0]() for n in ("Jobs", "Workers", "Agents scraped", "Alerts")] == [1, 3, 2, 0]
+
+
+def _all_jobs_are_shown(shows: Shows, killed: Killed) -> None:
+    """Of which there is one."""
+    run = killed.cluster.job
+    assert [shows(n)[0]() for n in ("Jobs", "Workers", "Agents scraped", "Alerts")] == [1, 3, 2, 0]
     (faults,), (world,), (good,) = (
-        fleet(n) for n in ("Faults of the last 15 minutes", "World size", "Goodput")
+        shows(n) for n in ("Faults of the last 15 minutes", "World size", "Goodput")
     )
     assert whole(faults(run=run)) == 1 and world(run=run) == 3 and 0 < good(run=run) < 1
-    assert {kind for (kind,) in fleet("Where the time goes")[0].by("kind")} == set(Kind)
-    assert fleet("etcd answers")[0](run=run) == 1 and fleet("Since the last step")[0](run=run) >= 0
-    assert fleet("CPUs that agents use")[0](run=run) > 0
-    rss = sum(psutil.Process(agent.pid).memory_info().rss for agent in (a, b))
-    assert 0.1 < fleet("Memory of agents")[0](run=run) / rss < 10
-    assert not prometheus.alerts.told
-    # No query is one that Prometheus does not take, and no record is without a value.
-    empty = {(q.board, q.panel) for q in queries() if not all(prometheus.shows(q.panel, q.board))}
-    assert empty == {place for places in SHOWN_BY.values() for place in places}
-    for name in names("record"):
-        assert prometheus.query(name), name
-    (fault,) = prometheus.query("run_cause:elasticd_faults:increase15m > 0").by("cause")
-    assert fault == ("worker_failed",)
-    # As it lies somewhere in its bucket, whose end is at most two and a half times its beginning.
-    assert 0 < prometheus.query("run:elasticd_recover_seconds:p90_1h")() < max(0.05, 2.5 * really_s + 0.01)
-    cluster.finishes(a, b)
+    assert {kind for (kind,) in shows("Where the time goes")[0].by("kind")} == set(Kind)
+    assert shows("etcd answers")[0](run=run) == 1 and shows("Since the last step")[0](run=run) >= 0
+    assert shows("CPUs that agents use")[0](run=run) > 0
+    rss = sum(psutil.Process(agent.pid).memory_info().rss for agent in killed.cluster.agents)
+    assert 0.1 < shows("Memory of agents")[0](run=run) / rss < 10
