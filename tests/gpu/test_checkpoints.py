@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from elasticd.telemetry.gpus import Gpus
 from elasticd.worker.offload import Gpu
 from tests.checkpoint.conftest import assert_same, tensors_of
 
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
 CYCLES = 4_000_000_000  # of the GPU's clock: two seconds, far longer than a save takes
 
 
@@ -73,6 +79,17 @@ def test_a_save_that_the_script_spoils_before_it_is_copied_fails_and_the_next_do
     step(state)
     assert checkpoints.wait(120) and checkpoints.failed == 1
     assert opened().load(training_on_gpu(7)) == 3
+
+
+def test_what_fsdp2_has_on_the_gpu_is_saved_while_it_is_busy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "sharded.py"), str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0 and "all as it was" in done.stdout, done.stderr
 
 
 def test_memory_that_is_pinned_is_let_go_with_it_and_a_refusal_hurts_nobody() -> None:
