@@ -263,13 +263,13 @@ class World:
 
     def _cut(self) -> None:
         messages.end()
-        if torch.cuda.is_available():
-            _abort_communicators()
         with self._lock:
             now = set(_sockets())
             mine = self._connections if self._others is None else self._connections | (now - self._others)
             for descriptor, _ in now & mine:
                 _shut(descriptor)
+        if torch.cuda.is_available():  # which may take its while
+            _abort_communicators()
 
 
 def is_of_the_group(failure: BaseException | None) -> bool:

@@ -141,7 +141,7 @@ class _Group:
     abort: Callable[[], None]
 
 
-def test_connections_are_cut_though_a_broken_communicator_cannot_be_aborted(
+def test_a_world_is_left_at_once_also_where_a_communicator_cannot_be_aborted_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
@@ -161,4 +161,4 @@ def test_connections_are_cut_though_a_broken_communicator_cannot_be_aborted(
     monkeypatch.setattr(world_module, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
     monkeypatch.setattr(world_module, "_sockets", lambda: done.append("looked for connections") or [])
     a_world().close()
-    assert done == ["begun", "aborted", "ended", "looked for connections"]
+    assert done == ["looked for connections", "begun", "aborted", "ended"], "the quickest first"
