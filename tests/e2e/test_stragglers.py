@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", ["ddp", "gpu", "fsdp2"])
 def test_the_rank_that_is_a_fifth_slower_is_named_and_its_slot_left_out_without_charge(
     clusters: Callable[[str | None], Cluster], tmp_path: Path, how: str
 ) -> None:

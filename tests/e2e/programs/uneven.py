@@ -1,6 +1,7 @@
 """Trains with plain DistributedDataParallel or FSDP2; while FOLDER/slow is there, the rank that is named
 takes so many times as long for its own part of a step, in the forward and in the backward pass:
-uneven.py ddp|fsdp2 RANK TIMES FOLDER. Ends once FOLDER/end is there."""
+uneven.py ddp|gpu|fsdp2 RANK TIMES FOLDER. Ends once FOLDER/end is there. With gpu, parameters say that they
+are on one, whose clock is the processor's and tells what it knows two steps later."""
 
 from __future__ import annotations
 
@@ -34,6 +35,29 @@ class Work(torch.autograd.Function):
         return grad
 
 
+class OnGpu(torch.nn.Parameter):
+    is_cuda = True
+
+
+class Event:
+    newest = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at_s = time.monotonic()
+        Event.newest += 1
+        self.number = Event.newest
+
+    def query(self) -> bool:
+        return Event.newest >= self.number + 4
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query()
+        return 1000 * (end.at_s - self.at_s)
+
+
 class Layer(torch.nn.Linear):
     def forward(self, x):
         return Work.apply(super().forward(x))
@@ -45,6 +69,11 @@ if how == "fsdp2":
         fully_shard(layer)
     fully_shard(model)
 else:
+    if how == "gpu":
+        torch.cuda.Event, torch.cuda.current_stream = Event, lambda device: device
+        torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing = lambda: True, lambda: False
+        for layer in model:
+            layer.weight = OnGpu(layer.weight.detach())
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
 while True:
