@@ -69,9 +69,10 @@ class Committed:
             buffer = owner.get(name)
             version = _version(buffer)
             versions.append(version)
-            if buffer is None or (
-                buffer.numel() > SMALL and kept[i] is not None and self._versions[i] == version
-            ):
+            if buffer is None:
+                buffers.append(None)
+                spare.append(None)
+            elif buffer.numel() > SMALL and kept[i] is not None and self._versions[i] == version:
                 buffers.append(kept[i])
                 spare.append(None)
             else:
@@ -104,8 +105,12 @@ class Committed:
         with torch.no_grad():
             for (owner, name), buffer in zip(self._buffers, kept["buffers"], strict=True):
                 present = owner.get(name)
-                if present is not None and buffer is not None:
+                if buffer is None:
+                    owner[name] = None
+                elif present is not None and present.shape == buffer.shape:
                     present.copy_(buffer)
+                elif present is not None:  # such as a cache that grows with what it is asked for
+                    owner[name] = buffer.to(present.device, copy=True)
         chance.resume(kept["random"])
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         self.kept = kept

@@ -144,6 +144,43 @@ def test_what_cannot_be_sent_to_others_is_refused_at_once():
         worker.State(file=open(__file__))  # noqa: SIM115
 
 
+class Growing(nn.Module):
+    """With a table that is made anew where it is too short, and a cache that is there for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("cache", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.table):
+            self.table = torch.arange(float(len(x)))
+        return self.scale * x * self.table[: len(x)]
+
+
+def test_buffers_that_change_their_shape_are_put_back_and_taken():
+    def made() -> worker.State:
+        new = worker.State(Growing(), wrap=None)
+        new.begin()
+        new.agree(1)
+        new.enter(None)
+        return new
+
+    state, newcomer = made(), made()
+    state.model(torch.ones(5))
+    state.commit()
+    state.model(torch.ones(9))
+    state.model.cache = torch.ones(3)
+    state.leave()
+    assert state.model.table.tolist() == [0, 1, 2, 3, 4] and state.model.cache is None
+
+    newcomer.take(state.snapshot())
+    assert newcomer.model.table.tolist() == [0, 1, 2, 3, 4]
+    newcomer.model.table += 1
+    assert state.model.table.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_an_optimizer_of_parameters_that_a_state_was_not_given_is_refused():
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     optimizers = {n: torch.optim.SGD(m.parameters()) for n, m in {"one": generator, "two": critic}.items()}
