@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticd.core.agent.reserve import dismiss_holders
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, State
-from elasticd.core.facts import Cause, Phase, Report
+from elasticd.core.facts import Cause, Phase, Report, Round
 from elasticd.core.messages import CloseRound, GoOn, RenewStore, StartWorkers, StopWorkers, Tag
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
@@ -37,30 +37,31 @@ def follow_the_round(do: Doing) -> None:
     if member is None or state.released >= round.number:
         return
     if round.phase is not Phase.LIVE:
-        do.set(released=round.number, told=0)  # it was over before we began, and the leader waits for us
-    elif (
-        state.registered
-        and (state.departure is None or round.handover)
-        and state.exiting is None
-        and not state.renewing_store
-    ):
-        hosts = round.members[0] == member
-        if state.dismissed & set(member.slots):
-            do.set(released=round.number, told=0)  # it was formed on workers that were just being sent away
-            return
-        if hosts and not round.store.endswith(f":{state.store_port}"):
-            # It was formed on a record written before we closed an older store; ask for another.
-            do.set(released=round.number, told=0)
-            return
-        mine = frozenset(member.slots)
-        do.set(
-            crew=Crew(round, member, hosts, mine),
-            waiting=state.waiting - mine,
-            starting=state.starting - mine,
-        )
-        do.actions.append(StartWorkers(round, member, hosts))
-        ranks = tuple(member.rank_of(s) for s in member.slots)
-        do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
+        _decline(do, round)  # it was over before we began
+        return
+    able = state.registered and state.exiting is None and not state.renewing_store
+    if not able or (state.departure is not None and not round.handover):
+        return
+    hosts = round.members[0] == member
+    mine = frozenset(member.slots)
+    store_closed = hosts and not round.store.endswith(f":{state.store_port}")
+    if store_closed or state.dismissed & mine:
+        # It was formed on what we were before we closed that store, or sent those workers away.
+        _decline(do, round)
+        return
+    do.set(
+        crew=Crew(round, member, hosts, mine),
+        waiting=state.waiting - mine,
+        starting=state.starting - mine,
+    )
+    do.actions.append(StartWorkers(round, member, hosts))
+    ranks = tuple(member.rank_of(s) for s in member.slots)
+    do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
+
+
+def _decline(do: Doing, round: Round) -> None:
+    """Have no part in it. The leader waits for us to say so, and forms another where one is needed."""
+    do.set(released=round.number, told=0)
 
 
 def stop(do: Doing, signal: int, grace_s: float) -> None:
