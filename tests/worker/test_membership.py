@@ -76,18 +76,18 @@ def test_a_worker_leaves_at_a_commit_and_the_others_redo_nothing(crew, tmp_path,
     assert steps[2] == steps[0][: len(steps[2])] and steps[2][-1] == reads(tmp_path, "0", "entered")[1]
 
 
-@pytest.mark.parametrize("victim", [2, 3])
+@pytest.mark.parametrize(("survivors", "victim"), [(1, 1), (2, 3)])
 def test_a_newcomer_that_dies_while_it_takes_the_state_costs_the_others_nothing(
-    crew, tmp_path, undisturbed, victim
+    crew, tmp_path, undisturbed, survivors, victim
 ):
-    """Two at once; the state passes from the first to the second."""
-    gate = begin_with_newcomers(crew, tmp_path, 2, 2, {victim: Accident("receiving", 1)})
+    """Two at once; the state passes from the first to the second. Perhaps nobody has it but its sender."""
+    gate = begin_with_newcomers(crew, tmp_path, survivors, 2, {victim: Accident("receiving", 1)})
     gate.until_somebody_waits()
     crew.close(planned=True)
     gate.open()
     crew.all_ended()
     assert_exact(crew, tmp_path, {victim}, undisturbed)
-    assert crew.settled == [(1, 2), (2, 4), (3, 3)]
+    assert crew.settled == [(1, survivors), (2, survivors + 2), (3, survivors + 1)]
 
 
 def test_who_is_asked_to_leave_before_all_have_joined_hands_over_what_it_has_first(
