@@ -13,7 +13,9 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
@@ -119,12 +121,12 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                     record = self._record_of(listener, sight)
                 mine = sight.view.nodes.get(self._node)
                 if mine is not None and mine.record != record:
-                    self._write(membership, sight, record)
+                    self._try(membership, sight, partial(membership.put, record, sight.own_token))
                     continue
                 now = time.monotonic()
                 match decide(self._node, self._address, sight.view, self._settings.rules, now):
                     case Register():
-                        self._write(membership, sight, record)
+                        self._try(membership, sight, partial(membership.put, record, sight.own_token))
                     case Enter(round_, rank):
                         self._entered = round_.number
                         info = self._enter(membership, round_, rank, listener)
@@ -135,7 +137,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                         listener = record = None
                         deadline = max(deadline, time.monotonic() + self._settings.ttl_s)
                     case Form(round_):
-                        self._form(membership, sight, round_)
+                        formed = replace(round_, formed_at=time.time())
+                        self._try(membership, sight, partial(membership.form, formed, sight))
                     case Wait(why, until, redundant):
                         if redundant:
                             deadline = now + self._settings.join_timeout_s
@@ -187,25 +190,17 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 f"this node cannot listen on {self._address} ({error}); give its own by --local-addr"
             ) from error
 
-    def _write(self, membership: Membership, sight: Sight, record: NodeRecord) -> None:
+    def _try(self, membership: Membership, sight: Sight, write: Callable[[], bool]) -> None:
+        """Write, going by what was seen. Whether it was written, or has failed, or perhaps not: what is seen
+        next will tell. Raises RendezvousConnectionError if etcd is silent for too long."""
         try:
-            if not membership.put(record, sight.own_token):
-                membership.wait(sight, RETRY_S)
-        except StoreError as error:
-            self._pause(membership, sight, error)
-
-    def _form(self, membership: Membership, sight: Sight, round_: Round) -> None:
-        try:
-            if not membership.form(replace(round_, formed_at=time.time()), sight):
-                membership.wait(sight, RETRY_S)
-        except RendezvousConnectionError as error:
-            self._pause(membership, sight, error)
-
-    def _pause(self, membership: Membership, sight: Sight, error: Exception) -> None:
-        """A write has failed, or perhaps not: what is seen next will tell."""
-        if membership.silent_s > self._settings.silence_s:
-            raise _silent(membership, error) from error
-        membership.wait(sight, RETRY_S)
+            written = write()
+        except (StoreError, RendezvousConnectionError) as error:
+            if membership.silent_s > self._settings.silence_s:
+                raise _silent(membership, error) from error
+            written = False
+        if not written:
+            membership.wait(sight, RETRY_S)
 
     def _refusal(self, round_: Round, redundant: bool) -> RendezvousError:
         closed = round_.closed
