@@ -139,11 +139,11 @@ def main() -> int:
     try:
         text = read_text(options.data)
         require_same_text(text, device)
-        status = Trainer(options, shape, text, device).run()
     except ValueError as error:  # what was asked for cannot be done; trying again would not help
         if local_rank == 0:
             print(f"train_gpt_fsdp: {error}", file=sys.stderr)
         return 2
+    status = Trainer(options, shape, text, device).run()
     if status == 0:
         dist.destroy_process_group()  # otherwise it might wait for those that are gone
     return status

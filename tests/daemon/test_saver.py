@@ -134,6 +134,18 @@ def test_a_damaged_copy_stops_no_job_and_is_mended_by_its_next_commit(server, cl
     pointer.close()
 
 
+def test_where_etcd_s_record_is_damaged_the_folder_s_counts_but_for_who_may_only_go_on_from_its_own(
+    server, client, tmp_path
+):
+    FilePointer(tmp_path).commit(new := whole(tmp_path, 1, 1), Keep())
+    client.swap_raw(b"/elasticd/j/checkpoint", b"{", 0)
+    pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
+    assert pointer.known().saved == (new,)
+    with pytest.raises(BadCheckpoint, match="the value of checkpoint in etcd is not usable"):
+        pointer.known(own=True)
+    pointer.close()
+
+
 def test_what_is_removed_under_a_job_holds_up_no_commit_of_it(server, client, tmp_path):
     round_is(client, 1)
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path))

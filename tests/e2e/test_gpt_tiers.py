@@ -283,13 +283,29 @@ def test_gpt_ends_as_if_nothing_had_happened_whichever_memory_or_disk_it_had_to_
         assert loss == pytest.approx(expected[step], abs=ROUNDING), step
 
 
-def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    argv = [sys.executable, str(WORKERS / "train_gpt_fsdp.py"), f"--data={DATA}", f"--checkpoints={tmp_path}"]
-    shape = ["--layers=1", "--heads=1", "--context=32", "--steps=1"]
-    subprocess.run([*argv, *shape, "--width=32"], check=True, timeout=PATIENCE_S)
-    refused = subprocess.run(
-        [*argv, *shape, "--width=16"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+def test_a_checkpoint_of_another_model_is_refused_at_once_and_in_a_sentence(
+    clusters: Callable[[str | None], Cluster],
+) -> None:
+    cluster = clusters(None)
+    cluster.limits = (2, 2)
+    program = (
+        str(WORKERS / "train_gpt_fsdp.py"),
+        f"--data={DATA}",
+        "--layers=1",
+        "--heads=1",
+        "--context=32",
     )
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("train_gpt_fsdp: ") and "has the shape [256, 32]" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    options = (f"--checkpoints={cluster.folder}/kept",)
+    ended = []
+    for width, job in ((32, "first"), (16, "second")):
+        cluster.job = job
+        (a,) = cluster.start(
+            "a", slots=2, options=options, program=(*program, "--steps=1", f"--width={width}")
+        )
+        ended.append(a.end())
+    assert ended == [0, 2], a.said()
+    assert len(a.find("workers.started")) == 1, "another try would find the same"
+    assert a.text[-1].startswith("elasticd: model.") and " has the shape [" in a.text[-1]
+    assert a.text[-1].endswith(
+        f"or begin anew with checkpoints in another folder than {cluster.folder}/kept."
+    )
