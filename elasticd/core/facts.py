@@ -306,6 +306,11 @@ class Round:
     def world_size(self) -> int:
         return sum(len(m.slots) for m in self.members)
 
+    @property
+    def next_cause(self) -> Cause:
+        """Why the round after this one begins, or is still waited for."""
+        return self.closing or self.cause
+
     def member(self, node: str, incarnation: str) -> Member | None:
         for m in self.members:
             if m.node == node and m.incarnation == incarnation:

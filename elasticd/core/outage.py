@@ -45,7 +45,7 @@ class Standstill:
         ):
             now = replace(
                 now,
-                cause=round.closing or round.cause,
+                cause=round.next_cause,
                 decided_at=round.since,
                 planned=round.planned,
                 last_step_at=last_step_at,

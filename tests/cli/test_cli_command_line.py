@@ -315,7 +315,9 @@ def test_flags_that_were_not_given_are_not_talked_about(job: str) -> None:
         (("--min=2", "--max=8", "--nproc-per-node=3"), Pretend(), Limits(2, 8), 3),
     ],
 )
-def test_sizes(argv: tuple[str, ...], machine: Pretend, limits: Limits, slots: int, job: str) -> None:
+def test_limits_and_slots_follow_from_what_is_given_and_what_the_machine_has(
+    argv: tuple[str, ...], machine: Pretend, limits: Limits, slots: int, job: str
+) -> None:
     config = planned(*argv, job, machine=machine).config
     assert (config.limits, config.slots) == (limits, slots)
 

@@ -178,7 +178,9 @@ def test_one_that_hardly_computes_but_wakes_up_often_is_busy(pulse: Pulse, busy:
         ([], 1e8, None),
     ],
 )
-def test_the_verdict(kinds: list[str], still_s: float, expected: object) -> None:
+def test_of_workers_in_lock_step_those_that_keep_the_others_waiting_are_blamed(
+    kinds: list[str], still_s: float, expected: object
+) -> None:
     assert blamed(judged(world(*kinds, still_s=still_s))) == expected
 
 

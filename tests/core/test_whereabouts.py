@@ -109,7 +109,9 @@ def test_a_thread_without_python_is_nowhere() -> None:
         ([("/home/me/subprocess_jobs.py", 3, "wait")], ("own", "subprocess_jobs.py:3", "")),
     ],
 )  # fmt: skip
-def test_where_it_is(stack: list[tuple[object, ...]], expected: object) -> None:
+def test_a_stack_says_in_whose_code_it_is_at_which_line_and_for_what_it_waits(
+    stack: list[tuple[object, ...]], expected: object
+) -> None:
     assert at(*stack) == expected
 
 

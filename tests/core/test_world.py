@@ -84,7 +84,7 @@ def test_a_quarantine_is_of_one_node_only() -> None:
     assert world.usable_slots(node("b", 2), (Quarantine("a", 0, NOW + 10, 1),), NOW) == (0, 1)
 
 
-def test_who_is_available() -> None:
+def test_a_node_is_available_once_it_has_released_the_last_round_unless_it_drains() -> None:
     last = round(4, {"a": 1, "b": 1}, Phase.CLOSING)
     assert world.available(node("new"), last)
     assert world.available(node("a", released=4), last)

@@ -132,7 +132,9 @@ def test_releases_with_known_faults_are_named(version: str, grade: Grade) -> Non
         ((-61.0, -60.0), Grade.WRONG, "this machine's clock is 60 s ahead of that of etcd at e:2379"),
     ],
 )
-def test_clocks_are_compared(ahead_s: tuple[float, float], grade: Grade, says: str) -> None:
+def test_a_clock_that_is_not_etcds_is_said_to_be_ahead_or_behind(
+    ahead_s: tuple[float, float], grade: Grade, says: str
+) -> None:
     finding = worst(judge.clock(examined(endpoint(), endpoint(ahead_s=ahead_s))))
     assert (finding.grade, finding.says) == (grade, says)
 
@@ -379,7 +381,7 @@ def test_gpus_are_those_that_workers_get(
         ),
     ],
 )
-def test_torch_forms_groups(facts: TorchFacts, says: str) -> None:
+def test_torch_is_said_to_form_groups_or_why_it_cannot(facts: TorchFacts, says: str) -> None:
     assert worst(judge.torch(facts)).says == says
 
 

@@ -227,7 +227,7 @@ def test_every_pod_is_under_a_network_policy_and_a_disruption_budget(name: str) 
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ports_agree(name: str) -> None:
+def test_a_service_leads_to_the_port_that_the_container_names(name: str) -> None:
     objects = overlay(name)
     for made in pods(objects):
         named = {p["name"]: p["containerPort"] for p in made.container["ports"]}

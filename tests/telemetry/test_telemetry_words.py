@@ -147,7 +147,7 @@ def test_a_worker_that_was_killed_because_it_hung_is_not_said_to_have_been_out_o
         (-5, "0 s"),
     ],
 )
-def test_spans(seconds: float, said: str) -> None:
+def test_a_span_is_told_in_its_two_largest_units(seconds: float, said: str) -> None:
     assert words.span(seconds) == said
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.core import handover, world
-from elasticd.core.facts import Budget, Cause, Member, Outcome, Phase, Round, Spec
+from elasticd.core.facts import Budget, Member, Outcome, Phase, Round, Spec
 from elasticd.core.leader.members import candidates_for
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
@@ -49,7 +49,7 @@ def _wait(
         waiting = replace(
             round,
             phase=Phase.WAITING,
-            cause=_cause(round),
+            cause=round.next_cause,
             since=now,
             closing=None,
             planned=False,
@@ -73,7 +73,7 @@ def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], n
     passing = handover.members(round, nodes, members) if spec.inplace else ()
     members = passing or members
     host = nodes[members[0].node]
-    cause = _cause(round)
+    cause = round.next_cause
     return Round(
         number=round.number + 1,
         phase=Phase.LIVE,
@@ -89,11 +89,6 @@ def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], n
         began=round.began or now,
         failures=round.failures + cause.failure,
     )
-
-
-def _cause(round: Round) -> Cause:
-    """Why there is to be a round after this one."""
-    return round.closing or round.cause
 
 
 def _forget_drained(view: View, spec: Spec, plan: Plan) -> Plan:
