@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -92,6 +91,7 @@ class Memories:
     def __init__(self, saver: str, path: str) -> None:
         self._saver, self._path = saver, path
         self._line: Line | None = None
+        self._silent = False
 
     def survey(self) -> list[Offer]:
         """Of this node, and of all others that can be reached."""
@@ -137,8 +137,9 @@ class Memories:
     def known(self, *, own: bool) -> Checkpoint | None:
         """What is committed there; ``own``: by this job. None where there is no saver to ask, unless ``own``,
         which nobody else can tell. Raises Untold, and BadCheckpoint where it never will be told."""
-        answers = list(islice(self._ask({"is": "known", "path": self._path, "own": own}), 1))
-        for message, files in answers:
+        answer = next(self._ask({"is": "known", "path": self._path, "own": own}), None)
+        if answer is not None:
+            message, files = answer
             if files:
                 return _read(files, Checkpoint)
             why = str(message.get("why", "the saver cannot tell what is committed"))
@@ -162,20 +163,18 @@ class Memories:
     def _ask(self, question: handover.Message) -> Iterator[tuple[handover.Message, list[int]]]:
         """The answers, of which the asker knows the last; as far as they come."""
         try:
-            if self._line is None and self._saver:
-                self._line = handover.connect(self._saver)
-            if self._line is None:
+            if not self._saver or self._silent:
                 return
+            if self._line is None:
+                self._line = handover.connect(self._saver)
             self._line.send(question)
             while True:
                 yield self._line.answer()
         except Silent as error:
-            self._saver = ""
-            _log.warning(
-                "the saver of this node is stopped or stuck (%s): what is in memory here is done without",
-                error,
-            )
+            self._silent = True
             self.close()
+            said = "the saver of this node is stopped or stuck (%s): what is in memory here is done without"
+            _log.warning(said, error)
         except Gone:  # what is missing is seen by whoever asks
             self.close()
 

@@ -15,7 +15,7 @@ from elasticd.checkpoint import handover
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.report import Footprint
 from elasticd.checkpoint.saver import Saver
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
 from elasticd.worker.collect import flatten
 from elasticd.worker.staging import pickled
 from tests.checkpoint.conftest import assert_same, tensors_of, training
@@ -145,13 +145,16 @@ def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
         state, after = filled(0), Checkpoints(tmp_path / "run")
         assert after.load(state) == 2 and after.tier == "disk"
         check(state, 2)
+        monkeypatch.setenv("ELASTICD_RESUME", "never")
+        with pytest.raises(NoCheckpoint, match="what this job has committed cannot be told"):
+            after.load(state)
     finally:
         if sent == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
     sentence = "the saver of this node is stopped or stuck (it has said nothing for 0.5 s): "
     sentence += "what is in memory here is done without"
     said = [r.message for r in caplog.records if "saver" in r.message]
-    assert said == ([sentence] if sent == signal.SIGSTOP else [])
+    assert said == (2 * [sentence] if sent == signal.SIGSTOP else [])
 
 
 def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(monkeypatch):
