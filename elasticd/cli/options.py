@@ -223,12 +223,13 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours(
         "--hang-floor",
         Seconds(),
-        "The shortest limit that auto may learn, for a worker that is stopped.  [1]",
+        "The shortest limit that auto may learn, for a worker that is stopped; times 60 for one asleep in "
+        "its own code, and 120 where all wait for each other.  [1]",
     ),
     _ours(
         "--hang-ceiling",
         Seconds(),
-        "The longest, for a worker that is busy while others wait for it.  [3600]",
+        "The longest of all these, and for a worker that is busy while others wait for it.  [3600]",
     ),
     # stragglers
     _ours(
