@@ -17,6 +17,7 @@ from tests.e2e.stage import Player, Script
 from tests.e2e.test_scrape import Scraped, eventually, scrape
 
 RESIDENT = str(Path(__file__).parent / "programs" / "resident.py")
+UNCOMMITTED = str(Path(__file__).parent / "programs" / "uncommitted.py")
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -234,6 +235,16 @@ def test_a_worker_that_swallows_even_the_end_of_its_world_is_killed_and_costs_th
     assert before[1] in after
     residents.cluster.until(lambda: before[0].gone, "it is killed")
     residents.finish(a)
+
+
+@pytest.mark.slow
+def test_failures_that_get_no_step_committed_end_the_job_early(cluster: Cluster) -> None:
+    cluster.limits = (2, 2)
+    options = ["--futile-max=2", "--max-restarts=100"]
+    (a,) = cluster.start("a", slots=2, program=[UNCOMMITTED], options=options)
+    assert a.end() == 1
+    assert "2 failures in a row without a single committed step" in a.screen
+    assert len(a.find("failure.charged")) == 2
 
 
 def test_a_spare_takes_the_place_of_a_killed_worker_at_once(residents: Residents) -> None:
