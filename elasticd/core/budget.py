@@ -25,11 +25,15 @@ PROGRESS_AFTER_S = 60.0  # a round that lived this long counts as progress even 
 ASTRAY_MAX = 3  # to go back is worth a try: it may have been a bit that flipped, or data that is dealt anew
 
 
-def first_failure(round: Round, reports: Iterable[Report], *, fatal: bool = False) -> Failure | None:
+def first_failure(
+    round: Round, reports: Iterable[Report], *, fatal: bool = False, raised: bool = False
+) -> Failure | None:
     """The failure that broke the round: the earliest, as the others are usually its echoes. ``fatal``: of
-    those only that the job is to end with."""
+    those only that the job is to end with; ``raised``: of those that were nobody else's doing for sure."""
     failures = [
-        f for f in _exits(round, reports) if f.exit.failed and (f.exit.fatal is not None or not fatal)
+        f
+        for f in _exits(round, reports)
+        if f.exit.failed and (f.exit.fatal is not None or not fatal) and (f.exit.raised or not raised)
     ]
     return min(failures, key=lambda f: (f.exit.at, f.exit.rank), default=None)
 

@@ -205,7 +205,8 @@ class Exit:
     ``hung``: it was killed because it hung, and ``message`` says where. ``fatal``: it said before that
     the job is to end with it. ``astray``: the job's step at which something was NaN or infinite, if it
     ended for the job to go back to a checkpoint. ``node_fault``: it failed, and what it printed could not
-    be written, as its node's disk was full; the code it ran is not charged for it.
+    be written, as its node's disk was full; the code it ran is not charged for it. ``raised``: it said
+    before that an exception of its own was to end it.
     """
 
     slot: int
@@ -220,6 +221,7 @@ class Exit:
     fatal: Fatal | None = None
     astray: int | None = None
     node_fault: bool = False
+    raised: bool = False
 
     @property
     def failed(self) -> bool:

@@ -523,6 +523,24 @@ def test_a_failed_worker_is_charged_once_and_replaced() -> None:
     assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
 
 
+@pytest.mark.parametrize("closing_for", [Cause.GREW, Cause.SCALED])
+def test_one_that_raised_is_charged_though_its_round_was_closed_for_another_to_come(
+    closing_for: Cause,
+) -> None:
+    """Else newcomers that fail at once, each as the next one is there, would do so for ever."""
+    killed, found = exit(0, 0, at=NOW - 2), replace(exit(1, 1), raised=True)
+    reports = [report("a", 5, killed, found)]
+    nodes = [node("a", released=5), node("b", released=5)]
+    plan = decide(closing(closing_for, {"a": 2, "b": 2}, nodes, reports), NOW)
+    assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
+    assert next_round(plan).cause == Cause.WORKER_FAILED
+
+    asked_to_leave = decide(closing(closing_for, {"a": 2, "b": 2}, nodes, [report("a", 5, killed)]), NOW)
+    assert not any(isinstance(reason, FailureCharged) for reason in asked_to_leave.reasons)
+    lost_too = decide(closing(closing_for, {"a": 2, "b": 2}, nodes[:1], reports), NOW + 100)
+    assert not any(isinstance(reason, FailureCharged) for reason in lost_too.reasons)
+
+
 def test_a_worker_that_failed_by_its_nodes_fault_is_replaced_and_not_charged() -> None:
     found = replace(exit(0, 2), node_fault=True)
     echo = exit(0, 0, at=NOW + 1)

@@ -229,6 +229,8 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         return
     if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
         return
+    if exit.slot in crew.failing:
+        exit = replace(exit, raised=True)
     # Whoever dies while all leave at a commit they have yet to agree on is missed by the others.
     missed = crew.parting and crew.planned and exit.failed and exit.code != -SIGTERM
     own_doing = (crew.stopping and not missed and exit.slot not in crew.failing) or exit.fenced

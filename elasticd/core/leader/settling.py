@@ -62,6 +62,10 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         round, charged = replace(round, closing=Cause.NODE_LOST), False
     elif broken and failure is not None:  # of one that took long to end
         round, charged = replace(round, closing=Cause.WORKER_FAILED), True
+    elif round.closing in (Cause.GREW, Cause.SCALED) and not (missing or fenced):
+        own = budgets.first_failure(round, reports, raised=True)
+        if own is not None:  # newcomers that fail at once, each as the next has come, would do so for ever
+            round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
     ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
     goes_on_from = max(ages).step if ages else None
     if charged and failure is not None:
