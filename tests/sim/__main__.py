@@ -23,7 +23,7 @@ def _kinds(asked: str) -> frozenset[str] | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
-    parser.add_argument("--seed", type=int, required=True, help="the first seed")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--schedules", type=int, default=1, help="how many seeds from there on")
     parser.add_argument("--nodes", type=int, help="as many nodes, instead of some number from 2 to 12")
     parser.add_argument("--only", default="", help=f"only these faults, of {','.join(KINDS)}")
