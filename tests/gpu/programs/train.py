@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.gpu.sharing import share_the_gpu
 
-CYCLES = 60_000_000  # of the GPU's clock: some 30 ms forward, and as much backward
+CYCLES = 100_000_000  # of the GPU's clock: some 50 ms forward, and as much backward
 backend, folder = sys.argv[1], Path(sys.argv[2])
 slow, hangs = (int(sys.argv[n]) if len(sys.argv) > n else -1 for n in (3, 4))
 
