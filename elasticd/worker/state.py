@@ -79,6 +79,7 @@ class State:
         self._agreed = 0
         self._torn = False
         self._world: World | None = None
+        self._gpus: set[torch.device] = set()
         self._wrap = wrap
         self._wrapped: Any = model
         self._restore = restore
@@ -253,6 +254,7 @@ class State:
     def enter(self, world: World | None) -> None:
         """Take part in the world with what this worker has now, which all others have too."""
         self._world = world
+        self._gpus = {p.device for module in self._modules.values() for p in module.parameters() if p.is_cuda}
         told.begins_after(self._step)
         model = self._modules.get("model")
         if model is not None and self._wrap is not None:
@@ -433,8 +435,8 @@ class State:
         so whatever may be wrong with this step has to be known now."""
         world = self._world
         if world is not None and not self._torn:
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.current_stream().synchronize()  # the sums are there, or the world is over
+            for gpu in self._gpus:
+                torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world is over
                 world.check()
             world.vouch()
         if told.policy() != "ignore" and not all_finite(_gradients(optimizer)):

@@ -4,6 +4,7 @@ import contextlib
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from elasticd.worker import chance
 from elasticd.worker.lasting import Parts
 from elasticd.worker.plain import copied
 from elasticd.worker.world import World, WorldChanged
+from tests.procs.fakecuda import OnGpu
 from tests.worker.worlds import in_world
 
 NOWHERE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
@@ -121,6 +123,29 @@ def test_between_the_optimizers_step_and_the_commit_a_state_is_torn(state):
     state.optimizer.step()
     assert state.holds == Holds.TORN
     state.commit()
+    assert state.holds == Holds.WHOLE
+
+
+def test_a_step_waits_for_its_sums_on_the_gpu_that_the_model_is_on_and_for_no_other(state, monkeypatch):
+    asked: list[torch.device] = []
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: asked.append(gpu) or stream)
+    world = World(Enter(1, NOWHERE))
+    state.enter(world)
+    state.model(torch.randn(8, 4)).sum().backward()
+    state.optimizer.step()
+    state.commit()
+    assert not asked, "it is on none"
+
+    weight = state._modules["model"][0].weight
+    monkeypatch.setattr(weight, "__class__", OnGpu)
+    state.enter(world)
+    state.model(torch.randn(8, 4)).sum().backward()
+    before = weight.detach().clone()
+    stream.synchronize = lambda: setattr(world, "over", True)  # what the GPU had waited for is lost
+    with pytest.raises(WorldChanged):
+        state.optimizer.step()
+    assert asked == [weight.device] and torch.equal(weight.detach(), before)
     assert state.holds == Holds.WHOLE
 
 
