@@ -282,7 +282,7 @@ class Procs(Protocol):
 class RoundStores(Protocol):
     """The c10d stores this node hosts, one after the other: a fresh one for every round."""
 
-    def open(self, world_size: int) -> None:
+    def open(self) -> None:
         """Serve the round's store on the port reserved last, in place of an older one."""
 
     def renew(self) -> int:

@@ -201,7 +201,7 @@ class Driver:
                 self._store.transact(guards, writes, lambda answer: self._post(Answered(tag, answer)))
             case StartWorkers(round, member, hosts_store):
                 if hosts_store:
-                    self._stores.open(round.world_size)
+                    self._stores.open()
                 self._procs.start(round.number, self._assign(round, member), self._exited)
             case CloseRound(planned, signal, grace_s, part_s, going):
                 if part_s is not None:

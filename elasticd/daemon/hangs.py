@@ -135,7 +135,7 @@ class Hangs:
         if crew is None or not _at_work(crew):
             return IDLE_S
         self._still.learn(self._procs.watched(), crew.alive, at)
-        allowed = self._allowed(crew)
+        allowed = self._allowed()
         still_s = self._still.longest_s(at)
         if allowed is None or at < self._judged_at + REPEAT_S:
             return IDLE_S
@@ -157,11 +157,10 @@ class Hangs:
 
     def leaving_s(self) -> float:
         """How long leaving a round may take at least, as the job's steps have taught so far."""
-        crew = self._driver.state.crew
-        allowed = self._allowed(crew) if crew is not None else None
+        allowed = self._allowed() if self._driver.state.crew is not None else None
         return allowed.leaving_s if allowed is not None else 0.0
 
-    def _allowed(self, crew: Crew) -> Allowance | None:
+    def _allowed(self) -> Allowance | None:
         # Else only who is stopped is judged: by earlier rounds' steps, or as after a first one.
         steps = self._still.least_made if self._in_step() else 1
         return allowance(self._still.gaps, steps, self._patience)

@@ -32,7 +32,7 @@ class TorchRoundStores:
         self._listener: socket.socket | None = None
         self.port = self._reserve()
 
-    def open(self, world_size: int) -> None:
+    def open(self) -> None:
         from torch.distributed import TCPStore
 
         assert self._listener is not None, "renew comes before the next open"

@@ -54,7 +54,7 @@ class _NoWorkers:
 
 
 class _NoStore:
-    def open(self, world_size: int) -> None: ...
+    def open(self) -> None: ...
 
     def renew(self) -> int:
         return 1

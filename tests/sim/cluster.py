@@ -64,7 +64,7 @@ class SimRoundStores:
     def port(self) -> int:
         return self._port
 
-    def open(self, world_size: int) -> None:
+    def open(self) -> None:
         self.shut()
         self.opened = f"{self._address}:{self._port}"
         self._cluster.open_stores.add(self.opened)

@@ -126,7 +126,7 @@ def register(do: Doing) -> None:
         if state.departure is not None:
             return
         if isinstance(key.fact, Node) and key.fact.incarnation != state.me.incarnation:
-            _wait_for_name(do, key, key.fact)
+            _wait_for_name(do, key.fact)
         elif key.fact is None:
             put = Put(state.me.key, _record(state), leased=True)
             do.transact(Tag.NODE, (Unchanged(state.me.key, 0),), (put,))
@@ -189,7 +189,7 @@ def tell_of_workers(do: Doing) -> None:
         do.transact(Tag.INPLACE, (guard,), (Put("spec", known),))
 
 
-def _wait_for_name(do: Doing, key: Entry, holder: Node) -> None:
+def _wait_for_name(do: Doing, holder: Node) -> None:
     """An earlier agent of this name may just have died; its lease says so within its TTL."""
     state = do.state
     if state.silent is not None:
