@@ -47,7 +47,7 @@ _HUGE: Final = 2 << 20  # bytes of a huge page
 _ASKERS_MAX: Final = 64  # for memory of one container at one instant
 _MESSAGE_MAX: Final = 1 << 16  # bytes
 _FILES_MAX: Final = 4
-SILENCE_S: Final = 30.0  # of a saver that is alive: it may be starting, on a busy machine
+SILENCE_S: Final = 60.0  # of a saver that is alive: it may be starting, on a busy machine
 _LENGTHS = struct.Struct("<QQ")
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from traceback import format_exception
 from types import TracebackType
 from typing import Final
 
@@ -24,12 +25,12 @@ def if_uncaught(error: BaseException, why: Fatal) -> None:
     _watch_the_end()
 
 
-def say(sentence: str, why: Fatal) -> None:
+def say(sentence: str, why: Fatal, traceback: str = "") -> None:
     """This process ends now, for that."""
     told.fatal(why)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(file, "w") as out:
             json.dump({"message": {"message": sentence, "extraInfo": extra}}, out)
 
@@ -40,7 +41,7 @@ def _watch_the_end() -> None:
 
     def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(why := getattr(error, _MARK, None), Fatal):
-            say(str(error), why)
+            say(str(error), why, "".join(format_exception(error)))
         before(kind, error, trace)
 
     sys.excepthook = ended
