@@ -78,7 +78,9 @@ def prepare_optimizers(
             for key, what in shapes.items():
                 if key.startswith(prefix):
                     guess = key.removeprefix(prefix).rpartition(".")[::2]
-                    parameter_name, *slot = paths[key][2:] if key in paths else guess
+                    parameter_name, *slot = (
+                        paths.get(key, ())[2:] or guess
+                    )  # it was one key where it was made
                     saved.setdefault(parameter_name, {})[tuple(slot)] = what
             for group in value.param_groups:
                 for parameter in group["params"]:

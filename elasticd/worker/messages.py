@@ -41,10 +41,10 @@ class FromAnyone(Message):
 
     def __init__(self, work: dist.Work, timeout: timedelta) -> None:
         super().__init__(work, timeout)
-        self._ends = _Ends.so_far
+        self._ends = _Ends.before
 
     def wait(self, timeout: timedelta = _UNSAID) -> bool:
-        """Raises RuntimeError also when the world has ended since it was asked for."""
+        """Raises RuntimeError also when the world has ended, be it before this was asked for."""
         came: list[bool | RuntimeError] = []
 
         def take() -> None:
@@ -67,10 +67,10 @@ class FromAnyone(Message):
 
 
 class _Ends:
-    """Of the worlds that this process was in."""
+    """Of the worlds that this process was in; ``before``: as the present one began."""
 
     news = threading.Condition()
-    so_far = 0
+    so_far = before = 0
 
 
 def end() -> None:
@@ -81,21 +81,23 @@ def end() -> None:
 
 
 def give_time() -> None:
-    """To all of this process's messages from now on. Doing so again does nothing."""
+    """To all of this process's messages from now on, which are those of a world that begins."""
+    with _Ends.news:
+        _Ends.before = _Ends.so_far
     for name, method in _METHODS.items():
         setattr(dist.ProcessGroup, name, _patient(method))
 
 
 def _patient(method: Callable[..., dist.Work]) -> Callable[..., dist.Work | Message]:
+    from_anyone = method is _METHODS["recv_anysource"]
+
     def patient(
         group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work | Message:
         work = method(group, tensors, *args, **kwargs)
-        if not tensors[0].is_cpu:
+        if not tensors[0].is_cpu or not (from_anyone or group is dist.group.WORLD):
             return work
         timeout = group._get_backend(torch.device("cpu")).options._timeout
-        if method is _METHODS["recv_anysource"]:
-            return FromAnyone(work, timeout)
-        return Message(work, timeout) if group is dist.group.WORLD else work
+        return FromAnyone(work, timeout) if from_anyone else Message(work, timeout)
 
     return patient

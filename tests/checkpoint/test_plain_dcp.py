@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elasticd.checkpoint.manifest import BadCheckpoint
@@ -46,6 +47,17 @@ def test_a_plain_checkpoint_fills_the_same_state(opened, tmp_path):
     assert_same(state, tensors_of(wanted(3)))
     assert state["progress"] == {"position": 3, "name": "seed 3"}
     assert state["optimizer"].param_groups[0]["lr"] == training(3)["optimizer"].param_groups[0]["lr"]
+
+
+def test_one_that_was_flat_when_it_was_saved_fills_the_same_state(opened, tmp_path):
+    state = training(3)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    flat, _ = flatten_state_dict({"model": model, "optimizer": optimizer})
+    dcp.save(flat, checkpoint_id=tmp_path / "plain", no_dist=True)
+    fresh = {"model": training(7)["model"]}
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters(), lr=1.0)  # it never stepped
+    opened().load_plain(fresh, tmp_path / "plain")
+    assert_same(fresh, tensors_of({name: state[name] for name in fresh}))
 
 
 def test_an_object_in_it_that_would_run_something_runs_nothing(opened, tmp_path):

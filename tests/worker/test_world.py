@@ -136,6 +136,25 @@ def test_a_world_cuts_what_torch_has_connected_and_no_connection_of_the_scripts_
         store.get("known")
 
 
+def test_a_message_from_anyone_that_is_asked_for_when_the_world_is_over_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("send", "recv", "recv_anysource"):  # which a world replaces for good
+        monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):  # likewise
+        monkeypatch.setenv(name, "0")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = a_world(server.port, size=1)
+    world.form(0, timedelta(seconds=5))
+    try:
+        world.abort()
+        with pytest.raises(dist.DistNetworkError, match="the world ended before anyone had sent a message"):
+            dist.recv(torch.zeros(1))
+    finally:
+        world.close()
+        world.forget()
+
+
 @dataclass(frozen=True)
 class _Group:
     abort: Callable[[], None]
