@@ -35,7 +35,7 @@ def alone_consistently(_address: str, folder: str) -> None:
 
 
 def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int = -1) -> None:
-    """Each rank computes the same, whose mean is exact. ``waits_at``: the step at which a gate is closed."""
+    """Each rank computes the same, whose mean is exact. ``waits_at``: where, once, a gate is closed."""
     share_the_gpu()
     begin(address, folder, name)
     journal = Journal(folder, name)
@@ -45,6 +45,7 @@ def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int 
 
     @worker.run
     def train(state: worker.State) -> None:
+        nonlocal waits_at
         group = dist.group.WORLD
         backend = group._get_backend(torch.device("cuda")) if group else None
         journal.write(entered=state.step, world=worker.world_size(), backend=type(backend).__name__)
@@ -54,6 +55,7 @@ def work(address: str, folder: str, name: str, dies_at: int = -1, waits_at: int 
             if step == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == waits_at:
+                waits_at = -1
                 Gate(Path(folder, "gate")).wait()
             optimizer.zero_grad()
             loss.backward()
