@@ -23,12 +23,11 @@ from typing import Self
 from elasticd.procs.channel import Channel, Closed, Message
 from elasticd.procs.linux import (
     adopt_orphans,
+    came_from,
     children,
     is_ready,
     kill_tree,
-    session_of,
     steady_now,
-    was_started_with,
 )
 
 _log = logging.getLogger(__name__)
@@ -457,11 +456,7 @@ class Warden:
         marks = [running.mark for running in left if running.mark]
         give_up_at = time.monotonic() + _STRAGGLERS_S
         while time.monotonic() < give_up_at:
-            ours = [
-                pid
-                for pid in children(os.getpid())
-                if pid in pids or session_of(pid) in pids or was_started_with(pid, marks)
-            ]
+            ours = [pid for pid in children(os.getpid()) if pid in pids or came_from(pid, pids, marks)]
             if not ours:
                 return
             for pid in ours:

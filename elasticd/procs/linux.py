@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -124,6 +124,11 @@ def was_started_with(pid: int, variables: Iterable[str]) -> bool:
     except OSError:
         return False
     return any(os.fsencode(variable) in environ for variable in variables)
+
+
+def came_from(pid: int, sessions: Container[int], variables: Iterable[str]) -> bool:
+    """Whether it is in one of these sessions, or was started with one of these ``NAME=value``."""
+    return session_of(pid) in sessions or was_started_with(pid, variables)
 
 
 def kill(pid: int, signal_number: int) -> None:

@@ -31,6 +31,7 @@ from elasticd.procs.channel import Channel, Closed, Message
 from elasticd.procs.launch import CANNOT_RUN, launch, why_not
 from elasticd.procs.linux import (
     adopt_orphans,
+    came_from,
     children,
     kill,
     kill_group,
@@ -38,7 +39,6 @@ from elasticd.procs.linux import (
     name_process,
     session_of,
     steady_now,
-    was_started_with,
 )
 from elasticd.procs.zygote import Fork, Zygote
 
@@ -313,11 +313,7 @@ class WardenProcess:
         for pid in children(os.getpid()):
             if pid in self._children or (self._zygote is not None and session_of(pid) == self._zygote.pid):
                 continue
-            if (
-                deserted
-                or session_of(pid) in self._ended_sessions
-                or was_started_with(pid, self._ended_marks)
-            ):
+            if deserted or came_from(pid, self._ended_sessions, self._ended_marks):
                 kill_tree(pid)
 
     def _workers(self, ids: Collection[int] | None = None) -> list[_Child]:
