@@ -36,7 +36,8 @@ class Timekeeper:
         self._run = 0
         self._write_due = began_at
         self._round = (0, Phase.WAITING)
-        self.ledger = Ledger().see(dict.fromkeys(self._slots(), Kind.RENDEZVOUS), began_at)
+        self.ledger = Ledger()
+        self.ledger = self.ledger.see(dict.fromkeys(self._slots(), Kind.RENDEZVOUS), began_at)
         store.watch(self._key, self._own_seen)
 
     @property
@@ -44,9 +45,11 @@ class Timekeeper:
         return f"ledger/{self._config.node}"
 
     def _slots(self) -> Sequence[int]:
+        """As many as the job may have workers, and any that has had one: a spare's, or another's place."""
         state = self._driver.state
         limits = (state.spec or state.wanted).limits
-        return state.me.slots[: limits.max]
+        used = {*self.ledger.slots, *(state.crew.member.slots if state.crew is not None else ())}
+        return [slot for n, slot in enumerate(state.me.slots) if n < limits.max or slot in used]
 
     def look(self, beats: Sequence[SlotProgress], now: float) -> None:
         state = self._driver.state
@@ -59,6 +62,8 @@ class Timekeeper:
         if not self._resumed and self._listed and joined:
             self._resumed = True
             if self._kept is not None and self._kept.run == self._run:
+                back = {time.slot for time in self._kept.slots}.intersection(state.me.slots)
+                self.ledger = self.ledger.see(dict.fromkeys(back - {*self.ledger.slots}, Kind.IDLE), now)
                 self.ledger = self.ledger.resume(self._kept, self._began_at)
         round = (state.round.number, state.round.phase) if state.round else self._round
         if now >= self._write_due or round != self._round:

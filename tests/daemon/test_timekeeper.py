@@ -12,7 +12,7 @@ from elasticd.core import agent
 from elasticd.core.agent.state import Crew
 from elasticd.core.facts import Limits, Phase, SlotProgress, Spec
 from elasticd.core.ledger import Kind
-from elasticd.core.ports import Entry
+from elasticd.core.ports import Entry, Listing
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.timekeeper import Timekeeper, not_at_work
 from tests.core.build import life, round
@@ -47,6 +47,35 @@ def test_a_slot_without_a_worker_at_work_does_one_thing(
 
 def test_who_has_not_joined_yet_is_on_its_way() -> None:
     assert not_at_work(NEW, 0) is Kind.RENDEZVOUS
+
+
+def test_the_time_of_a_spare_that_trains_is_told_too_and_by_the_next_agent() -> None:
+    (member,) = (whole := round(3, {"a": 2})).members
+    crew = Crew(whole, replace(member, slots=(0, 3)), False, frozenset({0, 3}))
+    me = replace(ME, slots=(0, 1, 2, 3))
+    at_work = replace(state(Phase.LIVE, {"a": 2}), me=me, crew=crew)
+    heard: list[Any] = []
+
+    def keeper(began_at: float) -> Timekeeper:
+        return Timekeeper(
+            RunConfig("job", "a", "127.0.0.1", Limits(2, 2), 4, Command(CommandKind.SCRIPT, "job.py"), "f"),
+            cast(Any, SimpleNamespace(state=at_work)),
+            cast(Any, SimpleNamespace(watch=lambda key, seen: heard.append(seen))),
+            lambda slot, after: (),
+            began_at,
+        )
+
+    first = keeper(1000.0)
+    for now in (1000.0, 1001.0, 1011.0):
+        steps = int(now - 1000.0)
+        first.look([SlotProgress(slot, slot, 100 + slot, steps, now) for slot in (0, 3)], now)
+    assert sorted(first.ledger.slots) == [0, 1, 3], "of those that nobody needs there is no time to tell"
+    assert first.ledger.spent["productive"] == 2 * 10.0
+    kept = first.ledger.record("a", 1011.0)
+    second = keeper(1020.0)
+    heard[-1](Listing((Entry("ledger/a", kept, 1, 2),), 1))
+    second.look([SlotProgress(slot, slot, 200 + slot, 0, 0.0) for slot in (0, 3)], 1021.0)
+    assert second.ledger.slots[3].spent[Kind.PRODUCTIVE] == 10.0
 
 
 def test_workers_that_go_on_after_all_do_not_hang_until_the_round_ends() -> None:
