@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import pyte
@@ -86,7 +87,10 @@ class Terminal:
 def main() -> None:
     """Make the picture anew."""
     os.chdir(HERE.parents[1])
-    with Terminal(ELASTICD, "run", *JOB, *SCRIPT) as run:
+    with (
+        TemporaryDirectory() as snapshots,
+        Terminal(ELASTICD, "run", *JOB, *SCRIPT, "--snapshot-dir", snapshots) as run,
+    ):
         run.until_said("zygote.ready", step=100)
         os.kill(pid_in(2), signal.SIGKILL)
         run.until_said("round=2 world_size", step=200)
