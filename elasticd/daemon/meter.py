@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd.checkpoint.report import Fate, Footprint, Report
@@ -43,6 +43,17 @@ StepTimes = Callable[[int, int], tuple[float, ...]]
 Hear = Callable[[], Mapping[int, Told]]
 
 _HAS_WORKER = (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING)
+_COUNTED_BY_SLOT = (
+    "elasticd_worker_steps_total",
+    "elasticd_step_seconds",
+    "elasticd_worker_restarts_total",
+    "elasticd_worker_exits_total",
+    "elasticd_hangs_total",
+    "elasticd_samples_total",
+    "elasticd_nonfinite_steps_total",
+    "elasticd_worker_cpu_seconds_total",
+    "elasticd_time_seconds_total",
+)
 _BY_SLOT = (
     "worker_rank",
     "worker_last_step_age_seconds",
@@ -111,20 +122,15 @@ class Meter:
             "elasticd_agent_cpu_seconds_total",
         ):
             book.start(name)
-        self._slots = driver.state.me.slots[: config.limits.max]
-        for slot in self._slots:
-            for name in (
-                "elasticd_worker_steps_total",
-                "elasticd_step_seconds",
-                "elasticd_worker_restarts_total",
-                "elasticd_worker_exits_total",
-                "elasticd_hangs_total",
-                "elasticd_samples_total",
-                "elasticd_nonfinite_steps_total",
-                "elasticd_worker_cpu_seconds_total",
-                "elasticd_time_seconds_total",
-            ):
-                book.start(name, slot)
+        self._slots: set[int] = set()
+        self._begin(driver.state.me.slots[: config.limits.max])
+
+    def _begin(self, slots: Iterable[int]) -> None:
+        """Tell of these slots from now on."""
+        for slot in set(slots) - self._slots:
+            self._slots.add(slot)
+            for name in _COUNTED_BY_SLOT:
+                self.book.start(name, slot)
 
     # ------------------------------------------------------------ what happened
 
@@ -148,6 +154,7 @@ class Meter:
                     for slot in crew.member.slots:
                         book.set("elasticd_worker_hung", 0, slot)
                     slots = [s for s in crew.member.slots if crew.member.rank_of(s) in ranks]
+                    self._begin(slots)
                     kept = self._driver.state.inplace  # those that were ready have their process still
                     for slot in self._started.intersection(slots) if not kept else ():
                         book.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)

@@ -34,6 +34,7 @@ from elasticd.core.ports import Changes, Entry, Listing, Seen
 from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStarted, WorkersStopping
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.meter import Meter
+from elasticd.daemon.stragglers import Standing
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.book import Book
 from elasticd.telemetry.catalog import METRICS, Type
@@ -199,6 +200,17 @@ def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_a
     made._hear = lambda: {0: Told(pid=200, samples=8)}
     made.update(snapshot(SlotLine("a", 0, SlotState.RUNNING)), (), Ledger(), 62.0)
     assert value(made.book, "samples_total", 0) == 808, "another process begins at nothing"
+
+
+def test_a_spares_slot_is_told_of_like_others_once_it_has_a_worker() -> None:
+    made, _ = meter()
+    member = Member("a", "a#1", (0, 5), 0)
+    crew = Crew(Round(2, Phase.LIVE, (member,), "a:1", Cause.GREW, 0.0), member, False, frozenset((0, 5)))
+    made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=crew, inplace=True)))
+    made.note(WorkersStarted(2, (0, 1), 2), lambda round: (), 6.0)
+    made.compare({5: Standing(1.5, True)}, {})
+    assert value(made.book, "worker_steps_total", 5) == 0 == value(made.book, "hangs_total", 5)
+    assert value(made.book, "worker_straggling", 5) == 1 and value(made.book, "worker_straggling", 7) is None
 
 
 def test_a_process_started_before_the_round_is_closed_is_booked_as_what_will_close_it() -> None:
