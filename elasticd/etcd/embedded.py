@@ -170,6 +170,8 @@ class Embedded:
             self._forget()
         # Gone where something tidies up temporary folders: then it starts empty, which its users notice.
         self.folder.mkdir(mode=0o700, exist_ok=True)
+        if self.folder.lstat().st_uid != os.geteuid():  # made by somebody who was quicker
+            raise StoreUnavailable(f"{self.folder} was removed, and is another user's now", sent=False)
         self.pid = self._spawn(self._argv(), _environment(), self.log)
         try:
             self._pidfd = os.pidfd_open(self.pid)

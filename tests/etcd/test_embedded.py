@@ -68,6 +68,17 @@ def test_one_whose_folder_was_tidied_away_serves_again_where_it_was_with_nothing
     assert not etcd.folder.exists()
 
 
+def test_one_whose_folder_has_become_another_user_s_is_not_started_there(
+    etcd: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = etcd.pid
+    etcd.stop(remove=False)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StoreUnavailable, match="is another user's now"):
+        etcd.start()
+    assert etcd.pid == pid and not etcd.alive
+
+
 def test_a_stopped_one_is_ended_all_the_same(etcd: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "STOP_S", 0.2)
     os.kill(etcd.pid, signal.SIGSTOP)
