@@ -78,9 +78,8 @@ def prepare_optimizers(
             for key, what in shapes.items():
                 if key.startswith(prefix):
                     guess = key.removeprefix(prefix).rpartition(".")[::2]
-                    parameter_name, *slot = (
-                        paths.get(key, ())[2:] or guess
-                    )  # it was one key where it was made
+                    # A path is as short where it was one key already when it was made.
+                    parameter_name, *slot = paths.get(key, ())[2:] or guess
                     saved.setdefault(parameter_name, {})[tuple(slot)] = what
             for group in value.param_groups:
                 for parameter in group["params"]:

@@ -38,6 +38,8 @@ class Committed:
             for module in whole.modules()
             for name in module._buffers
         ]
+        parameters = (parameter for whole in modules.values() for parameter in whole.parameters())
+        self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
         self._spare: list[torch.Tensor | None] = []  # copies of before, to copy over
 
@@ -109,8 +111,9 @@ class Committed:
                     owner[name] = None
                 elif present is not None and present.shape == buffer.shape:
                     present.copy_(buffer)
-                elif present is not None:  # such as a cache that grows with what it is asked for
-                    owner[name] = buffer.to(present.device, copy=True)
+                else:  # such as a cache that grows with what it is asked for
+                    device = present.device if present is not None else self._device
+                    owner[name] = buffer.to(device, copy=True)
         chance.resume(kept["random"])
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         self.kept = kept

@@ -56,7 +56,8 @@ class FromAnyone(Message):
                 came.append(outcome)
                 _Ends.news.notify_all()
 
-        threading.Thread(target=take, name="elasticd-message", daemon=True).start()
+        if self._ends == _Ends.so_far:
+            threading.Thread(target=take, name="elasticd-message", daemon=True).start()
         with _Ends.news:
             _Ends.news.wait_for(lambda: came or _Ends.so_far != self._ends)
         if not came:

@@ -205,6 +205,14 @@ def test_buffers_that_change_their_shape_are_put_back_and_taken():
     newcomer.model.table += 1
     assert state.model.table.tolist() == [0, 1, 2, 3, 4]
 
+    state.model.cache = torch.ones(3)
+    state.commit()
+    state.model.cache = None
+    state.leave()
+    newcomer.take(state.snapshot())
+    newcomer.model.cache += 1
+    assert state.model.cache.tolist() == [1, 1, 1] and newcomer.model.cache.tolist() == [2, 2, 2]
+
 
 def test_an_optimizer_of_parameters_that_a_state_was_not_given_is_refused():
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
