@@ -131,6 +131,15 @@ def came_from(pid: int, sessions: Container[int], variables: Iterable[str]) -> b
     return session_of(pid) in sessions or was_started_with(pid, variables)
 
 
+def tidies_up(pid: int) -> bool:
+    """Whether it is multiprocessing's resource tracker, or joblib's: once all who share its pipe are gone, it
+    removes the shared memory and the semaphores they have left, and ends."""
+    try:
+        return b"resource_tracker import main" in _read(f"/proc/{pid}/cmdline")
+    except OSError:
+        return False
+
+
 def kill(pid: int, signal_number: int) -> None:
     """Send a signal; one who is gone already, or is not ours to signal, is no error."""
     try:

@@ -39,10 +39,12 @@ from elasticd.procs.linux import (
     name_process,
     session_of,
     steady_now,
+    tidies_up,
 )
 from elasticd.procs.zygote import Fork, Zygote
 
 _REMEMBERED = 1024  # ended workers whose late orphans are still known for theirs
+_TIDYING_S = 2.0  # for what removes the shared memory that a killed worker has left, and ends by itself
 _LAST_REAPING_S = 5.0  # for processes that even SIGKILL does not end soon (stuck in a driver)
 
 
@@ -78,6 +80,7 @@ class WardenProcess:
         self._ended_early: dict[int, int] = {}  # exit codes of forked ones that were not taken yet
         self._ended_sessions: deque[int] = deque(maxlen=_REMEMBERED)
         self._ended_marks: deque[str] = deque(maxlen=_REMEMBERED)
+        self._tidying: dict[int, float] = {}  # orphans, and until when they are let be
         self._fence_at: float | None = None
         self._fence_passed = False
         self._paths: list[str] = []
@@ -263,6 +266,7 @@ class WardenProcess:
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             if child is None:
                 os.waitpid(ended.si_pid, 0)
+                self._tidying.pop(ended.si_pid, None)
                 if self._zygote is not None and self._zygote.until is not None:
                     self._ended_early[ended.si_pid] = code
                 continue
@@ -270,7 +274,7 @@ class WardenProcess:
             if self._zygote is not None and child.pid == self._zygote.pid:
                 self._lose_zygote()  # its group holds workers that have none of their own yet
             else:
-                kill_group(child.pid, signal.SIGKILL)
+                self._kill_group(child, children(os.getpid()))
             os.waitpid(child.pid, 0)
             self._finish(child, code, at)
         self._sweep()
@@ -308,13 +312,22 @@ class WardenProcess:
 
         An orphan of a worker that still runs (a daemon it started on purpose) is left alone. Each
         one killed here may orphan others, which land here too: their coming is told by its SIGCHLD.
+        What tidies up after them is given the time for it.
         """
         deserted = not self._workers()
         for pid in children(os.getpid()):
             if pid in self._children or (self._zygote is not None and session_of(pid) == self._zygote.pid):
                 continue
             if deserted or came_from(pid, self._ended_sessions, self._ended_marks):
+                if tidies_up(pid) and not _is_past(self._tidying.setdefault(pid, steady_now() + _TIDYING_S)):
+                    continue
+                self._tidying.pop(pid, None)
                 kill_tree(pid)
+
+    def _kill_group(self, child: _Child, near: Sequence[int]) -> None:
+        """Where one of those near it tidies up it is killed alone, and the rest as they are orphaned."""
+        if not any(session_of(pid) == child.pid and tidies_up(pid) for pid in near):
+            kill_group(child.pid, signal.SIGKILL)
 
     def _workers(self, ids: Collection[int] | None = None) -> list[_Child]:
         return [c for c in self._children.values() if not c.service and (ids is None or c.id in ids)]
@@ -411,6 +424,7 @@ class WardenProcess:
 
     def _until_next_deadline(self) -> float | None:
         deadlines = [child.kill_at for child in self._children.values() if child.kill_at is not None]
+        deadlines += self._tidying.values()
         if self._fence_at is not None and not self._fence_passed:
             deadlines.append(self._fence_at)
         if self._give_up_at is not None:
@@ -434,8 +448,10 @@ class WardenProcess:
         for child in list(self._children.values()):
             if _is_past(child.kill_at):
                 child.kill_at = None
-                kill_group(child.pid, signal.SIGKILL)
-                kill(child.pid, signal.SIGKILL)  # in case it has not reached setsid yet
+                self._kill_group(child, children(child.pid))
+                kill(child.pid, signal.SIGKILL)  # also where it has not reached setsid yet
+        if any(map(_is_past, self._tidying.values())):
+            self._sweep()
 
 
 def _is_past(deadline: float | None) -> bool:

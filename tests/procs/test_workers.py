@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticd.core.page import ASTRAY
 from elasticd.procs.keeper import KeeperError
+from elasticd.procs.linux import children
 from elasticd.procs.logdest import LogDest
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench
@@ -25,7 +27,7 @@ from tests.procs.conftest import Bench
 FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
 
 
-def _families(bench: Bench, count: int) -> list[dict[str, int]]:
+def _families(bench: Bench, count: int) -> list[dict[str, Any]]:
     while len(lines := [line for line in bench.console.lines() if line.startswith(b"family ")]) < count:
         with bench.console._changed:
             assert bench.console._changed.wait(60.0)
@@ -253,6 +255,48 @@ def test_what_a_worker_leaves_behind_is_killed_while_others_and_theirs_live_on(b
     wait_until_gone(dead.values())
     assert all(map(is_running, living.values()))
     assert len(bench.exits) <= 1
+
+
+SHARES = """
+import json, multiprocessing, time
+from multiprocessing import resource_tracker, shared_memory
+made = shared_memory.SharedMemory(create=True, size=1 << 20)
+lock = multiprocessing.get_context("spawn").Lock()
+tracker = resource_tracker._resource_tracker._pid
+shared = [f"/dev/shm/{made.name}", f"/dev/shm/sem.{lock._semlock.name[1:]}"]
+print("family", json.dumps({"shared": shared, "tracker": tracker}), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", ["dies", "is stopped", "is fenced"])
+def test_shared_memory_of_a_killed_worker_is_removed_by_pythons_own_tracker(bench: Bench, how: str) -> None:
+    """As it is where nobody looks after the worker: killed along with it, the tracker removes nothing."""
+    procs = bench.procs([sys.executable, "-c", SHARES])
+    bench.start(procs, 2)
+    families = _families(bench, 2)
+    assert all(os.path.exists(path) for family in families for path in family["shared"])
+    if how == "dies":
+        for pid in children(bench.warden.pid):
+            os.kill(pid, signal.SIGKILL)
+    elif how == "is stopped":
+        procs.stop(signal.SIGCONT, 0.0)
+    else:
+        bench.warden.fence(0.0)
+    bench.wait(2)
+    wait_until_gone(family["tracker"] for family in families)
+    assert not any(os.path.exists(path) for family in families for path in family["shared"])
+
+
+def test_a_tracker_that_does_not_end_is_killed_in_the_end(bench: Bench) -> None:
+    bench.start(bench.procs([sys.executable, "-c", SHARES]))
+    (family,) = _families(bench, 1)
+    os.kill(family["tracker"], signal.SIGSTOP)
+    os.kill(*children(bench.warden.pid), signal.SIGKILL)
+    bench.wait()
+    wait_until_gone([family["tracker"]])
+    for path in family["shared"]:
+        os.unlink(path)
 
 
 def test_stop_reaches_a_worker_however_soon_after_its_start(bench: Bench) -> None:
