@@ -51,3 +51,15 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
             made[key] = with_tensors(item, change)
         return made
     return value
+
+
+def unchanged(value: Any, given: Any) -> Any:
+    """What was made of the ``given`` data, but with tensors whose type has changed as they were given."""
+    if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
+        return value if value.dtype == given.dtype else given.to(value.device)
+    if isinstance(value, dict) and isinstance(given, dict):
+        for key in value.keys() & given.keys():
+            value[key] = unchanged(value[key], given[key])
+    if type(value) in (list, tuple) and type(value) is type(given) and len(value) == len(given):
+        return type(value)(map(unchanged, value, given))
+    return value

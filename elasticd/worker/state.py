@@ -22,7 +22,7 @@ from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.finite import all_finite
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
-from elasticd.worker.plain import copied, with_tensors
+from elasticd.worker.plain import copied, unchanged, with_tensors
 from elasticd.worker.rate import Following
 from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
@@ -412,8 +412,7 @@ class State:
                 for key, parameter in module.named_parameters():
                     parameter.copy_(arrived[key])
         for name, optimizer in self._optimizers.items():
-            present = optimizer.state_dict()
-            optimizer.load_state_dict({**present, "state": snapshot["optimizers"][name]})
+            _give(optimizer, snapshot["optimizers"][name])
         self._committed.take(kept)
         self._step = snapshot["step"]
 
@@ -456,3 +455,11 @@ def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lastin
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from (p.grad for p in group["params"] if p.grad is not None)
+
+
+def _give(optimizer: Optimizer, state: dict[int, Any]) -> None:
+    """Load what another of its kind has. torch takes that to be of its parameter's type, whatever it is."""
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if parameter in optimizer.state:
+            unchanged(optimizer.state[parameter], state.get(number))

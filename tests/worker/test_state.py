@@ -214,6 +214,27 @@ def test_buffers_that_change_their_shape_are_put_back_and_taken():
     assert state.model.cache.tolist() == [1, 1, 1] and newcomer.model.cache.tolist() == [2, 2, 2]
 
 
+def test_an_optimizers_state_of_more_bits_than_its_parameters_arrives_in_full():
+    def made() -> worker.State:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        new = worker.State(model, torch.optim.SGD(model.parameters(), momentum=0.9), wrap=None)
+        new.begin()
+        return new
+
+    trained, newcomer = made(), made()
+    for parameter in trained.model.parameters():
+        momentum = torch.rand(parameter.shape)
+        trained.optimizer.state[parameter] = {"momentum_buffer": momentum, "blocks": [momentum + 1, 2]}
+    trained.commit()
+    newcomer.take(trained.snapshot())
+    pairs = zip(newcomer.model.parameters(), trained.model.parameters(), strict=True)
+    for theirs, ours in pairs:
+        arrived, sent = newcomer.optimizer.state[theirs], trained.optimizer.state[ours]
+        assert torch.equal(arrived["momentum_buffer"], sent["momentum_buffer"])
+        assert torch.equal(arrived["blocks"][0], sent["blocks"][0])
+
+
 def test_an_optimizer_of_parameters_that_a_state_was_not_given_is_refused():
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     optimizers = {n: torch.optim.SGD(m.parameters()) for n, m in {"one": generator, "two": critic}.items()}
