@@ -329,7 +329,9 @@ def test_a_training_that_finds_its_data_changed_has_its_job_end(monkeypatch):
     monkeypatch.setattr("elasticd.worker.told.fatal", said.append)
     state = state_of(Data(Numbers(9), global_batch=4, virtual_ranks=2))
     before = Data(Numbers(8), global_batch=4, virtual_ranks=2).state_dict()
-    state._lasting = SimpleNamespace(resume=lambda *_, **__: state.data.load_state_dict(before))
+    state._lasting = SimpleNamespace(
+        resume=lambda *_, **__: state.data.load_state_dict(before), overwrote=False
+    )
     with pytest.raises(DataChanged):
         state.resume(None)
     assert said == [Fatal.BAD_DATA]
