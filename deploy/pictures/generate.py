@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import pyte
@@ -30,7 +29,7 @@ from rich.text import Text
 HERE = Path(__file__).parent
 ELASTICD = str(Path(sys.executable).with_name("elasticd"))
 JOB = ["--job", "gpt", "--node", "a", "--slots", "4", "--min", "2", "--max", "4"]
-SCRIPT = ["workers/train_gpt.py", "--steps", "1000000"]
+SCRIPT = ["workers/train_gpt_in_place.py", "--steps", "1000000"]
 COLUMNS, ROWS = 92, 30
 PATIENCE_S = 600.0
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from the network, where a picture may not look
@@ -87,15 +86,12 @@ class Terminal:
 def main() -> None:
     """Make the picture anew."""
     os.chdir(HERE.parents[1])
-    with (
-        TemporaryDirectory() as snapshots,
-        Terminal(ELASTICD, "run", *JOB, *SCRIPT, "--snapshot-dir", snapshots) as run,
-    ):
+    with Terminal(ELASTICD, "run", *JOB, *SCRIPT) as run:
         run.until_said("zygote.ready", step=100)
         os.kill(pid_in(2), signal.SIGKILL)
-        run.until_said("round=2 world_size", step=200)
+        run.until_said("round=3 world_size=4", step=200)  # grown again
         os.kill(pid_in(1), signal.SIGSTOP)
-        run.until_said("round=3 world_size", step=400)
+        run.until_said("round=5 world_size=4", step=400)
         with Terminal(ELASTICD, "top", "gpt") as top:
             top.until_said("steps/s.*productive")
             (HERE / "top.svg").write_text(drawn(top.screen, "elasticd top gpt"))
