@@ -87,11 +87,11 @@ def main() -> None:
     """Make the picture anew."""
     os.chdir(HERE.parents[1])
     with Terminal(ELASTICD, "run", *JOB, *SCRIPT) as run:
-        run.until_said("zygote.ready", step=100)
+        run.until_said("zygote.ready", step=200)
         os.kill(pid_in(2), signal.SIGKILL)
-        run.until_said("round=3 world_size=4", step=200)  # grown again
+        run.until_said("round=3 world_size=4", step=400)  # grown again
         os.kill(pid_in(1), signal.SIGSTOP)
-        run.until_said("round=5 world_size=4", step=400)
+        run.until_said("round=5 world_size=4", step=1200)
         with Terminal(ELASTICD, "top", "gpt") as top:
             top.until_said("steps/s.*productive")
             (HERE / "top.svg").write_text(drawn(top.screen, "elasticd top gpt"))
