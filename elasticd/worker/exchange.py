@@ -69,15 +69,15 @@ def agree(state: State, world: World) -> Source:
     choice = choose(standings)
     newest = standings[choice.source]
     age = Age(newest.agreed, newest.step)
-    # Of a world since, of which nobody is left: what it made may have been kept.
-    late = not choice.fresh and age.agreed < world.number - 1
-    if late and state.kept_beyond(age, world) and (tier := state.resume(world, beyond=age)):
+    tier = ""
+    if choice.fresh:
+        tier = state.resume(world)
+    elif age.agreed < world.number - 1 and state.kept_beyond(age, world):
+        tier = state.resume(world, beyond=age)  # of a world since, of which nobody is left
+    if tier:
         state.agree(world.number)
         return Source(tier)
     if choice.fresh:
-        if tier := state.resume(world):
-            state.agree(world.number)
-            return Source(tier)
         torn = [s.step for s in standings if s.holds is Holds.TORN]
         if torn and not state.can_restore:
             raise StateLost(_why_lost(max(torn)))

@@ -125,7 +125,7 @@ class State:
     def _refuse_what_is_left_out(self) -> None:
         kept = {p for module in self._modules.values() for p in module.parameters()}
         for name, optimizer in self._optimizers.items():
-            if any(p not in kept for group in optimizer.param_groups for p in group["params"]):
+            if any(p not in kept for p in _parameters(optimizer)):
                 raise TypeError(
                     f"{name} changes parameters of no module that State was given, so one that comes later "
                     "would not have them: give State that module as well, by a name of its own"
@@ -452,14 +452,17 @@ def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lastin
     return Lasting(made)
 
 
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p.grad for p in group["params"] if p.grad is not None)
+    return (p.grad for p in _parameters(optimizer) if p.grad is not None)
 
 
 def _give(optimizer: Optimizer, state: dict[int, Any]) -> None:
     """Load what another of its kind has. torch takes that to be of its parameter's type, whatever it is."""
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+    for number, parameter in enumerate(_parameters(optimizer)):
         if parameter in optimizer.state:
             unchanged(optimizer.state[parameter], state.get(number))
