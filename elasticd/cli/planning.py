@@ -21,7 +21,7 @@ from elasticd.cli.sizes import nodes, sizes
 from elasticd.core import bandwidth, cadence
 from elasticd.core.facts import Limits, Resume
 from elasticd.daemon.config import CommandKind, RunConfig
-from elasticd.etcd.access import EtcdAccess, host_and_port
+from elasticd.etcd.access import EtcdAccess, hosts_and_ports
 
 _MEANS_NOTHING: Mapping[str, str] = {
     "monitor_interval": "exits are seen at once, not looked for at intervals",
@@ -183,10 +183,11 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
         if not is_ours(asked):
             raise Complaint(f"{flag(name)} {asked} is not an address of this machine.")
         return asked
-    if etcd is None:
+    places = hosts_and_ports(etcd.endpoints) if etcd is not None else []
+    if not places:  # nobody can come from another machine
         return "127.0.0.1"
     # Where no name resolves yet, etcd cannot be reached yet either; the host's own name may do later.
-    return routed_address([host_and_port(e) for e in etcd.endpoints]) or default_node_name()
+    return routed_address(places) or default_node_name()
 
 
 def http_place(asked: str | None) -> tuple[str, int] | None:

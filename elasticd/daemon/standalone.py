@@ -86,7 +86,9 @@ class Standalone:
             self._died.wait()
 
     def _spawn(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> int:
-        return self._warden.spawn_service(argv, env=env, log_path=log_path, ended=self._ended)
+        return self._warden.spawn_service(
+            argv, env=env, log_path=log_path, cwd=log_path.parent, ended=self._ended
+        )
 
     def _ended(self, _: Ended) -> None:
         self._died.set()

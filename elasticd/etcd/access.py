@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 DEFAULT_PORT = 2379
+UNIX = "unix:"  # begins an endpoint that is a socket file, as gRPC writes it
+SOCKET_PATH_MAX = 107  # bytes, Linux's limit
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """An etcd v3 to use. ``endpoints`` are ``host:port`` (``[host]:port`` for IPv6).
+    """An etcd v3 to use. ``endpoints`` are ``host:port`` (``[host]:port`` for IPv6), or ``unix:/path`` for an
+    etcd of this machine that listens on a socket file.
 
     With ``tls`` and no ``cacert``, the machine's own trusted authorities count. ``username`` and
     ``password`` need TLS; the password never appears in a repr. ``timeout_s`` bounds one request.
@@ -30,7 +36,7 @@ class EtcdAccess:
     def url(self) -> str:
         """As people write it; without secrets."""
         scheme = "https" if self.tls else "http"
-        return ",".join(f"{scheme}://{e}" for e in self.endpoints)
+        return ",".join(e if is_unix(e) else f"{scheme}://{e}" for e in self.endpoints)
 
 
 def parse_endpoints(
@@ -43,7 +49,7 @@ def parse_endpoints(
     password: str | None = None,
     timeout_s: float = 2.0,
 ) -> EtcdAccess:
-    """``http://a:2379,http://b`` and the TLS options beside it, as an EtcdAccess.
+    """``http://a:2379,http://b`` (or ``unix:/path``) and the TLS options beside it, as an EtcdAccess.
 
     Without a scheme it is https if any TLS option is given, else http. Raises ValueError with one
     sentence for a person.
@@ -59,14 +65,16 @@ def parse_endpoints(
     schemes = {scheme for scheme, _ in split}
     if len(schemes) > 1:
         raise ValueError(
-            f"etcd endpoints mix http and https ({_shown(text)}); TLS is for all of them or for none"
+            f"etcd endpoints mix {' and '.join(sorted(schemes))} ({_shown(text)}); use one of them for all"
         )
     tls = schemes == {"https"}
     for name, path in tls_options.items():
         if path is None:
             continue
         if not tls:
-            raise ValueError(f"a {name} is given ({path}), but the etcd endpoints are http://; use https://")
+            raise ValueError(
+                f"a {name} is given ({path}), but the etcd endpoints are not https://; use https://"
+            )
         _check_readable(name, Path(path))
     if (cert is None) != (key is None):
         given, missing = ("certificate", "key") if key is None else ("key", "certificate")
@@ -95,9 +103,40 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def is_unix(endpoint: str) -> bool:
+    return endpoint.startswith(UNIX)
+
+
+def hosts_and_ports(endpoints: Iterable[str]) -> list[tuple[str, int]]:
+    """Those of the endpoints that are on a network."""
+    return [host_and_port(endpoint) for endpoint in endpoints if not is_unix(endpoint)]
+
+
+def dial(endpoint: str, timeout_s: float) -> socket.socket:
+    """A connection to an endpoint. Raises OSError."""
+    if not is_unix(endpoint):
+        return socket.create_connection(host_and_port(endpoint), timeout=timeout_s)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(endpoint.removeprefix(UNIX))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def _split(part: str, fallback: str) -> tuple[str, str]:
-    """(scheme, ``host:port``) of one endpoint."""
+    """(scheme, ``host:port``) of one endpoint; of a socket file the endpoint itself."""
     shown = _shown(part)
+    if is_unix(part):
+        path = "/" + part.removeprefix(UNIX).lstrip("/")
+        if path == "/" or not part.startswith(f"{UNIX}/") or len(os.fsencode(path)) > SOCKET_PATH_MAX:
+            raise ValueError(
+                f"etcd endpoint {shown!r} is malformed; expected unix:/path/of/a/socket, "
+                f"{SOCKET_PATH_MAX} bytes at most"
+            )
+        return "unix", UNIX + path
     if "://" not in part:
         part = f"{fallback}://{part}"
     try:
@@ -106,7 +145,9 @@ def _split(part: str, fallback: str) -> tuple[str, str]:
     except ValueError as error:
         raise ValueError(f"etcd endpoint {shown!r} is malformed: {error}") from None
     if url.scheme not in ("http", "https"):
-        raise ValueError(f"etcd endpoint {shown!r} has the scheme {url.scheme!r}; expected http or https")
+        raise ValueError(
+            f"etcd endpoint {shown!r} has the scheme {url.scheme!r}; expected http, https or unix"
+        )
     if url.username is not None or url.password is not None:
         raise ValueError("an etcd endpoint carries a user name or password; give them as options instead")
     if url.path not in ("", "/") or url.query or url.fragment:

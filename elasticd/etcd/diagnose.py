@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 
-from elasticd.etcd.access import EtcdAccess, host_and_port
+from elasticd.etcd.access import EtcdAccess, dial, host_and_port, is_unix
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, WrongEndpoint
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and SETTINGS
@@ -30,12 +30,12 @@ def diagnose(access: EtcdAccess) -> StoreError | None:
 
 
 def _diagnose(access: EtcdAccess, endpoint: str) -> StoreError | None:
-    host, port = host_and_port(endpoint)
+    host = "" if is_unix(endpoint) else host_and_port(endpoint)[0]
     try:
-        sock = socket.create_connection((host, port), timeout=access.timeout_s)
+        sock = dial(endpoint, access.timeout_s)
     except socket.gaierror as error:
         return StoreUnavailable(f"the host of etcd endpoint {endpoint} is not known ({error.strerror})")
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, FileNotFoundError):
         return StoreUnavailable(f"nothing listens at {endpoint}; start etcd there or correct the address")
     except OSError as error:
         return StoreUnavailable(f"etcd endpoint {endpoint} cannot be reached ({error.strerror or error})")
@@ -136,7 +136,7 @@ def _speaks_tls(endpoint: str, timeout_s: float) -> bool:
     context.verify_mode = ssl.CERT_NONE  # nothing is sent over it; this only asks who is there
     try:
         with (
-            socket.create_connection(host_and_port(endpoint), timeout=timeout_s) as sock,
+            dial(endpoint, timeout_s) as sock,
             context.wrap_socket(sock),
         ):
             return True

@@ -1,14 +1,18 @@
-"""The etcd of a standalone run: a real one, on loopback, that lives and dies with the run."""
+"""The etcd of a standalone run: a real one that lives and dies with the run.
+
+It listens on socket files in a folder that only the user who started the run may enter: no other user of
+the machine can connect, though it asks nobody for a password.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,16 +23,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from elasticd.etcd.access import EtcdAccess
+from elasticd.etcd.access import SOCKET_PATH_MAX, UNIX, EtcdAccess, dial
 from elasticd.etcd.client import Client
 from elasticd.etcd.errors import StoreError, StoreUnavailable
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path], int]
-"""Starts argv with exactly this environment, output appended to a file; returns the pid."""
+"""Starts argv with exactly this environment in the folder of a file that its output is appended to; returns
+the pid."""
 
 START_S = 30.0  # how long it may take to be ready, on a machine that is busy
 STOP_S = 5.0  # between SIGTERM and SIGKILL
-_PORTS_TRIES = 3
+# Names of socket files in the folder it runs in. etcd before 3.5.3 takes nothing but HOST:PORT in a URL.
+_CLIENTS, _PEERS = "clients:1", "peers:1"
 _DAMAGED = {(3, 5, 0), (3, 5, 1), (3, 5, 2)}  # may corrupt data when killed under load (etcd#13766)
 
 
@@ -73,6 +79,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
         return subprocess.Popen(
             ends_with_us(argv),
             env=dict(env),
+            cwd=log.parent,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -102,22 +109,21 @@ def ends_with_us(argv: Sequence[str]) -> list[str]:
 
 
 class Embedded:
-    """One etcd server on loopback with a private data folder. Not safe for many threads."""
+    """One etcd server in a private folder, with its sockets and its data. Not safe for many threads."""
 
     def __init__(self, spawn: Spawn = spawn_child, *, binary: Path | None = None) -> None:
         self._spawn = spawn
-        self._binary = binary or find_etcd()
-        self._ports: tuple[int, int] | None = None  # of clients, of peers
+        self._binary = (binary or find_etcd()).absolute()
         self._pidfd: int | None = None
-        self.folder = Path(tempfile.mkdtemp(prefix="elasticd-etcd-"))  # mode 0700
+        self.folder = _private_folder()
+        self._lock = -1  # of the folder
         self.log = self.folder / "etcd.log"
         self.pid = 0
 
     @property
     def endpoint(self) -> str:
-        """``127.0.0.1:port``; once it was started."""
-        assert self._ports is not None, "the embedded etcd has not been started"
-        return f"127.0.0.1:{self._ports[0]}"
+        """``unix:/path``."""
+        return f"{UNIX}{self.folder / _CLIENTS}"
 
     @property
     def access(self) -> EtcdAccess:
@@ -128,23 +134,16 @@ class Embedded:
         return self._pidfd is not None and not _ended(self._pidfd, 0.0)
 
     def start(self) -> EtcdAccess:
-        """Start it, or start it again where it was (same data, same ports), and wait until it
+        """Start it, or start it again where it was (same data, same sockets), and wait until it
         serves. Raises StoreUnavailable."""
         assert not self.alive, "the embedded etcd runs already"
-        new = self._ports is None
-        for attempt in range(_PORTS_TRIES if new else 1):
-            if new:
-                self._ports = _free_ports()
-            self._launch()
-            try:
-                self._await_ready()
-                return self.access
-            except StoreUnavailable:
-                self.stop(remove=False)
-                taken = "address already in use" in self._log_end()
-                if attempt == _PORTS_TRIES - 1 or not (new and taken):
-                    raise
-        raise AssertionError("unreachable")
+        self._launch()
+        try:
+            self._await_ready()
+        except BaseException:
+            self.stop(remove=False)
+            raise
+        return self.access
 
     def __enter__(self) -> Self:
         self.start()
@@ -162,6 +161,7 @@ class Embedded:
                 self._signal(signal.SIGKILL)
                 _ended(self._pidfd, STOP_S)
             self._forget()
+        self._unlock()
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -172,15 +172,21 @@ class Embedded:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.lstat().st_uid != os.geteuid():  # made by somebody who was quicker
             raise StoreUnavailable(f"{self.folder} was removed, and is another user's now", sent=False)
+        self._unlock()
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # systemd-tmpfiles, which removes old files, leaves it alone
         self.pid = self._spawn(self._argv(), _environment(), self.log)
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError as error:
             raise StoreUnavailable(f"the embedded etcd ended at once: {self._log_end()}") from error
 
+    def _urls(self) -> tuple[str, str]:
+        """Where it listens for clients and for peers."""
+        return f"unix://{_CLIENTS}", f"unix://{_PEERS}"
+
     def _argv(self) -> list[str]:
-        assert self._ports is not None
-        client, peer = (f"http://127.0.0.1:{port}" for port in self._ports)
+        client, peer = self._urls()
         argv = [str(self._binary), f"--name={self.folder.name}", f"--data-dir={self.folder / 'data'}"]
         argv += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
         argv += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
@@ -194,7 +200,6 @@ class Embedded:
 
     def _await_ready(self) -> None:
         """Until it answers, or has ended, or took too long."""
-        assert self._ports is not None
         assert self._pidfd is not None
         deadline = time.monotonic() + START_S
         pause_s = 0.01
@@ -203,15 +208,15 @@ class Embedded:
                 raise StoreUnavailable(
                     f"the embedded etcd is not ready after {START_S:g} s; {self._log_end()}"
                 )
-            if _listens(self._ports[0]):
-                try:
-                    with Client(self.access) as client:
-                        client.check()
-                        if self.folder.name in client.members():
-                            return  # else another etcd was quicker to take the port
-                    pause_s = 0.1
-                except StoreError:
-                    pause_s = 0.1
+            try:
+                dial(self.endpoint, 1.0).close()
+                with Client(self.access) as client:
+                    client.check()
+                return
+            except OSError:  # it does not listen yet
+                continue
+            except StoreError:
+                pause_s = 0.1
         raise StoreUnavailable(f"the embedded etcd ended while it started: {self._log_end()}")
 
     def _log_end(self) -> str:
@@ -221,6 +226,11 @@ class Embedded:
         except OSError:
             lines = []
         return lines[-1][:500] if lines else "it left no log"
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _signal(self, number: int) -> None:
         assert self._pidfd is not None
@@ -251,14 +261,11 @@ def _environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as sock:
-        sock.settimeout(1.0)
-        return sock.connect_ex(("127.0.0.1", port)) == 0
+def _private_folder() -> Path:
+    """A new folder that only this user may enter (mode 0700), whose path leaves room for a socket's name."""
+    folder = Path(tempfile.mkdtemp(prefix="elasticd-etcd-"))
+    path = str(folder / _CLIENTS)
+    if len(path) <= SOCKET_PATH_MAX and re.fullmatch(r"[\w/.:-]+", path, re.ASCII):  # gRPC takes no blanks
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="elasticd-etcd-", dir="/tmp"))  # as private there

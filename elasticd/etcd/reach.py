@@ -9,19 +9,23 @@ import threading
 import time
 from collections.abc import Callable
 
-from elasticd.etcd.access import host_and_port
+from elasticd.etcd.access import host_and_port, is_unix
 
 PROBE_S = 0.5  # how long a host may take to accept or refuse a connection
 AGAIN_S = 1.0  # between probes
 
 
 def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozenset[str]:
-    """Those whose host accepts or refuses a TCP connection within the timeout."""
+    """Those whose host accepts or refuses a TCP connection within the timeout, and those that are a socket
+    file: nothing can come between."""
     found: set[str] = set()
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         try:
             for endpoint in endpoints:
+                if is_unix(endpoint):
+                    found.add(endpoint)
+                    continue
                 host, port = host_and_port(endpoint)
                 for family, kind, protocol, _, address in _resolve(host, port, deadline):
                     sock = socket.socket(family, kind, protocol)

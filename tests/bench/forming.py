@@ -28,8 +28,8 @@ from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.clock import SteadyClock
-from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.store import EtcdStore, Link
+from tests.etcd.cluster import EtcdOnPorts
 
 PROCESSES_MAX = 8
 
@@ -202,7 +202,7 @@ def forming(sizes: list[int], tries: int, c10d_most: int, c10d_timeout_s: float)
     lines = ["time to form a world of so many agents (median)"]
     gave_up = False
     for total in sizes:
-        with Embedded() as server:
+        with EtcdOnPorts() as server:
             ours = sorted(
                 _measure("fleet_main", server.endpoint, total, 120.0) or float("inf") for _ in range(tries)
             )

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from elasticd.etcd.embedded import Embedded
 from tests.bench import launch, parts, report
 from tests.bench.floor import floor
 from tests.bench.launch import Launched
 from tests.bench.steps import StepMade, Steps
+from tests.etcd.cluster import EtcdOnPorts
 
 START_TIMEOUT_S = 120.0
 WARM_UP_STEPS = 20
@@ -188,7 +188,7 @@ def recovery(workers: int, kills: int) -> str:
 
 def node_losses(tries: int, with_defaults: bool) -> str:
     """A node of three killed, agent and worker; then the node that was the first."""
-    server = Embedded()
+    server = EtcdOnPorts()
     etcd = f"http://{server.start().endpoints[0]}"
     rows: dict[str, list[float | None]] = {}
 

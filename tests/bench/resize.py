@@ -10,11 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from elasticd.etcd.embedded import Embedded
 from tests.bench import launch, report
 from tests.bench.launch import Launched
 from tests.bench.recovery import START_TIMEOUT_S, WARM_UP_STEPS
 from tests.bench.steps import StepMade, Steps
+from tests.etcd.cluster import EtcdOnPorts
 
 BOUND_S = 120.0
 GREW, SHRANK = "a worker more", "a worker less"
@@ -69,7 +69,7 @@ def _lost(made: list[StepMade]) -> float:
 
 def resize(workers: int, tries: int) -> str:
     """From one worker less than ``workers`` to ``workers`` and back, two nodes."""
-    server = Embedded()
+    server = EtcdOnPorts()
     etcd = f"http://{server.start().endpoints[0]}"
     slots = (workers - 1, 1)
 

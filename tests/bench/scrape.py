@@ -17,8 +17,8 @@ from elasticd.core.facts import Node
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
-from elasticd.etcd.embedded import Embedded
 from tests.bench import launch
+from tests.etcd.cluster import EtcdOnPorts
 
 SLOTS = 8
 WORKER = Path(__file__).with_name("fake_steps.py")
@@ -85,7 +85,7 @@ def _cost(others: int, scrapes: int) -> Cost:
     """Of a real agent with eight workers, which leads, beside so many that are pretended."""
     total, job, port = SLOTS + others, f"scrape-{uuid.uuid4().hex[:8]}", launch.free_port()
     url = f"http://127.0.0.1:{port}/"
-    server = Embedded()
+    server = EtcdOnPorts()
     endpoint = server.start().endpoints[0]
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -26,8 +26,8 @@ from elasticd.checkpoint.reading import open_manifest, verify
 from elasticd.checkpoint.store import store_at
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.etcd.client import Client
-from elasticd.etcd.embedded import Embedded
 from tests.e2e.harness import Cluster, marked
+from tests.etcd.cluster import EtcdOnPorts
 
 PROGRAMS: Final = Path(__file__).parent / "programs" / "chaos"
 VICTIMS: Final = ("worker", "saver", "agent", "node")
@@ -113,7 +113,7 @@ class Chaos:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         name = f"elasticd-chaos-{uuid.uuid4().hex}"
         self._socket.bind(f"\0{name}")
-        self._etcd = Embedded()
+        self._etcd = EtcdOnPorts()
         self._etcd.start()
         self.cluster = Cluster(self.folder, f"http://{self._etcd.endpoint}")
         self.cluster.limits = (1, sum(SLOTS.values()))

@@ -32,6 +32,7 @@ from elasticd.etcd import registry
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.telemetry import runs
+from tests.etcd.cluster import EtcdOnPorts
 
 SPEC = Spec(Limits(2, 8), Limits(2, 8), "job.py", "f")
 LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
@@ -43,7 +44,7 @@ def a_node(name: str) -> Node:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Embedded]:
-    with Embedded() as etcd:
+    with EtcdOnPorts() as etcd:
         yield etcd
 
 
@@ -298,7 +299,7 @@ def test_watching_ends_with_the_job(etcd: Client, server: Embedded) -> None:
 
 
 def test_a_watch_waits_for_an_etcd_that_is_away_and_goes_on() -> None:
-    with Embedded() as etcd:
+    with EtcdOnPorts() as etcd:
         with Client(etcd.access) as client:
             put(client, "j", spec=SPEC, round=LIVE)
             with watching("j", "--json", etcd=etcd) as process:
@@ -316,7 +317,7 @@ def test_a_watch_waits_for_an_etcd_that_is_away_and_goes_on() -> None:
 
 def test_watching_a_standalone_run_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with Embedded() as etcd:
+    with EtcdOnPorts() as etcd:
         registry.register("alone", etcd.endpoint, etcd.pid, 1.0, etcd.folder)
         with Client(etcd.access) as client:
             put(client, "alone", spec=SPEC, round=LIVE)

@@ -29,10 +29,9 @@ from elasticd.core.facts import Node
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
-from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.examine import examine
 from elasticd.telemetry.http import Answer, HttpServer
-from tests.etcd.cluster import Authority, Cluster
+from tests.etcd.cluster import Authority, Cluster, EtcdOnPorts
 from tests.etcd.conftest import Proxy
 
 ELASTICD = str(Path(sys.executable).with_name("elasticd"))
@@ -79,7 +78,7 @@ OWN_NET = ("unshare", "--net", "--mount")
 
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[EtcdAccess]:
-    with Embedded() as server:
+    with EtcdOnPorts() as server:
         yield server.access
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.etcd.embedded import Embedded
+from tests.etcd.cluster import EtcdOnPorts
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
 PATIENCE_S = 90
@@ -37,7 +37,7 @@ def stage(tmp_path: Path) -> Iterator[dict[str, str]]:
         path = commands / name
         path.write_text(text)
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    server = Embedded()
+    server = EtcdOnPorts()
     server.start()
     yield {
         **{k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "PET_", "SLURM"))},

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from elasticd.etcd.embedded import Embedded
 from tests.e2e.harness import Cluster, await_end
 from tests.e2e.line import Line
 from tests.e2e.prometheus import Prometheus
+from tests.etcd.cluster import EtcdOnPorts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,7 +25,7 @@ class Etcd:
     """A real server that can be hurt."""
 
     def __init__(self) -> None:
-        self._server = Embedded()
+        self._server = EtcdOnPorts()
         self._server.start()
         self.url = f"http://{self._server.endpoint}"
 

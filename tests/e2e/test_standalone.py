@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -44,6 +46,36 @@ def test_status_and_ls_find_it_and_scale_steers_it(alone: Cluster) -> None:
     assert a.end() == 143
     alone.until_gone(second.players)
     assert alone.job not in alone.command("ls").out
+
+
+def test_nobody_else_reaches_its_etcd_and_its_ports_are_on_loopback_only(alone: Cluster) -> None:
+    (a,) = alone.start("a", slots=2)
+    alone.world(2)
+    run = next(run for run in standalone_runs() if run.job == alone.job)
+    assert run.endpoint.startswith("unix:")
+    if os.geteuid() == 0:
+        argv = [sys.executable, "-I", "-c", AS_NOBODY, run.endpoint.removeprefix("unix:")]
+        said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        assert said == "PermissionError\n"
+    at: dict[str, set[str]] = {}
+    for pid in marked(alone.mark):
+        process = psutil.Process(pid)
+        heard = at.setdefault(process.name(), set())
+        heard.update(c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN)
+    assert at.pop("etcd") == set()
+    assert set().union(*at.values()) == {"127.0.0.1"}
+    alone.finishes(a)
+
+
+AS_NOBODY = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+    print("connected")
+except OSError as error:
+    print(type(error).__name__)
+"""
 
 
 def test_it_goes_on_when_its_etcd_is_killed(alone: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""etcds of a special kind: with TLS, or three of them."""
+"""etcds of a special kind: on a port of loopback, with TLS, or three of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime as dt
 import ipaddress
 import os
 import signal
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from cryptography.x509.oid import NameOID
 from elasticd.etcd import embedded
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
+from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError
 
 
@@ -76,6 +78,29 @@ class Authority:
         return cert_path, key_path
 
 
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], two.getsockname()[1]
+
+
+class EtcdOnPorts(Embedded):
+    """One on loopback's ports, for what comes over TCP: several nodes, a proxy, a person who types a URL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ports = free_ports()
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._ports[0]}"
+
+    def _urls(self) -> tuple[str, str]:
+        client, peer = self._ports
+        return f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+
+
 @dataclass
 class Member:
     """One member of a cluster, and its process."""
@@ -113,7 +138,7 @@ class Cluster:
 
     def __init__(self, folder: Path, size: int, *, flags: tuple[str, ...] = (), tls: bool = False) -> None:
         scheme = "https" if tls else "http"
-        ports = [embedded._free_ports() for _ in range(size)]
+        ports = [free_ports() for _ in range(size)]
         initial = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(ports))
         self.members = []
         for i, (client, peer) in enumerate(ports):

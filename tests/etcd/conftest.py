@@ -16,6 +16,7 @@ import pytest
 
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.embedded import Embedded
+from tests.etcd.cluster import EtcdOnPorts
 
 PATIENCE_S = 60.0
 
@@ -96,7 +97,7 @@ class Proxy:
 
 @pytest.fixture
 def etcd() -> Iterator[Embedded]:
-    server = Embedded()
+    server = EtcdOnPorts()
     try:
         server.start()
         yield server

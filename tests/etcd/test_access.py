@@ -19,6 +19,8 @@ from elasticd.etcd.access import EtcdAccess, parse_endpoints
         ("http://[::1]:7", ("[::1]:7",), False),
         ("http://[fe80::1]", ("[fe80::1]:2379",), False),
         ("HTTP://Etcd-0.Svc:1", ("etcd-0.svc:1",), False),
+        ("unix:/run/etcd/clients:1", ("unix:/run/etcd/clients:1",), False),
+        ("unix:///run/etcd.sock", ("unix:/run/etcd.sock",), False),
     ],
 )
 def test_endpoints_are_taken_as_people_write_them(text: str, endpoints: tuple[str, ...], tls: bool) -> None:
@@ -34,6 +36,10 @@ def test_endpoints_are_taken_as_people_write_them(text: str, endpoints: tuple[st
         ("http://a,,http://b", "empty one"),
         ("http://a,https://b", "mix http and https"),
         ("etcd://a:1", "scheme 'etcd'"),
+        ("unix:etcd.sock", "expected unix:/path"),
+        ("unix://", "expected unix:/path"),
+        ("unix:/" + "l" * 107, "107 bytes at most"),
+        ("unix:/etcd.sock,http://a", "mix http and unix"),
         ("http://", "names no host"),
         ("http://:2379", "names no host"),
         ("http://a:port", "malformed"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
@@ -8,9 +9,10 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elasticd.core.facts import Budget
@@ -21,13 +23,71 @@ from elasticd.etcd.embedded import Embedded, find_etcd, spawn_child, version_of
 from elasticd.etcd.errors import StoreUnavailable
 
 PATIENCE_S = 60
+NOBODY = 65534
 
 
-def test_it_serves_on_loopback_with_its_data_kept_private(etcd: Embedded) -> None:
-    assert etcd.endpoint.startswith("127.0.0.1:")
+@pytest.fixture
+def etcd() -> Iterator[Embedded]:
+    with Embedded() as server:
+        yield server
+
+
+def test_it_serves_on_a_socket_in_a_private_folder_and_on_no_port(etcd: Embedded) -> None:
+    assert etcd.endpoint.startswith(f"unix:{etcd.folder}/")
     assert stat.S_IMODE(etcd.folder.stat().st_mode) == 0o700
     with Client(etcd.access) as client:
         assert client.check().version
+    process = psutil.Process(etcd.pid)
+    assert process.net_connections("inet") == []
+    sockets = {Path(one.laddr).name for one in process.net_connections("unix") if one.laddr}
+    assert {path.name for path in etcd.folder.iterdir() if path.is_socket()} <= sockets
+
+
+CONNECT = """
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+for path in sys.argv[2:]:
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        print("connected")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_cannot_connect(etcd: Embedded) -> None:
+    sockets = sorted(str(path) for path in etcd.folder.iterdir() if path.is_socket())
+    assert len(sockets) == 2, "for clients and for peers"
+
+    def connecting_as(uid: int) -> list[str]:
+        argv = [sys.executable, "-I", "-c", CONNECT, str(uid), *sockets]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+
+    assert connecting_as(0) == ["connected"] * 2
+    assert connecting_as(NOBODY) == ["PermissionError"] * 2
+
+
+@pytest.mark.parametrize("name", ["l" * 120, "with blanks"])
+def test_where_temporary_files_have_a_path_that_no_socket_can_have_it_serves_elsewhere(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
+    with Embedded() as server, Client(server.access) as client:
+        assert client.check().version
+        assert stat.S_IMODE(server.folder.stat().st_mode) == 0o700
+    assert not server.folder.exists()
+    assert list((tmp_path / name).iterdir()) == []
+
+
+def test_what_tidies_up_temporary_files_sees_that_the_folder_is_in_use(etcd: Embedded) -> None:
+    folder = os.open(etcd.folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    etcd.stop()
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
 
 
 def test_nothing_is_left_after_stop(etcd: Embedded) -> None:
@@ -101,20 +161,6 @@ def test_variables_of_etcd_in_our_environment_do_not_configure_it(monkeypatch: p
         server.start()
     finally:
         server.stop()
-
-
-def test_a_port_that_was_taken_meanwhile_is_given_up_for_another(
-    etcd: Embedded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = int(etcd.endpoint.rpartition(":")[2])
-    free_ports = embedded._free_ports
-    offers = iter([(taken, free_ports()[1]), free_ports()])
-    monkeypatch.setattr(embedded, "_free_ports", lambda: next(offers))
-    other = Embedded()
-    try:
-        assert other.start().endpoints != etcd.access.endpoints
-    finally:
-        other.stop()
 
 
 def test_one_that_ends_while_starting_says_why(tmp_path: Path) -> None:

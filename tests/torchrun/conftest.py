@@ -10,11 +10,12 @@ import pytest
 from torchrun_harness import Agents, Nodes
 
 from elasticd.etcd.embedded import Embedded
+from tests.etcd.cluster import EtcdOnPorts
 
 
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[Embedded]:
-    with Embedded() as server:
+    with EtcdOnPorts() as server:
         yield server
 
 

@@ -23,6 +23,7 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.torchrun import create
 from elasticd.torchrun.records import prefix_of
+from tests.etcd.cluster import EtcdOnPorts
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -227,7 +228,7 @@ def test_a_member_lost_while_a_round_begins_is_not_waited_for(nodes: Nodes) -> N
 
 
 def test_a_world_outlives_a_restart_of_etcd(run_id: str) -> None:
-    server = Embedded()
+    server = EtcdOnPorts()
     nodes = Nodes(server.start().endpoints[0], run_id)
     try:
         handler = nodes.new(ttl=5)

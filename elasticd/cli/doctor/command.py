@@ -32,7 +32,7 @@ from elasticd.cli.options import etcd_options
 from elasticd.cli.planning import http_place
 from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
-from elasticd.etcd.access import EtcdAccess, host_and_port
+from elasticd.etcd.access import EtcdAccess, hosts_and_ports
 from elasticd.etcd.errors import StoreError
 from elasticd.etcd.examine import Examined, examine
 from elasticd.telemetry import words
@@ -88,7 +88,7 @@ def _examination(
     node_ttl_s: float,
     http: tuple[str, int] | None,
 ) -> Iterator[Finding]:
-    endpoints = [host_and_port(e) for e in access.endpoints] if access is not None else []
+    endpoints = hosts_and_ports(access.endpoints) if access is not None else []
     own = address or (routed_address(endpoints) or default_node_name() if endpoints else "127.0.0.1")
     told = network_environment(own, os.environ, asked=address is not None)
     with ThreadPoolExecutor() as pool:  # each waits for somebody else
