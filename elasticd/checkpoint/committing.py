@@ -24,6 +24,7 @@ from elasticd.checkpoint.manifest import (
 )
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import POINTER, FilePointer
+from elasticd.checkpoint.reading import is_finished
 from elasticd.checkpoint.store import Store, told
 from elasticd.checkpoint.worlds import Gathering, World
 from elasticd.core.facts import Checkpoint, Saved
@@ -78,6 +79,7 @@ class Committing:
         self._committers: dict[str, Committer] = {}
         self._pace = pace
         self._say = say
+        self._begun: set[str] = set()  # stores that have their pointer
         self._unswept: dict[str, tuple[Store, Commit]] = {}  # where older ones could not be removed yet
 
     def close(self) -> list[tuple[Saved, str]]:
@@ -130,6 +132,9 @@ class Committing:
             gathering.paper.index,
         )
         store.sync(name)
+        if store.url not in self._begun:
+            FilePointer(store).begin()
+            self._begun.add(store.url)
         store.write(f"{name}/{MANIFEST}", memoryview(manifest))
         store.sync(name)
         size = sum(f.size for f in listed) + len(manifest)
@@ -193,8 +198,9 @@ class Committing:
         return files
 
     def _sweep(self, store: Store, made: Commit) -> None:
-        """Remove what is kept no longer, and what was begun and can never be committed any more. It is
-        committed whatever fails here, which is for the next time."""
+        """Remove what is kept no longer, and what was begun and can never be committed any more. What is
+        finished and came further than the newest stays: whatever is said to be committed, it may be all
+        that is left of the work. It is committed whatever fails here, which is for the next time."""
         newest = made.checkpoint.newest
         if newest is None:
             return
@@ -210,7 +216,8 @@ class Committing:
                 if there is None or name in committed:
                     continue
                 # Whoever still writes there would be refused, by the rule of ``retention.commit``.
-                if (there.round, there.step) <= (newest.round, newest.step):
+                older = (there.round, there.step) <= (newest.round, newest.step)
+                if older and (there.step <= newest.step or not is_finished(store, name)):
                     store.remove(name)
             FilePointer(store).clear(names)
         except OSError as error:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.manifest import BadCheckpoint, is_fresh, parse_folder
-from elasticd.checkpoint.reading import whole_in
+from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable, digest, is_fresh, parse_folder
+from elasticd.checkpoint.reading import finished_in, whole_in
 from elasticd.checkpoint.store import Overtaken, Store, store_at, told
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.retention import Commit, Keep, Refused, commit
@@ -22,6 +23,8 @@ POINTER: Final = "committed.json"
 VERSION: Final = 1
 _LOCK: Final = f".{POINTER}.lock"
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)  # so that not even its place was touched
+# Whatever the version: the checksum of all before it, at the end.
+_SEALED: Final = re.compile(rb'(?P<said>.*),"seal":"(?P<seal>[0-9a-f]{32})"\}', re.DOTALL)
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -32,15 +35,30 @@ class _Record(_Version, frozen=True):
     saved: tuple[Saved, ...]
 
 
+class _Unsealed(_Record, frozen=True, forbid_unknown_fields=True):
+    """As the first releases wrote it."""
+
+
 # Made before there are threads: msgspec crashes where two of them are the first to decode a class.
 _VERSIONS: Final = msgspec.json.Decoder(_Version)
 _RECORDS: Final = msgspec.json.Decoder(_Record)
+_UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """``version``: what the file may be written over by. ``damage``: what is wrong with the file; then
+    ``known`` is what is whole beside it."""
+
+    known: Checkpoint
+    version: str | None
+    damage: str = ""
 
 
 class FilePointer:
     """The file ``committed.json`` in a store, which is given itself or by its path or URL.
 
-    If it is damaged, ``say`` is told, and the checkpoints beside it that are whole count as committed.
+    If it is damaged or lost, ``say`` is told, and those checkpoints beside it that are whole count.
     """
 
     def __init__(
@@ -51,52 +69,65 @@ class FilePointer:
         self._said = ""
         self._warned = False
 
+    def begin(self) -> None:
+        """To be called before the first checkpoint is complete: where the file is missing beside one, it was
+        lost. Raises OSError."""
+        with self._store.locked(_LOCK):
+            try:
+                self._store.look(POINTER)
+            except FileNotFoundError:
+                if not finished_in(self._store):
+                    with contextlib.suppress(Overtaken):
+                        self.write(Checkpoint(self._store.url), "")
+
     def read(self) -> Checkpoint:
         """Empty where nothing was ever committed. Raises OSError, and BadCheckpoint where it was written by
-        a newer version, or is damaged and nothing beside it is whole."""
-        known, _, damage = self._look()
-        if damage and not known.saved:
-            raise BadCheckpoint(f"{damage}, and nothing beside it is whole; without it training begins anew")
-        return known
+        a newer version, or is damaged or lost and nothing beside it is whole."""
+        seen = self._look()
+        if seen.damage and not seen.known.saved:
+            raise BadCheckpoint(
+                f"{seen.damage}, and nothing beside it is whole; to train from the start, move what is there "
+                "away"
+            )
+        return seen.known
 
     def before(self, new: Saved) -> Checkpoint:
         """What a commit comes after: the same, but empty where nothing else is whole."""
         return self._before(new)[0]
 
     def _before(self, new: Saved) -> tuple[Checkpoint, str | None]:
-        known, version, damage = self._look()
-        if damage:  # it lies there and is whole, and is not yet committed
+        seen = self._look()
+        known = seen.known
+        if seen.damage:  # it lies there and is whole, and is not yet committed
             known = replace(known, saved=tuple(s for s in known.saved if s != new))
-        return known, version
+        return known, seen.version
 
-    def _look(self) -> tuple[Checkpoint, str | None, str]:
-        """And what it may be written over by, and what is wrong with it."""
+    def _look(self) -> _Seen:
         file = f"{self._store.url}/{POINTER}"
+        version: str | None = ""
         try:
             raw, version = self._store.look(POINTER)
         except FileNotFoundError:
-            return Checkpoint(self._store.url), "", ""
-        try:
-            newer = _VERSIONS.decode(raw).v
-            saved = _RECORDS.decode(raw).saved if newer <= VERSION else ()
-            # Names become paths, of what is removed in the end too.
-            strange = next((s.name for s in saved if parse_folder(s.name) is None), None)
-            damage = f"it names {strange!r}, which is no checkpoint's name" if strange is not None else ""
-        except (msgspec.DecodeError, ValueError) as error:
-            newer, saved, damage = 0, (), str(error)
-        if newer > VERSION:
-            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer}): upgrade this one")
-        if damage:
-            damage, saved = f"{file} is damaged: {damage}", whole_in(self._store)
-            if saved and damage != self._said:
-                self._said = damage
-                self._say(f"{damage}; the checkpoints beside it that are whole count as committed")
-        return Checkpoint(self._store.url, saved), version, damage
+            if not finished_in(self._store):
+                return _Seen(Checkpoint(self._store.url), version)
+            damage = f"{file} is missing"
+        else:
+            try:
+                return _Seen(Checkpoint(self._store.url, _saved_by(raw, file)), version)
+            except ValueError as error:
+                if isinstance(error, BadCheckpoint):
+                    raise
+                damage = f"{file} is damaged: {error}"
+        saved = whole_in(self._store)
+        if saved and damage != self._said:
+            self._said = damage
+            self._say(f"{damage}; the checkpoints beside it that are whole count as committed")
+        return _Seen(Checkpoint(self._store.url, saved), version, damage)
 
     def newest(self) -> Saved | None:
         """The newest that it names, whatever else is whole. Raises BadCheckpoint, OSError."""
-        known, _, damage = self._look()
-        return None if damage else known.newest
+        seen = self._look()
+        return None if seen.damage else seen.known.newest
 
     def known(self, *, own: bool = False) -> Checkpoint:
         """A file knows nothing of jobs. Raises as ``read``."""
@@ -105,11 +136,12 @@ class FilePointer:
 
     def last_round(self) -> int:
         """The latest round that has committed here, or has begun to save. Raises BadCheckpoint, OSError."""
-        newest = self._look()[0].newest
         begun = 0
         with contextlib.suppress(FileNotFoundError):
             begun = max((there.round for n in self._store.names() if (there := parse_folder(n))), default=0)
-        return max(begun, newest.round if newest else 0)
+        with contextlib.suppress(Unreadable):  # what lies there and cannot be read now counts by its name
+            begun = max(begun, newest.round if (newest := self._look().known.newest) else 0)
+        return begun
 
     def witness(self, fence: int) -> bool:
         """A file knows nothing of rounds."""
@@ -159,9 +191,9 @@ class FilePointer:
         Raises BadCheckpoint, OSError, and what ``change`` does."""
         with self._store.locked(_LOCK):
             while True:
-                known, version, _ = self._look()
+                seen = self._look()
                 with contextlib.suppress(Overtaken):
-                    self.write(changed := change(known), version)
+                    self.write(changed := change(seen.known), seen.version)
                     return changed
 
     def clear(self, names: Iterable[str]) -> None:
@@ -175,5 +207,26 @@ class FilePointer:
 
     def write(self, checkpoint: Checkpoint, over: str | None = None) -> None:
         """``over``: see ``Store.replace``."""
-        record = msgspec.json.encode(_Record(VERSION, checkpoint.saved))
-        self._store.replace(POINTER, record, over=over)
+        said = msgspec.json.encode(_Record(VERSION, checkpoint.saved)).removesuffix(b"}")
+        self._store.replace(POINTER, b'%b,"seal":"%b"}' % (said, digest(said).encode()), over=over)
+
+
+def _saved_by(raw: bytes, file: str) -> tuple[Saved, ...]:
+    """What the record says. Raises BadCheckpoint where a newer version wrote it; ValueError, which says what
+    is wrong, where it is damaged."""
+    sealed = _SEALED.fullmatch(raw)
+    if sealed is None:
+        record: _Record = _UNSEALED.decode(raw)
+        if record.v != VERSION:
+            raise ValueError("its checksum is missing")
+    else:
+        if digest(sealed["said"]) != sealed["seal"].decode():
+            raise ValueError("its checksum is wrong")
+        if (newer := _VERSIONS.decode(raw).v) > VERSION:
+            raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer}): upgrade this one")
+        record = _RECORDS.decode(raw)
+    # Names become paths, of what is removed in the end too.
+    for saved in record.saved:
+        if parse_folder(saved.name) is None:
+            raise ValueError(f"it names {saved.name!r}, which is no checkpoint's name")
+    return record.saved

@@ -54,7 +54,12 @@ def open_manifest(store: Store, saved: Saved) -> Manifest:
     """
     raw = _read_manifest(store, saved.name)
     if digest(raw) != saved.digest:
-        raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: its checksum is wrong")
+        why = (
+            "it is intact, and has another checksum than the record of what was committed says"
+            if is_intact(raw)
+            else "its checksum is wrong"
+        )
+        raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: {why}")
     manifest = decode(raw, saved.name)
     told = (manifest.name, manifest.step, manifest.round, manifest.world)
     if told != (saved.name, saved.step, saved.round, saved.world):
@@ -71,19 +76,43 @@ def open_manifest(store: Store, saved: Saved) -> Manifest:
     return manifest
 
 
+def is_finished(store: Store, name: str) -> bool:
+    """Whether the manifest, which is written last, is there, whole or not. Raises OSError."""
+    try:
+        return MANIFEST in store.sizes(name)
+    except FileNotFoundError:  # somebody has just removed it
+        return False
+
+
+def finished_in(store: Store) -> bool:
+    """Whether there is a checkpoint that was written to its end. Raises OSError."""
+    return any(is_finished(store, name) for name in _folders(store))
+
+
 def whole_in(store: Store) -> tuple[Saved, ...]:
     """The checkpoints whose manifests are intact, and every file there in full length; oldest first. It is
-    for where nothing says any more which of them were committed. Raises OSError."""
+    for where nothing says any more which of them were committed. Raises OSError; Unreadable where an error
+    that may pass hides whether one is whole."""
     found = []
-    for name in filter(parse_folder, store.names()):
-        with contextlib.suppress(BadCheckpoint):
+    for name in _folders(store):
+        try:
             if is_intact(raw := _read_manifest(store, name)):
                 its = decode(raw, name)
                 size = its.size + len(raw)
                 saved = Saved(its.name, its.step, its.round, its.world, its.at, size, digest(raw))
                 open_manifest(store, saved)
                 found.append(saved)
+        except Unreadable:
+            raise
+        except BadCheckpoint:
+            continue
     return tuple(sorted(found, key=lambda saved: (saved.round, saved.step)))
+
+
+def _folders(store: Store) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return [name for name in store.names() if parse_folder(name)]
+    return []
 
 
 def _read_manifest(store: Store, name: str) -> bytes:

@@ -20,7 +20,7 @@ import msgspec
 from elasticd.checkpoint.committing import Committer, Committing
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
 from elasticd.checkpoint.jobs import Jobs
-from elasticd.checkpoint.manifest import BadCheckpoint, parse_folder
+from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable, parse_folder
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica, offers
@@ -276,7 +276,7 @@ class Saver:
         def answer(outcome: Checkpoint | BaseException) -> None:
             if isinstance(outcome, BaseException):
                 why = f"what is committed cannot be read: {told(outcome)}"
-                lasting = isinstance(outcome, BadCheckpoint)
+                lasting = isinstance(outcome, BadCheckpoint) and not isinstance(outcome, Unreadable)
                 client.line.reply({"is": "known", "why": why, "lasting": lasting})
                 return
             _reply_at_length(client.line, {"is": "known"}, outcome)

@@ -130,7 +130,7 @@ class Resuming:
                 never = os.environ.get("ELASTICD_RESUME") == Resume.NEVER
                 found = self._memories.known(own=never) or self._file.read()
             except BadCheckpoint as error:
-                complaint = str(error)
+                complaint, may_pass = str(error), isinstance(error, Unreadable)
             except Untold as error:
                 complaint, may_pass = str(error), True
             except OSError as error:

@@ -79,15 +79,19 @@ def test_a_job_that_never_resumes_still_recovers_from_what_it_saved_itself(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["damaged", "missing"])
 @pytest.mark.parametrize(("resume", "begins"), [("auto", "began at 10"), ("never", "began at 0")])
-def test_a_damaged_record_is_said_and_stops_no_job(tmp_path, resume, begins):
+def test_a_damaged_or_lost_record_is_said_and_stops_no_job(tmp_path, resume, begins, what):
     where = str(tmp_path / "run")
     assert run("--checkpoints", where, "--checkpoint-every", "5").returncode == 0
-    (tmp_path / "run" / "committed.json").write_bytes(b"{")
+    if what == "missing":
+        (tmp_path / "run" / POINTER).unlink()
+    else:
+        (tmp_path / "run" / POINTER).write_bytes(b"{")
     job = run("--checkpoints", where, "--checkpoint-every", "5", "--resume", resume)
     assert job.returncode == 0 and "failure.charged" not in job.stderr, job.stderr[-3000:]
     assert [line for line in job.stdout.splitlines() if "began" in line] == [begins]
-    assert "committed.json is damaged: " in job.stderr
+    assert f"{POINTER} is {what}" in job.stderr
     assert steps(where) == [5, 10]
 
 
