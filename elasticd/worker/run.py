@@ -123,7 +123,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
                 return result
         except WorldChanged as changed:
             failure = changed.__cause__
-            traceback.clear_frames(changed.__traceback__)
+            _clear_frames(changed)
         except BaseException as error:
             of_the_world = world.over or world.broken or is_of_the_group(error)
             if not (of_the_world and isinstance(error, Exception)):
@@ -131,7 +131,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
                 link.say(Broken(round, fails=True, why=_why(error)))
                 raise
             failure = error
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
         world.close()
         state.leave()
         if not handover:
@@ -160,6 +160,19 @@ def _await_the_end(state: State, world: World, link: Link, failure: BaseExceptio
     # Where all are to leave in good order, others may wait for this worker to do so.
     link.say(Broken(world.number, fails=False, why=_why(failure)))
     link.closes(world.number)
+
+
+def _clear_frames(failure: BaseException) -> None:
+    """Let go of what the functions had that it came through, and what led to it: the model of a dead world, a
+    DataLoader with its processes."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [failure]
+    while pending:
+        error = pending.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            pending += [error.__cause__, error.__context__]
 
 
 def _why(failure: BaseException) -> str:

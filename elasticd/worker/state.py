@@ -287,6 +287,7 @@ class State:
         self._world = None
         self._open = None
         self._reduction.close()
+        self._reduction = Averaged(None)
         self._wrapped = self._modules.get("model")
         for module in self._modules.values():
             for parameter in module.parameters():

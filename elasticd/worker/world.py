@@ -10,10 +10,13 @@ it costs nothing while nothing happens, and it still knows what was agreed when 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import queue
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -69,6 +72,7 @@ class World:
         """Join the others. Raises WorldChanged when it is over before it began.
         ``step``: the last that this worker committed. ``timeout``: of the group's collectives."""
         self._step = step
+        _spare_children()
         with self.or_over():
             with self._connecting():
                 self._store = self._connect()
@@ -192,8 +196,10 @@ class World:
         self._cut()
 
     def forget(self) -> None:
-        """Take the group down, which may wait for its threads."""
+        """Take the groups down, which may wait for their threads. Nothing of them stays in memory unless the
+        script holds on to something."""
         c10d._new_process_group_helper = _make_group
+        groups = [weakref.ref(group) for group in c10d._world.pg_map]
         if dist.is_initialized():
             try:
                 dist.destroy_process_group()
@@ -203,6 +209,8 @@ class World:
         # Part of the names under which groups find each other; a failed attempt leaves it counted, and
         # newcomers count from 0.
         c10d._world.group_count = 0
+        if any(group() is not None for group in groups):
+            gc.collect()  # such as a cycle of an exception and a frame that it came through
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
@@ -270,6 +278,13 @@ class World:
                 _shut(descriptor)
         if torch.cuda.is_available():  # which may take its while
             _abort_communicators()
+
+
+@functools.cache
+def _spare_children() -> None:
+    """Processes that are forked from now on, such as a DataLoader's, collect nothing that is there already. A
+    group has no threads in such a process: to take one down there, of a dead world, crashes or never ends."""
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def is_of_the_group(failure: BaseException | None) -> bool:
