@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 from elasticd.core.ports import Store
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.store import EtcdStore
+from tests.etcd.cluster import freeze
 
 TTL_S = 2.0
 PATIENCE_S = 60.0  # a machine may be busy; nothing waits longer than it must
@@ -102,10 +102,7 @@ class RealHarness:
             assert time.monotonic() < deadline
 
     def hang(self) -> None:
-        os.kill(self.etcd.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE_S
-        while not _stands_still(self.etcd.pid):  # a thread that runs on another core may go on for a moment
-            assert time.monotonic() < deadline
+        freeze(self.etcd.pid)
 
     def restore(self) -> None:
         if self.etcd.alive:
@@ -121,11 +118,6 @@ class RealHarness:
                 store.close()
         finally:
             self.etcd.stop()
-
-
-def _stands_still(pid: int) -> bool:
-    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
-    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
 class SimulatedHarness:

@@ -46,6 +46,7 @@ from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
 from elasticd.procs.keeper import KeeperError, Warden
 from elasticd.worker.recall import Memories, Untold
+from tests.etcd.cluster import freeze
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +308,7 @@ def test_a_saver_commits_once_an_etcd_that_stood_still_goes_on(server, client, t
 
     def stops(*args: Any) -> Answer:
         if not asked_again.is_set():
-            os.kill(server.pid, signal.SIGSTOP)
+            freeze(server.pid)
         return transact(*args)
 
     pointer._client.transact = stops  # type: ignore[method-assign,assignment]

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.harness import Cluster, await_end
 from tests.e2e.line import Line
 from tests.e2e.prometheus import Prometheus
-from tests.etcd.cluster import EtcdOnPorts
+from tests.etcd.cluster import EtcdOnPorts, freeze
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,7 +40,7 @@ class Etcd:
         self._server.start()
 
     def hang(self) -> None:
-        os.kill(self._server.pid, signal.SIGSTOP)
+        freeze(self._server.pid)
 
     def wake(self) -> None:
         os.kill(self._server.pid, signal.SIGCONT)

@@ -85,6 +85,13 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], two.getsockname()[1]
 
 
+def freeze(pid: int) -> None:
+    """Stop a child of this process, and wait until all of its threads stand still: one on another core may
+    answer a request first."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 class EtcdOnPorts(Embedded):
     """One on loopback's ports, for what comes over TCP: several nodes, a proxy, a person who types a URL."""
 

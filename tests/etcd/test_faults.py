@@ -21,7 +21,7 @@ from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdStore, Link
 
-from .cluster import Cluster
+from .cluster import Cluster, freeze
 from .conftest import Heard, Proxy
 
 
@@ -265,7 +265,7 @@ def test_silence_of_a_stopped_etcd_is_not_being_cut_off(
     stores.append(store)
     store.hold_lease(heard)
     heard.until(lambda: heard)
-    os.kill(etcd.pid, signal.SIGSTOP)
+    freeze(etcd.pid)
     heard.until(lambda: isinstance(heard[-1], Silent))
     assert heard[-1].cut_off is False
     assert heard[-1].since < next(n.until for n in reversed(heard) if isinstance(n, Held))
@@ -279,7 +279,7 @@ def test_silence_when_most_hosts_are_out_of_reach_is_being_cut_off(
     stores.append(store)
     store.hold_lease(heard)
     heard.until(lambda: any(isinstance(n, Held) for n in heard))
-    os.kill(etcd.pid, signal.SIGSTOP)
+    freeze(etcd.pid)
     heard.until(lambda: isinstance(heard[-1], Silent))
     assert heard[-1].cut_off is True
     os.kill(etcd.pid, signal.SIGCONT)
@@ -295,7 +295,7 @@ def test_closing_while_etcd_is_away_takes_a_few_seconds_and_answers_everything(
     store.hold_lease(news)
     news.until(lambda: news)
     store.watch("", lambda _: None, prefix=True)
-    os.kill(etcd.pid, signal.SIGSTOP)
+    freeze(etcd.pid)
     for total in range(20):
         store.transact((), (Put("budget", Budget(total=total)),), heard)
     store.close()
