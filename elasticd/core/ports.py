@@ -129,10 +129,12 @@ class Lost:
 class Silent:
     """The store does not answer. ``cut_off``: it may be answering others, since a majority of its
     endpoints cannot even be reached over TCP from here. Else the fault is the store's own, and
-    nobody else can have written anything either. ``since``: seconds since the epoch."""
+    nobody else can have written anything either, up to ``as_of``: the time of the newest proof. It is told
+    again with each new proof. Times are in seconds since the epoch."""
 
     since: float
     cut_off: bool
+    as_of: float = 0.0
 
 
 LeaseNews = Held | Lost | Silent

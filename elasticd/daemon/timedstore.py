@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elasticd.core.ports import Answer, Guard, Held, LeaseNews, Lost, Seen, Store, Unknown, Write
+from elasticd.core.ports import Answer, Guard, Held, LeaseNews, Lost, Seen, Silent, Store, Unknown, Write
 
 NOTES_MAX = 10_000  # nobody may be reading
 
@@ -35,13 +35,17 @@ class TimedStore:
         return self._store.watch(key, seen, prefix=prefix)
 
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
+        silent_since = 0.0
+
         def heard(what: LeaseNews) -> None:
+            nonlocal silent_since
             match what:
                 case Held():
                     self.leases.append("renewed")
                 case Lost():
                     self.leases.append("lost")
-                case _:
+                case Silent(since) if since != silent_since:  # a silence is told of again and again
+                    silent_since = since
                     self.leases.append("unanswered")
             news(what)
 

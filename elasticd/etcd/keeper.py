@@ -38,6 +38,7 @@ class Lease:
         self._due = 0.0
         self._asking = False
         self._silent_since: float | None = None
+        self._asked_last = 0.0  # of the requests that etcd left unanswered
         self._told: Silent | None = None
         self._complaint = ""
         self._closing = False
@@ -68,8 +69,11 @@ class Keeper:
         self._clerk = Clerk("etcd-lease", self._handle, self._ask_due, self._idle_s)
         self._leases: dict[Lease, None] = {}
         self._cut_off: bool | None = None  # None: not known yet
+        self._looked_at = 0.0  # when that was found
         self._lookout = Lookout(
-            connection.access.endpoints, lambda verdict: self._clerk.tell("verdict", None, verdict)
+            connection.access.endpoints,
+            clock,
+            lambda verdict, at: self._clerk.tell("verdict", None, (verdict, at)),
         )
         self._clerk.start()
 
@@ -148,7 +152,7 @@ class Keeper:
                 if lease._closing:
                     self._settle(lease)
             case "verdict":
-                self._cut_off = content
+                self._cut_off, self._looked_at = content
                 for silent in list(self._leases):
                     self._tell_silence(silent)
 
@@ -183,6 +187,7 @@ class Keeper:
 
     def _unanswered(self, lease: Lease, sent_at: float, error: StoreError) -> None:
         lease._due = self._clock() + RETRY_S
+        lease._asked_last = sent_at
         if not isinstance(error, (StoreUnavailable, TokenExpired)) and str(error) != lease._complaint:
             lease._complaint = str(error)
             if not lease._closing:
@@ -206,7 +211,9 @@ class Keeper:
     def _tell_silence(self, lease: Lease) -> None:
         if lease._silent_since is None or self._cut_off is None:
             return
-        silence = Silent(lease._silent_since, self._cut_off)
+        # Of what is known: etcd could be reached then, and gave no answer to what was asked then.
+        as_of = max(lease._silent_since, min(lease._asked_last, self._looked_at))
+        silence = Silent(lease._silent_since, self._cut_off, as_of)
         if silence != lease._told:
             lease._told = silence
             self._tell(lease, silence)

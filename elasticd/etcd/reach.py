@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from elasticd.etcd.access import host_and_port, is_unix
 
@@ -33,8 +34,9 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
                     selector.register(sock, selectors.EVENT_WRITE, endpoint)
                     if _answered(sock.connect_ex(address)):
                         found.add(endpoint)
-            while len(found) < len(endpoints) and (left_s := deadline - time.monotonic()) > 0:
-                ready = selector.select(left_s)
+            # Looked at once in any case: the time may be over only because this machine is busy.
+            while len(found) < len(endpoints) and selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     break
                 for key, _ in ready:
@@ -62,9 +64,13 @@ def cut_off(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> bool:
 class Lookout:
     """Probes again and again while somebody needs to know."""
 
-    def __init__(self, endpoints: tuple[str, ...], verdict: Callable[[bool], None]) -> None:
-        """``verdict(cut_off)`` is called on the lookout's thread after each probe."""
+    def __init__(
+        self, endpoints: tuple[str, ...], clock: Callable[[], float], verdict: Callable[[bool, float], None]
+    ) -> None:
+        """``verdict(cut_off, at)`` is called on the lookout's thread after each probe, with the time when
+        that began."""
         self._endpoints = endpoints
+        self._clock = clock
         self._verdict = verdict
         self._wanted = threading.Event()
         self._closed = threading.Event()
@@ -88,9 +94,10 @@ class Lookout:
 
     def _run(self) -> None:
         while self._wanted.wait() and not self._closed.is_set():
+            at = self._clock()
             verdict = cut_off(self._endpoints)
             if self._wanted.is_set() and not self._closed.is_set():
-                self._verdict(verdict)
+                self._verdict(verdict, at)
             self._closed.wait(AGAIN_S)
 
 
@@ -103,7 +110,9 @@ _addresses: dict[tuple[str, int], list[tuple[int, int, int, str, tuple[str, int]
 
 def _resolve(host: str, port: int, deadline: float) -> list[tuple[int, int, int, str, tuple[str, int]]]:
     """The addresses of a host, by the deadline: when names cannot be looked up any more, those
-    that it had the last time."""
+    that it had the last time. What is an address already is never waited for."""
+    with suppress(OSError):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)  # type: ignore[return-value]
     found: list[list[tuple[int, int, int, str, tuple[str, int]]]] = []
 
     def look_up() -> None:

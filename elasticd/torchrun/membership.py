@@ -219,12 +219,13 @@ class Membership:
                     self._silence = None
                     self.changed.notify_all()
             case Silent():
-                self._silence = news
-                log.warning(
-                    "etcd at %s does not answer%s",
-                    self._access.url,
-                    "; this node is cut off from it" if news.cut_off else "",
-                )
+                before, self._silence = self._silence, news
+                if before is None or before.cut_off != news.cut_off:
+                    log.warning(
+                        "etcd at %s does not answer%s",
+                        self._access.url,
+                        "; this node is cut off from it" if news.cut_off else "",
+                    )
 
     def diagnose(self) -> StoreError | None:
         """What is wrong with etcd, asked anew; None if it works after all."""

@@ -548,30 +548,43 @@ def test_a_cut_off_node_stops_its_workers_when_its_lease_must_have_run_out() -> 
     one = Agent.working(ROUND)
     one.now = NOW + 3
     one.told(LeaseChanged(Silent(NOW + 2, cut_off=True)))
-    assert one.did == (Fence(NOW + 5),) and one.said == (StoreAway(True, NOW + 5),)
-    one.told(LeaseChanged(Silent(NOW + 2, cut_off=True)))
+    assert one.did == () and one.said == (StoreAway(True, NOW + 5),), "the fence stays where the lease ends"
+    one.told(LeaseChanged(Silent(NOW + 2, cut_off=True, as_of=NOW + 3)))
     assert not one.did and not one.said, "changes are news, repetitions are not"
 
 
 def test_training_goes_on_while_the_store_itself_is_away() -> None:
+    """The fence moves on with each proof that nobody is served, lest an agent that is stopped trains on."""
     one = Agent.working(ROUND)
-    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
-    assert one.did == (Fence(NOW + 5),), "moved on while the agent lives, lest a stopped one trains on"
-    one.at(NOW + 1)
-    assert one.did == (Fence(NOW + 5),)
-    one.at(NOW + 2)
-    assert one.did == (Fence(NOW + 6),)
+    one.told(LeaseChanged(Silent(NOW + 1, cut_off=False)))
+    assert one.did == (Fence(NOW + 6),) and one.said == (StoreAway(False, None),)
+    one.at(NOW + 3)
+    assert one.did == (), "without a proof it stays"
+    one.told(LeaseChanged(Silent(NOW + 1, cut_off=False, as_of=NOW + 4)))
+    assert one.did == (Fence(NOW + 9),) and one.said == ()
     one.now = NOW + 60
     one.holds_lease()
-    assert one.did == (Fence(NOW + 65),) and one.said == (StoreBack(60.0),)
+    assert one.did == (Fence(NOW + 65),) and one.said == (StoreBack(59.0),)
 
 
-def test_an_outage_that_becomes_a_partition_fences_by_the_lease_that_was() -> None:
+def test_an_outage_that_becomes_a_partition_takes_no_time_back_that_was_proved() -> None:
+    """Nobody was served for up to two seconds ago; whoever leads has to wait for us since etcd is back."""
     one = Agent.working(ROUND)
     one.told(LeaseChanged(Silent(NOW, cut_off=False)))
     one.now = NOW + 60
-    one.told(LeaseChanged(Silent(NOW, cut_off=True)))
-    assert one.did == (Fence(NOW + 5),), "which is over: others may have gone on without us"
+    one.told(LeaseChanged(Silent(NOW, cut_off=False, as_of=NOW + 58)))
+    one.told(LeaseChanged(Silent(NOW, cut_off=True, as_of=NOW + 60)))
+    assert one.did == () and one.said == (StoreAway(True, NOW + 63),)
+    one.told(LeaseChanged(Silent(NOW, cut_off=False, as_of=NOW + 61)))
+    assert one.did == (Fence(NOW + 66),), "it only seemed so"
+
+
+def test_a_renewal_that_comes_late_does_not_move_the_fence_back() -> None:
+    one = Agent.working(ROUND)
+    one.told(LeaseChanged(Silent(NOW, cut_off=False, as_of=NOW + 58)))
+    one.now = NOW + 60
+    one.told(LeaseChanged(Held(NOW + 59)))
+    assert one.did == ()
 
 
 def test_fenced_workers_are_nobodys_failure_and_the_round_is_released() -> None:
@@ -608,12 +621,18 @@ def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
     one.answered(Tag.REPORT)
     one.told(LeaseChanged(Lost()))
     assert one.said == (LeaseLost(),)
-    assert one.did == (Fence(NOW + 5),), "the others replace us after that"
+    assert one.did == (), "the fence stays: for as long the others wait for us, and no longer"
     one.sees("nodes/a", None)
     assert not one.all_of(Transact)
+    one.now = NOW + 1
     one.holds_lease()
-    one.wrote(Tag.NODE)
+    assert not one.all_of(Fence), "a lease without our record on it protects nobody"
+    assert one.wrote(Tag.NODE).guards == (
+        Unchanged("nodes/a", 0),
+        Unchanged("round", one.state.seen["round"].revision),
+    ), "in the round that is written, and in no other"
     one.answered(Tag.NODE)
+    assert one.one(Fence) == Fence(NOW + 6)
     assert put(one.wrote(Tag.REPORT).writes[0]) == report("a", 1, exit(0, 2))
     assert one.state.crew is not None and not one.all_of(StartWorkers)
 

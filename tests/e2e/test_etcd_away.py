@@ -233,3 +233,36 @@ def test_one_of_three_etcds_may_be_killed_and_another_leader_elected(
     finally:
         for member in three.members:
             member.kill()
+
+
+@pytest.mark.slow
+def test_nobody_restarts_when_all_three_etcds_freeze_for_longer_than_every_lease(
+    clusters: MakeCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "etcd"
+    folder.mkdir()
+    three = etcds.Cluster(folder, 3)
+    try:
+        three.start()
+        cluster = clusters(",".join(f"http://{endpoint}" for endpoint in three.endpoints))
+        cluster.limits = (2, 2)
+        a, b = cluster.start("a", "b")
+        world = cluster.world(2)
+        for member in three.members:
+            member.signal(signal.SIGSTOP)
+        for agent in (a, b):
+            cluster.until_said(agent, "etcd.away")
+        last = max(p.last_at for p in world.players)
+        ttl_s = float(cluster.pace["--node-ttl"])
+        cluster.until(
+            lambda: all(p.last_at > last + 6 * ttl_s for p in world.players), "the workers outlive six leases"
+        )
+        for member in three.members:
+            member.signal(signal.SIGCONT)
+        for agent in (a, b):
+            cluster.until_said(agent, "etcd.back")
+        cluster.goes_on(world, steps=100)
+        cluster.finishes(a, b)
+        assert {p.round for p in cluster.stage.players} == {world.round}
+    finally:
+        three.stop()

@@ -125,7 +125,13 @@ def _etcd_kill(cluster: Cluster, fault: Fault) -> None:
 
 def _etcd_hang(cluster: Cluster, fault: Fault) -> None:
     cluster.etcd.hang()
-    cluster.clock.after(fault.for_s, cluster.etcd.recover)
+    cluster.network.misjudged = max(0.0, fault.much - 0.5)
+
+    def recover() -> None:
+        cluster.network.misjudged = 0.0
+        cluster.etcd.recover()
+
+    cluster.clock.after(fault.for_s, recover)
 
 
 def _bad_network(cluster: Cluster, fault: Fault) -> None:

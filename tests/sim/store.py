@@ -55,6 +55,7 @@ class Network:
     late_max_s: float = 6.0
     watch_lag: float = 0.0  # a batch of a watch takes up to watch_lag_max_s
     watch_lag_max_s: float = 2.0
+    misjudged: float = 0.0  # an agent finds itself cut off, as its probe was too slow, though all are silent
     relist: float = 0.0  # a batch of a watch is lost to compaction: a listing comes instead
 
     def delay_s(self, random: Random) -> float:
@@ -387,8 +388,11 @@ class SimStore:
 
     # ---- requests
 
-    def _request(self, apply: Callable[[], Answer | int | bool], answer: Callable[..., None]) -> None:
+    def _request(
+        self, apply: Callable[[], Answer | int | bool], answer: Callable[..., None], timeout_s: float = 0.0
+    ) -> None:
         """Send, and call ``answer`` once: with what etcd says, or Unknown when it says nothing in time."""
+        timeout_s = timeout_s or self.timeout_s
         if not self.host.alive:
             return
         random, network, clock = self.random, self.network, self._clock
@@ -411,7 +415,7 @@ class SimStore:
             if not self.cut:
                 self.etcd.arrive(handle, lambda: settle(Unknown("connection refused")))
 
-        deadline = clock.after(self.timeout_s, lambda: settle(Unknown(f"no answer in {self.timeout_s} s")))
+        deadline = clock.after(timeout_s, lambda: settle(Unknown(f"no answer in {timeout_s} s")))
         if not self.cut and random.random() >= network.lost:
             clock.after(network.delay_s(random), arrive)
 
@@ -441,16 +445,20 @@ class SimStore:
                     self._tell(Held(asked_at + self.ttl_s))
                     self.host.at(asked_at + self.ttl_s / 3, self._keep)
 
+        timeout_s = min(self.timeout_s, max(0.5, self.ttl_s / 5))  # as elasticd.etcd.keeper has it
         if lease:
-            self._request(lambda: self.etcd.keep_alive(lease), answered)
+            self._request(lambda: self.etcd.keep_alive(lease), answered, timeout_s)
         else:
-            self._request(lambda: self.etcd.grant(self.ttl_s), answered)
+            self._request(lambda: self.etcd.grant(self.ttl_s), answered, timeout_s)
 
     def _be_silent(self, since: float) -> None:
         # The port's promise, which a network that merely loses requests makes hard to keep: unless
         # etcd serves nobody, it may be serving others.
         cut_off = self.cut or self.etcd.health is Health.SERVING
-        silence = Silent(self._silence.since if self._silence else since, cut_off)
+        misjudged = self.network.misjudged and not (self._silence and self._silence.cut_off)
+        if misjudged and self.random.random() < self.network.misjudged:
+            cut_off = True  # by a probe that was too slow, once
+        silence = Silent(self._silence.since if self._silence else since, cut_off, since)
         if silence != self._silence:
             self._silence = silence
             self._tell(silence)

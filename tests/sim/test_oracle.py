@@ -185,4 +185,4 @@ def test_forgetting_that_etcd_was_away_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 def _six_outages() -> None:
     for seed in range(6):
-        test_schedules.test_etcd_away_for_a_minute_does_not_stop_training("hang", seed)
+        test_schedules.test_etcd_away_for_a_minute_does_not_stop_training("hang", 0.0, seed)

@@ -97,15 +97,16 @@ def test_too_few_workers_end_the_job_with_code_3() -> None:
     assert not invariants.live
 
 
-@pytest.mark.parametrize("fault", ["kill", "hang"])
+@pytest.mark.parametrize(("fault", "misjudged"), [("kill", 0.0), ("hang", 0.0), ("hang", 0.4)])
 @pytest.mark.parametrize("seed", range(6))  # leases may or may not run out the moment etcd goes on
-def test_etcd_away_for_a_minute_does_not_stop_training(fault: str, seed: int) -> None:
+def test_etcd_away_for_a_minute_does_not_stop_training(fault: str, misjudged: float, seed: int) -> None:
     cluster = Cluster(seed, Setup((1, 1, 1), Limits(1, 3), job=Job(total_steps=100_000)))
     invariants = Invariants(cluster)
     cluster.start_all(within_s=1.0)
     cluster.clock.run(until=START + 20.0)
     assert len(invariants.live) == 1
     getattr(cluster.etcd, fault)()
+    cluster.network.misjudged = misjudged
     steps = invariants.steps
     cluster.clock.run(until=START + 80.0)
     assert invariants.steps > steps + 500

@@ -155,20 +155,15 @@ def _lease(do: Doing, news: LeaseNews) -> None:
             if state.silent is not None:
                 do.reasons.append(StoreBack(do.now - state.silent.since))
             do.set(lease_until=until, silent=None)
-            do.fence(until)
         case Lost():
-            do.set(own=None, reported=None, lease_until=None)
+            if state.silent is not None:
+                do.reasons.append(StoreBack(do.now - state.silent.since))
+            do.set(own=None, reported=None, lease_until=None, silent=None)
             do.reasons.append(LeaseLost())
-            # The others count us as lost once they have waited as long for us to register again.
-            do.fence(do.now + state.policy_source.policy.node_ttl_s)
         case Silent(_, cut_off):
-            # A silent store that is not merely cut off from here serves nobody else either, so no
-            # world can have formed without us: training goes on beyond the lease.
             if state.silent is None or state.silent.cut_off != cut_off:
-                fence = (state.lease_until or do.now) if cut_off and not state.alone else None
+                fence = max(state.fence, do.now) if cut_off and not state.alone else None
                 do.reasons.append(StoreAway(cut_off, fence))
-                if fence is not None:
-                    do.fence(fence)
             do.set(silent=news)
         case _:
             assert_never(news)

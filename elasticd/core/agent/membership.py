@@ -7,8 +7,8 @@ from dataclasses import replace
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent.state import Doing, State
 from elasticd.core.facts import Leadership, Node, Outcome, Spec
-from elasticd.core.messages import CheckProcess, Leave, LookAround, Tag
-from elasticd.core.ports import Delete, Entry, Put, Silent, StillThere, Unchanged
+from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
+from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged
 from elasticd.core.reasons import NameTaken, PolicyDiffers
 
 CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for etcd
@@ -28,19 +28,24 @@ def outlast_the_store(do: Doing) -> None:
         do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
     else:
         do.wakes.append(until)
-        _train_on(do, silent)
 
 
-def _train_on(do: Doing, silent: Silent) -> None:
-    """While nobody is served, workers outlive the lease, but not an agent that is stopped meanwhile:
-    it would not learn that etcd is back, and that a new world has formed without it."""
-    if silent.cut_off or do.state.crew is None:
+def move_the_fence(do: Doing) -> None:
+    """Let the workers run on, even if this agent is stopped, for as long as nobody can have replaced them.
+
+    Nobody can while this node's record stands on a lease, nor for the time of a lease after etcd served
+    nobody: the leader waits as long, once etcd is back, for nodes to register again. What was proved once
+    stays true, so the fence never moves back; and while the record is gone, nothing new is proved."""
+    state = do.state
+    if state.alone or not (state.registered or state.empty):
         return
-    ttl_s = do.state.policy_source.policy.node_ttl_s  # for as long a returned leader misses nobody
-    if do.now >= do.state.fence_again_at:
-        do.fence(max(do.now + 0.8 * ttl_s, do.state.lease_until or 0.0))
-        do.set(fence_again_at=do.now + ttl_s / 5)
-    do.wakes.append(do.state.fence_again_at)
+    until = state.lease_until or 0.0
+    if state.silent is not None and not state.silent.cut_off:
+        last_proof = max(state.silent.since, state.silent.as_of)
+        until = max(until, last_proof + state.policy_source.policy.node_ttl_s)
+    if until > state.fence:
+        do.set(fence=until)
+        do.actions.append(Fence(until))
 
 
 def notice_a_false_start(do: Doing) -> None:
@@ -123,13 +128,16 @@ def register(do: Doing) -> None:
         return  # the next round may be formed on this record, and needs the new store's port
     key = state.seen[state.me.key]
     if state.own is None:
-        if state.departure is not None:
+        if state.departure is not None and state.crew is None:
             return
         if isinstance(key.fact, Node) and key.fact.incarnation != state.me.incarnation:
             _wait_for_name(do, key.fact)
         elif key.fact is None:
             put = Put(state.me.key, _record(state), leased=True)
-            do.transact(Tag.NODE, (Unchanged(state.me.key, 0),), (put,))
+            guards: tuple[Guard, ...] = (Unchanged(state.me.key, 0),)
+            if state.crew is not None:  # it may act only in the round that is written
+                guards = (*guards, Unchanged("round", state.seen["round"].revision))
+            do.transact(Tag.NODE, guards, (put,))
     elif state.own.fact != _record(state):
         put = Put(state.me.key, _record(state), leased=True)
         # With the release goes what is not told yet: the leader settles the round on it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Leadership, Member, Phase, Report, Round, Spec
-from elasticd.core.messages import Action, Fence, Leave, Tag, Transact
+from elasticd.core.messages import Action, Leave, Tag, Transact
 from elasticd.core.ports import Entry, Guard, Silent, Write
 from elasticd.core.reasons import Reason
 
@@ -101,6 +101,7 @@ class State:
     ``starting``: those whose process, started outside any round, is on its way there;
     ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
     until when, a slot's process did not get there.
+    ``fence``: until when workers run unless it is moved, even if this agent is stopped.
     ``history``: the revision of a round that had ended before this agent came, which is no news.
     ``retry_at``: writes that are not to be tried again before a time.
     """
@@ -126,7 +127,7 @@ class State:
     history: int = -1
     lease_until: float | None = None
     silent: Silent | None = None
-    fence_again_at: float = 0.0
+    fence: float = 0.0
     own: Entry | None = None
     crew: Crew | None = None
     released: int = 0
@@ -235,12 +236,6 @@ class Doing:
     def crew(self, **changes: object) -> None:
         assert self.state.crew is not None
         self.set(crew=replace(self.state.crew, **changes))  # type: ignore[arg-type]
-
-    def fence(self, until: float) -> None:
-        """Workers run no longer than that unless it is moved, even if this agent is stopped. Where nobody can
-        replace them meanwhile there is no need: Ctrl-Z, for as long as it takes, costs them nothing."""
-        if not self.state.alone:
-            self.actions.append(Fence(until))
 
     def transact(self, tag: Tag, guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> None:
         """One write of a kind at a time, and none while the store is silent or has just refused."""

@@ -14,6 +14,7 @@ from elasticd.core.agent.leaving import (
 from elasticd.core.agent.membership import (
     campaign,
     join,
+    move_the_fence,
     notice_a_false_start,
     outlast_the_store,
     register,
@@ -62,6 +63,7 @@ def step(state: State, event: Event, now: float) -> Step:
 
 
 def decide(do: Doing) -> None:
+    move_the_fence(do)
     heed_the_operator(do)
     outlast_the_store(do)
     notice_a_false_start(do)

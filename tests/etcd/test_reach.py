@@ -1,0 +1,13 @@
+"""A busy machine is not taken for a partition."""
+
+from __future__ import annotations
+
+import socket
+
+from elasticd.etcd.reach import reachable
+
+
+def test_a_host_that_listens_is_reached_also_when_the_time_was_over_before_anybody_looked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        assert reachable((endpoint,), timeout_s=0.0) == {endpoint}
