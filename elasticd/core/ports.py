@@ -122,7 +122,9 @@ class Held:
 @dataclass(frozen=True, slots=True)
 class Lost:
     """The lease ran out or was revoked: every key on it is gone. A new one is being asked for;
-    ``Held`` will say when there is one."""
+    ``Held`` will say when there is one. ``late_s``: how late this process was in asking for more time."""
+
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

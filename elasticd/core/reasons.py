@@ -235,7 +235,11 @@ class Expelled:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """The node's keys are gone; it registers again."""
+    """The node's keys are gone; it registers again. ``late_s``: how late the agent was in asking for more
+    time on a lease of ``ttl_s``."""
+
+    ttl_s: float
+    late_s: float
 
 
 @dataclass(frozen=True, slots=True)

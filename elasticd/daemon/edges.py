@@ -24,6 +24,8 @@ from elasticd.telemetry import log
 from elasticd.telemetry.http import HttpServer
 from elasticd.telemetry.view import View
 
+LEASE_ALONE_S = 30 * 86_400.0
+
 
 def store(config: RunConfig, link: Link, post: Callable[[StoreComplained], None]) -> EtcdStore:
     """The job in etcd. Complaints are logged, and those told to the agent that it cannot go on with."""
@@ -38,7 +40,9 @@ def store(config: RunConfig, link: Link, post: Callable[[StoreComplained], None]
         if needed or isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
             post(StoreComplained(str(error), forgot=isinstance(error, HistoryLost)))
 
-    return EtcdStore(link, config.job, config.policy.node_ttl_s, problems=complained)
+    # An etcd of our own ends with us: nobody else waits for our lease to run out, however late we are.
+    lasts_s = LEASE_ALONE_S if config.etcd is None else None
+    return EtcdStore(link, config.job, config.policy.node_ttl_s, lasts_s=lasts_s, problems=complained)
 
 
 def procs(

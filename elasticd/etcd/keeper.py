@@ -28,14 +28,20 @@ class Lease:
     """A lease that a Keeper holds; made by ``Keeper.hold``."""
 
     def __init__(
-        self, ttl_s: float, news: Callable[[LeaseNews], None], failed: Callable[[StoreError], None]
+        self,
+        ttl_s: float,
+        news: Callable[[LeaseNews], None],
+        failed: Callable[[StoreError], None],
+        lasts_s: float | None = None,
     ) -> None:
         self.ttl_s = math.ceil(ttl_s)  # etcd counts in whole seconds
+        self.lasts_s = math.ceil(lasts_s) if lasts_s is not None else self.ttl_s
         self.granted = threading.Condition()
         self._id = 0
         self._news = news
         self._failed = failed
         self._due = 0.0
+        self._late_s = 0.0  # how late it was asked for since it was held last
         self._asking = False
         self._silent_since: float | None = None
         self._asked_last = 0.0  # of the requests that etcd left unanswered
@@ -78,11 +84,16 @@ class Keeper:
         self._clerk.start()
 
     def hold(
-        self, ttl_s: float, news: Callable[[LeaseNews], None], failed: Callable[[StoreError], None]
+        self,
+        ttl_s: float,
+        news: Callable[[LeaseNews], None],
+        failed: Callable[[StoreError], None],
+        lasts_s: float | None = None,
     ) -> Lease:
         """Take a lease and keep it. ``news`` and ``failed`` (etcd says no, and why) are called on
-        the keeper's thread and must not block."""
-        lease = Lease(ttl_s, news, failed)
+        the keeper's thread and must not block. ``lasts_s``: it outlasts so much silence of ours, though it is
+        renewed as often as one of ``ttl_s``."""
+        lease = Lease(ttl_s, news, failed, lasts_s)
         self._clerk.tell("hold", lease, None)
         return lease
 
@@ -121,10 +132,12 @@ class Keeper:
     def _ask(self, lease: Lease, now: float) -> None:
         """For a lease, or for more time on the one there is."""
         lease._asking = True
+        if lease._due:
+            lease._late_s = max(lease._late_s, now - lease._due)
         if lease._id:
             method, request = "keep_alive", rpc.LeaseKeepAliveRequest(ID=lease._id)
         else:
-            method, request = "grant", rpc.LeaseGrantRequest(TTL=lease.ttl_s)
+            method, request = "grant", rpc.LeaseGrantRequest(TTL=lease.lasts_s)
         # Short enough that silence is noticed, and judged, well before the lease runs out.
         timeout_s = min(self._connection.access.timeout_s, max(0.5, lease.ttl_s / 5))
         self._connection.start(
@@ -175,7 +188,8 @@ class Keeper:
                     lease.granted.notify_all()
             self._note_silence(lease, None)
             lease._complaint = ""
-            lease._due = sent_at + result.TTL / 3
+            lease._due = sent_at + min(result.TTL, lease.ttl_s) / 3
+            lease._late_s = 0.0
             self._tell(lease, Held(sent_at + result.TTL))
 
     def _lost(self, lease: Lease) -> None:
@@ -183,7 +197,8 @@ class Keeper:
         lease._due = 0.0
         if lease._id:
             lease._id = 0
-            self._tell(lease, Lost())
+            self._tell(lease, Lost(lease._late_s))
+        lease._late_s = 0.0
 
     def _unanswered(self, lease: Lease, sent_at: float, error: StoreError) -> None:
         lease._due = self._clock() + RETRY_S

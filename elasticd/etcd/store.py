@@ -72,7 +72,8 @@ class EtcdStore:
     block: put what they bring into an inbox.
 
     ``problems`` is told what a person should know and what the store cannot mend: values that are
-    not records (BadRecord, NewerRecord; they are skipped), refusals, a wiped etcd.
+    not records (BadRecord, NewerRecord; they are skipped), refusals, a wiped etcd. ``lasts_s``: see
+    ``Keeper.hold``.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class EtcdStore:
         job: str,
         ttl_s: float = 5.0,
         *,
+        lasts_s: float | None = None,
         clock: Callable[[], float] | None = None,
         problems: Callable[[StoreError], None] = log_problem,
     ) -> None:
@@ -88,6 +90,7 @@ class EtcdStore:
         self._link = access if isinstance(access, Link) else Link(access, clock)
         self._prefix = job_prefix(job)
         self._ttl_s = ttl_s
+        self._lasts_s = lasts_s
         self._problems = problems
         self._lock = threading.Lock()
         self._queue: deque[_Transaction] = deque()
@@ -190,7 +193,7 @@ class EtcdStore:
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
         """See the port."""
         assert self._lease is None, "hold_lease is called once"
-        self._lease = self._link.keeper.hold(self._ttl_s, news, self._problems)
+        self._lease = self._link.keeper.hold(self._ttl_s, news, self._problems, self._lasts_s)
 
     def close(self) -> None:
         """Give the lease back, so that its keys vanish at once, and end the watches. Transactions

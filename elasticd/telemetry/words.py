@@ -249,8 +249,16 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"round {number} hangs: {hang(verdict)}{seen}"
         case r.Expelled(running, newest):
             return f"round {newest} formed without this node; its workers of round {running} are killed"
-        case r.LeaseLost():
-            return "this node's lease ran out; registering again"
+        case r.LeaseLost(ttl_s, late_s):
+            if late_s > ttl_s / 4:
+                why = (
+                    f"as its agent was {late_s:.1f} s late in renewing it: this machine is short of CPU or "
+                    "memory, or was suspended"
+                )
+            else:
+                why = "though its agent asked for more time as it should: etcd or the network was too slow"
+            more = f"registering again (a longer --node-ttl than {ttl_s:g} bears more)"
+            return f"this node's lease ran out, {why}; {more}"
         case r.StoreAway(cut_off, until):
             if not cut_off:
                 return "etcd does not answer; the workers go on"

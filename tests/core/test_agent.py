@@ -619,8 +619,8 @@ def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
     one = Agent.working(SECOND)
     one.exits(1, exit(0, 2))
     one.answered(Tag.REPORT)
-    one.told(LeaseChanged(Lost()))
-    assert one.said == (LeaseLost(),)
+    one.told(LeaseChanged(Lost(late_s=3.0)))
+    assert one.said == (LeaseLost(5.0, 3.0),)
     assert one.did == (), "the fence stays: for as long the others wait for us, and no longer"
     one.sees("nodes/a", None)
     assert not one.all_of(Transact)

@@ -155,11 +155,11 @@ def _lease(do: Doing, news: LeaseNews) -> None:
             if state.silent is not None:
                 do.reasons.append(StoreBack(do.now - state.silent.since))
             do.set(lease_until=until, silent=None)
-        case Lost():
+        case Lost(late_s):
             if state.silent is not None:
                 do.reasons.append(StoreBack(do.now - state.silent.since))
             do.set(own=None, reported=None, lease_until=None, silent=None)
-            do.reasons.append(LeaseLost())
+            do.reasons.append(LeaseLost(state.policy_source.policy.node_ttl_s, late_s))
         case Silent(_, cut_off):
             if state.silent is None or state.silent.cut_off != cut_off:
                 fence = max(state.fence, do.now) if cut_off and not state.alone else None
