@@ -60,7 +60,8 @@ def read(raw: bytes, where: str) -> Metadata:
 def made_of(index: Index) -> bytes:
     """The ``.metadata`` that says of the shards what the index does."""
     import torch
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -85,10 +86,8 @@ def made_of(index: Index) -> bytes:
         states[key] = BytesStorageMetadata()
         stored[MetadataIndex(key)] = _StorageInfo(index.files[blob.file], blob.at, blob.length)
     metadata = Metadata(
-        states,
-        planner_data=dict(index.paths),
-        storage_data=stored,
-        storage_meta=StorageMeta(),
-        version=CURRENT_DCP_VERSION,
+        states, planner_data=dict(index.paths), storage_data=stored, storage_meta=StorageMeta()
     )
+    if version := getattr(filesystem, "CURRENT_DCP_VERSION", None):  # torch before 2.9 counts none
+        metadata.version = version
     return pickle.dumps(metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import sys
@@ -36,19 +37,19 @@ def worker_command(config: RunConfig) -> Callable[[Assignment], list[str]]:
 def _numa(mode: str | None) -> Callable[[list[str], Assignment], list[str]]:
     if mode is None:
         return lambda argv, _: argv
-    from torch.numa import (
-        binding,  # torchrun's own; private, but the option is its promise
-    )
+    try:
+        from torch.numa import binding  # torchrun's own; private, but the option is its promise
 
+        wrap = binding._maybe_wrap_command_args_with_numa_binding
+    except (ImportError, AttributeError):
+        raise CannotStart("--numa-binding needs PyTorch 2.10 or newer") from None
     if shutil.which("numactl") is None:
         raise CannotStart("--numa-binding needs the program numactl, which is not installed here")
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    # Torch before 2.14 calls it by its other name.
+    index = "gpu_index" if "gpu_index" in inspect.signature(wrap).parameters else "device_index"
 
     def bound(argv: list[str], assignment: Assignment) -> list[str]:
-        return list(
-            binding._maybe_wrap_command_args_with_numa_binding(
-                tuple(argv), gpu_index=assignment.slot, numa_options=options
-            )
-        )
+        return list(wrap(tuple(argv), **{index: assignment.slot}, numa_options=options))
 
     return bound

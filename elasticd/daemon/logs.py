@@ -140,8 +140,8 @@ class Destinations:
             tee_stdouts=dest.tee_stdouts,
             tee_stderrs=dest.tee_stderrs,
             error_files=dest.error_files,
-            filtered_stdout=dest.filtered_stdout,
-            filtered_stderr=dest.filtered_stderr,
+            filtered_stdout=getattr(dest, "filtered_stdout", ""),  # torch before 2.10 has no filters
+            filtered_stderr=getattr(dest, "filtered_stderr", ""),
             capture_dirs={
                 local_rank: os.path.dirname(file)
                 for local_rank, file in dest.error_files.items()

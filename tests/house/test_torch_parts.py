@@ -1,0 +1,130 @@
+"""What elasticd uses of torch that torch does not promise: listed in one place, and still as it is listed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd import torchparts
+from elasticd.torchparts import MARKS, REPLACED, USED, Part
+
+ROOT = Path(__file__).parents[2]
+TREES = {module: ast.parse(module.read_text()) for module in sorted((ROOT / "elasticd").rglob("*.py"))}
+PYTHONS = {  # of the standard library, and of namedtuple
+    "_Environ", "_Pointer", "_exit", "_finalizer_registry", "_getframe", "_ncallbacks", "_replace",
+    "_set_native_id", "_ssl", "_startTime", "_test_decode_cert",
+}  # fmt: skip
+
+
+def found(of: str) -> Any:
+    """What the name leads to; raises AttributeError where it leads nowhere."""
+    parts = of.split(".")
+    thing: Any = importlib.import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        try:
+            thing = getattr(thing, part)
+        except AttributeError:
+            try:
+                thing = importlib.import_module(".".join(parts[:depth]))
+            except ImportError:
+                raise AttributeError(f"torch has no {of}") from None
+    return thing
+
+
+def is_there(part: Part) -> bool:
+    """Whether this torch should have it: NCCL's parts are in builds for CUDA alone."""
+    import torch
+
+    installed = torchparts.release(torch.__version__)
+    of_nccl = "NCCL" in part.of or "nccl" in part.of
+    return installed >= part.since and (not of_nccl or torch.distributed.is_nccl_available())
+
+
+@pytest.mark.parametrize("part", [*REPLACED, *USED], ids=lambda part: part.of)
+def test_torch_still_has_each_part_as_it_is_listed(part: Part) -> None:
+    if not is_there(part):
+        pytest.skip("not in this build of torch")
+    thing = found(part.of)
+    if part.takes:
+        assert tuple(inspect.signature(thing).parameters)[: len(part.takes)] == part.takes
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            hidden = any(part.startswith("_") for part in (node.module or "").split("."))
+            yield from (
+                alias.name if not hidden else f"_of_a_private_module.{alias.name}" for alias in node.names
+            )
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """What a module of ours defines, by whatever way."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from (node.attr,) if ast.unparse(node.value) in ("self", "cls") else ()
+
+
+def test_no_private_part_of_torch_is_used_that_is_not_listed() -> None:
+    ours = {name for tree in TREES.values() for name in own_names(tree)}
+    used = {
+        name
+        for tree in TREES.values()
+        for name in private_names(tree)
+        if name.startswith("_") and not name.startswith("__") and name not in ours
+    }
+    listed = {piece for part in (*REPLACED, *USED) for piece in part.of.split(".")} | set(MARKS)
+    assert {name.removeprefix("_of_a_private_module.") for name in used} - PYTHONS - listed == set()
+
+
+@pytest.mark.parametrize("part", [*REPLACED, *USED], ids=lambda part: part.of)
+def test_each_listed_part_is_used(part: Part) -> None:
+    last = part.of.rpartition(".")[2]
+    texts = [m.read_text() for m in TREES if m.name != "torchparts.py"]
+    assert any(last in text for text in texts)
+
+
+def test_the_oldest_release_is_the_one_that_is_installed_at_least() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (torch,) = (d for d in dependencies if d.startswith("torch"))
+    assert torch == "torch>=" + ".".join(map(str, torchparts.OLDEST))
+    assert torchparts.release(torchparts.CHECKED[0]) == torchparts.OLDEST
+
+
+@pytest.mark.parametrize(
+    ("version", "too_old", "untried"),
+    [
+        ("1.13.1", True, False),
+        ("2.6.0", True, False),
+        ("2.6.0+cu124", True, False),
+        ("2.7.0", False, False),
+        ("2.7.1+cpu", False, False),
+        ("2.13.0+cpu", False, False),
+        ("2.13.0a0+git1234567", False, False),
+        ("2.15.0", False, False),
+        ("2.16.0.dev20261101", False, True),
+        ("2.100.0", False, True),
+        ("3.0.0", False, True),
+        ("built by hand", False, True),
+    ],
+)
+def test_releases_are_refused_below_the_oldest_and_noted_above_the_newest(
+    version: str, too_old: bool, untried: bool
+) -> None:
+    assert bool(torchparts.judged(version)) is too_old
+    if too_old:
+        assert version in torchparts.judged(version) and "pip install" in torchparts.judged(version)
+    assert bool(torchparts.untried(version)) is untried
