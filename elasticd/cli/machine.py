@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
+
+NODES_MAX = 100  # of one job on one machine, before agents that were given no name share one
 
 
 class Machine(Protocol):
@@ -97,9 +101,35 @@ def _cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
 
 
+def nowhere() -> str:
+    """What is wrong where the folder that this process works in is gone; else empty."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the folder that this was started in is gone: go to one that is there."
+    return ""
+
+
 def default_node_name() -> str:
     """The host's name, without what could not stand in a key."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-.") or "node"
+
+
+@contextmanager
+def name_of_its_own(name: str, job: str) -> Iterator[str]:
+    """``name``, or where another agent on this machine goes by it in this job, ``name-2`` and so on. Taken
+    until the end; a process that dies gives it back at once."""
+    with ExitStack() as held:
+        for number in range(1, NODES_MAX):
+            tried = name if number == 1 else f"{name}-{number}"
+            mark = held.enter_context(socket.socket(socket.AF_UNIX))
+            try:  # an abstract address, which leaves no file: one for each name and network namespace
+                mark.bind(b"\0elasticd-node-" + hashlib.sha256(f"{job}/{tried}".encode()).digest())
+            except OSError:
+                continue
+            name = tried
+            break
+        yield name
 
 
 def routed_address(endpoints: Sequence[tuple[str, int]]) -> str | None:

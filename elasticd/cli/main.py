@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.machine import nowhere
 from elasticd.procs.init import part_from_init
 from elasticd.telemetry.termination import TerminationLog
 
@@ -92,6 +93,12 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         sentence = _sentence(error)
         _say(sentence)
         _leave_word(error, sentence)
+        return 2
+    except FileNotFoundError:
+        sentence = nowhere()
+        if not sentence:
+            raise
+        _say(sentence)
         return 2
     except PermissionError as error:  # of our own folders, or of a Python that others may not start
         _say(f"{error}.")

@@ -47,12 +47,13 @@ class _Conf:
         text = self.text(*names)
         if text is None:
             return None
+        said = next(name for name in names if name in self.values)
         try:
             value = float(text)
         except ValueError:
-            raise Complaint(f"--rdzv-conf {names[0]}={text} is not a number.") from None
+            raise Complaint(f"--rdzv-conf {said}={text} is not a number.") from None
         if not 0 <= value < float("inf"):
-            raise Complaint(f"--rdzv-conf {names[0]}={text} is not a length of time.")
+            raise Complaint(f"--rdzv-conf {said}={text} is not a length of time.")
         return value
 
     def unused(self) -> list[str]:

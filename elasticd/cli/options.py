@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -181,7 +182,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     # who and where
     _ours("--job", help="Name of the job; the same on all its nodes."),
-    _ours("--node", help="Name of this node; the host's by default."),
+    _ours("--node", help="Name of this node; the host's by default, with a number where that is taken."),
     _ours("--address", help="Address at which other nodes reach this one; gloo and NCCL use its interface."),
     etcd_options,
     # patience
@@ -341,7 +342,9 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns("--duplicate-stderr-filters", help="The same for stderr."),
     _torchruns("--node-rank", type=int, help="Means nothing here."),
     _torchruns("--master-addr", help="Means nothing here."),
-    _torchruns("--master-port", type=int, help="Means nothing here."),
+    _torchruns(
+        "--master-port", type=int, help="A port that leads to each round's store, for tcp:// in a script."
+    ),
     _torchruns("--local-addr", help="Address at which other nodes reach this one, as --address."),
     _torchruns("--logs-specs", help="An entry point of the group torchrun.logs_specs."),
     _torchruns(
@@ -354,11 +357,32 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns_switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each with its one GPU visible."),
 )
 
+
+def _in_full(token: str) -> str:
+    """--nproc_per_node is --nproc-per-node, and so is --nproc, as no other option begins so."""
+    token = token.replace("_", "-")
+    names = _names()
+    if token in names or len(token) < 2:
+        return token
+    begun = [name for name in names if name.startswith(token)]
+    return begun[0] if len(begun) == 1 else token
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Of the long options, without their dashes."""
+
+    def command() -> None: ...
+
+    run_options(command)
+    options: list[click.Parameter] = command.__click_params__  # type: ignore[attr-defined]  # as click keeps them
+    return frozenset({"help"} | {n[2:] for o in options for n in o.opts if n.startswith("--")})
+
+
 CONTEXT_SETTINGS: dict[str, Any] = {
     # Options end at the first positional argument: the script's own are never looked at.
     "allow_interspersed_args": False,
-    # --nproc_per_node is --nproc-per-node.
-    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "token_normalize_func": _in_full,
     "max_content_width": 100,
 }
 

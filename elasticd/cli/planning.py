@@ -7,6 +7,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from elasticd.checkpoint.store import BadStore, store_at
 from elasticd.cli import script as scripts
@@ -29,8 +30,8 @@ _MEANS_NOTHING: Mapping[str, str] = {
     "event_log_handler": "events go to the log; see --log-format",
     "node_rank": "ranks are dealt when a world forms, and survivors keep their order",
     "master_addr": "the store of each round is hosted by an agent, and MASTER_ADDR tells the workers where",
-    "master_port": "the store of each round listens on a free port, and MASTER_PORT tells the workers which",
 }
+_OFTEN = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nnodes", "--nproc-per-node")
 HTTP_DEFAULT = ("127.0.0.1", 9408)
 
 
@@ -62,6 +63,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     notes += [*size.notes, *met.notes, *_nothings(options)]
     if environ.get("TORCHELASTIC_HEALTH_CHECK_PORT"):
         notes.append("TORCHELASTIC_HEALTH_CHECK_PORT means nothing here: ask `elasticd status`")
+    notes += _went_to_the_script(options)
     env: dict[str, str] = {}
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:
         env["OMP_NUM_THREADS"] = "1"
@@ -95,6 +97,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         http=http_place(options.http),
         patience=patience(options),
         audit=_audit(options),
+        door=_door(options, address),
         env=env,
     )
     if met.job is None and met.etcd is not None and config.limits.max > config.slots:
@@ -162,6 +165,20 @@ def _nothings(options: RunOptions) -> list[str]:
     return notes
 
 
+def _went_to_the_script(options: RunOptions) -> list[str]:
+    """What stands after the script's name is the script's. But who has these of ours there may not know."""
+    said = {arg.partition("=")[0] for arg in options.args}
+    try:
+        own = Path(options.target).read_text(errors="replace")
+    except OSError:
+        own = ""
+    return [
+        f"{name} stands after the script's name, so it went to the script: elasticd's options come before"
+        for name in _OFTEN
+        if name in said and not re.search(rf"{name}\b(?!-)", own)
+    ]
+
+
 def _new_name(stem: str, etcd: EtcdAccess | None, limits: Limits, slots: int) -> str:
     """A readable name that no other job has."""
     if etcd is not None and limits.min > slots:
@@ -188,6 +205,17 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
         return "127.0.0.1"
     # Where no name resolves yet, etcd cannot be reached yet either; the host's own name may do later.
     return routed_address(places) or default_node_name()
+
+
+def _door(options: RunOptions, address: str) -> tuple[tuple[str, ...], int] | None:
+    """Where scripts look for their store that take the port from the command line, as torchrun's may."""
+    port = options.master_port
+    if not port:  # torchrun takes 0 for any free one
+        return None
+    if not 0 < port < 65536:
+        raise Complaint(f"--master-port {port} is not a port: give a number from 1 to 65535.")
+    named = options.master_addr or address
+    return tuple({address, "127.0.0.1", named if is_ours(named) else address}), port
 
 
 def http_place(asked: str | None) -> tuple[str, int] | None:

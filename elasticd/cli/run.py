@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 import click
 
+from elasticd import torchparts
 from elasticd.checkpoint.store import store_at
+from elasticd.cli.begin import Stopped
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.machine import ThisMachine
+from elasticd.cli.machine import ThisMachine, name_of_its_own, nowhere
 from elasticd.cli.options import CONTEXT_SETTINGS, RunOptions, collect, run_options
 from elasticd.cli.planning import plan
 from elasticd.cli.storecheck import reached
@@ -29,14 +32,20 @@ def run(ctx: click.Context, /, **_: object) -> int:
     options = collect(ctx, os.environ.get("ELASTICD_ETCD_PASSWORD"))
     last_words = TerminationLog(options.termination_log)
     try:
+        if gone := nowhere():  # torch and the script would each fail in a way of their own
+            raise Complaint(gone)
         return _run(options, last_words)
-    except Complaint as complaint:
-        last_words.write(complaint.sentence)
+    except (Complaint, Stopped) as end:
+        last_words.write(end.sentence)
         raise
 
 
 def _run(options: RunOptions, last_words: TerminationLog) -> int:
+    if unfit := torchparts.unfit():
+        raise Complaint(unfit)
     planned = plan(options, os.environ, ThisMachine())
+    if untried := torchparts.untried(torchparts.installed()):
+        planned = replace(planned, notes=(*planned.notes, untried))
     if unanswered := _try_store(planned.config):
         planned = replace(planned, notes=(*planned.notes, unanswered))
     if last_words.problem:
@@ -45,7 +54,12 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
     from elasticd.telemetry import log
     from elasticd.telemetry.view import open_view
 
-    with open_view(plain=options.plain) as view:
+    config = planned.config
+    with ExitStack() as held:
+        if options.node is None and config.etcd is not None:  # a standalone run has no other nodes
+            name = held.enter_context(name_of_its_own(config.node, config.job))
+            config = replace(config, node=name)
+        view = held.enter_context(open_view(plain=options.plain))
         try:
             log.setup(
                 options.log_format,  # type: ignore[arg-type]  # one of click's choices
@@ -55,13 +69,13 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
         except ValueError as error:
             raise Complaint(f"LOGLEVEL: {error}.") from error
         _spell_log_level(os.environ)
-        log.bind(job=planned.config.job, node=planned.config.node)
+        log.bind(job=config.job, node=config.node)
         for note in planned.notes:
             log.get().info("options.noted", text=note)
 
         from elasticd.daemon.main import run as run_agent
 
-        return run_agent(planned.config, view, last_words)
+        return run_agent(config, view, last_words)
 
 
 def _spell_log_level(environ: MutableMapping[str, str]) -> None:

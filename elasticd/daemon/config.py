@@ -56,7 +56,8 @@ class RunConfig:
     one's shards in memory, 0 or 1. ``checkpoint_rate``: bytes per second that this node writes of
     checkpoints at most. ``patience``: with workers that make
     no steps; None to wait for ever. ``audit``: workers note what they use and commit, and a digest of
-    the weights after every so many steps; None: they do not.
+    the weights after every so many steps; None: they do not. ``door``: the hosts and the port at which
+    workers find the store of any round, besides its own; None for none.
     """
 
     job: str
@@ -82,4 +83,5 @@ class RunConfig:
     http: tuple[str, int] | None = None
     patience: Patience | None = Patience()
     audit: int | None = None
+    door: tuple[tuple[str, ...], int] | None = None
     env: Mapping[str, str] = field(default_factory=dict)

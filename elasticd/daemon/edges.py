@@ -12,6 +12,7 @@ from elasticd.core.messages import StoreComplained
 from elasticd.daemon import holding
 from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
+from elasticd.daemon.door import Door
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.pages import Pages
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
@@ -86,6 +87,19 @@ def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
         log.get("elasticd.agent").warning("http.off", host=host, port=port, why=str(error))
         return "off"
     return server.url
+
+
+def open_door(config: RunConfig, cleanup: ExitStack) -> Door | None:
+    """What leads to the round's store from a port that the user has named. A script that goes by MASTER_PORT
+    needs none."""
+    if config.door is None:
+        return None
+    hosts, port = config.door
+    try:
+        return cleanup.enter_context(Door(hosts, port))
+    except OSError as error:
+        log.get("elasticd.agent").warning("master_port.off", port=port, why=error.strerror or str(error))
+        return None
 
 
 def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:

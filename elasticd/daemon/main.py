@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticd.core.environment import assignments, standbys
+from elasticd.core.facts import Member, Round
 from elasticd.core.ledger import totals
 from elasticd.core.messages import KeeperLost
+from elasticd.core.ports import Assignment
 from elasticd.core.reasons import Reason
 from elasticd.daemon import edges, holding, identity, lastwords, openfiles
 from elasticd.daemon.chronicle import Chronicle
@@ -93,13 +95,20 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             log.reason(logger, reason)
             publisher.note(reason, clock())
 
+        door = edges.open_door(config, cleanup)
+
+        def assign(round: Round, member: Member) -> tuple[Assignment, ...]:
+            if door is not None:
+                door.leads_to(round.store)
+            return assignments(round, member, setting)
+
         setting = identity.setting_of(config, saver.name, began_at, holds=held is not None)
         driver = Driver(
             identity.state_of(config, stores.port, access.url),
             store=store,
             procs=procs,
             stores=stores,
-            assign=lambda round, member: assignments(round, member, setting),
+            assign=assign,
             assign_standbys=lambda slots: standbys(slots, tuple(range(config.slots)), setting),
             process_alive=identity.process_alive,
             post=inbox.post,

@@ -122,9 +122,34 @@ def test_torchruns_parser_would_have_tripped_over_such_a_flag() -> None:
         get_args_parser().parse_args(["--nnodes", "1", "job.py", "--logs", "dir"])
 
 
-def test_options_cannot_be_abbreviated(job: str) -> None:
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        (("--redirect=3",), ("--redirects=3",)),
+        (("--nproc", "2"), ("--nproc-per-node", "2")),
+        (("--nproc_per", "2"), ("--nproc-per-node", "2")),
+        (("--standal",), ("--standalone",)),
+        (("--rdzv_i=x",), ("--rdzv-id=x",)),
+        (("--max-r", "3"), ("--max-restarts", "3")),
+        (("--log-d", "x"), ("--log-dir", "x")),
+    ],
+)
+def test_an_option_may_be_abbreviated_as_with_torchrun(
+    short: tuple[str, ...], full: tuple[str, ...], job: str
+) -> None:
+    assert parse(*short, job) == parse(*full, job)
+
+
+@pytest.mark.parametrize("several", ["--node-", "--rdzv", "--m", "--log", "--no", "--etcd-c"])
+def test_what_may_be_several_options_is_refused(several: str, job: str) -> None:
     with pytest.raises(click.NoSuchOption):
-        parse("--nproc", "2", job)
+        parse(several, "2", job)
+
+
+def test_a_value_is_never_taken_for_an_abbreviation(job: str) -> None:
+    assert parse("--stragglers", "report", "--job", "standal", job).job == "standal"
+    with pytest.raises(click.BadParameter):
+        parse("--stragglers", "repo", job)
 
 
 def test_underscores_and_dashes_are_the_same(job: str) -> None:
@@ -259,13 +284,32 @@ def test_every_flag_either_changes_the_configuration_or_is_said_to_mean_nothing(
 
 @pytest.mark.parametrize(
     "name",
-    ["monitor_interval", "start_method", "event_log_handler", "node_rank", "master_addr", "master_port"],
+    ["monitor_interval", "start_method", "event_log_handler", "node_rank", "master_addr"],
 )
 def test_a_flag_that_means_nothing_here_says_so_once(name: str, job: str) -> None:
     option = f"--{name.replace('_', '-')}"
     notes = planned(option, SAMPLES[name], job).notes
     assert sum(option in note for note in notes) == 1
     assert "means nothing here" in "".join(notes)
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "names"),
+    [
+        ("", ("--min", "2", "--max=3"), ["--min", "--max"]),
+        ("", ("--steps", "2", "min", "-max"), []),
+        ("parser.add_argument('--min')", ("--min", "2", "--max=3"), ["--max"]),
+        ("parser.add_argument('--max-steps')", ("--max", "3"), ["--max"]),
+    ],
+)
+def test_options_of_ours_that_went_to_the_script_are_said(
+    source: str, args: tuple[str, ...], names: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(f"# {source}\n")
+    got = planned(str(script), *args)
+    assert [note.partition(" ")[0] for note in got.notes if "went to the script" in note] == names
+    assert got.config.command.args == args
 
 
 def test_a_name_that_other_nodes_would_need_is_told(job: str) -> None:
@@ -414,6 +458,10 @@ def test_timeouts_of_rdzv_conf_are_ours_and_the_rest_is_told(job: str) -> None:
         (("--rdzv-backend", "etcd"), "--rdzv-endpoint"),
         (("--rdzv-conf", "a"), "key=value"),
         (("--rdzv-conf", "join_timeout=soon"), "not a number"),
+        (("--rdzv-conf", "timeout=5'"), "--rdzv-conf timeout=5' is not a number"),
+        (("--rdzv-conf", "timeout=-1"), "--rdzv-conf timeout=-1 is not a length"),
+        (("--master-port", "70000"), "--master-port 70000 is not a port"),
+        (("--master-port", "-1"), "--master-port -1 is not a port"),
         (("--job", "a/b"), "slash"),
         (("--job", ""), "empty"),
         (("--job", ".."), "file paths"),

@@ -208,14 +208,15 @@ class Cluster:
         program: Sequence[str] = (PLAYER,),
         env: dict[str, str] | None = None,
     ) -> list[Agent]:
-        """Start an agent of each name."""
+        """Start an agent of each name; an empty one has the agent find its own."""
         return [self._start(name, slots, options, program, env or {}) for name in names]
 
     def _start(
         self, name: str, slots: int, options: Sequence[str], program: Sequence[str], env: dict[str, str]
     ) -> Agent:
         low, high = self.limits
-        argv = [ELASTICD, "run", f"--min={low}", f"--max={high}", f"--slots={slots}", f"--node={name}"]
+        argv = [ELASTICD, "run", f"--min={low}", f"--max={high}", f"--slots={slots}"]
+        argv += [f"--node={name}"] if name else []
         argv += [f"--job={self.job}", "--log-format=json", "--plain", *self.etcd_options]
         argv += [part for option in self.pace.items() for part in option]
         argv += [*options, *program]

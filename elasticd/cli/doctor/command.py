@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from elasticd.cli.complaint import ETCD_UNREACHABLE
+from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import named_etcd
 from elasticd.cli.doctor import judge
 from elasticd.cli.doctor.judge import Finding, Grade
@@ -27,7 +27,7 @@ from elasticd.cli.doctor.machine_facts import (
 )
 from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
 from elasticd.cli.interfaces import network_environment
-from elasticd.cli.machine import default_node_name, routed_address
+from elasticd.cli.machine import default_node_name, nowhere, routed_address
 from elasticd.cli.options import etcd_options
 from elasticd.cli.planning import http_place
 from elasticd.cli.values import Seconds
@@ -71,6 +71,8 @@ def doctor(
     Exit codes: 0, it can (there may be advice); 1, something is wrong; 2, bad usage; 4, nothing is wrong
     but that etcd cannot be reached, which may come right.
     """
+    if gone := nowhere():
+        raise Complaint(gone)
     access = named_etcd(etcd)
     findings = tuple(
         _examination(access, script, module, job, address, node_ttl, http_place(http) if http else None)

@@ -1,0 +1,89 @@
+"""The first lines of the ``elasticd`` command: what goes wrong before anything else is there to say so.
+
+It imports the standard library only, and little of that: others' modules are where it goes wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from elasticd.cli.complaint import USAGE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import NoReturn
+
+
+class Stopped(BaseException):
+    """By a signal, before there was an agent that could leave in good order."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
+        self.sentence = f"stopped by {signal.Signals(number).name} before it had begun"
+
+
+def main() -> NoReturn:
+    """Run a command and exit."""
+    try:
+        if sys.argv[1:2] == ["run"]:  # the agent handles them itself once it is there
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, _stop)
+        from elasticd.cli.main import main as go
+
+        go()
+    except Stopped as stopped:
+        _leave(stopped.sentence, stopped.code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        sentence = _unreadable() or _shadowed(error)
+        if not sentence:
+            raise
+        _leave(sentence, USAGE)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def _leave(sentence: str, code: int) -> NoReturn:
+    print(f"elasticd: {sentence}.", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _unreadable() -> str:
+    """Why this user cannot run Python here, as after a change of user; empty if it can."""
+    library = os.path.dirname(os.__file__)
+    for path, way in ((sys.executable, os.X_OK), (library, os.R_OK | os.X_OK), (__file__, os.R_OK)):
+        if path and not os.access(path, way):
+            what = "run" if way == os.X_OK else "read"
+            return (
+                f"user {os.getuid()} may not {what} {path}: install elasticd where that user may, or let it"
+            )
+    return ""
+
+
+def _shadowed(error: Exception) -> str:
+    """The file that was imported in place of a module of Python's, where there is one; else empty. Nothing of
+    Python's own is below PYTHONPATH, or beside a script."""
+    others = [os.path.realpath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    for name in sorted(sys.stdlib_module_names & sys.modules.keys()):
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        folder = os.path.dirname(os.path.realpath(file))
+        package = os.path.dirname(folder) if os.path.basename(file).startswith("__init__.") else folder
+        if file and package in others:
+            return (
+                f"{file} is imported in place of Python's own module {name} "
+                f"({type(error).__name__}: {error}): rename it, or take its folder out of PYTHONPATH"
+            )
+    return ""
+
+
+if __name__ == "__main__":
+    from elasticd.cli.begin import main as once  # else there are two of Stopped, of which others know one
+
+    once()

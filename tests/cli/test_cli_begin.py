@@ -1,0 +1,138 @@
+"""What goes wrong before the command line is even read, or while the agent starts: one sentence each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEGIN = [sys.executable, "-m", "elasticd.cli.begin"]
+
+
+def said(*argv: str, cwd: Path | None = None, **env: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [*BEGIN, *argv], cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=100
+    )
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    script = tmp_path / "job.py"
+    script.write_text("print('hello')\n")
+    return str(script)
+
+
+@pytest.mark.parametrize("module", ["json", "queue", "logging"])
+def test_a_module_that_shadows_one_of_pythons_own_is_named(module: str, job: str, tmp_path: Path) -> None:
+    shadow = tmp_path / "shadow" / f"{module}.py"
+    shadow.parent.mkdir()
+    shadow.write_text("mine = 1\n")
+    code, lines = said("run", "--plain", job, PYTHONPATH=str(shadow.parent))
+    assert code == 2 and len(lines) == 1, lines
+    assert str(shadow) in lines[0] and "PYTHONPATH" in lines[0] and f"module {module} " in lines[0]
+
+
+def test_an_error_of_our_own_is_not_blamed_on_what_is_on_the_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    program = (
+        "import sys, elasticd.cli.begin as begin, elasticd.cli.main as main\n"
+        "main.main = lambda: 1 / 0\n"
+        "begin.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv", [("run", "--plain", "JOB"), ("run", "-m", "json"), ("ckpt", "ls", "x"), ("doctor",)]
+)
+def test_a_working_folder_that_is_gone_is_said(argv: tuple[str, ...], job: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = [*BEGIN, *(job if word == "JOB" else word for word in argv)]
+    program = f"import os, sys\nos.rmdir(os.getcwd())\nos.execv(sys.executable, {command})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=gone,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines() == [
+        "elasticd: the folder that this was started in is gone: go to one that is there."
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> None:
+    """As after ``setuid`` in whatever starts elasticd."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o700)
+    program = (
+        "import os, sys\n"
+        f"os.symlink(sys.executable, {str(locked / 'python')!r})\n"
+        f"sys.executable = {str(locked / 'python')!r}\n"
+        "import elasticd.cli.begin as begin\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        f"sys.argv = ['elasticd', 'run', '--plain', {job!r}]\n"
+        "sys.modules['elasticd.cli.main'] = None\n"  # an import that fails, as of what cannot be read
+        "begin.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "user 65534 may not" in done.stderr
+
+
+# Where the command is when the signal comes, by what it imports next.
+MOMENTS = {
+    "at once": "elasticd.cli.main",
+    "as options are read": "elasticd.cli.planning",
+    "as the agent is imported": "elasticd.daemon.main",
+    "as torch is imported": "torch",
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_while_it_starts_is_one_line(
+    moment: str, number: signal.Signals, job: str, tmp_path: Path
+) -> None:
+    """A finder of modules sends it, as the named one is looked for."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {MOMENTS[moment]!r} and 'elasticd.cli.begin' in sys.orig_argv:\n"
+        f"            os.kill(os.getpid(), {number})\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    last_words = tmp_path / "last words"
+    code, lines = said(
+        "run",
+        "--plain",
+        f"--termination-log={last_words}",
+        job,
+        PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}",
+        XDG_STATE_HOME=str(tmp_path),
+        XDG_RUNTIME_DIR=str(tmp_path),
+    )
+    assert code == 128 + number
+    people = [line for line in lines if not line.startswith("{")]
+    if moment == "as torch is imported":  # there is an agent by then, and it leaves as agents do
+        assert "drained" in people[0]
+    else:
+        assert people == [f"elasticd: stopped by {number.name} before it had begun."]
+    if moment.startswith("as the agent"):
+        assert number.name in last_words.read_text()
