@@ -46,10 +46,13 @@ def test_status_and_ls_find_it_and_scale_steers_it(alone: Cluster) -> None:
     assert alone.job not in alone.command("ls").out
 
 
-def test_nobody_else_reaches_its_etcd_and_its_ports_are_on_loopback_only(alone: Cluster) -> None:
+def test_nobody_else_reaches_its_etcd_and_its_ports_are_on_loopback_only(
+    alone: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (a,) = alone.start("a", slots=2)
     alone.world(2)
-    run = next(run for run in standalone_runs() if run.job == alone.job)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", alone.environment()["XDG_RUNTIME_DIR"])
+    (run,) = standalone_runs()
     assert run.endpoint.startswith("unix:")
     if os.geteuid() == 0:
         argv = [sys.executable, "-I", "-c", AS_NOBODY, run.endpoint.removeprefix("unix:")]
