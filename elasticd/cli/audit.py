@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.say import say
 from elasticd.core.audit import Verdict, compare, judge
 from elasticd.telemetry import auditfiles, runs, words
 from elasticd.telemetry import auditwords as told
@@ -28,20 +29,20 @@ def audit(run: tuple[str, ...], against: tuple[str, ...]) -> int:
     """
     verdict = _judged(run)
     for line in told.summary(verdict):
-        click.echo(line)
+        say(line)
     for found in verdict.findings[:_SHOWN]:
-        click.echo(click.style(told.finding(found), fg="red"))
+        say(told.finding(found), fg="red")
     if len(verdict.findings) > _SHOWN:
-        click.echo(f"and {len(verdict.findings) - _SHOWN} more like that")
+        say(f"and {len(verdict.findings) - _SHOWN} more like that")
     proved = not verdict.findings and bool(verdict.steps) and bool(verdict.epochs)
     if against:
         compared = compare(verdict, _judged(against))
         if not compared.losses and not compared.weights:
             raise Complaint("the two runs have not a single step in common, so nothing can be compared")
         alike = compared.difference is None
-        click.echo(click.style(told.comparison(compared), fg=None if alike else "red"))
+        say(told.comparison(compared), fg=None if alike else "red")
         return 0 if alike and not verdict.findings else NOT_PROVED
-    click.echo("proved: each was used once" if proved else "not proved")
+    say("proved: each was used once" if proved else "not proved")
     return 0 if proved else NOT_PROVED
 
 

@@ -19,6 +19,7 @@ from elasticd.checkpoint.manifest import BadCheckpoint, Manifest, parse_folder
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import BadStore, Store, store_at
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.say import say
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.telemetry import words
 
@@ -84,24 +85,22 @@ def ls(store: Store, as_json: bool) -> None:
     looked = [_look(store, saved) for saved in known.saved]
     if as_json:
         for one in looked:
-            click.echo(json.dumps(one.as_json()))
+            say(json.dumps(one.as_json()))
         return
     if looked:
         rows = [("STEP", "AGE", "WORLD", "GENERATION", "SIZE", "WHOLE", "NAME"), *map(_row, looked)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
-            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     else:
-        click.echo(f"There is no committed checkpoint in {store.url}.", err=True)
+        say(f"There is no committed checkpoint in {store.url}.", err=True)
     for one in looked:
         if one.wrong:
-            click.echo(f"elasticd: {one.wrong}.", err=True)
+            say(f"elasticd: {one.wrong}.", err=True)
     committed = {saved.name for saved in known.saved}
     begun = sum(1 for name in _names(store) if parse_folder(name) and name not in committed)
     if begun:
-        click.echo(
-            f"elasticd: {words.count(begun, 'folder')} not committed (being saved, or left over).", err=True
-        )
+        say(f"elasticd: {words.count(begun, 'folder')} not committed (being saved, or left over).", err=True)
 
 
 @ckpt.command()
@@ -121,19 +120,19 @@ def show(store: Store, which: str | None, as_json: bool) -> None:
             "generation": manifest.round,
             "world": manifest.world,
         }
-        click.echo(json.dumps({**told, "files": files, "tensors": tensors, "objects": sorted(index.blobs)}))
+        say(json.dumps({**told, "files": files, "tensors": tensors, "objects": sorted(index.blobs)}))
         return
     saved_by = f"{words.count(manifest.world, 'worker')} (generation {manifest.round})"
-    click.echo(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {_size(manifest.size)}")
+    say(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {_size(manifest.size)}")
     for file in manifest.files:
-        click.echo(f"  {file.name:<24} {_size(file.size):>10}")
-    click.echo(f"{words.count(len(index.tensors), 'tensor')}:")
+        say(f"  {file.name:<24} {_size(file.size):>10}")
+    say(f"{words.count(len(index.tensors), 'tensor')}:")
     for key, tensor in sorted(index.tensors.items()):
         parts = f", in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
-        click.echo(f"  {key}  {tensor.dtype} {list(tensor.shape)}{parts}")
-    click.echo(f"{words.count(len(index.blobs), 'object')}:")
+        say(f"  {key}  {tensor.dtype} {list(tensor.shape)}{parts}")
+    say(f"{words.count(len(index.blobs), 'object')}:")
     for key in sorted(index.blobs):
-        click.echo(f"  {key}")
+        say(f"  {key}")
 
 
 @ckpt.command()
@@ -158,8 +157,8 @@ def verify(store: Store, which: str | None, every: bool) -> int:
                     del file
                     wrong += its
         for sentence in wrong:
-            click.echo(f"elasticd: {sentence}.", err=True)
-        click.echo(f"{saved.name}: {'damaged' if wrong else 'whole'}")
+            say(f"elasticd: {sentence}.", err=True)
+        say(f"{saved.name}: {'damaged' if wrong else 'whole'}")
         damaged += bool(wrong)
     return NOT_WHOLE if damaged else 0
 
@@ -206,7 +205,7 @@ def export(store: Store, out: Path, which: str | None, only: tuple[str, ...]) ->
         raise Complaint(f"{out} cannot be written: {error.strerror}") from error
     finally:
         fresh.unlink(missing_ok=True)
-    click.echo(f"{out}: step {manifest.step}, {words.count(len(flat.tensors), 'tensor')}")
+    say(f"{out}: step {manifest.step}, {words.count(len(flat.tensors), 'tensor')}")
 
 
 @ckpt.command()
@@ -230,7 +229,7 @@ def rm(store: Store, which: str, force: bool) -> None:
         store.remove(saved.name)
     except OSError as error:
         raise Complaint(f"{error.filename or store.url} cannot be changed: {error.strerror}") from error
-    click.echo(f"{saved.name}: removed")
+    say(f"{saved.name}: removed")
 
 
 # ---------------------------------------------------------------- looking
@@ -238,7 +237,7 @@ def rm(store: Store, which: str, force: bool) -> None:
 
 def _known(store: Store) -> Checkpoint:
     try:
-        return FilePointer(store, lambda said: click.echo(f"elasticd: {said}.", err=True)).read()
+        return FilePointer(store, lambda said: say(f"elasticd: {said}.", err=True)).read()
     except BadCheckpoint as error:
         raise Complaint(f"{error}", NOT_WHOLE) from error
     except OSError as error:

@@ -15,6 +15,7 @@ import click
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.fitting import on_screen
+from elasticd.cli.say import say
 from elasticd.cli.values import Whole
 from elasticd.procs.linux import started_at
 from elasticd.telemetry import events as files
@@ -49,7 +50,7 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
     else:
         seen = files.read(folders())
     for event in seen:
-        click.echo(json.dumps(event) if as_json else _line(event))
+        say(*([json.dumps(event)] if as_json else _lines(event)), fg=_color(event, as_json))
         sys.stdout.flush()
 
 
@@ -68,7 +69,7 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
     known = last_run(known)
     if failed:
         how, log = _last_failure(job, [run.folder for run in known])
-        click.echo(click.style(how, bold=True), err=True)
+        say(how, bold=True, err=True)
         _print([log])
         return
     newest = {run.node: run for run in known}  # of each node's runs the last
@@ -141,12 +142,14 @@ def _process(started: Event) -> int | None:
     return found
 
 
-def _line(event: Event) -> str:
+def _color(event: Event, as_json: bool) -> str | None:
+    return None if as_json else _STYLES.get(str(event.get("level")))
+
+
+def _lines(event: Event) -> list[str]:
     at = datetime.fromtimestamp(float(event["at"])).astimezone()
     text = f"{at:%Y-%m-%d %H:%M:%S}  {event.get('node', '')}  {event.get('text') or event['event']}"
-    text = "\n".join(on_screen([text]))
-    style = _STYLES.get(str(event.get("level")))
-    return click.style(text, fg=style) if style else text
+    return on_screen([text])
 
 
 def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
@@ -192,10 +195,10 @@ def _print(places: Iterable[Path]) -> None:
         for path in paths:
             if path.exists() and os.path.getsize(path):
                 printed = True
-                click.echo(click.style(f"==> {path} <==", bold=True))
+                say(f"==> {path} <==", bold=True)
                 sys.stdout.flush()
                 with path.open("rb") as file:
                     shutil.copyfileobj(file, out)
                 out.flush()
     if not printed:
-        click.echo("it printed nothing", err=True)
+        say("it printed nothing", err=True)

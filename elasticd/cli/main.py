@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import nowhere
+from elasticd.cli.say import say
 from elasticd.procs.init import part_from_init
 from elasticd.telemetry.termination import TerminationLog
 
@@ -57,7 +58,7 @@ def cli() -> None:
 @cli.command()
 def version() -> None:
     """Print the version."""
-    click.echo(f"elasticd {__version__}")
+    say(f"elasticd {__version__}")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -87,7 +88,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         _say(complaint.sentence)
         return complaint.code
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
+        say(*error.format_message().splitlines())
         return 2
     except click.ClickException as error:
         sentence = _sentence(error)
@@ -124,7 +125,7 @@ def _drop_output() -> None:
 
 def _say(sentence: str) -> None:
     one_line = " ".join(sentence.split())
-    click.echo(f"elasticd: {one_line}", err=True)
+    say(f"elasticd: {one_line}", err=True)
 
 
 def _leave_word(error: click.ClickException, sentence: str) -> None:

@@ -12,6 +12,7 @@ from elasticd import __version__
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.fitting import on_screen
 from elasticd.cli.history import known_runs, last_run, living
+from elasticd.cli.say import say
 from elasticd.telemetry import events as files
 from elasticd.telemetry import reviewpage, reviewtext
 from elasticd.telemetry.review import Part, review
@@ -45,7 +46,7 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
         found = review(parts)
     except ValueError:
         raise Complaint(f"nothing was written of this run in {folders[-1]}") from None
-    click.echo("\n".join(on_screen(reviewtext.lines(found))))
+    say(*on_screen(reviewtext.lines(found)))
     if text:
         return
     page = out or folders[-1] / PAGE
@@ -53,7 +54,7 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
         page.write_text(reviewpage.render(found, __version__, time.time()), encoding="utf-8")
     except OSError as error:
         raise Complaint(f"{page} cannot be written: {error.strerror}; say where with --out FILE") from error
-    click.echo(f"\nThe page: {page}")
+    say("", f"The page: {page}")
 
 
 def _folders(run: str | None) -> list[Path]:

@@ -14,6 +14,7 @@ from elasticd.cli.control import Place, answering, facts_of, find, places, unusa
 from elasticd.cli.fitting import on_screen
 from elasticd.cli.options import etcd_options
 from elasticd.cli.report import JobReport, as_text, report
+from elasticd.cli.say import say
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord
 from elasticd.telemetry import words
@@ -68,7 +69,7 @@ def _look(access: EtcdAccess, job: str) -> JobReport:
     if complaint := unusable(job, bad):
         raise complaint from bad[0]
     for error in bad:
-        click.echo(f"elasticd: {job}: {error}.", err=True)
+        say(f"elasticd: {job}: {error}.", err=True)
     return report(job, facts_of(listing), time.time())
 
 
@@ -79,7 +80,7 @@ def _look_if_there(place: Place, job: str) -> JobReport | None:
         return _look(place.access, job)
     except Complaint as complaint:
         if isinstance(complaint.__cause__, BadRecord):
-            click.echo(f"elasticd: {complaint.sentence}", err=True)
+            say(f"elasticd: {complaint.sentence}", err=True)
         elif place.shared or complaint.code != ETCD_UNREACHABLE:
             raise
         return None
@@ -87,9 +88,9 @@ def _look_if_there(place: Place, job: str) -> JobReport | None:
 
 def _show(r: JobReport, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(r.as_json()))
+        say(json.dumps(r.as_json()))
     else:
-        click.echo("\n".join(on_screen(as_text(r, time.time()))))
+        say(*on_screen(as_text(r, time.time())))
 
 
 # ---------------------------------------------------------------- lists
@@ -99,16 +100,16 @@ def _show_list(there: list[Place], as_json: bool) -> None:
     reports = [r for place in there for job in place.jobs if (r := _look_if_there(place, job)) is not None]
     if as_json:
         for r in reports:
-            click.echo(json.dumps(r.as_json()))
+            say(json.dumps(r.as_json()))
         return
     if not reports:
         where = "in this etcd" if any(p.shared for p in there) else "on this machine; for others give --etcd"
-        click.echo(f"There is no job {where}.", err=True)
+        say(f"There is no job {where}.", err=True)
         return
     rows = [("JOB", "PHASE", "ROUND", "WORLD", "STEP", "NODES", "SCRIPT"), *(_row(r) for r in reports)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _row(r: JobReport) -> tuple[str, ...]:
@@ -133,4 +134,5 @@ def _show_anew(r: JobReport, as_json: bool) -> None:
         _show(r, as_json)
         sys.stdout.flush()
         return
-    click.echo("\x1b[H\x1b[J" + "\n".join(on_screen(as_text(r, time.time()))))
+    sys.stdout.write("\x1b[H\x1b[J")
+    _show(r, as_json)

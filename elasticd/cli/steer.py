@@ -11,6 +11,7 @@ import click
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import answering, find, places
 from elasticd.cli.options import etcd_options
+from elasticd.cli.say import say
 from elasticd.cli.values import Whole
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Put, Refused, Unchanged
@@ -39,7 +40,7 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
 
     spec = _edit(find(etcd, job).access, job, change)
     low, high = spec.limits.min, spec.limits.max
-    click.echo(f"{job} may have {f'{low} to ' if low < high else ''}{words.count(high, 'worker')}.")
+    say(f"{job} may have {f'{low} to ' if low < high else ''}{words.count(high, 'worker')}.")
 
 
 @click.command()
@@ -55,7 +56,7 @@ def drain(node: str, job: str | None, **etcd: Any) -> None:
         return spec if left in spec.drain else replace(spec, drain=(*spec.drain, left))
 
     _edit(access, job, change)
-    click.echo(f"{node} is asked to leave {job}.")
+    say(f"{node} is asked to leave {job}.")
 
 
 @click.command()
@@ -64,7 +65,7 @@ def drain(node: str, job: str | None, **etcd: Any) -> None:
 def stop(job: str, **etcd: Any) -> None:
     """End JOB on all its nodes: its workers may save."""
     _edit(find(etcd, job).access, job, lambda spec: replace(spec, stop=True))
-    click.echo(f"{job} is asked to stop.")
+    say(f"{job} is asked to stop.")
 
 
 def _edit(access: EtcdAccess, job: str, change: Callable[[Spec], Spec]) -> Spec:

@@ -51,7 +51,8 @@ def top(job: str | None, **etcd: Any) -> None:
     if last:
         from elasticd.telemetry import footer
 
-        click.echo("\n".join(footer.render(snapshot(last[-1], time.time()), 80, 24, fold=True)))
+        lines = footer.render(snapshot(last[-1], time.time()), 80, 24, fold=True)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def _draw(report: JobReport, last: list[JobReport]) -> None:

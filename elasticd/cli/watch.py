@@ -6,11 +6,10 @@ import queue
 import time
 from collections.abc import Callable
 
-import click
-
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import Place, facts_of, unusable
 from elasticd.cli.report import JobReport, Pace, report
+from elasticd.cli.say import say
 from elasticd.core.facts import Fact, Round
 from elasticd.core.ports import Listing, Seen
 from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
@@ -66,7 +65,7 @@ class _Watch:
         if isinstance(seen, BadRecord):
             if complaint := unusable(self._job, [seen]):
                 raise complaint from seen
-            click.echo(f"elasticd: {self._job}: {seen}.", err=True)
+            say(f"elasticd: {self._job}: {seen}.", err=True)
             return
         if isinstance(seen, StoreError):
             raise Complaint(f"{seen}.") from seen
@@ -119,7 +118,7 @@ class _Watch:
             if self._place.ended(self._job):
                 raise Complaint(f"the standalone run {self._job} has ended, and its etcd with it.") from error
             if not self._away:
-                click.echo("elasticd: etcd is away; waiting.", err=True)
+                say("elasticd: etcd is away; waiting.", err=True)
             self._away = True
             return False
         except StoreError as error:

@@ -37,6 +37,7 @@ from elasticd.etcd.store import Link
 from elasticd.procs.keeper import Warden
 from elasticd.telemetry import log, runs
 from elasticd.telemetry.events import EventFile
+from elasticd.telemetry.lines import clean
 from elasticd.telemetry.termination import TerminationLog
 from elasticd.telemetry.view import PlainView, View
 
@@ -51,6 +52,7 @@ def run(config: RunConfig, view: View | None = None, last_words: TerminationLog 
         code, said = 2, f"elasticd: {error}."
     finally:
         manager.close()
+    said = clean(said)
     if last_words is not None:
         last_words.write(said)
     view.finish(said)

@@ -12,6 +12,7 @@ from elasticd import __version__
 from elasticd.telemetry import exposition, statuspage, words
 from elasticd.telemetry.book import Measured
 from elasticd.telemetry.http import Answer, Page
+from elasticd.telemetry.lines import clean
 from elasticd.telemetry.snapshot import Snapshot
 
 SCHEMA = 1
@@ -72,7 +73,11 @@ class Pages:
         last = self._last
         if last is None:
             return _starting()
-        return Answer(f"{last.unready}\n".encode(), status=503) if last.unready else Answer(b"ok\n")
+        return (
+            Answer(f"{clean(last.unready)}\n".encode(errors="replace"), status=503)
+            if last.unready
+            else Answer(b"ok\n")
+        )
 
     def _status(self, _: Mapping[str, str]) -> Answer:
         last = self._last

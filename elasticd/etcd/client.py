@@ -26,7 +26,7 @@ from elasticd.etcd.connection import Connection
 from elasticd.etcd.diagnose import diagnose
 from elasticd.etcd.errors import BadRecord, LeaseGone, StoreUnavailable
 from elasticd.etcd.kv import KeyValue, Range
-from elasticd.etcd.names import ROOT, job_prefix
+from elasticd.etcd.names import ROOT, check_name, job_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,16 @@ class Status:
 
     version: str
     leader: bool
+
+
+def _job_name(name: bytes) -> list[str]:
+    """The name as text, if it is one that a job can have."""
+    try:
+        text = name.decode()
+        check_name(text, "job")
+    except ValueError:
+        return []
+    return [text]
 
 
 class Client:
@@ -97,7 +107,7 @@ class Client:
                 return names
             name, slash, _ = response.kvs[0].key.removeprefix(ROOT).partition(b"/")
             if slash:
-                names.append(name.decode(errors="replace"))
+                names += _job_name(name)
                 key = kv.prefix_end(ROOT + name + b"/")
             else:  # somebody else's key among ours
                 key = response.kvs[0].key + b"\0"

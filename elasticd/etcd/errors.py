@@ -46,7 +46,8 @@ class BadRecord(StoreError):
     """A value in etcd that is not what its key promises. ``key`` names it."""
 
     def __init__(self, key: str, why: str) -> None:
-        super().__init__(f"the value of {key} in etcd is not usable: {why}")
+        shown = key if key.isprintable() else repr(key)
+        super().__init__(f"the value of {shown} in etcd is not usable: {why}")
         self.key = key
 
 

@@ -29,6 +29,7 @@ from elasticd.core.facts import (
     Stragglers,
 )
 from elasticd.etcd.errors import BadRecord, NewerRecord
+from elasticd.etcd.validity import problem
 
 VERSION: Final = 1
 
@@ -85,10 +86,17 @@ def encode(key: str, fact: Fact) -> bytes:
 
 @lru_cache(maxsize=512)  # agents that share a process see the same values; facts are frozen
 def decode(key: str, value: bytes) -> Fact | None:
-    """The fact in a value; None for a key that is not ours.
+    """The fact in a value, found valid; None for a key that is not ours.
 
     Raises NewerRecord or BadRecord, which name the key.
     """
+    fact = _decoded(key, value)
+    if fact is not None and (wrong := problem(key, fact)):
+        raise BadRecord(key, wrong)
+    return fact
+
+
+def _decoded(key: str, value: bytes) -> Fact | None:
     expected = fact_type(key)
     if expected is None:
         return None

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.nodenames import shortened, told_apart
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 
@@ -34,6 +35,7 @@ def render(
     """Lines with ANSI colours, each narrower than ``width`` cells; never more than half of
     ``height``, whatever the number of slots, nor more than ``rows_max`` lines of them. ``fold``: what
     happened is told to its end where there is room for more lines, else cut off."""
+    snapshot = cleaned(snapshot)
     room = max(1, height // 2)
     usable = max(8, width - 1)  # a full last column makes some terminals wrap
     lines: list[Text] = [Text("─" * usable, style="dim")] if room > 2 else []

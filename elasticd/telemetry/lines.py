@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 # Of the escape sequences only SGR (colours, ``ESC [ … m``) leaves the cursor where it is.
 _ESCAPE = re.compile(
@@ -18,6 +21,9 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")  # not tab, not what is left of ESC
+# What clean() takes away beside: all of C0 but tab and line feed, C1, and what turns the order of reading.
+_UNCLEAN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_Value = TypeVar("_Value")
 _RESET = "\x1b[0m"
 PARTIAL_MAX_CHARS = 64 * 1024  # a "line" longer than this is broken, not kept in memory
 
@@ -62,6 +68,37 @@ def shown(line: str, *, colors: bool = True) -> str:
     text = _ESCAPE.sub(_keep_colors if colors else "", _last_state(line))
     text = _CONTROL.sub("", text).expandtabs()
     return text + _RESET if "\x1b" in text and not text.endswith(_RESET) else text
+
+
+def clean(text: str) -> str:
+    """The text without anything that a terminal or a page would take for more than text. What comes from
+    etcd, a checkpoint or a file passes here before somebody sees it. Lines stay lines."""
+    return _UNCLEAN.sub("", _ESCAPE.sub("", text))
+
+
+def clean_line(text: str) -> str:
+    """The same on one line."""
+    return " ".join(clean(text).splitlines())
+
+
+def cleaned(value: _Value) -> _Value:
+    """A record with all its texts clean, however deep they are; the same one where they are."""
+    found: Any = value
+    if type(value) is str:
+        found = clean(str(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        new = {name: cleaned(item) for name, item in old.items()}
+        if any(new[name] is not item for name, item in old.items()):
+            found = replace(value, **new)
+    elif type(value) in (tuple, list):
+        items = [cleaned(item) for item in value]  # type: ignore[attr-defined]
+        if any(new is not old for new, old in zip(items, value, strict=True)):  # type: ignore[call-overload]
+            found = type(value)(items)  # type: ignore[call-arg]
+    elif isinstance(value, Mapping):
+        pairs = {cleaned(name): cleaned(item) for name, item in value.items()}
+        found = value if pairs == value else pairs
+    return found  # type: ignore[no-any-return]
 
 
 def _last_state(line: str) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TextIO
 
 import structlog
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import ExcInfo, FilteringBoundLogger, Processor
 
 from elasticd.core.reasons import Reason
 from elasticd.telemetry import words
+from elasticd.telemetry.lines import clean, cleaned
 
 Format = Literal["auto", "console", "json"]
 
@@ -89,9 +91,12 @@ def setup(
         shared += [
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
             _quiet_for_people,
+            _clean_for_terminals,
         ]
         renderer = structlog.dev.ConsoleRenderer(
-            colors=terminal and takes_colors() if colors is None else colors, pad_event_to=22
+            colors=terminal and takes_colors() if colors is None else colors,
+            pad_event_to=22,
+            exception_formatter=_clean_traceback,
         )
 
     write = line or _to_stderr
@@ -160,6 +165,18 @@ def _quiet_for_people(_: Any, __: str, event: MutableMapping[str, Any]) -> Mutab
             if event.get(key) == _Context.fields.get(key, object()):
                 del event[key]
     return event
+
+
+def _clean_for_terminals(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """What is logged may come from another machine."""
+    for key, value in event.items():
+        if not key.startswith("_"):
+            event[key] = cleaned(value) if isinstance(value, str | tuple | list | dict) else value
+    return event
+
+
+def _clean_traceback(into: TextIO, error: ExcInfo) -> None:
+    into.write("\n" + clean("".join(traceback.format_exception(*error)).rstrip("\n")))
 
 
 def _name_of_library(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

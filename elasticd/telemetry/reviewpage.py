@@ -9,6 +9,7 @@ from html import escape
 from elasticd.core.ledger import Kind
 from elasticd.telemetry import charts, words
 from elasticd.telemetry.events import Event
+from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.review import FailurePart, Review, RoundPart, SlotPart
 
@@ -59,6 +60,7 @@ NAMES = {
 
 def render(r: Review, version: str, now: float) -> str:
     """``version``: of the elasticd that writes the page, ``now``: when, seconds since the epoch."""
+    r = cleaned(r)
     marks = [(e.ended_at, f"round {e.number} ended: {e.ended_by}") for e in r.rounds[:-1] if e.ended_by]
     plots = [
         ("Workers at work", charts.over_time([r.world], r.began_at, r.ended_at, marks=marks, show=_count)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from html import escape
 
+from elasticd.telemetry.lines import clean, cleaned
 from elasticd.telemetry.nodenames import told_apart
 from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.snapshot import SlotLine, Snapshot
@@ -37,6 +38,7 @@ th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem;white-space:normal;ov
 def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") -> str:
     """``unready``: why this node takes no part, or empty. ``at``: when this was so, seconds since the
     epoch. ``spent``: what became of its slots' time, in words."""
+    s, unready, spent = cleaned(s), clean(unready), clean(spent)
     tiles = [
         ("phase", s.phase),
         (f"workers ({s.limits.min} to {s.limits.max})", f"{s.world_size:,}"),

@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from elasticd.etcd.validity import check
+
 VERSION = 1
 
 
@@ -94,6 +96,12 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
             f"{key} in etcd was written by a newer elasticd (format {record.version}, this one knows "
             f"{VERSION}): use one version on all nodes"
         )
+    try:
+        check(record)
+        if isinstance(record, Round) and len({seat.node for seat in record.seats}) < len(record.seats):
+            raise ValueError("a node has two seats")
+    except ValueError as error:
+        raise CorruptError(f"the value of {key} in etcd cannot be true: {error}") from error
     return record
 
 

@@ -26,7 +26,7 @@ from click.testing import CliRunner
 from elasticd.cli import steer
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.main import _exit_code
-from elasticd.core.facts import Cause, Drained, Fact, Limits, Node, Outcome, Phase, Round, Spec
+from elasticd.core.facts import Cause, Drained, Exit, Fact, Failure, Limits, Node, Outcome, Phase, Round, Spec
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd import registry
 from elasticd.etcd.client import Client
@@ -83,6 +83,27 @@ def test_scale_changes_the_limits_in_force_and_not_those_asked(
     assert spec_of(etcd, "j") == replace(SPEC, limits=Limits(3, 4))
     assert elasticd(capfd, "scale", "j", "--max", "6")[0] == 0
     assert spec_of(etcd, "j").limits == Limits(3, 6)
+
+
+OSC = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e"
+
+
+def test_what_is_in_etcd_reaches_the_terminal_only_as_text(
+    etcd: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failure = Failure("a", Exit(0, 0, 1, 1.0, message=f"{OSC}boom\nfaked: line", log=f"/logs{OSC}"))
+    ended = replace(LIVE, phase=Phase.ENDED, outcome=Outcome.FAILED, why=f"{OSC}why", failure=failure)
+    put(etcd, "j", spec=replace(SPEC, script=f"{OSC}job.py"), round=ended)
+    node = replace(a_node("a"), host=f"{OSC}host")
+    put(etcd, "k", spec=SPEC, round=LIVE, nodes__a=node)
+    etcd.swap_raw(b"/elasticd/k/nodes/\x1b[2Jb", b'{"v":1}', 0)
+    etcd.swap_raw(b"/elasticd/k/nodes/c", f'{{"v":1,"name":"{OSC!a}"}}'.encode(), 0)
+    etcd.swap_raw(b"/elasticd/\x1b[2Jgone/spec", b'{"v":1}', 0)
+    for argv in (("status", "j"), ("status", "k"), ("status",), ("ls",), ("status", OSC), ("status", "x")):
+        _, out, err = elasticd(capfd, *argv)
+        assert "elasticd" in err or "job.py" in out
+        assert not any(c in out + err for c in "\x1b\x07\x9b\u202e"), argv
+    assert "boom" in elasticd(capfd, "status", "j")[1]
 
 
 def test_scale_refuses_a_minimum_above_the_maximum(etcd: Client, capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,16 @@ def test_torch_loads_weights_only(module):
 
 
 @pytest.mark.parametrize(
+    "module", [m for m in OURS if m.is_relative_to(ROOT / "elasticd/cli") and m.name != "say.py"], ids=name
+)
+def test_commands_print_through_what_cleans_text(module):
+    for node in ast.walk(ast.parse(module.read_text(), module)):
+        match node:
+            case ast.Call(func=ast.Name(id="print") | ast.Attribute(attr="echo" | "secho")):
+                pytest.fail(f"line {node.lineno}: print through elasticd.cli.say")
+
+
+@pytest.mark.parametrize(
     "module",
     [m for m in OURS if m.parent.name in ("checkpoint", "daemon", "etcd", "torchrun")],
     ids=name,

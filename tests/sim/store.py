@@ -34,6 +34,7 @@ from elasticd.core.ports import (
     Unknown,
     Write,
 )
+from elasticd.etcd.validity import problem
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 
@@ -255,6 +256,7 @@ class SimEtcd:
         return topic.listing
 
     def _put(self, write: Put, revision: int, lease_id: int) -> None:
+        assert not (wrong := problem(write.key, write.fact)), f"{write.key}: {wrong}"
         at = self.keys.get(write.key)
         if at is None:
             self.keys[write.key] = _Key(write.fact, revision, revision, lease_id)

@@ -84,4 +84,5 @@ def test_who_does_not_know_what_is_left_of_the_budget_does_not_say() -> None:
 
 def test_names_cannot_bring_markup_of_their_own() -> None:
     page = render(snapshot(waiting="<script>alert(1)</script>"), "<b>", AT, "1")
+    assert "\x1b" not in render(snapshot(waiting="\x1b]0;x\x07wait"), "\x1b[2J", AT, "1", "\x1b[31m")
     assert "<script" not in page and "<b>&" not in page and "&lt;script&gt;" in page

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from elasticd.core.facts import Limits
 from elasticd.telemetry import footer
-from elasticd.telemetry.lines import PARTIAL_MAX_CHARS, LineBuffer, shown
+from elasticd.telemetry.lines import PARTIAL_MAX_CHARS, LineBuffer, clean, cleaned, shown
 from elasticd.telemetry.nodenames import told_apart
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import PlainView, open_view
@@ -60,6 +60,50 @@ def test_how_output_is_cut_into_chunks_changes_nothing(chunks: list[bytes]) -> N
 def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
     left = re.sub(r"\x1b\[[0-9;:<=>?]*[ -/]*m", "", shown(text))
     assert not re.search(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", left)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "\x1b", "[", "]", "0;", "m", "\x07", "\\", "\x9b", "\n", "\t", "\u202e", " "])
+    )
+)
+def test_clean_text_has_nothing_in_it_that_a_terminal_obeys(parts: list[str]) -> None:
+    text = clean("".join(parts))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert clean(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "clean_text"),
+    [
+        ("plain, \xfcml\xe4uts \u4e16\u754c\n\tand lines", "plain, \xfcml\xe4uts \u4e16\u754c\n\tand lines"),
+        ("\x1b]0;owned\x07title", "title"),
+        ("\x1b]8;;http://evil\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b[2J\x1b[31mred", "red"),
+        ("\x1bP$q\x1b\\dcs \x1bc\x9b2J", "dcs 2J"),
+        ("back\b\rspace", "backspace"),
+        ("\ud800", ""),
+    ],
+)
+def test_of_a_text_its_words_stay(text: str, clean_text: str) -> None:
+    assert clean(text) == clean_text
+
+
+def test_a_record_is_cleaned_however_deep_its_texts_are() -> None:
+    dirty = snapshot(job="a\x1b[2J", events=(Event(0.0, "b\x1b]0;x\x07"),))
+    assert cleaned(dirty) == snapshot(job="a", events=(Event(0.0, "b"),))
+    tidy = snapshot()
+    assert cleaned(tidy) is tidy
+
+
+def test_nothing_in_a_snapshot_reaches_the_terminal_but_as_text() -> None:
+    dirty = snapshot(job=EVIL, waiting=EVIL, phase=EVIL, events=(Event(0.0, EVIL),))
+    lines = footer.render(dirty, 120, 60)
+    assert not re.search(r"\x1b[^\[]|\x1b\[[^m]*[A-Za-ln-z]|[\x00-\x08\x0a-\x1a\x7f-\x9f]", "".join(lines))
+    assert "words" in "".join(lines)
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08words"
 
 
 def test_of_a_progress_bar_the_latest_state_is_shown() -> None:

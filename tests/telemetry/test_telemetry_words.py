@@ -241,6 +241,19 @@ def test_a_person_is_not_told_job_and_node_on_every_line(lines: list[str]) -> No
     assert "round=7" in lines[1] and "job=" not in lines[1]
 
 
+def test_what_others_wrote_does_not_steer_the_terminal_that_the_log_is_on(lines: list[str]) -> None:
+    log.setup("console", line=lines.append, colors=False)
+    log.get().warning("worker.failed", message="\x1b]0;owned\x07boom\x9b2J", nodes=["\x1b[2Ja"])
+    logging.getLogger("lib").warning("of %s", "\x1b[2Jetcd")
+    try:
+        raise ValueError("\x1b]0;owned\x07cause")
+    except ValueError:
+        logging.getLogger("lib").exception("failed")
+    assert "boom2J" in lines[0] and "'a'" in lines[0] and "of etcd" in lines[1] and "cause" in lines[2]
+    assert "Traceback" in lines[2]
+    assert not any(c in "".join(lines) for c in "\x1b\x07\x9b")
+
+
 @pytest.mark.parametrize(
     ("environ", "colored"), [({}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)]
 )

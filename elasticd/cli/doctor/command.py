@@ -30,6 +30,7 @@ from elasticd.cli.interfaces import network_environment
 from elasticd.cli.machine import default_node_name, nowhere, routed_address
 from elasticd.cli.options import etcd_options
 from elasticd.cli.planning import http_place
+from elasticd.cli.say import say
 from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports
@@ -77,7 +78,7 @@ def doctor(
     findings = tuple(
         _examination(access, script, module, job, address, node_ttl, http_place(http) if http else None)
     )
-    click.echo(json.dumps(as_object(findings, strict)) if as_json else "\n".join(as_text(findings, strict)))
+    say(*([json.dumps(as_object(findings, strict))] if as_json else as_text(findings, strict)))
     return exit_code(findings, strict)
 
 

@@ -1,0 +1,156 @@
+"""Whether a record that has been read from etcd can be true. Pure.
+
+Its types are right by now; what is left are its values: names that are none, numbers that no agent writes,
+members of a round that contradict each other. Who can write to etcd is trusted with the job (it can stop
+it), but no record of theirs may crash an agent or a command, or lead it to another machine's files.
+Text for people is not judged here: it is cleaned where it is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Final
+
+from elasticd.core.facts import Fact, Holder, Limits, Node, Round, Saved
+from elasticd.etcd.names import NAME_MAX, check_name
+
+COUNT_MAX: Final = 2**31 - 1  # of workers, slots, processes: what the kernel and torch can count
+_INT_MAX: Final = 2**63 - 1
+_SECONDS: Final = (-1e9, 2e11)  # what a date can be made of
+_ADDRESS: Final = re.compile(r"[0-9A-Za-z_.:%-]{1,255}", re.ASCII)
+
+
+def problem(key: str, fact: Fact) -> str:
+    """What is wrong with the fact under this key, in a few words; empty where nothing is."""
+    _, slash, node = key.partition("/")
+    try:
+        if slash:
+            check_name(node, "node")
+            said = fact.name if isinstance(fact, Node) else getattr(fact, "node", node)
+            if said != node:
+                raise ValueError(f"it is of the node {said!r}")
+        check(fact)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def check(value: Any) -> None:
+    """A record, or a part of one. Raises ValueError, a few words."""
+    if is_dataclass(value):
+        kind: Any = type(value)
+        for name, rule in _rules(kind):
+            try:
+                rule(getattr(value, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if isinstance(value, Round):
+            _members(value)
+    elif isinstance(value, tuple):
+        for item in value:
+            check(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            check(item)
+    elif isinstance(value, bool | str | Enum) or value is None:
+        pass
+    elif isinstance(value, int):
+        _between(0, _INT_MAX)(value)
+    else:
+        _between(*_SECONDS)(value)
+
+
+def _between(low: float, high: float) -> Callable[[Any], None]:
+    def rule(value: Any) -> None:
+        if value is not None and not low <= value <= high:  # also what is not a number
+            raise ValueError(f"{value} is not between {low:g} and {high:g}")
+
+    return rule
+
+
+def _name(value: Any) -> None:
+    check_name(value, "node")
+
+
+def _names(value: Any) -> None:
+    for name in value:
+        _name(name)
+
+
+def _word(value: Any) -> None:
+    if not value.isprintable() or len(value) > NAME_MAX:
+        raise ValueError(f"{value[:NAME_MAX]!r} is not a word")
+
+
+def _address(value: Any) -> None:
+    if not _ADDRESS.fullmatch(value):
+        raise ValueError(f"{value[:300]!r} is not an address")
+
+
+def _store(value: Any) -> None:
+    host, _, port = value.rpartition(":")
+    whole = _ADDRESS.fullmatch(host.removeprefix("[").removesuffix("]")) and re.fullmatch("[0-9]{1,5}", port)
+    if value and not (whole and int(port) <= 65535):
+        raise ValueError(f"{value[:300]!r} is not HOST:PORT")
+
+
+def _slots(value: Any) -> None:
+    if len(set(value)) < len(value):
+        raise ValueError("a slot is named twice")
+    for slot in value:
+        _COUNT(slot)
+
+
+_COUNT: Final = _between(0, COUNT_MAX)
+_PORT: Final = _between(0, 65535)
+_BY_NAME: Final[dict[str, Callable[[Any], None]]] = {
+    "node": _name,
+    "incarnation": _word,
+    "leaving": _names,
+    "address": _address,
+    "store": _store,
+    "slot": _COUNT,
+    "rank": _COUNT,
+    "base_rank": _COUNT,
+    "pid": _COUNT,
+    "world": _COUNT,
+    "most": _COUNT,
+    "port": _PORT,
+    "store_port": _PORT,
+    "code": _between(-256, 2**32),  # minus a signal
+}
+_BY_FIELD: Final[dict[tuple[type, str], Callable[[Any], None]]] = {
+    (Node, "name"): _name,
+    (Node, "slots"): _slots,
+    (Node, "ready"): _slots,
+    (Node, "holders"): _slots,
+    (Holder, "host"): _address,
+    (Holder, "port"): _between(1, 65535),
+    (Limits, "max"): _COUNT,
+    (Saved, "name"): _word,
+}
+
+
+@cache
+def _rules(kind: type) -> tuple[tuple[str, Callable[[Any], None]], ...]:
+    return tuple(
+        (field.name, _BY_FIELD.get((kind, field.name)) or _BY_NAME.get(field.name, check))
+        for field in fields(kind)
+    )
+
+
+def _members(round: Round) -> None:
+    """That each is there once, and ranks count through them."""
+    if len({member.node for member in round.members}) < len(round.members):
+        raise ValueError("members: a node is there twice")
+    rank = 0
+    for member in round.members:
+        _slots(member.slots)
+        if member.base_rank != rank:
+            raise ValueError(f"members: {member.node} begins at rank {member.base_rank} in place of {rank}")
+        rank += len(member.slots)
+    _COUNT(rank)
