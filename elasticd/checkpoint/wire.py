@@ -1,8 +1,11 @@
 """How savers and workers of different nodes talk about memory: over TCP, to those who know the secret,
-in frames that carry a checksum. JSON and raw bytes; nothing is ever unpickled.
+in frames that are sealed. JSON and raw bytes; nothing is ever unpickled.
 
-Each end proves that it knows the secret without showing it (an HMAC of what both have drawn). That keeps
-strangers out; it does not hide what goes over the network, as the training's own messages are not hidden.
+Each end proves that it knows the secret without showing it (an HMAC of what both have drawn), and both make
+the keys of this one connection from it, one for each direction. The seal of a frame is an HMAC of its number,
+its length and the SHA-256 of its content: who sits in between can neither change a frame nor leave one out,
+say it twice, turn two around or send one back. That keeps strangers out; it does not hide what goes over the
+network, as the training's own messages are not hidden.
 """
 
 from __future__ import annotations
@@ -12,16 +15,17 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self
 
 import msgspec
-import xxhash
 
 Message = dict[str, Any]
 PIECE: Final = 4 << 20  # bytes of raw data in a frame at most
 _SAID_MAX: Final = 256 << 20  # bytes of a message; the index of a large model is one
-_HEAD = struct.Struct("<QQ")  # length and xxh3 of 64 bits
+_HEAD = struct.Struct("<Q16s")  # length and seal
+_SEALED = struct.Struct("<QQ32s")  # number, length and SHA-256
 _NONCE: Final = 32
 _CONNECT_S: Final = 5.0
 SILENCE_S: Final = 20.0  # of the other end, in the middle of something
@@ -37,6 +41,8 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._keys = b"", b""  # for what is sent, for what is heard
+        self._sent = self._heard = 0  # frames
         sock.settimeout(SILENCE_S)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -82,6 +88,11 @@ class Wire:
             raise PeerGone("it does not know the secret of this job")
         if server:
             self._send([proofs[0]])
+        keys = [
+            hmac.digest(secret.encode(), b"frames of the " + side + both, hashlib.sha256)
+            for side in (b"server", b"client")
+        ]
+        self._keys = (keys[0], keys[1]) if server else (keys[1], keys[0])
 
     # ------------------------------------------------------------ what is said
 
@@ -96,34 +107,41 @@ class Wire:
         return heard
 
     def say_raw(self, content: bytes) -> None:
-        self._send([_HEAD.pack(len(content), xxhash.xxh3_64_intdigest(content)), content])
+        self._send([self._head(len(content), _digest(content)), content])
 
     def hear_raw(self) -> bytes:
-        length, digest = _HEAD.unpack(self._take(_HEAD.size))
+        length, seal = _HEAD.unpack(self._take(_HEAD.size))
         if length > _SAID_MAX:
             raise PeerGone(f"it wants to say {length} bytes at once")
         content = self._take(length)
-        _check(content, digest)
+        self._check(length, seal, _digest(content))
         return content
 
     # ------------------------------------------------------------ what is carried
 
     def send(self, content: memoryview) -> None:
         """In frames; the other end knows how much it is."""
-        for at in range(0, len(content), PIECE):
-            piece = content[at : at + PIECE]
-            self._send([_HEAD.pack(len(piece), xxhash.xxh3_64_intdigest(piece)), piece])
+        pieces = _pieces(content)
+        for piece, digest in zip(pieces, _digests(pieces, len(pieces)), strict=True):
+            self._send([self._head(len(piece), digest), piece])
 
     def receive(self, into: memoryview) -> None:
         """What the other end sends, which is just as long. Raises PeerGone where what has come is not
         what was sent; then ``into`` is in no defined state."""
-        for at in range(0, len(into), PIECE):
-            piece = into[at : at + PIECE]
-            length, digest = _HEAD.unpack(self._take(_HEAD.size))
-            if length != len(piece):
-                raise PeerGone(f"it sends {length} bytes where {len(piece)} were to come")
-            self._fill(piece)
-            _check(piece, digest)
+        pieces = _pieces(into)
+        heads: list[tuple[int, bytes]] = []
+
+        def filled() -> Iterator[memoryview]:
+            for piece in pieces:
+                length, seal = _HEAD.unpack(self._take(_HEAD.size))
+                if length != len(piece):
+                    raise PeerGone(f"it sends {length} bytes where {len(piece)} were to come")
+                self._fill(piece)
+                heads.append((length, seal))
+                yield piece
+
+        for number, digest in enumerate(_digests(filled(), len(pieces))):
+            self._check(*heads[number], digest)
 
     def close(self) -> None:
         self._socket.close()
@@ -133,6 +151,20 @@ class Wire:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # ------------------------------------------------------------ seals
+
+    def _head(self, length: int, digest: bytes) -> bytes:
+        """Of the next frame to be sent."""
+        seal = _seal(self._keys[0], self._sent, length, digest)
+        self._sent += 1
+        return _HEAD.pack(length, seal)
+
+    def _check(self, length: int, seal: bytes, digest: bytes) -> None:
+        """That the next frame is what was sent. Raises PeerGone."""
+        if not hmac.compare_digest(seal, _seal(self._keys[1], self._heard, length, digest)):
+            raise PeerGone("what has come is not what was sent: its seal is wrong")
+        self._heard += 1
 
     # ------------------------------------------------------------ bytes
 
@@ -161,6 +193,28 @@ class Wire:
             raise PeerGone(f"it does not answer: {error.strerror or error}") from error
 
 
-def _check(content: bytes | memoryview, digest: int) -> None:
-    if xxhash.xxh3_64_intdigest(content) != digest:
-        raise PeerGone("what has come is not what was sent: its checksum is wrong")
+def _seal(key: bytes, number: int, length: int, digest: bytes) -> bytes:
+    return hmac.digest(key, _SEALED.pack(number, length, digest), hashlib.sha256)[:16]
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _pieces(content: memoryview) -> list[memoryview]:
+    return [content[at : at + PIECE] for at in range(0, len(content), PIECE)]
+
+
+def _digests(pieces: Iterable[memoryview], count: int) -> Iterator[bytes]:
+    """Of each piece; of several on a thread beside, while the caller sends or receives the next."""
+    if count < 2:
+        yield from map(_digest, pieces)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="elasticd-wire") as beside:
+        under_way = None
+        for piece in pieces:
+            before, under_way = under_way, beside.submit(_digest, piece)
+            if before is not None:
+                yield before.result()
+        if under_way is not None:
+            yield under_way.result()
