@@ -132,7 +132,9 @@ class Preload:
             self._say("zygote.given_up", why=said["unfit"])
         if said.get("ready"):
             self.ready = True
-            self._say("zygote.ready")
+            untried = said.get("untried", 0)
+            more = {"untried": untried, "why": "too many modules could not be imported ahead"}
+            self._say("zygote.ready", **(more if untried else {}))
 
     def _ended(self, generation: int, end: Ended) -> None:
         if generation != self._generation or self._warden.closing:

@@ -378,9 +378,15 @@ class WardenProcess:
                     self._ended_early.clear()
                 case "ready":
                     zygote.imported(message["asked"])
-                    self._tell({"is": "zygote", "id": zygote.id, "ready": zygote.ready})
-                case "left_out":  # it begins again, and may have read what was asked of it
-                    self._start_without(zygote.give_up())
+                    self._tell(
+                        {
+                            "is": "zygote",
+                            "id": zygote.id,
+                            "ready": zygote.ready,
+                            "untried": message["untried"],
+                        }
+                    )
+                case "left_out":
                     self._tell({"is": "zygote", "id": zygote.id, "left_out": message["names"]})
                 case "unfit":
                     self._tell({"is": "zygote", "id": zygote.id, "unfit": message["why"]})

@@ -9,24 +9,42 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from types import FrameType
     from typing import Any
 
 
-def import_all(
-    modules: Iterable[str], left_out: Collection[str], personal: dict[str, list[str]]
-) -> dict[str, str]:
-    """Import these, but what is in ``left_out``. What must be left out, too, and why: then this process is
-    spoilt, as what was imported cannot be taken back. Empty if all went well.
+# Jemalloc's, which pyarrow brings: it lets go of them before a fork, and does without them in the child.
+_KNOW_OF_FORKS = frozenset({"jemalloc_bg_thd"})
+_SHARE_S = 0.2  # what is imported between two looks back
+
+
+def outside_in(modules: Iterable[str]) -> list[str]:
+    """In the order to import them: packages before what is in them. ``sys.modules`` has them in the order
+    they were done, but people import from the outside in, which matters where modules import each other."""
+    return sorted(modules, key=lambda name: name.count("."))
+
+
+def suited(modules: Iterable[str], left_out: Collection[str]) -> list[str]:
+    """Those that are neither left out themselves nor within what is."""
+    return [name for name in modules if not any(package in left_out for package in _packages(name))]
+
+
+def import_share(
+    modules: Sequence[str],
+    left_out: Collection[str],
+    personal: dict[str, list[str]],
+    begins: Callable[[str], None],
+) -> tuple[int, dict[str, str]]:
+    """Import the first of these modules, for a fifth of a second. How many were imported; and what must be
+    left out, and why: then this process is spoilt, as what was imported cannot be taken back.
 
     ``personal``: ``names`` and ``prefixes`` of the environment variables that differ between workers.
-
-    Packages come before what is in them: ``sys.modules`` has them in the order they were done, but
-    people import from the outside in, which matters where modules import each other.
+    ``begins`` is told of each module before it is imported, as the process may not outlive the import.
     """
     readers: dict[str, str] = {}
     guard = _Guard(left_out)
@@ -34,17 +52,23 @@ def import_all(
     os.environ.__class__ = _noticing(personal, readers)
     sys.meta_path.insert(0, guard)
     files = _files()
+    until = time.monotonic() + _SHARE_S
+    done = 0
     try:
-        for name in sorted(modules, key=lambda name: name.count(".")):
-            if name not in sys.modules and not any(_is_within(name, other) for other in left_out):
+        for name in modules:
+            if name not in sys.modules:
+                if time.monotonic() > until:
+                    break
+                begins(name)
                 readers.clear()
                 unfit = _import(name, guard) or _read_by(readers, name) or _held(name, files)
                 if unfit:
-                    return unfit
+                    return done, unfit
+            done += 1
     finally:
         sys.meta_path.remove(guard)
         os.environ.__class__ = environ_class
-    return {}
+    return done, {}
 
 
 def _import(name: str, guard: _Guard) -> dict[str, str]:
@@ -118,13 +142,13 @@ def _noticing(personal: dict[str, list[str]], readers: dict[str, str]) -> type[A
 
 def _failed(name: str) -> str:
     """The outermost package that could not be imported on the way to this module."""
+    return next((package for package in _packages(name) if package not in sys.modules), name)
+
+
+def _packages(name: str) -> list[str]:
+    """The module, and the packages it is in."""
     parts = name.split(".")
-    outer = (".".join(parts[:n]) for n in range(1, len(parts)))
-    return next((package for package in outer if package not in sys.modules), name)
-
-
-def _is_within(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _fork_for_nothing() -> None:
@@ -146,8 +170,14 @@ def children() -> list[int]:
 
 
 def threads() -> int:
-    """How many."""
-    return len(os.listdir("/proc/self/task"))
+    """How many, but for those that know of forks and are started again where they are needed."""
+    count = 0
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            count += _read(f"/proc/self/task/{thread}/comm").rstrip("\n") not in _KNOW_OF_FORKS
+        except OSError:  # it has ended meanwhile
+            pass
+    return count
 
 
 def _files() -> set[str]:

@@ -9,6 +9,11 @@ elasticd_likeness.py; and what can be imported for all, elasticd_importing.py.
 Standard library only, and of ours what lies beside it and elasticd/procs/channel.py, loaded by path.
 The other end of the socket is elasticd/procs/zygote.py, in the warden.
 
+What cannot be shared between workers shows when it has been imported, and cannot be taken back then. So a
+child of the zygote imports the next few modules: if all went well it is the zygote from then on, and else it
+ends, and the zygote goes on without the module that was to blame. The process that the warden has started,
+the root, imports nothing, forks the first zygote, and ends with the last.
+
 As forking this much memory takes a while, one process is forked ahead: the embryo, which costs no
 memory of its own but what it writes to, next to nothing.
 """
@@ -31,7 +36,7 @@ import time
 
 import elasticd_ending
 import elasticd_heartbeat  # once for all workers, as is all that it needs
-from elasticd_importing import children, import_all, threads
+from elasticd_importing import children, import_share, outside_in, suited, threads
 from elasticd_likeness import (
     PADDING,
     give_arguments,
@@ -44,10 +49,12 @@ from elasticd_likeness import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any, NoReturn
+    from typing import Any
 
-_CONTROL, _STATE = 3, 4  # descriptors; the second outlives an exec of this process by itself
-_TRIES_MAX = 8
+_CONTROL = 3  # its descriptor
+_SPOILT_MAX = 64  # children that were spoilt by a module: what is not imported by then is left out
+_IMPORT_S_MAX = 300.0  # of one module
+_WORD_BYTES_MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PID = struct.Struct("=i")
@@ -59,14 +66,13 @@ def serve(here: str, withdraw: Callable[[str], None]) -> None:
 
     ``here``: the folder of this file. ``withdraw``: takes it off the Python path.
     """
-    me = os.getpid()
+    zygote = None
     try:
-        Zygote(here, withdraw).run()
+        zygote = Zygote(here, withdraw)
+        zygote.run()
     except BaseException:  # noqa: BLE001  # whatever it is, the script must not run in this process
-        if os.getpid() == me:
-            os._exit(1)
-        os._exit(127)
-    if os.getpid() == me:
+        os._exit(127 if zygote is not None and zygote.is_worker else 1)
+    if not zygote.is_worker:
         os._exit(0)
 
 
@@ -78,7 +84,12 @@ class Zygote:
         self._name = _comm()
         self._warden = os.getppid()
         self._channel = _channel_class(here)(socket.socket(fileno=_CONTROL))
-        self._state: dict[str, Any] = {"modules": [], "left_out": {}, "tries": 0, "asked": 0}
+        self.is_worker = False
+        self._todo: list[str] = []  # what is still to be imported, in order
+        self._left_out: dict[str, str] = {}
+        self._personal: dict[str, list[str]] = {}
+        self._spoilt = 0
+        self._asked = 0
         self._first_env = dict(os.environ)
         del os.environ[PADDING]  # from here on it is what its workers have in common
         self._changed_env: dict[str, str | None] = {}
@@ -97,8 +108,8 @@ class Zygote:
         for fd in (1, 2):
             os.ftruncate(fd, 0)
             os.lseek(fd, 0, os.SEEK_SET)
-        if self._resume():
-            self._preload()
+        if self._is_root():
+            return
         while True:
             if self._embryo is None and not self._asked_before(self._embryo_at):
                 if self._conceive():
@@ -112,10 +123,10 @@ class Zygote:
                 if forks and self._fork(forks):
                     return
                 forks = []
-                self._state["modules"] += message["modules"]
-                self._state["personal"] = message["personal"]
-                self._state["left_out"].update(message["left_out"])
-                self._state["asked"] += 1
+                self._todo = outside_in(message["modules"])
+                self._personal = message["personal"]
+                self._left_out.update(message["left_out"])
+                self._asked += 1
                 self._preload()
             if forks and self._fork(forks):
                 return
@@ -140,26 +151,27 @@ class Zygote:
 
     # ------------------------------------------------------------ importing
 
-    def _resume(self) -> bool:
-        """Whether this process took its own place in order to start again without some modules."""
-        try:
-            if not os.readlink(f"/proc/self/fd/{_STATE}").startswith("/memfd:elasticd-zygote"):
-                return False
-        except OSError:
+    def _is_root(self) -> bool:
+        """Fork the first zygote. Returns true in this process, once there is no zygote any more."""
+        ended, lives = os.pipe()  # which every zygote holds, and no worker
+        if self._fork_apart(1) == 0:
+            os.close(ended)
             return False
-        self._state = json.loads(os.pread(_STATE, os.fstat(_STATE).st_size, 0))
-        os.close(_STATE)
+        os.close(lives)
+        self._libc.prctl(_PR_SET_NAME, b"elasticd-root", 0, 0, 0)
+        self._channel.close()
+        os.read(ended, 1)
         return True
 
     def _preload(self) -> None:
+        """Import. Returns in the zygote, which may be another process then."""
         self._drop_embryo()  # it would lack what is imported now
         path = [entry for entry in sys.path if entry == self._here]
         given = os.environ.get("PYTHONPATH")
         self._withdraw(self._here)
         before = dict(os.environ)
-        unfit = import_all(self._state["modules"], self._state["left_out"], self._state["personal"])
-        if unfit:
-            self._start_again(unfit)
+        while self._todo and self._spoilt < _SPOILT_MAX:
+            self._venture()
         for name in before.keys() | os.environ.keys():
             if before.get(name) != os.environ.get(name):
                 self._changed_env[name] = os.environ.get(name)
@@ -170,32 +182,85 @@ class Zygote:
         # Made here, as each worker that looked at all names would get copies of the pages they lie in.
         elasticd_heartbeat.preloaded = frozenset(sys.modules)
         _freeze()
-        self._state["tries"] = 0
         self._embryo_at = time.monotonic()
-        self._tell({"is": "ready", "asked": self._state["asked"]})
+        self._tell({"is": "ready", "asked": self._asked, "untried": len(self._todo)})
 
-    def _start_again(self, left_out: dict[str, str]) -> NoReturn:
-        """What was imported cannot be taken back, so this process becomes a new one, without it."""
-        self._state["left_out"].update(left_out)
-        self._state["tries"] += 1
-        self._tell({"is": "left_out", "names": left_out})
-        for pid in children():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        if self._state["tries"] > _TRIES_MAX:
+    def _venture(self) -> None:
+        """Have a child import what comes next. It is the zygote afterwards, unless that has spoilt it."""
+        self._todo = suited(self._todo, self._left_out)
+        said = [os.fstat(fd).st_size for fd in (1, 2)]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forked = self._fork_apart(1)
+        if forked == 0:
+            ours.close()
+            self._import_as_child(theirs)
+            return
+        theirs.close()
+        assert isinstance(forked, list)
+        (pid,) = forked
+        unfit = (
+            self._hear_child(ours, pid) if pid else {self._todo[0]: "no process can be forked to import it"}
+        )
+        ours.close()
+        for fd, size in zip((1, 2), said, strict=True):
+            os.ftruncate(fd, size)
+            os.lseek(fd, size, os.SEEK_SET)
+        self._spoilt += 1
+        self._left_out.update(unfit)
+        self._todo = suited(self._todo, self._left_out)
+        self._tell({"is": "left_out", "names": unfit})
+
+    def _hear_child(self, line: socket.socket, pid: int) -> dict[str, str]:
+        """What the child had to leave out. Does not return if it has become the zygote."""
+        line.send(b"g")
+        try:
+            end: list[Any] = [os.pidfd_open(pid)]  # whatever else still holds its end of the line
+        except OSError:
+            end = []
+        unfit, under_way, why = {}, self._todo[0], "it ends the process"
+        while not unfit:
+            readable = select.select([line, *end], [], [], _IMPORT_S_MAX)[0]
+            word = line.recv(_WORD_BYTES_MAX) if line in readable else b""
+            if not word:
+                why = why if readable else f"its import takes more than {_IMPORT_S_MAX:.0f} s"
+                unfit = {under_way: why}
+                break
+            match json.loads(word):
+                case str(under_way):
+                    pass
+                case dict(unfit):
+                    pass
+                case _:
+                    os._exit(0)
+        _kill(pid)
+        _close(end)
+        return unfit
+
+    def _import_as_child(self, line: socket.socket) -> None:
+        """Returns if all went well, as the zygote."""
+        self._libc.prctl(_PR_SET_NAME, b"elasticd-import", 0, 0, 0)
+        line.recv(1)  # the warden is the parent by now
+        self._die_with_warden()
+
+        def say(word: object) -> None:
+            line.send(json.dumps(word).encode())
+
+        done, unfit = import_share(self._todo, self._left_out, self._personal, say)
+        if unfit:
+            for pid in children():
+                _kill(pid)
+            say(unfit)
             os._exit(0)
-        fd = os.memfd_create("elasticd-zygote", 0)
-        os.write(fd, json.dumps(self._state).encode())
-        for other in map(int, os.listdir("/proc/self/fd")):
-            if other > _CONTROL and other != fd:
-                try:
-                    os.set_inheritable(other, False)
-                except OSError:
-                    pass  # the listing itself
-        if fd != _STATE:
-            os.dup2(fd, _STATE)
-            os.close(fd)
-        os.execve(sys.executable, sys.orig_argv, self._first_env)
+        del self._todo[:done]
+        say(True)
+        line.recv(1)  # the zygote until now is gone
+        line.close()
+        self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
+
+    def _die_with_warden(self) -> None:
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._warden:  # it died before the line above
+            os._exit(128 + signal.SIGKILL)
 
     # ------------------------------------------------------------ forking
 
@@ -298,6 +363,7 @@ class Zygote:
             self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
 
     def _become_worker(self, request: Any, fds: list[int]) -> None:
+        self.is_worker = True
         link = fds.pop()
         failing = "a worker"
         try:
@@ -322,9 +388,7 @@ class Zygote:
             os.write(link, failing.encode(errors="backslashreplace"))
             os._exit(127)
         os.setsid()
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._warden:  # it died before the line above
-            os._exit(128 + signal.SIGKILL)
+        self._die_with_warden()
         self._libc.prctl(_PR_SET_NAME, self._name, 0, 0, 0)
         for fd, said in enumerate(self._said, 1):  # what the modules print when they are imported
             _write(fd, said)
@@ -363,6 +427,13 @@ def _freeze() -> None:
 def _write(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def _close(fds: Iterable[int]) -> None:
