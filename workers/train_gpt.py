@@ -103,8 +103,8 @@ def load_snapshot(folder: Path | None, local_rank: int, device: torch.device) ->
 
 
 def default_folder() -> Path | None:
-    """A folder of this run alone, kept over its restarts; None where the launcher names no run."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    """A folder of this job alone, kept over its restarts; None where no launcher names job or run."""
+    run = os.environ.get("ELASTICD_JOB_NAME") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run == "none":
         return None
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")

@@ -49,9 +49,10 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
             "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": str(round.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(setting.restarts_max),
-            "TORCHELASTIC_RUN_ID": setting.job,
+            "TORCHELASTIC_RUN_ID": run_id(setting.job, round.began),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": setting.inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "ELASTICD_JOB_NAME": setting.job,
             "ELASTICD_ROUND": str(round.number),
             "ELASTICD_BEGAN": f"{round.began:.0f}",
             "ELASTICD_FAILURES": str(round.failures),
@@ -66,11 +67,20 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
     return tuple(made)
 
 
-def standbys(slots: tuple[int, ...], node_slots: tuple[int, ...], setting: Setting) -> tuple[Assignment, ...]:
+def run_id(job: str, began: float) -> str:
+    """Another one for each run of the job, as scripts name sockets and shared memory by it: those of an
+    earlier run may still be there. The same on all nodes, and from the first round of the run to the last,
+    as is ``Round.began``, when the run's first round formed; 0 while there is none."""
+    return f"{job}-{round(began * 1000):x}" if began else job
+
+
+def standbys(
+    slots: tuple[int, ...], node_slots: tuple[int, ...], setting: Setting, began: float
+) -> tuple[Assignment, ...]:
     """For workers started ahead of any round. The local rank is that of a node with all its slots, as
-    devices go by it; all other ranks are given anew with the round."""
+    devices go by it; all other ranks are given anew with the round. ``began``: see ``run_id``."""
     member = Member("", "", node_slots, 0)
-    alone = Round(0, Phase.WAITING, (member,), "localhost:0", Cause.START, 0.0)
+    alone = Round(0, Phase.WAITING, (member,), "localhost:0", Cause.START, 0.0, began=began)
     return tuple(a for a in assignments(alone, member, setting) if a.slot in slots)
 
 

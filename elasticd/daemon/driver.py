@@ -101,7 +101,7 @@ class Driver:
         procs: Procs,
         stores: RoundStores,
         assign: Callable[[Round, Member], tuple[Assignment, ...]],
-        assign_standbys: Callable[[tuple[int, ...]], tuple[Assignment, ...]],
+        assign_standbys: Callable[[tuple[int, ...], float], tuple[Assignment, ...]],
         process_alive: Callable[[int], bool],
         post: Callable[[Happening], None],
         say: Callable[[Reason], None],
@@ -212,7 +212,8 @@ class Driver:
             case GoOn(slots):
                 self._procs.go_on(slots)
             case StartStandbys(slots):
-                self._procs.standby(self._assign_standbys(slots), self._exited)
+                began = self.state.round.began if self.state.round is not None else 0.0
+                self._procs.standby(self._assign_standbys(slots, began), self._exited)
             case RenewStore():
                 self._post(PortReserved(self._stores.renew()))
             case Fence(until):

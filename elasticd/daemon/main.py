@@ -111,7 +111,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             procs=procs,
             stores=stores,
             assign=assign,
-            assign_standbys=lambda slots: standbys(slots, tuple(range(config.slots)), setting),
+            assign_standbys=lambda slots, began: standbys(slots, tuple(range(config.slots)), setting, began),
             process_alive=identity.process_alive,
             post=inbox.post,
             say=say,

@@ -93,7 +93,7 @@ class _Fleet:
                     procs=_NoWorkers(formed),
                     stores=_NoStore(),
                     assign=lambda round, member: (),
-                    assign_standbys=lambda slots: (),
+                    assign_standbys=lambda slots, began: (),
                     process_alive=lambda pid: True,
                     post=lambda event, n=n: self.inbox.put((n, event)),  # type: ignore[misc]
                     say=lambda reason: None,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.core.environment import Setting, assignments, over_interface
-from elasticd.core.facts import Member
+from elasticd.core.environment import Setting, assignments, over_interface, standbys
+from elasticd.core.facts import Member, Round
 from tests.core.build import life, round
 
 WORLD = replace(round(7, {"a": 2, "b": 3}, restarts=4), began=1e9, failures=5)
@@ -32,7 +32,8 @@ def test_a_worker_has_all_that_torchrun_gives_it() -> None:
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RESTART_COUNT": "4",
         "TORCHELASTIC_MAX_RESTARTS": "10",
-        "TORCHELASTIC_RUN_ID": "train",
+        "TORCHELASTIC_RUN_ID": "train-e8d4a51000",
+        "ELASTICD_JOB_NAME": "train",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "ELASTICD_ROUND": "7",
@@ -40,6 +41,18 @@ def test_a_worker_has_all_that_torchrun_gives_it() -> None:
         "ELASTICD_FAILURES": "5",
         "ELASTICD_SLOT": "2",
     }
+
+
+def test_a_run_of_a_job_has_another_id_than_the_next_on_all_nodes_and_in_all_rounds() -> None:
+    def ids(world: Round) -> set[str]:
+        made = [a for m in world.members for a in assignments(world, m, PLAIN)]
+        made += standbys((1,), (0, 1), PLAIN, world.began)
+        return {a.env["TORCHELASTIC_RUN_ID"] for a in made}
+
+    later = replace(round(9, {"b": 1, "c": 1}), began=WORLD.began)
+    next_run = replace(WORLD, began=WORLD.began + 0.5)
+    assert len(ids(WORLD)) == 1 and ids(later) == ids(WORLD) and not ids(next_run) & ids(WORLD)
+    assert ids(replace(WORLD, began=0.0)) == {"train"}, "written by an older elasticd"
 
 
 def test_ranks_are_dense_over_the_whole_world_and_local_ranks_over_each_node() -> None:

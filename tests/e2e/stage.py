@@ -50,7 +50,7 @@ class Player:
 
     @property
     def job(self) -> str:
-        return self.env["TORCHELASTIC_RUN_ID"]
+        return self.env["ELASTICD_JOB_NAME"]
 
     @property
     def node(self) -> str:

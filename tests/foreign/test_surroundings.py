@@ -14,7 +14,7 @@ PER_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ER
 # What elasticd says beyond torchrun.
 OURS = {
     f"ELASTICD_{name}"
-    for name in ("BEGAN", "FAILURES", "LINK", "PAGE", "ROUND", "SAVER", "SLOT", "WORLD_MAX")
+    for name in ("BEGAN", "FAILURES", "JOB_NAME", "LINK", "PAGE", "ROUND", "SAVER", "SLOT", "WORLD_MAX")
 }
 
 
@@ -42,3 +42,12 @@ def test_a_worker_cannot_tell_who_started_it(launchers: tuple[Launcher, Launcher
         # Before Python 3.13 a mapping keeps its descriptor: that of the heartbeat's page.
         our["open files"] = [path for path in our["open files"] if path != found["ELASTICD_PAGE"]]
         assert our == their
+
+
+def test_each_run_has_an_id_of_its_own_which_outlives_its_restarts(launcher: Launcher) -> None:
+    """Scripts name sockets and shared memory by it, which an earlier run may have left."""
+    runs = [launcher.run(PROGRAMS / "run_id.py", restarts=1) for _ in range(2)]
+    assert [run.status for run in runs] == [0, 0], runs
+    (first,), (second,) = ({*run.out.split()} for run in runs)
+    assert [len(run.out.split()) for run in runs] == [4, 4], "of two workers, started twice"
+    assert first != second

@@ -111,7 +111,9 @@ class SimAgent:
             procs=self.procs,
             stores=self.stores,
             assign=lambda round, member: environment.assignments(round, member, setting),
-            assign_standbys=lambda asked: environment.standbys(asked, tuple(range(slots)), setting),
+            assign_standbys=lambda asked, began: environment.standbys(
+                asked, tuple(range(slots)), setting, began
+            ),
             process_alive=lambda pid: pid in cluster.pids,
             post=self.post,
             say=self._say,

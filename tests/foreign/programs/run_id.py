@@ -1,0 +1,7 @@
+"""Says what run it is of, and fails the first time round."""
+
+import os
+import sys
+
+print(os.environ["TORCHELASTIC_RUN_ID"])
+sys.exit(3 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
