@@ -12,22 +12,14 @@ from typing import Final, Protocol
 import msgspec
 
 from elasticd.checkpoint.handover import Memory
-from elasticd.checkpoint.manifest import (
-    MANIFEST,
-    METADATA,
-    BadCheckpoint,
-    File,
-    digest,
-    encode,
-    parse_folder,
-    shard_name,
-)
+from elasticd.checkpoint.manifest import MANIFEST, METADATA, BadCheckpoint, File, digest, encode, shard_name
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.reading import is_finished
 from elasticd.checkpoint.store import Store, told
 from elasticd.checkpoint.worlds import Gathering, World
 from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.naming import parse_folder
 from elasticd.core.retention import Commit, Keep, Refused
 
 _RECEIPT: Final = ".receipt"
@@ -178,6 +170,8 @@ class Committing:
                         said = _RECEIPTS.decode(raw)
                         if said.why:
                             raise TimeoutError(said.why)
+                        if any(file.name != shard_name(rank) for rank, file in said.files.items()):
+                            raise TimeoutError("what another node says of its shards names other files")
                         files |= said.files
                 read |= there
                 missing -= files.keys()

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from math import prod
 from typing import Final
 
 import msgspec
 import xxhash
 
+from elasticd.core.naming import WORLD_MAX
+
 VERSION: Final = 1
 MANIFEST: Final = "elasticd.json"
 METADATA: Final = ".metadata"
 BLOCK: Final = 4 << 20  # bytes; each has a checksum of its own, so that a part can be read and verified
-_NAME = re.compile(r"step-(?P<step>\d{10,})-r(?P<round>\d+)-(?P<token>[0-9a-f]{8})\.(?P<seq>\d+)")
+BLOCK_MAX: Final = 1 << 30
 
 
 class BadCheckpoint(ValueError):
@@ -150,9 +154,61 @@ def decode(raw: bytes, name: str) -> Manifest:
         raise BadCheckpoint(
             f"{name}/{MANIFEST} was written by a newer elasticd (version {manifest.v}): upgrade this one"
         )
-    if any("/" in f.name or f.name in ("", ".", "..") for f in manifest.files):
-        raise BadCheckpoint(f"{name}/{MANIFEST} names files outside of its folder")
+    if wrong := _wrong_with(manifest):
+        raise BadCheckpoint(f"{name}/{MANIFEST} is of no use: {wrong}")
     return manifest
+
+
+def _wrong_with(manifest: Manifest) -> str:
+    """Why nothing can be loaded by it; empty if something can."""
+    shards = [shard_name(rank) for rank in range(len(manifest.index.files))]
+    if [file.name for file in manifest.files] != [*shards, METADATA]:
+        return "it names other files than the shards of its ranks"
+    if not 0 < manifest.world <= WORLD_MAX or not 0 < manifest.block <= BLOCK_MAX:
+        return f"it is of {manifest.world} workers, and blocks of {manifest.block} bytes"
+    for file in manifest.files:
+        if file.size < 0 or len(file.digests) != -(-file.size // manifest.block):
+            return f"it has {len(file.digests)} checksums of the {file.size} bytes of {file.name}"
+    return _wrong_with_index(manifest.index, [file.size for file in manifest.files])
+
+
+def _wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
+    """The same, of this alone. ``sizes``: of the shards; those that are not known are left out."""
+    if index.files != [shard_name(rank) for rank in range(len(index.files))]:
+        return "it names other files than the shards of its ranks"
+    most = dict(enumerate(sizes))
+    for key, tensor in index.tensors.items():
+        if not index.paths.get(key):
+            return f"it does not say where {key} belongs"
+        if any(n < 0 for n in tensor.shape):
+            return f"{key} has the shape {list(tensor.shape)}"
+        there = 0
+        for chunk in tensor.chunks:
+            box = [*zip(chunk.offsets, chunk.sizes, tensor.shape, strict=False)]
+            inside = all(at >= 0 and n >= 0 and at + n <= whole for at, n, whole in box)
+            alike = len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
+            if not (inside and alike):
+                return f"a part of {key} is not within its shape {list(tensor.shape)}"
+            end = chunk.item + chunk.length
+            if not 0 <= chunk.file < len(index.files) or not 0 <= chunk.item <= chunk.at <= end:
+                return f"a part of {key} is nowhere"
+            if end > most.get(chunk.file, end):
+                return f"a part of {key} is past the end of its file"
+            there += prod(chunk.sizes)
+        if there != prod(tensor.shape):
+            return (
+                f"the parts of {key} hold {there} elements in all, and its shape {list(tensor.shape)} has "
+                f"{prod(tensor.shape)}"
+            )
+    for key, blob in index.blobs.items():
+        if not index.paths.get(key):
+            return f"it does not say where {key} belongs"
+        end = blob.at + blob.length
+        if not 0 <= blob.file < len(index.files) or min(blob.at, blob.length) < 0:
+            return f"{key} is nowhere"
+        if end > most.get(blob.file, end):
+            return f"{key} is past the end of its file"
+    return ""
 
 
 def encode_index(index: Index) -> bytes:
@@ -160,7 +216,11 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(raw: bytes) -> Index:
-    return _INDEXES.decode(raw)
+    """Raises ValueError."""
+    index = _INDEXES.decode(raw)
+    if wrong := _wrong_with_index(index, ()):
+        raise ValueError(wrong)
+    return index
 
 
 def block_digest(block: bytes | bytearray | memoryview) -> str:
@@ -174,25 +234,3 @@ def digest(whole: bytes) -> str:
 
 def shard_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
-
-
-def folder_name(step: int, round: int, token: str, seq: int) -> str:
-    """Never the same twice: the token is drawn by those who save together, who count their saves."""
-    return f"step-{step:010d}-r{round}-{token}.{seq}"
-
-
-class Folder(msgspec.Struct, frozen=True):
-    """What the name of a checkpoint's folder says."""
-
-    step: int
-    round: int
-    token: str
-    seq: int
-
-
-def parse_folder(name: str) -> Folder | None:
-    """None for a folder that is none of ours."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    return Folder(int(match["step"]), int(match["round"]), match["token"], int(match["seq"]))

@@ -14,6 +14,7 @@ from elasticd.checkpoint.reading import Wish
 from elasticd.checkpoint.replicas import Label, Replica
 from elasticd.checkpoint.wire import Message, PeerGone, Wire
 from elasticd.core.facts import Holder
+from elasticd.core.naming import require_name
 from elasticd.core.replicas import Offer
 
 WAIT: Final[Message] = {"wait": True}  # said now and then to a caller who is to wait for its turn
@@ -60,7 +61,12 @@ def serve(wire: Wire, host: Host) -> None:
                 case {"do": "read", "path": str(path), "name": str(name), "rank": int(rank), **more}:
                     replica = _found(wire, host.find(path, name, rank))
                     if replica is not None:
-                        for at, length in _as(more.get("ranges"), list[tuple[int, int]]):
+                        ranges = _as(more.get("ranges"), list[tuple[int, int]])
+                        if any(
+                            min(at, length) < 0 or at + length > replica.memory.size for at, length in ranges
+                        ):
+                            raise PeerGone("it asks for bytes that a shard does not have")
+                        for at, length in ranges:
                             wire.send(replica.memory.view[at : at + length])
                 case _:
                     raise PeerGone("it asks for something that is not known here")
@@ -107,7 +113,13 @@ class Peer:
 
     def offers(self, path: str) -> list[Offer]:
         answer = self._asks({"do": "offers", "path": path})
-        return _as(answer.get("offers"), list[Offer])
+        offered = _as(answer.get("offers"), list[Offer])
+        try:
+            for its in offered:
+                require_name(its.name, its.step, its.round, its.world)
+        except ValueError as error:
+            raise PeerGone(f"the saver of {self.node} offers what cannot be: {error}") from error
+        return offered
 
     def hold(self, label: Label, index: bytes, content: memoryview) -> None:
         """Have it keep a copy; returns when it has it, whole."""

@@ -13,10 +13,11 @@ from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable, digest, is_fresh, parse_folder
+from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable, digest, is_fresh
 from elasticd.checkpoint.reading import finished_in, whole_in
 from elasticd.checkpoint.store import Overtaken, Store, store_at, told
 from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.naming import parse_folder
 from elasticd.core.retention import Commit, Keep, Refused, commit
 
 POINTER: Final = "committed.json"
@@ -225,8 +226,4 @@ def _saved_by(raw: bytes, file: str) -> tuple[Saved, ...]:
         if (newer := _VERSIONS.decode(raw).v) > VERSION:
             raise BadCheckpoint(f"{file} was written by a newer elasticd (version {newer}): upgrade this one")
         record = _RECORDS.decode(raw)
-    # Names become paths, of what is removed in the end too.
-    for saved in record.saved:
-        if parse_folder(saved.name) is None:
-            raise ValueError(f"it names {saved.name!r}, which is no checkpoint's name")
     return record.saved

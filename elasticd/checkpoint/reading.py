@@ -23,10 +23,10 @@ from elasticd.checkpoint.manifest import (
     decode,
     digest,
     is_intact,
-    parse_folder,
 )
 from elasticd.checkpoint.store import Opened, Store
 from elasticd.core.facts import Saved
+from elasticd.core.naming import parse_folder
 
 _THREADS_MAX: Final = 8
 _PATIENCE_S: Final = 5.0
@@ -98,6 +98,8 @@ def whole_in(store: Store) -> tuple[Saved, ...]:
         try:
             if is_intact(raw := _read_manifest(store, name)):
                 its = decode(raw, name)
+                if its.name != name:
+                    continue
                 size = its.size + len(raw)
                 saved = Saved(its.name, its.step, its.round, its.world, its.at, size, digest(raw))
                 open_manifest(store, saved)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticd.checkpoint.handover import Memory
+from elasticd.core.naming import require_name
 from elasticd.core.replicas import Offer
 
 _EACH: Final = 2
@@ -24,6 +25,11 @@ class Label:
     step: int
     world: int
     rank: int
+
+    def __post_init__(self) -> None:
+        require_name(self.name, self.step, self.round, self.world)
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"{self.name} has no shard of rank {self.rank}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ import msgspec
 from elasticd.checkpoint.committing import Committer, Committing
 from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
 from elasticd.checkpoint.jobs import Jobs
-from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable, parse_folder
+from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.pace import Pace
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica, offers
@@ -30,6 +30,7 @@ from elasticd.checkpoint.store import Store, store_at, told
 from elasticd.checkpoint.underway import Underway
 from elasticd.checkpoint.worlds import Plan, World
 from elasticd.core.facts import Checkpoint, Holder
+from elasticd.core.naming import require_name
 from elasticd.core.replicas import Offer
 from elasticd.core.retention import Keep
 
@@ -214,8 +215,9 @@ class Saver:
         plan, buffer, world, rank = self._plan(client, message), message["buffer"], client.world, client.rank
         name, step = str(message["name"]), int(message["step"])
         memory = plan.buffers[buffer]
-        if world is None or parse_folder(name) is None:
-            raise ValueError(f"{name} is no checkpoint's name")
+        if world is None:
+            raise ValueError("it has not said in which world it is")
+        require_name(name, step, world.round, world.size)
         plan.holds[buffer] = (step, name)
         if not world.settled and all(
             (step, name) in world.plans[r].holds.values() if r in world.plans else False for r in world.locals
@@ -257,8 +259,9 @@ class Saver:
 
     def _hear_miss(self, client: _Client, message: Message, _: list[int]) -> None:
         world, name = client.world, str(message["name"])
-        if world is None or parse_folder(name) is None:
-            raise ValueError(f"{name} is no checkpoint's name")
+        if world is None:
+            raise ValueError("it has not said in which world it is")
+        require_name(name, int(message["step"]), world.round, world.size)
         paper = client.plan.paper if client.plan else Paper(b"", b"")
         gathering = self._underway.gathering(world, name, int(message["step"]), time.time(), paper)
         gathering.heard.add(client.rank)

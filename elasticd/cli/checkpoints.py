@@ -15,12 +15,13 @@ import click
 
 from elasticd.checkpoint import disk, reading
 from elasticd.checkpoint.disk import Disk
-from elasticd.checkpoint.manifest import BadCheckpoint, Manifest, parse_folder
+from elasticd.checkpoint.manifest import BadCheckpoint, Manifest
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import BadStore, Store, store_at
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
 from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.naming import parse_folder
 from elasticd.telemetry import words
 
 NOT_WHOLE = 5

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from elasticd.core.age import Age
 from elasticd.core.hang import Allowance, Look, Verdict
+from elasticd.core.naming import require_name
 from elasticd.core.page import Fatal
 
 
@@ -562,6 +563,9 @@ class Saved:
     at: float
     size: int
     digest: str
+
+    def __post_init__(self) -> None:
+        require_name(self.name, self.step, self.round, self.world)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
@@ -33,11 +34,14 @@ class Part:
         return replace(self, offsets=offsets, sizes=(count, *self.sizes[1:]))
 
 
-def deal(held: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
+def deal(
+    held: Sequence[Sequence[Part]], together: AbstractSet[str] = frozenset()
+) -> tuple[tuple[Part, ...], ...]:
     """What each rank writes, given what each holds.
 
     What all hold (a replica each) is laid end to end and cut into equal pieces, between rows. What
-    some hold goes to the one of them with the least so far.
+    some hold goes to the one of them with the least so far. ``together``: keys of tensors that need not be
+    equal on all ranks; the first rank that holds them writes them.
     """
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(held):
@@ -48,20 +52,28 @@ def deal(held: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
     load = [0] * world
     everywhere = []
     for part, ranks in holders.items():
+        if part.key in together:
+            load[ranks[0]] += part.size
+            dealt[ranks[0]] += _bounded(part)
+    begun = load[0] if world > 1 else 0
+    for part, ranks in holders.items():
+        if part.key in together:
+            continue
         if len(ranks) == world > 1:
             everywhere.append(part)
             continue
         rank = min(ranks, key=lambda r: (load[r], r))
         load[rank] += part.size
         dealt[rank] += _bounded(part)
-    for rank, part in _sliced(everywhere, world):
+    for rank, part in _sliced(everywhere, world, begun):
         dealt[rank] += _bounded(part)
     return tuple(map(tuple, dealt))
 
 
-def _sliced(parts: Sequence[Part], world: int) -> Iterator[tuple[int, Part]]:
-    total = sum(part.size for part in parts)
-    at = 0  # bytes before this part
+def _sliced(parts: Sequence[Part], world: int, begun: int) -> Iterator[tuple[int, Part]]:
+    """``begun``: bytes that the first rank writes already."""
+    total = begun + sum(part.size for part in parts)
+    at = begun  # bytes before this part
     for part in parts:
         size = part.size
         if size < WHOLE_BELOW or not part.sizes or part.sizes[0] == 1:

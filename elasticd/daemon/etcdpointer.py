@@ -11,6 +11,7 @@ from typing import Final
 
 from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.reading import is_finished
 from elasticd.checkpoint.store import BadStore, Store, store_at, told
 from elasticd.core.facts import Checkpoint, Round, Saved
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unchanged, Unknown
@@ -173,6 +174,10 @@ def settle(access: EtcdAccess, job: str) -> None:
     with contextlib.suppress(StoreError, Refused, BadCheckpoint, BadStore, OSError):
         with Client(access) as client:
             there = client.get(job, _KEY)
-        if there is not None and isinstance(there.fact, Checkpoint):
-            with contextlib.closing(EtcdPointer(access, job, store_at(there.fact.path))) as pointer:
+        known = there.fact if there is not None else None
+        if not isinstance(known, Checkpoint) or known.newest is None:
+            return
+        store = store_at(known.path)
+        if is_finished(store, known.newest.name):  # else nothing of this job is there, whatever etcd says
+            with contextlib.closing(EtcdPointer(access, job, store)) as pointer:
                 pointer.settle()

@@ -88,16 +88,21 @@ class Checkpoints:
         """Take a copy of this rank's part, to be written while training goes on. False: left out,
         since the disk has not caught up. ``step``: how many steps ``state`` has behind it.
 
-        Tensors of one name and shape (unless they are sharded), and objects of one name, are taken for
-        the same on all ranks: each is written once, by whichever rank. What differs from rank to rank
-        needs a name of its rank's own, such as ``f"random{rank}"``.
+        Tensors of one name (unless they are sharded), and objects of one name, are taken for the same on all
+        ranks: each is written once, by whichever rank; buffers of modules by the first rank that has them.
+        What differs from rank to rank needs a name of its rank's own, such as ``f"random{rank}"``.
 
-        Raises ValueError where ranks differ in the step, TypeError for objects that could not be
-        loaded again, NotFinite for NaN if the job is run with ``--on-nonfinite=rollback``. Whatever
-        happens to the disk raises nothing: see ``failed``.
+        Raises ValueError where ranks differ in the step, or in the shape or type of a tensor, TypeError for
+        objects that could not be loaded again, NotFinite for NaN if the job is run with
+        ``--on-nonfinite=rollback``. Whatever happens to the disk raises nothing: see ``failed``.
         """
         self._in_this_world()
         return self._saving.save(state, step)
+
+    def try_out(self, state: Mapping[str, Any]) -> None:
+        """Raises what ``save`` would of such a state; nothing is copied or saved."""
+        self._in_this_world()
+        self._saving.try_out(state)
 
     def due(self, step: int) -> bool:
         """Whether this step is to be saved, by ``when``: the same answer on all ranks, who all ask with

@@ -6,7 +6,7 @@ Keys are those of ``torch.distributed.checkpoint.state_dict``, so that plain DCP
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -41,6 +41,14 @@ def flatten(state: Mapping[str, Any]) -> Flat:
         else:
             flat.objects[key] = leaf
     return flat
+
+
+def buffers_of(state: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of modules' buffers."""
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            for key, _ in _bare(value).named_buffers(remove_duplicate=False):
+                yield f"{name}.{_plain(key)}"
 
 
 def restore(state: dict[str, Any], flat: Flat) -> None:

@@ -44,6 +44,7 @@ class Lasting:
         checkpoints.keep_in_step()
         told.has_checkpoints()
         self._outlived = False
+        self._tried = 0  # the world in whose first commit a state that was not due was tried out
         self._newest = (0, -1)  # the world and the step that was handed over, or resumed from, last
 
     @property
@@ -74,6 +75,10 @@ class Lasting:
                 due = self._checkpoints.due(parts.step)
             if due or self._outlived:
                 self._save(parts, world)
+            elif self._tried != (number := world.number if world else 1):
+                with _in(world):
+                    self._checkpoints.try_out(self._state_of(parts))
+                self._tried = number
             self._outlived = False
 
     def finished(self, parts: Parts, world: World | None) -> None:
@@ -124,15 +129,19 @@ class Lasting:
         this = (world.number if world else 1, parts.step)
         if must and self._newest == this:
             return True
-        rank = str(dist.get_rank())
-        ours = {"random": {rank: parts.random}, "seeds": {rank: dict(parts.seeds)}}
         with _in(world):
             if must:
                 self._checkpoints.wait(GOING_S_MAX)
-            taken = self._checkpoints.save({**parts.things, **parts.plain, _OURS: ours}, parts.step)
+            taken = self._checkpoints.save(self._state_of(parts), parts.step)
             if taken:
                 self._newest = this
             return taken
+
+    @staticmethod
+    def _state_of(parts: Parts) -> dict[str, Any]:
+        rank = str(dist.get_rank())
+        ours = {"random": {rank: parts.random}, "seeds": {rank: dict(parts.seeds)}}
+        return {**parts.things, **parts.plain, _OURS: ours}
 
 
 class _Absent:

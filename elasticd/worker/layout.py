@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Final
 
 from elasticd.checkpoint.frames import ALIGNMENT, tensor_frame
 from elasticd.checkpoint.manifest import Blob, Chunk, Index, Tensor, shard_name
 from elasticd.core.sharding import Part, deal
 
 _frame = lru_cache(maxsize=4096)(tensor_frame)
+_RANKS_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank has: its parts of tensors, and its objects, with the room to set aside for each."""
+    """What a rank has: its parts of tensors, and its objects, with the room to set aside for each.
+    ``buffers``: which of the tensors are buffers of modules."""
 
     parts: tuple[Part, ...]
     rooms: Mapping[str, int]
     paths: Mapping[str, tuple[str | int, ...]]
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -34,7 +38,9 @@ class Shard:
 
 
 def lay_out(held: Sequence[Held]) -> tuple[list[Shard], Index]:
-    """By rank, and the index of them all."""
+    """By rank, and the index of them all. Raises ValueError, which names the entry and the ranks, where what
+    has one name is not alike."""
+    _require_alike(held)
     index = Index([shard_name(rank) for rank in range(len(held))], {}, {}, {})
     shards = [Shard() for _ in held]
     for rank, its in enumerate(held):
@@ -46,7 +52,8 @@ def lay_out(held: Sequence[Held]) -> tuple[list[Shard], Index]:
                 index.blobs[key] = Blob(rank, shard.size, room)
                 shard.blobs.append((key, shard.size, room))
                 shard.size += _aligned(room)
-    for rank, parts in enumerate(deal([h.parts for h in held])):
+    buffers = {key for its in held for key in its.buffers}
+    for rank, parts in enumerate(deal([h.parts for h in held], buffers)):
         shard = shards[rank]
         for part in parts:
             head, tail = _frame(part.dtype, part.sizes, part.size)
@@ -59,6 +66,26 @@ def lay_out(held: Sequence[Held]) -> tuple[list[Shard], Index]:
             shard.fixed += ((item, head), (end, tail))
             shard.size = _aligned(end + len(tail))
     return shards, index
+
+
+def _require_alike(held: Sequence[Held]) -> None:
+    kinds: dict[str, dict[str, list[int]]] = {}
+    for rank, its in enumerate(held):
+        said = {part.key: f"{part.dtype} {list(part.shape)}" for part in its.parts}
+        for key, kind in (*said.items(), *((key, "no tensor") for key in its.rooms)):
+            kinds.setdefault(key, {}).setdefault(kind, []).append(rank)
+    for key, by_kind in kinds.items():
+        if len(by_kind) > 1:
+            each = " and ".join(f"{kind} on {_ranks(ranks)}" for kind, ranks in by_kind.items())
+            raise ValueError(
+                f"{key} cannot be saved, as it is {each}: give what differs from rank to rank a name of its "
+                'rank\'s own, such as f"seen{rank}", or make it alike on all ranks'
+            )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    some = ", ".join(map(str, ranks[:_RANKS_NAMED]))
+    return f"rank{'s' * (len(ranks) > 1)} {some}{' and more' if len(ranks) > _RANKS_NAMED else ''}"
 
 
 def _aligned(size: int) -> int:

@@ -104,7 +104,7 @@ class Memories:
         """What was chosen. Raises HolderLost where it is not as it was said to be."""
         near: dict[int, int] = {}
         far: dict[int, Holder] = {}
-        index: Index | None = None
+        raw = b""
         wanted = sorted({nodes[0] for nodes in choice.holders})
         ask = {"is": "lend", "path": self._path, "name": choice.name, "nodes": wanted}
         places: dict[str, Holder] = {}
@@ -114,7 +114,7 @@ class Memories:
                     places = {its.node: its for its in _read(files, list[Holder])}
                     break
                 memory, paper = files
-                index = index or decode_index(Paper.of(paper).index)
+                raw = raw or Paper.of(paper).index
                 os.close(paper)
                 if message["rank"] in near:
                     os.close(memory)
@@ -126,8 +126,9 @@ class Memories:
                     if place is None:
                         raise HolderLost(nodes[0], f"nobody knows where its shard {rank} is")
                     far[rank] = place
-            if index is None:
-                index = self._index_of(choice.name, next(iter(far.values())))
+            index = _index(raw) if raw else self._index_of(choice.name, next(iter(far.values())))
+            if len(index.files) != len(choice.holders):
+                raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
         except BaseException:
             _shut(near.values())
             self.close()  # and with it what is yet unread
@@ -186,6 +187,13 @@ def _read(files: list[int], kind: type[_T]) -> _T:
         return msgspec.json.decode(Paper.of(file).index, type=kind)
     finally:
         os.close(file)
+
+
+def _index(raw: bytes) -> Index:
+    try:
+        return decode_index(raw)
+    except ValueError as error:
+        raise HolderLost("", f"what is in this node's memory is of no use: {error}") from error
 
 
 def _shut(files: Iterable[int]) -> None:

@@ -14,13 +14,15 @@ import msgspec
 
 from elasticd.checkpoint.frames import room_for
 from elasticd.checkpoint.handover import Gone, Message, Paper
-from elasticd.checkpoint.manifest import encode_index, folder_name
+from elasticd.checkpoint.manifest import Index, encode_index
 from elasticd.checkpoint.store import Store
+from elasticd.core.naming import folder_name
+from elasticd.core.page import Fatal
 from elasticd.core.retention import Keep
-from elasticd.worker import told
-from elasticd.worker.collect import Flat, flatten
+from elasticd.worker import futile, told
+from elasticd.worker.collect import Flat, buffers_of, flatten
 from elasticd.worker.finite import any_nan
-from elasticd.worker.layout import Held, lay_out
+from elasticd.worker.layout import Held, Shard, lay_out
 from elasticd.worker.offload import Gpu
 from elasticd.worker.saverline import SaverLine, Terms
 from elasticd.worker.schedule import Schedule
@@ -103,11 +105,17 @@ class Saving:
             self._line.mention({"is": "skip", "step": step})
             return False
         if not (agreed[0] and agreed[1]):
-            self._make_plan(together, flat, shape, blobs)
+            self._make_plan(together, state, flat, shape, blobs)
             why = None
         self._seq += 1
         self._hand_over(self._fill(state, flat, blobs) if why is None else why, step, began)
         return True
+
+    def try_out(self, state: Mapping[str, Any]) -> None:
+        """See ``Checkpoints.try_out``."""
+        assert self._together is not None
+        flat = flatten(state)
+        _lay_out(self._together, state, flat, _rooms(pickled(flat.objects, {})))
 
     def wait(self, timeout_s: float) -> bool:
         """See ``Checkpoints.wait``."""
@@ -128,13 +136,16 @@ class Saving:
         return bool(self.pending) or (self._plan is not None and self._plan.copying)
 
     def _make_plan(
-        self, together: Together, flat: Flat, shape: tuple[Any, ...], blobs: Mapping[str, bytes]
+        self,
+        together: Together,
+        state: Mapping[str, Any],
+        flat: Flat,
+        shape: tuple[Any, ...],
+        blobs: Mapping[str, bytes],
     ) -> None:
         """All ranks: decide who writes what, and set memory aside for it."""
-        rooms = {key: room_for(raw) for key, raw in blobs.items()}
-        mine = Held(tuple(parts_of(flat)), rooms, flat.paths)
-        said = together.gather(msgspec.json.encode(mine))
-        shards, index = lay_out([msgspec.json.decode(raw, type=Held) for raw in said])
+        rooms = _rooms(blobs)
+        shards, index = _lay_out(together, state, flat, rooms)
         self._plans += 1
         self._plan = Plan(self._plans, shape, shards[together.rank], rooms, self._gpu)
         metadata = b""
@@ -207,3 +218,20 @@ class Saving:
             self.failed += len(self.pending)
             self.last_error = f"the saver is gone, and with it what it had not committed: {error}"
             self.pending.clear()
+
+
+def _rooms(blobs: Mapping[str, bytes]) -> dict[str, int]:
+    return {key: room_for(raw) for key, raw in blobs.items()}
+
+
+def _lay_out(
+    together: Together, state: Mapping[str, Any], flat: Flat, rooms: Mapping[str, int]
+) -> tuple[list[Shard], Index]:
+    """All ranks. Raises ValueError on all of them alike."""
+    mine = Held(tuple(parts_of(flat)), rooms, flat.paths, tuple(buffers_of(state)))
+    said = together.gather(msgspec.json.encode(mine))
+    try:
+        return lay_out([msgspec.json.decode(raw, type=Held) for raw in said])
+    except ValueError as error:
+        futile.if_uncaught(error, Fatal.BAD_DATA)
+        raise

@@ -17,10 +17,11 @@ import pytest
 
 from elasticd.checkpoint import disk, handover, reading
 from elasticd.checkpoint.handover import Line, Memory, Paper
-from elasticd.checkpoint.manifest import Index, encode_index, folder_name
+from elasticd.checkpoint.manifest import Index, encode_index
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.report import Footprint
 from elasticd.checkpoint.saver import Saver
+from elasticd.core.naming import folder_name
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled
 from tests.checkpoint.test_memory import held_by

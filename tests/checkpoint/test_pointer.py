@@ -14,19 +14,12 @@ import pytest
 from elasticd.checkpoint.committing import Committing
 from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.handover import Paper
-from elasticd.checkpoint.manifest import (
-    MANIFEST,
-    BadCheckpoint,
-    Index,
-    Unreadable,
-    encode_index,
-    folder_name,
-    shard_name,
-)
+from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, Index, Unreadable, encode_index, shard_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.remote import Remote
 from elasticd.checkpoint.store import Store
 from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.core.naming import folder_name
 from elasticd.core.retention import Keep, Refused
 
 INDEX = encode_index(Index([shard_name(0)], {}, {}, {}))

@@ -15,10 +15,11 @@ import torch
 
 from elasticd.checkpoint.committing import Committing
 from elasticd.checkpoint.handover import Paper
-from elasticd.checkpoint.manifest import File, Index, encode_index, folder_name, parse_folder, shard_name
+from elasticd.checkpoint.manifest import File, Index, encode_index, shard_name
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import store_at
 from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.retention import Keep
 from elasticd.worker.checkpoint import Checkpoints
 from tests.checkpoint.faults import Helper

@@ -33,6 +33,7 @@ from elasticd.checkpoint.saver import Saver
 from elasticd.checkpoint.store import store_at
 from elasticd.checkpoint.wire import PeerGone, Wire
 from elasticd.core.facts import Holder
+from elasticd.core.naming import folder_name
 from elasticd.daemon import holding
 from elasticd.worker.recall import Memories
 from tests.checkpoint.faults import Helper
@@ -213,11 +214,13 @@ def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tm
     here, me = holding.listen("a", "127.0.0.1")
     replication = Replication(me, here, Alone())
     for n in range(3000):
-        label = Label(path, f"state {n}", 1, 1, 3000, n)
+        label = Label(path, folder_name(1, 1, "0000000a", n), 1, 1, 3000, n)
         replication._replicas.keep(Replica(label, b"", memory))
     with served(replication) as name:
         memories = Memories(name, path)
-        assert {offer.name for offer in memories.survey()} == {f"state {n}" for n in range(3000)}
+        assert {offer.name for offer in memories.survey()} == {
+            folder_name(1, 1, "0000000a", n) for n in range(3000)
+        }
         memories.close()
 
 

@@ -21,11 +21,12 @@ from botocore.exceptions import ClientError
 
 from elasticd.checkpoint import disk, remote
 from elasticd.checkpoint.disk import Disk, write_file
-from elasticd.checkpoint.manifest import BLOCK, block_digest, folder_name
+from elasticd.checkpoint.manifest import BLOCK, block_digest
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.remote import Remote
 from elasticd.checkpoint.store import BadStore, Store, store_at
 from elasticd.core.facts import Saved
+from elasticd.core.naming import folder_name
 from elasticd.core.retention import Keep, Refused
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 

@@ -31,6 +31,7 @@ from elasticd.core.facts import (
     Spec,
     Stragglers,
 )
+from elasticd.core.naming import folder_name
 from elasticd.telemetry.snapshot import SlotState
 
 NOW = 1000.0
@@ -178,10 +179,11 @@ def test_the_newest_checkpoint_is_told_with_its_age() -> None:
     def of(*saved: Saved) -> dict[str, Fact]:
         return {**FACTS, "checkpoint": Checkpoint("/run", saved)}
 
-    saved = [Saved(f"s{step}", step, 2, 4, NOW - ago, 1_200, "d") for step, ago in ((50, 400.0), (90, 200.0))]
+    names = {step: folder_name(step, 2, "0000000a", 1) for step in (50, 90)}
+    saved = [Saved(names[n], n, 2, 4, NOW - ago, 1_200, "d") for n, ago in ((50, 400.0), (90, 200.0))]
     r = report("j", of(*saved), NOW)
     told = json.loads(json.dumps(r.as_json()))["checkpoint"]
-    assert told == {"name": "s90", "step": 90, "at": NOW - 200.0, "age_s": 200.0, "size": 1_200}
+    assert told == {"name": names[90], "step": 90, "at": NOW - 200.0, "age_s": 200.0, "size": 1_200}
     assert "  saved     step 90 is the newest checkpoint, 3 min 20 s old" in as_text(r, NOW)
     for facts in (FACTS, of()):
         r = report("j", facts, NOW)

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.naming import folder_name
 from elasticd.core.retention import Keep, Refused, commit, kept
 
 
 def saved(step: int, round: int = 1) -> Saved:
-    return Saved(f"s{step}-{round}", step, round, 4, 0.0, 100, "d")
+    return Saved(folder_name(step, round, "0000000a", 1), step, round, 4, 0.0, 100, "d")
 
 
 @given(

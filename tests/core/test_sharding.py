@@ -63,3 +63,17 @@ def test_what_is_too_big_for_a_frame_is_cut(monkeypatch):
     part = whole("w", 3000, PART_MAX // 4000)
     [its] = deal([[part]])
     assert sum(p.size for p in its) == part.size and all(p.size <= sharding.PART_MAX for p in its)
+
+
+@given(SHAPES, SHAPES, st.integers(1, 9))
+def test_what_may_differ_is_written_by_the_first_rank_and_the_rest_evenly_by_all(shapes, buffers, world):
+    parts = [whole(f"t{n}", *shape) for n, shape in enumerate(shapes)]
+    together = [whole(f"b{n}", *shape) for n, shape in enumerate(buffers)]
+    dealt = deal([[*together, *parts]] * world, {part.key for part in together})
+    written = [row for its in dealt for part in its for row in sorted(rows(part))]
+    assert sorted(written) == sorted(row for part in (*parts, *together) for row in rows(part))
+    assert [part for part in dealt[0] if part.key.startswith("b")] == together
+    begun, total = (sum(part.size for part in some) for some in (together, [*parts, *together]))
+    grain = max((p.size // p.sizes[0] if p.size >= WHOLE_BELOW else p.size for p in parts), default=0)
+    for its in dealt:
+        assert sum(p.size for p in its) <= max(begun, total / world) + 2 * max(grain, WHOLE_BELOW)

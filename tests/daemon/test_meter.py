@@ -29,6 +29,7 @@ from elasticd.core.facts import (
 )
 from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
+from elasticd.core.naming import folder_name
 from elasticd.core.page import Told
 from elasticd.core.ports import Changes, Entry, Listing, Seen
 from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStarted, WorkersStopping
@@ -75,7 +76,11 @@ def meter(*, leads: bool = True) -> tuple[Meter, Store]:
 
 
 def checkpoints(*names: str) -> Entry:
-    saved = tuple(Saved(n, 10 * i, 1, 2, 1000.0 + i, 4096, "d") for i, n in enumerate(names, 1))
+    saved = tuple(
+        Saved(folder_name(step, 1, n * 8, 1), step, 1, 2, 1000.0 + i, 4096, "d")
+        for i, n in enumerate(names, 1)
+        for step in (10 * int(n, 16) - 90,)
+    )
     return Entry("checkpoint", Checkpoint("/c", saved), 5, 5)
 
 
@@ -100,7 +105,7 @@ def test_checkpoints_are_counted_as_they_come_and_the_newest_is_described() -> N
     store.seen["checkpoint"](Changes((checkpoints("b", "c"),)))
     made._update_checkpoint()
     assert value(made.book, "checkpoints_total", "committed") == 3
-    assert value(made.book, "checkpoint_step") == 20
+    assert value(made.book, "checkpoint_step") == 30
     assert value(made.book, "checkpoint_age_seconds") == 1002.0
     assert value(made.book, "checkpoint_size_bytes") == 4096
 

@@ -22,13 +22,13 @@ from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.handover import Line, Memory, Paper
 from elasticd.checkpoint.manifest import (
     MANIFEST,
+    METADATA,
     BadCheckpoint,
+    File,
     Index,
     digest,
     encode,
     encode_index,
-    folder_name,
-    parse_folder,
 )
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.reading import open_manifest
@@ -36,6 +36,7 @@ from elasticd.checkpoint.report import Fate, Report
 from elasticd.checkpoint.saver import Saver
 from elasticd.checkpoint.store import Store
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
+from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
 from elasticd.core.retention import Commit, Keep, Refused
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
@@ -76,7 +77,9 @@ def whole(folder: Path, step: int, round: int) -> Saved:
     name = folder_name(step, round, "0000000a", 1)
     index = encode_index(Index([], {}, {}, {}))
     (folder / name).mkdir()
-    (folder / name / MANIFEST).write_bytes(raw := encode(name, step, round, 1, 1.0, [], index))
+    (folder / name / METADATA).touch()
+    none = File(METADATA, 0, [])
+    (folder / name / MANIFEST).write_bytes(raw := encode(name, step, round, 1, 1.0, [none], index))
     return Saved(name, step, round, 1, 1.0, len(raw), digest(raw))
 
 

@@ -1,0 +1,46 @@
+"""The names of checkpoints, which become paths of what is read, written and removed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+WORLD_MAX: Final = 1 << 20  # workers that save together; more is no size but a mistake
+_NAME: Final = re.compile(
+    r"step-(?P<step>\d{10,19})-r(?P<round>\d{1,19})-(?P<token>[0-9a-f]{8})\.(?P<seq>\d{1,19})", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What the name of a checkpoint's folder says."""
+
+    step: int
+    round: int
+    token: str
+    seq: int
+
+
+def folder_name(step: int, round: int, token: str, seq: int) -> str:
+    """Never the same twice: the token is drawn by those who save together, who count their saves."""
+    return f"step-{step:010d}-r{round}-{token}.{seq}"
+
+
+def parse_folder(name: str) -> Folder | None:
+    """None for a folder that is none of ours."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return Folder(int(match["step"]), int(match["round"]), match["token"], int(match["seq"]))
+
+
+def require_name(name: str, step: int, round: int, world: int) -> None:
+    """Raises ValueError unless so many workers may have saved this step of this round under that name."""
+    there = parse_folder(name)
+    if there is None:
+        raise ValueError(f"{name!r} is no checkpoint's name")
+    if (there.step, there.round) != (step, round):
+        raise ValueError(f"{name} is not of step {step} and round {round}")
+    if not 0 < world <= WORLD_MAX:
+        raise ValueError(f"{name} cannot have been saved by {world} workers")
