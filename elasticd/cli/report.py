@@ -105,7 +105,8 @@ class JobReport:
     ``since``. Times are seconds since the epoch. ``cause``: why the round began; while it closes,
     why. ``steps_per_s``: the pace of the slowest worker, as all wait for it. ``time``: seconds of all
     slots together by kind, up to half a minute ago, and ``goodput`` the share that was productive.
-    ``stragglers``: who lags behind in this round, or has a bad GPU, as the leader judges."""
+    ``stragglers``: who lags behind in this round, or has a bad GPU, as the leader judges. ``etcd_full``: it
+    has no room, so that nothing of this can change."""
 
     job: str
     phase: str
@@ -131,6 +132,7 @@ class JobReport:
     goodput: float | None = None
     checkpoint: CheckpointReport | None = None
     stragglers: tuple[Laggard, ...] = ()
+    etcd_full: bool = False
     schema: int = SCHEMA
 
     @property
@@ -333,6 +335,8 @@ def as_text(r: JobReport, now: float) -> list[str]:
     if r.steps_per_s is not None:
         head += f", {r.steps_per_s:.2f} steps/s"
     lines = [head]
+    if r.etcd_full:
+        lines.append("  etcd      is full: nothing is replaced or resized until there is room (see the log)")
     if r.script:
         lines.append(f"  script    {r.script}")
     if r.budget_left is not None:

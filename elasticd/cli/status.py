@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -16,7 +18,7 @@ from elasticd.cli.options import etcd_options
 from elasticd.cli.report import JobReport, as_text, report
 from elasticd.cli.say import say
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.errors import BadRecord
+from elasticd.etcd.errors import BadRecord, StoreRefused
 from elasticd.telemetry import words
 
 
@@ -66,11 +68,14 @@ def _look(access: EtcdAccess, job: str) -> JobReport:
 
     with answering(), Client(access) as client:
         listing, bad = client.list(job)
+        full = False
+        with suppress(StoreRefused):  # not ours to ask, perhaps
+            full = client.full()
     if complaint := unusable(job, bad):
         raise complaint from bad[0]
     for error in bad:
         say(f"elasticd: {job}: {error}.", err=True)
-    return report(job, facts_of(listing), time.time())
+    return replace(report(job, facts_of(listing), time.time()), etcd_full=full)
 
 
 def _look_if_there(place: Place, job: str) -> JobReport | None:

@@ -75,6 +75,13 @@ class StoreComplained:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreFilled:
+    """The store answers, and has no room: ``why`` is a sentence, empty once it takes writes again."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     signal: int
 
@@ -105,6 +112,7 @@ Event = (
     | WorkerNews
     | PortReserved
     | StoreComplained
+    | StoreFilled
     | Signalled
     | ProcessGone
     | KeeperLost

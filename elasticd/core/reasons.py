@@ -256,6 +256,20 @@ class StoreBack:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreFull:
+    """etcd takes no more writes; ``why`` says what to do. Workers go on, and nothing changes until then."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHasRoom:
+    """It takes writes again, after so long."""
+
+    full_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """This node leaves: asked by a signal, or (signal 0) by ``elasticd drain``."""
 
@@ -314,6 +328,8 @@ Reason = (
     | LeaseLost
     | StoreAway
     | StoreBack
+    | StoreFull
+    | StoreHasRoom
     | Draining
     | LeadsNow
     | NameTaken

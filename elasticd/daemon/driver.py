@@ -77,7 +77,8 @@ Happening = Event | LeaderSaw | LeaderAnswered
 @dataclass(slots=True)
 class _Term:
     """One leadership. ``shown_from``: the view must have reached this revision of the round before
-    the next decision, since our own last write made it. ``retry_at``: not before this time."""
+    the next decision, since our own last write made it. ``retry_at``: not before this time. ``tried``: why
+    the last write was wanted, if it was not done: it is said once, however often it is tried."""
 
     number: int
     created: int
@@ -87,6 +88,7 @@ class _Term:
     shown_from: int = 0
     retry_at: float = 0.0
     waiting: tuple[Reason, ...] = ()
+    tried: tuple[Reason, ...] = ()
 
 
 class Driver:
@@ -267,12 +269,12 @@ class Driver:
         plan = leader.decide(term.view, now)
         waiting = () if plan.writes else plan.reasons
         for reason in plan.reasons:
-            if reason not in term.waiting:
+            if reason not in term.waiting and reason not in term.tried:
                 self._say(reason)
         term.waiting = waiting
         self._wake_by(plan.wake_at)
         if plan.writes:
-            term.asking = True
+            term.asking, term.tried = True, plan.reasons
             guards = (StillThere("leader", term.created), *plan.guards)
             number = term.number
             self._store.transact(
@@ -308,6 +310,6 @@ class Driver:
     def _leader_answered(self, term: _Term, answer: Answer, now: float) -> None:
         term.asking = False
         if isinstance(answer, Applied):
-            term.shown_from = answer.revision
+            term.shown_from, term.tried = answer.revision, ()
         else:
             term.retry_at = now + LEADER_RETRY_S

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from elasticd.core.facts import Holder
-from elasticd.core.messages import StoreComplained
+from elasticd.core.messages import StoreComplained, StoreFilled
 from elasticd.daemon import holding
 from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
@@ -28,7 +28,7 @@ from elasticd.telemetry.view import View
 LEASE_ALONE_S = 30 * 86_400.0
 
 
-def store(config: RunConfig, link: Link, post: Callable[[StoreComplained], None]) -> EtcdStore:
+def store(config: RunConfig, link: Link, post: Callable[[StoreComplained | StoreFilled], None]) -> EtcdStore:
     """The job in etcd. Complaints are logged, and those told to the agent that it cannot go on with."""
     logged = ""
 
@@ -43,7 +43,14 @@ def store(config: RunConfig, link: Link, post: Callable[[StoreComplained], None]
 
     # An etcd of our own ends with us: nobody else waits for our lease to run out, however late we are.
     lasts_s = LEASE_ALONE_S if config.etcd is None else None
-    return EtcdStore(link, config.job, config.policy.node_ttl_s, lasts_s=lasts_s, problems=complained)
+    return EtcdStore(
+        link,
+        config.job,
+        config.policy.node_ttl_s,
+        lasts_s=lasts_s,
+        problems=complained,
+        full=lambda why: post(StoreFilled(why)),
+    )
 
 
 def procs(

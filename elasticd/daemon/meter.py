@@ -345,6 +345,7 @@ class Meter:
         book.set("elasticd_restart_budget_left", s.budget_left)
         book.set("elasticd_restart_budget_size", state.policy_source.policy.restarts_max)
         book.set("elasticd_etcd_up", state.silent is None and state.lease_until is not None)
+        book.set("elasticd_etcd_full", bool(state.full))
         if view is None or view.nodes is None:
             for kind in ("member", "waiting", "draining", "lost"):
                 book.forget("elasticd_members", kind)

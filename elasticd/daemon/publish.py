@@ -211,6 +211,8 @@ class Publisher:
         spec, round, view = state.spec, state.round, self._driver.view
         policy, failed = state.policy_source.policy, round.failure if round is not None else None
         waits = [words.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
+        if state.full:
+            waits.insert(0, state.full)
         return Snapshot(
             job=self._config.job,
             node=self._config.node,

@@ -117,6 +117,7 @@ class Stubs:
         kv, lease = rpc.KVStub(channel), rpc.LeaseStub(channel)
         self.range = kv.Range
         self.txn = kv.Txn
+        self.delete = kv.DeleteRange
         self.compact = kv.Compact
         self.grant = lease.LeaseGrant
         self.revoke = lease.LeaseRevoke
@@ -127,5 +128,6 @@ class Stubs:
         )
         self.watch = rpc.WatchStub(channel).Watch
         self.status = rpc.MaintenanceStub(channel).Status
+        self.alarm = rpc.MaintenanceStub(channel).Alarm
         self.members = rpc.ClusterStub(channel).MemberList
         self.authenticate = rpc.AuthStub(channel).Authenticate

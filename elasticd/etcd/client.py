@@ -88,6 +88,11 @@ class Client:
         self.get_raw(ROOT)
         return status
 
+    def full(self) -> bool:
+        """Whether a member has raised the alarm for space: no writes until it is disarmed."""
+        response = self._connection.call("alarm", rpc.AlarmRequest(), idempotent=True)  # lists them
+        return any(raised.alarm == rpc.NOSPACE for raised in response.alarms)
+
     def members(self) -> dict[str, tuple[str, ...]]:
         """The members of the cluster by name, and the URLs at which they serve clients."""
         response = self._connection.call("members", rpc.MemberListRequest(), idempotent=True)
@@ -204,8 +209,8 @@ class Client:
         return int(response.header.revision) if response.succeeded else None
 
     def delete_raw(self, key: bytes, *, prefix: bool = False) -> None:
-        """Delete a key, or all that start with it."""
-        self._connection.call("txn", kv.txn_request([], [kv.delete_op(key, prefix=prefix)]))
+        """Delete a key, or all that start with it; also where etcd is full."""
+        self._connection.call("delete", kv.delete_op(key, prefix=prefix).request_delete_range)
 
     def compact(self, revision: int) -> None:
         """Forget all history before a revision."""

@@ -18,6 +18,7 @@ from elasticd.etcd.errors import (
     Compacted,
     LeaseGone,
     StoreError,
+    StoreFull,
     StoreRefused,
     StoreUnavailable,
     TokenExpired,
@@ -92,6 +93,7 @@ class Connection:
                 logged_in_again = True
                 continue
             again = isinstance(failure, StoreUnavailable) and (idempotent or not failure.sent) and tries != 0
+            again = again and not isinstance(failure, StoreFull)
             if not again or deadline - time.monotonic() < RETRY_PAUSE_S or self._closed.wait(RETRY_PAUSE_S):
                 raise failure
 
@@ -177,7 +179,7 @@ class Connection:
         """The typed error; a bad endpoint is turned away from, a stale token forgotten."""
         failure = translate(error, self.access.endpoints[index])
         failure.__cause__ = error
-        if isinstance(failure, StoreUnavailable):
+        if isinstance(failure, StoreUnavailable) and not isinstance(failure, StoreFull):
             self._turn_from(index)
         elif isinstance(failure, TokenExpired):
             self._tokens.pop(index, None)
@@ -213,6 +215,8 @@ def translate(error: Exception, endpoint: str) -> StoreError:
         return LeaseGone("the lease is gone")
     if code is status.OUT_OF_RANGE and "compacted" in details:
         return Compacted("the revision is no longer kept")
+    if code is status.RESOURCE_EXHAUSTED and "space exceeded" in details:
+        return StoreFull(endpoint)
     if code is status.RESOURCE_EXHAUSTED:
         return StoreUnavailable(f"etcd at {endpoint} cannot take more: {details}", sent=False)
     if code in (status.INVALID_ARGUMENT, status.FAILED_PRECONDITION):

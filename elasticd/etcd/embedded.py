@@ -193,7 +193,7 @@ class Embedded:
         argv += [f"--initial-cluster={self.folder.name}={peer}", "--log-level=warn", "--logger=zap"]
         # Alone it can never lose an election, so it may hold them quickly: up in a moment.
         argv += ["--heartbeat-interval=20", "--election-timeout=200"]
-        argv += ["--auto-compaction-mode=periodic", "--auto-compaction-retention=10m"]
+        argv += ["--auto-compaction-mode=periodic", "--auto-compaction-retention=5m"]
         if (version_of(self._binary) or (0, 0, 0)) >= (3, 5, 0):
             argv += ["--unsafe-no-fsync"]  # its data dies with the run anyway
         return argv

@@ -18,6 +18,18 @@ class StoreUnavailable(StoreError):
         self.sent = sent
 
 
+class StoreFull(StoreUnavailable):
+    """etcd has used up its quota of space: it answers, and takes no more writes until somebody makes room.
+    Deletions outside transactions and keep-alives still work."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(
+            f"etcd at {endpoint} is full and takes no more writes: compact and defragment it, then disarm "
+            "its alarm (etcdctl compact, defrag, alarm disarm), or raise its --quota-backend-bytes",
+            sent=False,
+        )
+
+
 class StoreRefused(StoreError):
     """etcd answers, and says no: credentials, certificates, permissions. Fix the input."""
 

@@ -16,10 +16,11 @@ from elasticd.core.ports import Held, LeaseNews, Lost, Silent
 from elasticd.etcd._client3 import rpc
 from elasticd.etcd.clerk import Clerk
 from elasticd.etcd.connection import Connection
-from elasticd.etcd.errors import LeaseGone, StoreError, StoreUnavailable, TokenExpired
+from elasticd.etcd.errors import LeaseGone, StoreError, StoreFull, StoreUnavailable, TokenExpired
 from elasticd.etcd.reach import Lookout
 
 RETRY_S = 0.2
+FULL_RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -203,6 +204,10 @@ class Keeper:
     def _unanswered(self, lease: Lease, sent_at: float, error: StoreError) -> None:
         lease._due = self._clock() + RETRY_S
         lease._asked_last = sent_at
+        if isinstance(error, StoreFull):  # it answers, and gives no new lease
+            lease._due = self._clock() + FULL_RETRY_S
+            lease._failed(error)
+            return
         if not isinstance(error, (StoreUnavailable, TokenExpired)) and str(error) != lease._complaint:
             lease._complaint = str(error)
             if not lease._closing:

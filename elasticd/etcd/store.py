@@ -29,7 +29,7 @@ from elasticd.etcd import kv, records
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.connection import Connection
-from elasticd.etcd.errors import BadRecord, LeaseGone, StoreError, StoreUnavailable
+from elasticd.etcd.errors import BadRecord, LeaseGone, StoreError, StoreFull, StoreUnavailable
 from elasticd.etcd.keeper import Keeper, Lease
 from elasticd.etcd.kv import KeyValue, Range
 from elasticd.etcd.names import job_prefix
@@ -73,7 +73,8 @@ class EtcdStore:
 
     ``problems`` is told what a person should know and what the store cannot mend: values that are
     not records (BadRecord, NewerRecord; they are skipped), refusals, a wiped etcd. ``lasts_s``: see
-    ``Keeper.hold``.
+    ``Keeper.hold``. ``full`` is told when etcd has no more room, in a sentence, and with none when it takes
+    writes again.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class EtcdStore:
         lasts_s: float | None = None,
         clock: Callable[[], float] | None = None,
         problems: Callable[[StoreError], None] = log_problem,
+        full: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._own_link = not isinstance(access, Link)
         self._link = access if isinstance(access, Link) else Link(access, clock)
@@ -92,6 +94,8 @@ class EtcdStore:
         self._ttl_s = ttl_s
         self._lasts_s = lasts_s
         self._problems = problems
+        self._tell_full = full
+        self._is_full = False
         self._lock = threading.Lock()
         self._queue: deque[_Transaction] = deque()
         self._writing = False
@@ -162,10 +166,20 @@ class EtcdStore:
             self._link.keeper.check(self._lease)
             return Refused()
         except StoreError as error:
-            if not isinstance(error, StoreUnavailable):
-                self._problems(error)
+            if isinstance(error, StoreFull) or not isinstance(error, StoreUnavailable):
+                self._complain(error)
             return Unknown(str(error))
+        if self._is_full and any(isinstance(w, Put) for w in transaction.writes):
+            self._is_full = False
+            self._tell_full("")
         return Applied(response.header.revision) if response.succeeded else Refused()
+
+    def _complain(self, error: StoreError) -> None:
+        if not isinstance(error, StoreFull):
+            self._problems(error)
+        elif not self._is_full:
+            self._is_full = True
+            self._tell_full(str(error))
 
     def _compare(self, guard: Guard) -> object:
         match guard:
@@ -193,7 +207,7 @@ class EtcdStore:
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
         """See the port."""
         assert self._lease is None, "hold_lease is called once"
-        self._lease = self._link.keeper.hold(self._ttl_s, news, self._problems, self._lasts_s)
+        self._lease = self._link.keeper.hold(self._ttl_s, news, self._complain, self._lasts_s)
 
     def close(self) -> None:
         """Give the lease back, so that its keys vanish at once, and end the watches. Transactions

@@ -222,6 +222,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     # -------------------------------------------------------- etcd and the agent
     _gauge("etcd_up", "1 while etcd answers this agent, else 0.", "", ()),
+    _gauge("etcd_full", "1 while etcd has no room for what this agent writes, else 0.", "", ()),
     _seconds("etcd_request", "Time of this agent's requests that etcd answered.", _REQUEST_S),
     _counter(
         "etcd_lease_renewals",

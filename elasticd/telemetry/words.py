@@ -266,6 +266,10 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"this node is cut off from etcd{stop}"
         case r.StoreBack(away_s):
             return f"etcd is back after {span(away_s)}"
+        case r.StoreFull(why):
+            return f"{why}; the workers go on, but until then none is replaced, and no node comes or goes"
+        case r.StoreHasRoom(full_s):
+            return f"etcd takes writes again, after {span(full_s)} without room"
         case r.Draining(number):
             return f"leaving the job: {_asker(number)} asked for it"
         case r.LeadsNow():
@@ -414,6 +418,8 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.LeaseLost: ("lease.lost", "warning"),
     r.StoreAway: ("etcd.away", "warning"),
     r.StoreBack: ("etcd.back", "info"),
+    r.StoreFull: ("etcd.full", "error"),
+    r.StoreHasRoom: ("etcd.has_room", "info"),
     r.Draining: ("node.draining", "info"),
     r.LeadsNow: ("leader.elected", "info"),
     r.NameTaken: ("node.name_taken", "warning"),

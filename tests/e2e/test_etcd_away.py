@@ -246,6 +246,7 @@ def test_nobody_restarts_when_all_three_etcds_freeze_for_longer_than_every_lease
         three.start()
         cluster = clusters(",".join(f"http://{endpoint}" for endpoint in three.endpoints))
         cluster.limits = (2, 2)
+        cluster.pace["--node-ttl"] = "6"
         a, b = cluster.start("a", "b")
         world = cluster.world(2)
         for member in three.members:
@@ -255,7 +256,8 @@ def test_nobody_restarts_when_all_three_etcds_freeze_for_longer_than_every_lease
         last = max(p.last_at for p in world.players)
         ttl_s = float(cluster.pace["--node-ttl"])
         cluster.until(
-            lambda: all(p.last_at > last + 6 * ttl_s for p in world.players), "the workers outlive six leases"
+            lambda: all(p.last_at > last + 3 * ttl_s for p in world.players),
+            "the workers outlive three leases",
         )
         for member in three.members:
             member.signal(signal.SIGCONT)

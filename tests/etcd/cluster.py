@@ -18,10 +18,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from elasticd.etcd import embedded
+from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
-from elasticd.etcd.errors import StoreError
+from elasticd.etcd.errors import StoreError, StoreFull
 
 
 class Authority:
@@ -179,6 +180,34 @@ class Cluster:
     def stop(self) -> None:
         for member in self.members:
             member.kill()
+
+
+def fill(access: EtcdAccess) -> None:
+    """Until it takes no more; its quota had better be small."""
+    with Client(access) as client:
+        for number in range(10_000):
+            try:
+                client.swap_raw(b"/junk/%d" % number, bytes(100_000), 0)
+            except StoreFull:
+                return
+    raise AssertionError("it takes everything")
+
+
+def make_room(access: EtcdAccess) -> None:
+    """What a person does: delete, compact, defragment, disarm."""
+    with Client(access) as client:
+        client.delete_raw(b"/junk/", prefix=True)  # a full etcd still accepts that
+        revision = client.list_raw(b"/").revision
+    channel = grpc.insecure_channel(access.endpoints[0])
+    try:
+        kv, maintenance = rpc.KVStub(channel), rpc.MaintenanceStub(channel)
+        kv.Compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=30)
+        maintenance.Defragment(rpc.DefragmentRequest(), timeout=30)
+        for raised in maintenance.Alarm(rpc.AlarmRequest(), timeout=30).alarms:
+            disarm = {"memberID": raised.memberID, "alarm": raised.alarm}
+            maintenance.Alarm(rpc.AlarmRequest(action=rpc.AlarmRequest.DEACTIVATE, **disarm), timeout=30)
+    finally:
+        channel.close()
 
 
 def await_serving(access: EtcdAccess, tries: int = 600) -> None:

@@ -63,6 +63,8 @@ EXAMPLES: dict[type, r.Reason] = {
         r.LeaseLost(5.0, 0.1),
         r.StoreAway(True, NOW + 3),
         r.StoreBack(61.0),
+        r.StoreFull("etcd at a:2379 is full"),
+        r.StoreHasRoom(61.0),
         r.Draining(15),
         r.LeadsNow(),
         r.NameTaken(NOW + 5),

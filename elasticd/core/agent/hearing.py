@@ -24,6 +24,7 @@ from elasticd.core.messages import (
     SawOthers,
     Signalled,
     StoreComplained,
+    StoreFilled,
     Tag,
     Tick,
     WorkerExited,
@@ -53,6 +54,8 @@ from elasticd.core.reasons import (
     StandbyReady,
     StoreAway,
     StoreBack,
+    StoreFull,
+    StoreHasRoom,
     WorkerEnded,
 )
 
@@ -91,6 +94,13 @@ def absorb(do: Doing, event: Event) -> None:
                 do.set(exiting=state.exiting or Leave(2, why))
             elif forgot:  # round numbers fence everything, and may now be given twice
                 do.set(exiting=state.exiting or Leave(4, f"{why}; start the job again on each of its nodes"))
+        case StoreFilled(why):
+            if why and not state.full:
+                do.set(full_since=do.now)
+                do.reasons.append(StoreFull(why))
+            elif state.full and not why:
+                do.reasons.append(StoreHasRoom(do.now - state.full_since))
+            do.set(full=why)
         case Signalled(signal):
             _signalled(do, signal)
         case ProcessGone(incarnation):

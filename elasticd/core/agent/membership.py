@@ -16,7 +16,10 @@ CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for 
 
 def outlast_the_store(do: Doing) -> None:
     silent = do.state.silent
-    if silent is None or do.state.exiting is not None:
+    if do.state.exiting is not None:
+        return
+    if silent is None:
+        _outlast_a_full_store(do)
         return
     grace_s, wait_s, code = do.state.etcd_grace_s, do.state.etcd_wait_s, 4
     if not do.state.joined and wait_s is not None:
@@ -26,6 +29,19 @@ def outlast_the_store(do: Doing) -> None:
     until = silent.since + grace_s
     if do.now >= until:
         do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
+    else:
+        do.wakes.append(until)
+
+
+def _outlast_a_full_store(do: Doing) -> None:
+    """One who is at work trains on; one who cannot even begin gives up in time."""
+    state = do.state
+    if not state.full or state.registered or state.crew is not None:
+        return
+    grace_s = state.etcd_grace_s if state.etcd_wait_s is None else state.etcd_wait_s
+    until = state.full_since + grace_s
+    if do.now >= until:
+        do.set(exiting=Leave(4, f"{state.full}; it has had no room for {grace_s:g} s"))
     else:
         do.wakes.append(until)
 

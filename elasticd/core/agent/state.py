@@ -102,6 +102,7 @@ class State:
     ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
     until when, a slot's process did not get there.
     ``fence``: until when workers run unless it is moved, even if this agent is stopped.
+    ``full``: why the store takes no writes, since ``full_since``.
     ``history``: the revision of a round that had ended before this agent came, which is no news.
     ``retry_at``: writes that are not to be tried again before a time.
     """
@@ -128,6 +129,8 @@ class State:
     lease_until: float | None = None
     silent: Silent | None = None
     fence: float = 0.0
+    full: str = ""
+    full_since: float = 0.0
     own: Entry | None = None
     crew: Crew | None = None
     released: int = 0

@@ -1,0 +1,53 @@
+"""etcd has used up its space: that is said, training goes on, and so does the rest once there is room."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from elasticd.etcd.client import Client
+from tests.e2e.harness import Cluster
+from tests.etcd import cluster as etcds
+
+QUOTA = "--quota-backend-bytes=4000000"
+
+
+def test_a_full_etcd_is_told_and_a_worker_that_died_meanwhile_is_replaced_once_there_is_room(
+    clusters: Callable[[str | None], Cluster], tmp_path: Path
+) -> None:
+    folder = tmp_path / "etcd"
+    folder.mkdir()
+    etcd = etcds.Cluster(folder, 1, flags=(QUOTA,))
+    try:
+        etcd.start()
+        cluster = clusters(f"http://{etcd.endpoints[0]}")
+        cluster.limits = (2, 2)
+        cluster.pace["--node-ttl"] = "30"  # a full etcd has no new lease for an agent that was starved
+        a, b = cluster.start("a", "b")
+        first = cluster.world(2)
+        assert not json.loads(cluster.command("status", cluster.job, "--json").out)["etcd_full"]
+        etcds.fill(cluster.access)
+        for agent in (a, b):
+            said = cluster.until_said(agent, "etcd.full", level="error")
+            assert "alarm disarm" in said["why"]
+        cluster.goes_on(first, steps=50)
+        status = cluster.command("status", cluster.job)
+        assert "is full" in status.out, status
+        scaled = cluster.command("scale", cluster.job, "--max", "3")
+        assert scaled.code == 4 and "is full" in scaled.sentence
+
+        first.players[1].tell("exit", code=5)
+        cluster.until_gone(first.players[1:])
+        late, *_ = cluster.start("late", options=["--etcd-grace=1"])
+        assert late.end() == 4 and "is full" in late.screen
+        etcds.make_room(cluster.access)
+        second = cluster.world(2, after=first)
+        assert second.restarts == 1
+        for agent in (a, b):
+            cluster.until_said(agent, "etcd.has_room")
+        with Client(cluster.access) as client:
+            assert not client.full()
+        cluster.finishes(a, b)
+    finally:
+        etcd.stop()
