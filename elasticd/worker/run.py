@@ -18,7 +18,7 @@ from elasticd.core.link import ADDRESS, HANDOVER, Broken, Done, Enter, Entered, 
 from elasticd.worker.exchange import agree
 from elasticd.worker.link import Link
 from elasticd.worker.state import State
-from elasticd.worker.world import World, WorldChanged, is_of_the_group
+from elasticd.worker.world import World, WorldChanged, is_of_the_group, what_led_to
 
 _log = logging.getLogger(__name__)
 NEWS_S = 5.0  # after a collective failed, for the agent to say that the round is over: it knows of most ends
@@ -37,7 +37,8 @@ def run(
     in the last one is the result.
 
     ``timeout``: of the process group's collectives. Exceptions of the function's own end the process
-    as always; what fails because another worker died, left or joined does not get out.
+    as always; what fails because another worker died, left or joined does not get out, whatever the
+    function makes of it on the way, ``sys.exit()`` in an ``except`` or an error in a ``finally`` included.
     """
     if function is None:
         return functools.partial(run, timeout=timeout)  # type: ignore[return-value]
@@ -117,6 +118,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             took = formed - started, time.monotonic() - formed
             link.say(Entered(round, state.step, *took, *state.growth, source))
             result = call()
+            world.check()  # a function that swallows the end of its world has not come to its own end
             state.finish()
             if world.end():
                 link.say(Done(round))
@@ -125,8 +127,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             failure = changed.__cause__
             _clear_frames(changed)
         except BaseException as error:
-            of_the_world = world.over or world.broken or is_of_the_group(error)
-            if not (of_the_world and isinstance(error, Exception)):
+            if not _is_of_the_world(error, world):
                 world.close()  # the others need not wait until this process has ended
                 link.say(Broken(round, fails=True, why=_why(error)))
                 raise
@@ -139,6 +140,15 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
         del failure
         link.say(Waiting(round, state.step, state.holds, state.agreed))
         world.forget()
+
+
+def _is_of_the_world(error: BaseException, world: World) -> bool:
+    """Whether the function failed because its world did. Scripts make all sorts of a collective that failed,
+    such as ``except Exception: sys.exit(1)``."""
+    if isinstance(error, KeyboardInterrupt):
+        return False
+    ended = world.over or world.broken is not None
+    return (ended and isinstance(error, Exception)) or is_of_the_group(error)
 
 
 def _await_the_end(state: State, world: World, link: Link, failure: BaseException | None) -> None:
@@ -165,14 +175,8 @@ def _await_the_end(state: State, world: World, link: Link, failure: BaseExceptio
 def _clear_frames(failure: BaseException) -> None:
     """Let go of what the functions had that it came through, and what led to it: the model of a dead world, a
     DataLoader with its processes."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [failure]
-    while pending:
-        error = pending.pop()
-        if error is not None and id(error) not in seen:
-            seen.add(id(error))
-            traceback.clear_frames(error.__traceback__)
-            pending += [error.__cause__, error.__context__]
+    for error in what_led_to(failure):
+        traceback.clear_frames(error.__traceback__)
 
 
 def _why(failure: BaseException) -> str:

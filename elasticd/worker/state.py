@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -355,6 +356,11 @@ class State:
         if self._recorder is not None:
             self._recorder.learned(self._step, self._learned())
         if self._lasting is not None:
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    "the run function has destroyed the process group, without which no checkpoint can be "
+                    "agreed on: leave out destroy_process_group(), as elasticd.worker sees to it"
+                )
             self._lasting.finished(self._parts(), self._world)
 
     def _parts(self) -> Parts:

@@ -102,10 +102,11 @@ class World:
     # ------------------------------------------------------------ training
 
     def check(self) -> None:
-        """Raises WorldChanged if nothing more can come of this world."""
+        """Raises WorldChanged if nothing more can come of this world, also where that was said before and
+        the script has swallowed it."""
         if self.broken is not None:
             raise WorldChanged from self.broken
-        if self.over:
+        if self.over or (self._last_step is not None and self._step >= self._last_step):
             raise WorldChanged
 
     def vouch(self) -> None:
@@ -288,17 +289,27 @@ def _spare_children() -> None:
 
 
 def is_of_the_group(failure: BaseException | None) -> bool:
-    """Whether it, or what led to it, is a collective that could not be completed."""
-    seen = set()
-    while failure is not None and id(failure) not in seen:
-        text = str(failure)
-        if isinstance(failure, dist.DistError) or (
-            isinstance(failure, RuntimeError) and any(mark in text for mark in _OF_THE_GROUP)
-        ):
-            return True
-        seen.add(id(failure))
-        failure = failure.__cause__ or failure.__context__
-    return False
+    """Whether it is a collective that could not be completed, or a world's end, or was led to by one."""
+    return any(
+        isinstance(error, dist.DistError | WorldChanged)
+        or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in _OF_THE_GROUP))
+        for error in what_led_to(failure)
+    )
+
+
+def what_led_to(failure: BaseException | None) -> list[BaseException]:
+    """The failure, what it was raised from, what was being handled when it was raised, those that it is a
+    group of, and so on."""
+    found: list[BaseException] = []
+    ahead = [failure]
+    while ahead:
+        error = ahead.pop()
+        if error is not None and not any(error is other for other in found):
+            found.append(error)
+            ahead += [error.__cause__, error.__context__]
+            if isinstance(error, BaseExceptionGroup):
+                ahead += error.exceptions
+    return found
 
 
 def _aside(talk: Callable[[], object]) -> queue.SimpleQueue[bool]:

@@ -33,7 +33,7 @@ from elasticd.core.link import (
     encode,
 )
 
-PATIENCE_S = 60.0
+PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "60"))
 _addresses = itertools.count()
 
 

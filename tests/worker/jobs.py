@@ -3,6 +3,7 @@ size, and the accidents that befall them."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -290,6 +291,83 @@ def train_and_swallow_everything(
             commit(state, journal)
         except:  # noqa: E722
             accident("swallowed", step)
+
+
+def train_and_exit_on_errors(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    """The commonest wrapper of all."""
+    try:
+        train(state, journal, accident, steps)
+    except Exception as error:
+        journal.write(caught=type(error).__name__)
+        sys.exit(1)
+
+
+def train_and_exit_on_anything(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    try:
+        train(state, journal, accident, steps)
+    except BaseException as error:
+        journal.write(caught=type(error).__name__)
+        raise SystemExit("training failed") from ValueError("of another kind")
+
+
+def train_and_fail_to_clean_up(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    cleaned = False
+    try:
+        train(state, journal, accident, steps)
+        cleaned = True
+    finally:
+        if not cleaned:
+            journal.write(caught="finally")
+            raise OSError("the folder is gone already")
+
+
+def train_and_return_whatever_happens(
+    state: worker.State, journal: Journal, accident: Accident, steps: int
+) -> None:
+    try:
+        train(state, journal, accident, steps)
+    except:  # noqa: E722
+        journal.write(caught="anything")
+
+
+def train_and_suppress_errors(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
+    """Each step by itself."""
+    journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
+    for step in state.steps(steps):
+        with contextlib.suppress(Exception):
+            accident("start", step)
+            state.drawn += random.random() + np.random.rand()
+            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            state.optimizer.zero_grad()
+            loss = state.model(batch).pow(2).mean()
+            accident("forward", step)
+            loss.backward()
+            state.optimizer.step()
+            state.schedule.step()
+            state.seen.append(step)
+            commit(state, journal)
+
+
+def train_and_go_on_past_anything(
+    state: worker.State, journal: Journal, accident: Accident, steps: int
+) -> None:
+    """Each step by itself, whatever comes out of it."""
+    journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
+    for step in state.steps(steps):
+        try:
+            accident("start", step)
+            state.drawn += random.random() + np.random.rand()
+            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            state.optimizer.zero_grad()
+            loss = state.model(batch).pow(2).mean()
+            accident("forward", step)
+            loss.backward()
+            state.optimizer.step()
+            state.schedule.step()
+            state.seen.append(step)
+            commit(state, journal)
+        except:  # noqa: E722
+            journal.write(caught="anything")
 
 
 def train_and_count_graphs(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:

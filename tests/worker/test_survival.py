@@ -16,6 +16,12 @@ from tests.worker.jobs import (
     lose_the_others,
     reads,
     train_and_count_graphs,
+    train_and_exit_on_anything,
+    train_and_exit_on_errors,
+    train_and_fail_to_clean_up,
+    train_and_go_on_past_anything,
+    train_and_return_whatever_happens,
+    train_and_suppress_errors,
     train_and_swallow_everything,
     train_whatever_happens,
     train_without_commit,
@@ -108,6 +114,32 @@ def test_a_function_that_swallows_exceptions_commits_no_broken_step(crew, tmp_pa
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert "gloo" in reads(tmp_path, "0", "skipped")[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        train_and_exit_on_errors,
+        train_and_exit_on_anything,
+        train_and_fail_to_clean_up,
+        train_and_return_whatever_happens,
+        train_and_suppress_errors,
+        train_and_go_on_past_anything,
+    ],
+)
+def test_what_a_function_makes_of_the_end_of_its_world_is_not_its_own(crew, tmp_path, undisturbed, body):
+    """One dies, and later another is taken in, at a commit that all agree on."""
+    late = Gate(tmp_path / "late")
+    begin(crew, tmp_path, 2, {1: Accident("forward", 3), 0: Accident("start", 6, late.wait)}, body=body)
+    survivor = crew.hands[0]
+    crew.until(lambda: len(survivor.entered) == 2 or survivor.status is not None)
+    assert survivor.status is None, (tmp_path / "0.err").read_text()
+    late.until_somebody_waits()
+    crew.grow(crew.start(work, str(tmp_path), "2", body=body))
+    late.open()
+    crew.all_ended()
+    assert_exact(crew, tmp_path, {1}, undisturbed)
+    assert crew.settled == [(1, 2), (2, 1), (3, 2)]
 
 
 @pytest.mark.slow
