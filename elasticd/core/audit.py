@@ -138,7 +138,7 @@ class _Life:
 
     entered: Entered
     took: dict[int, list[Took]] = field(default_factory=lambda: defaultdict(list))
-    committed: set[int] = field(default_factory=set)
+    committed: dict[int, Committed] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
 
 
@@ -152,14 +152,14 @@ def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> Verdict:
     made, again = _lineage(rounds, findings)
     taken: dict[int, list[Took]] = {}
     weights: dict[int, str] = {}
-    for step, number in sorted(made.items()):
-        taken[step] = _of_step(step, rounds[number], findings)
+    for step, (number, commit) in sorted(made.items()):
+        taken[step] = _of_commit(commit, rounds[number], findings)
         if digest := _weights(step, rounds[number], findings):
             weights[step] = digest
-    steps = range(min(made, default=1), max(made, default=0) + 1)
+    steps = range(made[min(made)][1].first if made else 1, max(made, default=0) + 1)
     began = [life.entered for key in sorted(rounds) for life in rounds[key]]
     data = next((e.data for e in reversed(began) if e.data is not None), None)
-    first = next((life.entered for life in rounds[made[steps[0]]]), None) if steps else None
+    first = next((life.entered for life in rounds[made[min(made)][0]]), None) if made else None
     epochs: tuple[Epoch, ...] = ()
     if data is not None and first is not None:
         epochs = tuple(_epochs(taken, first, data, findings))
@@ -167,8 +167,8 @@ def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> Verdict:
         findings=tuple(findings),
         epochs=epochs,
         steps=steps,
-        rounds=len(set(made.values())),
-        worlds=tuple(sorted({rounds[number][0].entered.world for number in made.values()})),
+        rounds=len({number for number, _ in made.values()}),
+        worlds=tuple(sorted({rounds[number][0].entered.world for number, _ in made.values()})),
         again=again,
         kind=str(data["order"]["kind"]) if data is not None else "",
         losses={step: loss for step, batches in taken.items() if (loss := _loss(batches)) is not None},
@@ -196,7 +196,7 @@ def _lives(
                         life.took[step].clear()
                     life.took[step].append(note)
                 case Committed(step):
-                    life.committed.add(step)
+                    life.committed[step] = note
                 case Weights(step, digest):
                     life.weights[step] = digest
     if life is not None:
@@ -205,9 +205,9 @@ def _lives(
 
 def _lineage(
     rounds: Mapping[Round, Sequence[_Life]], findings: list[Finding]
-) -> tuple[dict[int, Round], int]:
-    """In which round each step was made that counts; how many were made that do not."""
-    made: dict[int, Round] = {}
+) -> tuple[dict[int, tuple[Round, Committed]], int]:
+    """The commits that count, and in which round each was made; how many steps were made that do not."""
+    made: dict[int, tuple[Round, Committed]] = {}
     again = 0
     for key in sorted(rounds):
         lives = rounds[key]
@@ -216,23 +216,26 @@ def _lineage(
             findings.append(Disagreed(key[1], min(begins), "where the round begins"))
         after = max(begins)
         undone = [step for step in made if step > after]
-        again += len(undone)
         for step in undone:
-            del made[step]
+            again += made.pop(step)[1].covers
         last = max(made, default=after)
         if after > last:
             findings.append(Jumped(key[1], after, last))
-        for step in sorted(set().union(*(life.committed for life in lives))):
-            made[step] = key
+        commits = {commit for life in lives for commit in life.committed.values()}
+        for commit in sorted(commits, key=lambda c: (c.step, c.covers)):
+            if made.get(commit.step, ("", commit))[0] == key:
+                findings.append(Disagreed(key[1], commit.step, "how many steps are committed with it"))
+            made[commit.step] = key, commit
     return made, again
 
 
-def _of_step(step: int, lives: Sequence[_Life], findings: list[Finding]) -> list[Took]:
-    """What all workers together took in the step, as if one had: a Took for each global batch."""
+def _of_commit(commit: Committed, lives: Sequence[_Life], findings: list[Finding]) -> list[Took]:
+    """What all workers together took of what is committed, as if one had: a Took for each global batch."""
     world = lives[0].entered.world
-    if all(life.entered.data is None for life in lives):
+    if not commit.covers or all(life.entered.data is None for life in lives):
         return []
-    by_rank = {life.entered.rank: life.took.get(step, []) for life in lives}
+    step = commit.step
+    by_rank = {life.entered.rank: life.took.get(commit.first, []) for life in lives}
     batches = max((len(t) for t in by_rank.values()), default=0)
     missing = tuple(rank for rank in range(world) if len(by_rank.get(rank, ())) < max(1, batches))
     if missing:

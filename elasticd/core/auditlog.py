@@ -47,7 +47,7 @@ class Entered:
 class Took:
     """What this worker has fetched of one global batch, and what it lost by it.
 
-    ``step``: the one that will commit it; ``turn``: how many batches came before in that step. ``first``
+    ``step``: the first that was not committed then; ``turn``: how many batches came before since. ``first``
     and ``samples``: where the global batch begins in the epoch, and its size. ``parts``: of each part where
     it begins in the batch, how many samples it has, and its loss. ``ids``: packed; those really fetched.
     """
@@ -63,7 +63,15 @@ class Took:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
+    """So many steps are committed; ``covers``: how many of them by this, maybe none."""
+
     step: int
+    covers: int = 1
+
+    @property
+    def first(self) -> int:
+        """The first of them."""
+        return self.step - max(1, self.covers) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +95,8 @@ def encode(note: Note) -> bytes:
         case Took():
             parts = [[start, count, loss.hex()] for start, count, loss in note.parts]
             said = {"is": "took", **{name: getattr(note, name) for name in Took.__slots__}, "parts": parts}
-        case Committed(step):
-            said = {"is": "committed", "step": step}
+        case Committed(step, covers):
+            said = {"is": "committed", "step": step, "covers": covers}
         case Weights(step, digest):
             said = {"is": "weights", "step": step, "digest": digest}
     return json.dumps(said, separators=(",", ":")).encode() + b"\n"
@@ -107,7 +115,10 @@ def decode(line: bytes) -> Note:
                 exact = tuple((int(start), int(count), float.fromhex(loss)) for start, count, loss in parts)
                 return _checked(Took(**{**{name: said[name] for name in Took.__slots__}, "parts": exact}))
             case {"is": "committed", "step": int(step)}:
-                return Committed(step)
+                covers = said.get("covers", 1)
+                if type(covers) is not int or not 0 <= covers <= step:
+                    raise ValueError(covers)
+                return Committed(step, covers)
             case {"is": "weights", "step": int(step), "digest": str(digest)}:
                 return Weights(step, digest)
     except (ValueError, KeyError, TypeError) as error:

@@ -59,7 +59,8 @@ class Recorder:
         self._note(Entered(round, rank, world, step, self._series, epoch, position, facts))
 
     def took(self, step: int, turn: int, share: Share, lost: Iterable[tuple[Fetched, torch.Tensor]]) -> None:
-        """Before anybody can commit it. ``turn``: counted from the last commit."""
+        """Before anybody can commit it. ``step``: the first that is not committed; ``turn``: how many batches
+        came before since the last commit."""
         parts = []
         ids: list[int] = []
         for fetched, loss in lost:
@@ -69,9 +70,10 @@ class Recorder:
         batch = share.batch
         self._note(Took(step, turn, batch.epoch, batch.first, batch.samples, tuple(parts), pack(ids)))
 
-    def committed(self, step: int, learned: Iterable[torch.Tensor]) -> None:
-        self._note(Committed(step))
-        if step % self._every == 0:
+    def committed(self, step: int, learned: Iterable[torch.Tensor], covers: int = 1) -> None:
+        """``covers``: how many steps the commit is of; with it so many are committed as ``step`` says."""
+        self._note(Committed(step, covers))
+        if step // self._every > (step - max(1, covers)) // self._every:
             self.learned(step, learned)
 
     def learned(self, step: int, tensors: Iterable[torch.Tensor]) -> None:

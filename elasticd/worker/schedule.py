@@ -24,14 +24,19 @@ class Schedule:
     _since: float = field(default_factory=time.monotonic)
     _next: int = 0  # the step with which to ask again
     _mark: tuple[int, float] | None = None  # a step, and when it was made
+    _asked: tuple[int, int] | None = None  # the last two steps with which it was asked
 
     def begin(self) -> None:
-        self._next, self._mark = 0, None
+        self._next, self._mark, self._asked = 0, None, None
 
     def due(self, step: int, together: Together) -> bool:
         """Raises as collectives do."""
         if isinstance(self.cadence, EverySteps):
-            return step > 0 and step % self.cadence.steps == 0
+            before, last = self._asked or (step - 1, step)
+            if step != last:
+                before = last
+            self._asked = before, step
+            return step > 0 and step // self.cadence.steps > before // self.cadence.steps
         if step < self._next:
             return False
         now = time.monotonic()

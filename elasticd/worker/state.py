@@ -89,7 +89,9 @@ class State:
         self._data = data
         self._reduction: Reduction = Averaged(None)
         self._open: Step | None = None
-        self._turn = 0  # batches since the last commit
+        self._begun = 0  # steps that steps() has yielded since the last commit
+        self._numbers_only = False  # steps() is under way, without data
+        self._used = 0  # samples of the steps that are over and not committed
         self._recorder: Recorder | None = None
         given = {"model": model, "optimizer": optimizer, "data": data}
         for name, value in {**given, **others}.items():
@@ -153,7 +155,8 @@ class State:
 
     @property
     def step(self) -> int:
-        """How many steps are committed."""
+        """How many steps are committed: those that ``steps`` has yielded, however many of them a commit
+        covers; without ``steps`` each commit is one."""
         return self._step
 
     @property
@@ -162,34 +165,41 @@ class State:
         return self._wrapped
 
     def steps(self, until: int | None = None) -> Iterator[Any]:
-        """The steps that are still to be made, up to ``until`` committed ones. With ``data``: a Step each,
-        to the end of its epochs; without: their numbers.
+        """The steps that are still to be made, from the last committed one, until there are ``until``. With
+        ``data``: a Step each, to the end of its epochs; without: their numbers.
 
-        What is not committed comes again in the next world. A commit may cover several."""
+        A commit covers all that were yielded since the last one. What is not committed comes again in the
+        next world, and where ``steps`` is called again."""
+        self._begun = self._used = 0
         if self._data is None:
             if until is None:
                 raise TypeError("state.steps() without a number needs State(..., data=worker.Data(...))")
             yield from self._numbers(until)
             return
         shares = self._data.shares(rank(), world_size())
-        self._turn = 0
-        while until is None or self._step < until:
+        while until is None or self._step + self._begun < until:
             if self._world is not None:
                 self._world.check()
             share = next(shares, None)
             if share is None:
                 return
             noted = self._recorder.took if self._recorder is not None else None
-            self._open = Step(self._step, self._turn, share, self._reduction, noted)
+            self._open = Step(self._step + self._begun, self._begun, share, self._reduction, noted)
+            self._begun += 1
             yield self._open
             self._close_step()
-            self._turn += self._open is not None  # not committed
+            self._used += self._open.used if self._open is not None else 0  # not committed
 
     def _numbers(self, until: int) -> Iterator[int]:
-        for step in range(self._step, until):
-            if self._world is not None:
-                self._world.check()
-            yield step
+        self._numbers_only = True
+        try:
+            while self._step + self._begun < until:
+                if self._world is not None:
+                    self._world.check()
+                self._begun += 1
+                yield self._step + self._begun - 1
+        finally:
+            self._numbers_only = False
 
     def _close_step(self) -> None:
         if self._open is not None and not self._open.done:
@@ -199,11 +209,16 @@ class State:
             )
 
     def commit(self, **said: Any) -> None:
-        """One step more is done: nobody falls behind of it. Call it after the optimizer's step.
-        ``said``: what there is to ``worker.report`` of the step, such as its loss.
+        """What was done since the last commit is done for good: nobody falls behind of it. Call it after the
+        optimizer's step. ``said``: what there is to ``worker.report`` of the step, such as its loss.
 
         Raises WorldChanged when the world ends here: leave it uncaught."""
         self._close_step()
+        if self._numbers_only and not self._begun:
+            raise RuntimeError(
+                f"state.commit() was called a second time in step {self._step - 1}: what steps() yields is a "
+                "step, so commit once in each or in every k-th of them, after all that belongs to it"
+            )
         if said:
             told.report(**said)
         world = self._world
@@ -211,16 +226,17 @@ class State:
             world.vouch()
         if self._data is not None:
             self._data.advance()
-        used = self._open.used if self._open is not None else 0
+        used = self._used + (self._open.used if self._open is not None else 0)
+        covers = self._begun
         self._open = None
-        self._turn = 0
+        self._begun = self._used = 0
         self._committed.keep()
-        self._step += 1
+        self._step += max(1, covers)
         self._torn = False
         told.committed(self._step)
         told.samples(used)
         if self._recorder is not None:
-            self._recorder.committed(self._step, self._learned())
+            self._recorder.committed(self._step, self._learned(), covers)
         ends = world is not None and world.passed(self._step)
         if self._lasting is not None and not (world is not None and world.over):
             self._lasting.passed(self._parts(), world, ends)
@@ -287,6 +303,8 @@ class State:
         """Out of the world, and back to what is committed, unless an optimizer has begun a step."""
         self._world = None
         self._open = None
+        self._begun = self._used = 0
+        self._numbers_only = False
         self._reduction.close()
         self._reduction = Averaged(None)
         self._wrapped = self._modules.get("model")

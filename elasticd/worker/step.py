@@ -13,10 +13,10 @@ from elasticd.worker.reduction import Reduction
 
 class Step:
     """What ``state.steps()`` yields. Iterate it, once, for this worker's batches, a part of the global
-    batch each, and call ``backward`` with the loss of each. ``number``: how many steps were committed
-    before. ``samples``: of the global batch, which is ``position`` samples into its epoch.
+    batch each, and call ``backward`` with the loss of each. ``number``: how many steps were made before.
+    ``samples``: of the global batch, which is ``position`` samples into its epoch.
 
-    ``turn``: how many batches came since the last commit. ``taken`` is told what was used and with which
+    ``turn``: how many of those are not committed. ``taken`` is told what was used and with which
     losses, before the last of it is added up; the arguments are ``Recorder.took``'s.
     """
 
@@ -94,4 +94,4 @@ class Step:
 
     def _note_taken(self) -> None:
         if self._taken is not None:
-            self._taken(self.number + 1, self._turn, self._share, self._lost)
+            self._taken(self.number - self._turn + 1, self._turn, self._share, self._lost)

@@ -180,6 +180,39 @@ def test_a_run_that_crashed_is_proved_as_far_as_it_came():
     assert [(e.number, e.used, e.over) for e in found.epochs] == [(0, 23, True), (1, 6, False)]
 
 
+def test_commits_of_several_steps_and_of_none_are_proved_like_others():
+    """The first commit is of three steps, the second of what was worked out without any samples. A worker
+    dies before the third, and its two steps come again."""
+    data = facts(23, 6)
+
+    def took(step: int, turn: int, first: int, samples: int, rank: int, world: int) -> Took:
+        parts = parts_of(rank, world, samples=samples, virtual_ranks=4)
+        at = [first + i for p in parts for i in p.samples]
+        ids = [Shuffled(23, 0).at(0, range(i, i + 1))[0] for i in at]
+        noted = tuple((p.samples.start, len(p.samples), loss(step + turn, p.samples)) for p in parts)
+        return Took(step, turn, 0, first, samples, noted, pack(ids))
+
+    files: Files = {
+        f"worker{rank}": [
+            Entered(1, rank, 2, 0, "", 0, 0, data),
+            *(took(1, turn, 6 * turn, 6, rank, 2) for turn in range(3)),
+            Committed(3, 3),
+            Committed(4, 0),
+            took(5, 0, 18, 5, rank, 2),
+        ]
+        for rank in range(2)
+    }
+    files["worker0"] += [Entered(2, 0, 1, 4, "", 0, 18, data), took(5, 0, 18, 5, 0, 1), Committed(5)]
+    found = verdict_of(files)
+    assert found.findings == () and found.steps == range(1, 6) and found.again == 0
+    assert [(e.used, e.over) for e in found.epochs] == [(23, True)]
+    files["worker1"].remove(Committed(3, 3))
+    files["worker1"].insert(4, Committed(3, 2))
+    assert verdict_of(files).findings == (Disagreed(1, 3, "how many steps are committed with it"),)
+    del files["worker1"][2:]
+    assert any(isinstance(f, Unrecorded) for f in verdict_of(files).findings)
+
+
 def test_a_run_that_goes_on_while_its_notes_are_read_is_proved_so_far():
     """Each file's size is seen, and then each file read, at some other moment."""
     for seed in range(150):
@@ -368,6 +401,7 @@ NOTES: list[Note] = [
     Entered(1, 0, 1, 0),
     Took(18, 1, 1, 96, 32, ((8, 2, 0.1), (10, 3, float("inf"))), pack([5, 3, 10**12])),
     Committed(18),
+    Committed(18, 4),
     Weights(100, "abc"),
 ]
 

@@ -370,6 +370,27 @@ def train_and_go_on_past_anything(
             journal.write(caught="anything")
 
 
+def train_and_commit_now_and_then(
+    state: worker.State, journal: Journal, accident: Accident, steps: int
+) -> None:
+    """Every third step."""
+    journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
+    for step in state.steps(steps):
+        accident("start", step)
+        state.drawn += random.random() + np.random.rand()
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        state.optimizer.zero_grad()
+        loss = state.model(batch).pow(2).mean()
+        accident("forward", step)
+        loss.backward()
+        if step % 3 == 2:
+            state.optimizer.step()
+            state.schedule.step()
+        state.seen.append(step)
+        if step % 3 == 2:
+            commit(state, journal)
+
+
 def train_and_count_graphs(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
     """How many of them were compiled by the beginning of each step."""
     from torch._dynamo.utils import counters

@@ -435,7 +435,18 @@ def test_a_commit_may_cover_several_batches():
             step.backward(loss_of(state, batch))
         if step.position == 3:
             state.commit()
-    assert (state.step, state.data.position) == (1, 6)
+    assert (state.step, state.data.position) == (2, 6)
+
+
+def test_a_second_commit_in_a_step_of_data_is_one_more_and_takes_no_samples():
+    state = state_of(Data(Numbers(9), global_batch=3, virtual_ranks=1))
+    for step in state.steps(until=4):
+        for batch in step:
+            step.backward(loss_of(state, batch))
+        state.commit()
+        if step.number == 1:
+            state.commit()
+    assert (state.step, state.data.position) == (4, 9)
 
 
 def test_steps_can_be_made_up_to_a_number():

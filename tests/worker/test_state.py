@@ -149,6 +149,37 @@ def test_a_step_waits_for_its_sums_on_the_gpu_that_the_model_is_on_and_for_no_ot
     assert state.holds == Holds.WHOLE
 
 
+@pytest.mark.parametrize("every", [1, 3, 4])
+def test_steps_are_counted_as_they_are_yielded_however_many_a_commit_covers(state, every):
+    made = []
+    for step in state.steps(12):
+        made.append(step)
+        if (step + 1) % every == 0:
+            state.commit()
+        if len(made) == 7:
+            break  # as where the world ends
+    assert state.step == 7 // every * every
+    state.leave()
+    state.enter(None)
+    for step in state.steps(12):
+        made.append(step)
+        if (step + 1) % every == 0:
+            state.commit()
+    assert state.step == 12
+    assert made[:7] == list(range(7)) and made[7:] == list(range(7 // every * every, 12))
+
+
+def test_a_second_commit_in_a_step_is_refused_where_steps_are_numbers(state):
+    for step in state.steps(12):
+        state.commit()
+        if step == 3:
+            with pytest.raises(RuntimeError, match="commit.. was called a second time in step 3"):
+                state.commit()
+            break
+    state.commit()
+    assert state.step == 5, "outside of steps each commit is one"
+
+
 def test_only_what_a_state_was_given_can_be_set(state):
     state.epoch = 3
     assert state.epoch == 3

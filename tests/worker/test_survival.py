@@ -15,6 +15,7 @@ from tests.worker.jobs import (
     fail,
     lose_the_others,
     reads,
+    train_and_commit_now_and_then,
     train_and_count_graphs,
     train_and_exit_on_anything,
     train_and_exit_on_errors,
@@ -140,6 +141,20 @@ def test_what_a_function_makes_of_the_end_of_its_world_is_not_its_own(crew, tmp_
     crew.all_ended()
     assert_exact(crew, tmp_path, {1}, undisturbed)
     assert crew.settled == [(1, 2), (2, 1), (3, 2)]
+
+
+def test_as_many_steps_are_made_as_were_asked_for_where_a_commit_covers_several(tmp_path):
+    alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
+    for folder, count, accident in ((alone, 1, NOTHING), (disturbed, 2, Accident("forward", 7))):
+        folder.mkdir()
+        with Crew() as crew:
+            begin(crew, folder, count, {1: accident}, body=train_and_commit_now_and_then)
+            crew.all_ended()
+            assert crew.hands[0].status == 0, (folder / "0.err").read_text()
+        assert reads(folder, "0", "committed") == [3, 6, 9, 12]
+    assert reads(disturbed, "0", "entered") == [0, 6]
+    assert reads(disturbed, "0", "outcome") == reads(alone, "0", "outcome")
+    assert reads(alone, "0", "outcome")[0]["seen"] == list(range(STEPS))
 
 
 @pytest.mark.slow
