@@ -48,11 +48,29 @@ REPLACED: Final = (
         "worker/reduction.py: a pass that adds nothing to the sums.",
         ("self",),
     ),
+    Part(
+        "torch.nn.parallel.DistributedDataParallel._sync_buffers",
+        "worker/wrapping.py: its collectives are not counted for the script's.",
+        ("self",),
+    ),
+    Part(
+        "torch.utils.data._utils.worker._worker_info",
+        "worker/loading.py: what a stream goes by that deals itself out to loading processes.",
+    ),
+    Part(
+        "torch.amp.GradScaler._per_optimizer_states",
+        "worker/state.py: emptied where a step is abandoned.",
+    ),
 )
 
 USED: Final = (
     Part(f"{_C10D}._abort_process_group", "worker/world.py: takes a group down that is broken.", ("group",)),
     Part(f"{_C10D}._world.pg_names", "worker/world.py: groups, the youngest first."),
+    Part(
+        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        "worker/wrapping.py: whether collectives were called.",
+    ),
+    Part("torch.utils.data._utils.worker.WorkerInfo", "worker/loading.py: made for a dataset to go by."),
     Part("torch.distributed.ProcessGroup._get_backend", "worker/world.py, messages.py: gloo's or NCCL's."),
     Part(f"{_BUILT}.ProcessGroupGloo._set_default_timeout", "worker/world.py: how long collectives wait."),
     Part(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world.py: aborts communicators as one."),

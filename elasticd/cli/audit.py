@@ -42,7 +42,7 @@ def audit(run: tuple[str, ...], against: tuple[str, ...]) -> int:
         alike = compared.difference is None
         say(told.comparison(compared), fg=None if alike else "red")
         return 0 if alike and not verdict.findings else NOT_PROVED
-    say("proved: each was used once" if proved else "not proved")
+    say(told.proved(verdict.kind) if proved else "not proved")
     return 0 if proved else NOT_PROVED
 
 

@@ -42,6 +42,12 @@ def summary(verdict: Verdict) -> Iterator[str]:
         yield "the State of this run has no data, so nothing is known of its samples"
 
 
+def proved(kind: str) -> str:
+    if kind == "stream":
+        return "proved: each position of the stream was used once; which sample it has there only it knows"
+    return "proved: each was used once"
+
+
 def _used(epoch: Epoch, kind: str) -> str:
     what = "draw" if kind == "weighted" else "sample"
     of = f" of {epoch.length}" if epoch.length is not None else ""

@@ -13,7 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elasticd.core.dealing import Batch, Part, next_batch, parts_of
-from elasticd.worker import loading
+from elasticd.core.page import Fatal
+from elasticd.worker import loading, told
 from elasticd.worker.loading import Fetched, Indexed, Requests, Share, Stream
 from elasticd.worker.rate import Rule, check, factor
 from elasticd.worker.sampling import Listed, Sampler, order_of
@@ -29,7 +30,9 @@ class DataChanged(ValueError):
 class Data:
     """Give it to the State: ``State(..., data=Data(dataset, global_batch=256, seed=0))``.
 
-    dataset: map-style, or iterable (an iterable one must give the same samples each time).
+    dataset: map-style, or iterable. An iterable one must give the same samples each time, to each worker:
+        it is read by all of them, and dealt out here. What it does by ``get_worker_info()`` is harmless, as
+        it is told that there is one process; that it shards by rank is refused.
     global_batch: samples per step of all workers together, whatever their number. It is cut into
         ``virtual_ranks`` (as many as ``--max``, or as workers that began), which are dealt onto the
         workers at hand. ``accumulate``: each virtual rank's samples come in so many batches.
@@ -119,6 +122,7 @@ class Data:
                 next_batch(0, 0, length=self._order.length, size=batch or 0, drop_last=True)
         self._epoch = self._position = 0
         self._open: Share | None = None
+        self._read = 0  # digest of what comes first in a stream, from where it was last taken up
 
     @property
     def epoch(self) -> int:
@@ -197,6 +201,15 @@ class Data:
             self._open = share
             yield share
 
+    @property
+    def is_stream(self) -> bool:
+        return self._order is None
+
+    @property
+    def read(self) -> int:
+        """A digest of what comes first in a stream, once the first share is there: alike in all workers."""
+        return self._read
+
     def advance(self) -> None:
         """The share that was asked for last is used and will not come again."""
         if self._open is not None:
@@ -255,7 +268,8 @@ class Data:
             accumulate=self._accumulate,
             drop_last=self._drop_last,
         )
-        loaded = iter(loading.loader_of_stream(stream, self._options))
+        self._read = 0
+        loaded = map(self._same_read, iter(loading.loader_of_stream(stream, self._options)))
         for first in loaded:
             if not first.samples:  # the end of an epoch
                 if self._epochs is not None and first.epoch + 1 >= self._epochs:
@@ -265,6 +279,18 @@ class Data:
                 rank, world, samples=first.samples, virtual_ranks=ranks, accumulate=self._accumulate
             )
             yield Share(first.batch, parts, chain([first], loaded))
+
+    def _same_read(self, fetched: Fetched) -> Fetched:
+        if fetched.read and self._read and fetched.read != self._read:
+            raise _read_unlike("two loading processes of a worker")
+        self._read = self._read or fetched.read
+        return fetched
+
+    def check_read(self, reads: Sequence[int]) -> None:
+        """``reads``: what each rank has read first. Raises DataChanged."""
+        if len(set(reads)) > 1:
+            other = next(rank for rank, read in enumerate(reads) if read != reads[0])
+            raise _read_unlike(f"ranks 0 and {other}")
 
     def _check_ranks(self) -> None:
         if self._global_batch is None:
@@ -279,6 +305,16 @@ class Data:
 
 
 # ---------------------------------------------------------------- what has changed
+
+
+def _read_unlike(who: str) -> DataChanged:
+    told.fatal(Fatal.BAD_DATA)  # another try would find the same
+    return DataChanged(
+        f"{who} read different samples at the same position of the dataset, so that some would be used "
+        "twice and others never: an iterable dataset must give the same samples to whoever reads it, and "
+        "Data deals them out; leave out what shards it by rank or worker, and seed what it draws"
+    )
+
 
 _MEANINGS = {
     "kind": "the kind of order",

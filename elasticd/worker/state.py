@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -177,10 +178,14 @@ class State:
             yield from self._numbers(until)
             return
         shares = self._data.shares(rank(), world_size())
+        unread = self._data.is_stream and world_size() > 1
         while until is None or self._step + self._begun < until:
             if self._world is not None:
                 self._world.check()
             share = next(shares, None)
+            if unread:
+                self._compare_reading()
+                unread = False
             if share is None:
                 return
             noted = self._recorder.took if self._recorder is not None else None
@@ -189,6 +194,15 @@ class State:
             yield self._open
             self._close_step()
             self._used += self._open.used if self._open is not None else 0  # not committed
+
+    def _compare_reading(self) -> None:
+        """Whether all workers have begun to read the same of a stream. All of them ask."""
+        assert self._data is not None
+        mine = torch.tensor(self._data.read)
+        reads = [torch.zeros_like(mine) for _ in range(world_size())]
+        with self._world.or_over() if self._world is not None else contextlib.nullcontext():
+            dist.all_gather(reads, mine)
+        self._data.check_read([int(read) for read in reads])
 
     def _numbers(self, until: int) -> Iterator[int]:
         self._numbers_only = True

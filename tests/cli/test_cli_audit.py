@@ -67,6 +67,16 @@ def test_a_run_is_found_by_its_folder_or_by_the_name_of_its_job(folder):
     assert say("train") == proved
 
 
+def test_of_a_stream_no_more_is_claimed_than_positions_prove(folder):
+    data = {**DATA, "order": {"kind": "stream"}}
+    notes: list[Note] = [Entered(1, 0, 1, 0, data=data)]
+    notes += [Took(1, 0, 0, 0, 4, ((0, 4, 1.0),), pack(range(4))), Committed(1)]
+    code, said = say(write(folder, notes))
+    assert code == 0 and said[-1].startswith(
+        "proved: each position of the stream was used once; which sample"
+    )
+
+
 def test_a_run_that_is_not_at_its_end_is_proved_so_far(folder):
     write(folder, training(steps=2))
     code, said = say(str(folder))

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, RandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from elasticd import worker
 from elasticd.core.page import Fatal
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.loading import Share
+from tests.worker.worlds import in_world
 
 Loaded = tuple[int, list[int], list[float]]  # virtual rank, samples, what chance added to them
 
@@ -161,6 +162,73 @@ def test_workers_of_the_dataloader_change_nothing_but_the_speed(kind):
     options = {**KINDS[kind], "dataset": type(KINDS[kind]["dataset"])(8)}
     alone = epoch_in([1], **options)
     assert epoch_in([2, 1], num_workers=2, prefetch_factor=3, **options) == alone
+
+
+class Dealing(IterableDataset[tuple[int, float]]):
+    """Deals itself out to loading processes, as torch's documentation has it: in ``__iter__``, by its
+    ``worker_init_fn``, or by a number that only that function is told."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.start, self.end, self.by = how, 0, 23, 1
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        info = get_worker_info()
+        if self.how == "in iter" and info is not None:
+            return ((i, 0.0) for i in range(self.start + info.id, self.end, info.num_workers))
+        return ((i, 0.0) for i in range(self.start, self.end, self.by))
+
+    def init(self, number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        if self.how == "in init":
+            each = -(-(info.dataset.end - info.dataset.start) // info.num_workers)
+            info.dataset.start += info.id * each
+            info.dataset.end = min(info.dataset.end, info.dataset.start + each)
+        if self.how == "by number":
+            info.dataset.start, info.dataset.by = number, 2
+
+
+@pytest.mark.parametrize("how", ["in iter", "in init"])
+def test_a_stream_that_deals_itself_out_to_loading_processes_is_read_in_full(how):
+    options = {"dataset": Dealing(how), "global_batch": 6, "virtual_ranks": 2, "num_workers": 2}
+    steps = epoch_in([2, 1], **options, worker_init_fn=options["dataset"].init)
+    assert ids(steps) == list(range(23))
+
+
+def test_a_stream_of_which_loading_processes_read_different_samples_is_refused(monkeypatch):
+    said = []
+    monkeypatch.setattr("elasticd.worker.told.fatal", said.append)
+    dataset = Dealing("by number")
+    data = Data(dataset, global_batch=6, virtual_ranks=2, num_workers=2, worker_init_fn=dataset.init)
+    with pytest.raises(DataChanged, match="two loading processes of a worker read different samples"):
+        list(next(data.shares(0, 1)).fetch())
+    assert said == [Fatal.BAD_DATA]
+
+
+class Sharded(IterableDataset[int]):
+    """By rank."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(worker.rank(), 40, worker.world_size()))
+
+
+def read_by_rank(alike: bool) -> str:
+    model = nn.Linear(1, 1)
+    data = Data(Flow(40) if alike else Sharded(), global_batch=4, virtual_ranks=2)
+    state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data)
+    state.begin()
+    state.enter(None)
+    try:
+        next(state.steps())
+    except DataChanged as error:
+        return str(error)
+    return ""
+
+
+def test_a_stream_that_is_sharded_by_rank_is_refused(tmp_path):
+    assert in_world(2, tmp_path, read_by_rank, True) == ["", ""]
+    for said in in_world(2, tmp_path, read_by_rank, False):
+        assert said.startswith("ranks 0 and 1 read different samples at the same position of the dataset")
 
 
 def test_a_new_world_uses_the_same_processes_to_load():
