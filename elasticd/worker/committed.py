@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from elasticd.worker import chance
 from elasticd.worker.buffers import SMALL
-from elasticd.worker.plain import copied
+from elasticd.worker.plain import alike, copied
 
 
 class Committed:
@@ -58,6 +58,23 @@ class Committed:
             "buffers": self._keep_buffers(),
             "random": chance.note(),
         }
+
+    def changed(self, *, deep: bool) -> str:
+        """What of the script's is not as it was kept, in words: of plain data, and of optimizers' settings,
+        numbers and texts; ``deep``: all of it, and what has a ``state_dict``."""
+        for name, was in self.kept["plain"].items():
+            if (deep or _is_simple(was)) and not alike(self._plain[name], was):
+                return f"State's {name}"
+        for name, groups in self.kept["groups"].items():
+            for group, was in zip(self._optimizers[name].param_groups, groups, strict=True):
+                for key, value in was.items():
+                    if _is_simple(value) and not alike(group.get(key), value):
+                        return f"{key} of {name}"
+        if deep:
+            for name, was in self.kept["stateful"].items():
+                if not alike(self._stateful[name].state_dict(), was):
+                    return f"State's {name}"
+        return ""
 
     def _keep_buffers(self) -> list[torch.Tensor | None]:
         """Copies of the small ones, and of large ones that have changed: some are constants."""
@@ -117,6 +134,10 @@ class Committed:
         chance.resume(kept["random"])
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         self.kept = kept
+
+
+def _is_simple(value: Any) -> bool:
+    return isinstance(value, int | float | str | None)
 
 
 def _version(buffer: torch.Tensor | None) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from elasticd.core.dealing import Batch, Part, next_batch, parts_of
 from elasticd.core.page import Fatal
 from elasticd.worker import loading, told
 from elasticd.worker.loading import Fetched, Indexed, Requests, Share, Stream
+from elasticd.worker.place import world_size
 from elasticd.worker.rate import Rule, check, factor
 from elasticd.worker.sampling import Listed, Sampler, order_of
 
@@ -126,8 +127,9 @@ class Data:
 
     @property
     def epoch(self) -> int:
-        """Of the next sample that is not committed."""
-        return self._epoch
+        """Of the next sample that is not committed: with an epoch's last commit it is the next one. With an
+        iterable dataset that shows only once its end has been read."""
+        return self._next[0]
 
     @property
     def virtual_ranks(self) -> int:
@@ -136,8 +138,22 @@ class Data:
 
     @property
     def position(self) -> int:
-        """How many samples of the epoch are committed."""
-        return self._position
+        """How many samples of that epoch are committed."""
+        return self._next[1]
+
+    @property
+    def committed(self) -> tuple[int, int]:
+        """Where the last sample that is committed ends: its epoch, and how many of that are."""
+        return self._epoch, self._position
+
+    @property
+    def _next(self) -> tuple[int, int]:
+        size = self._global_batch or (self._worker_batch or 0) * world_size()
+        if self._order is None:
+            return self.committed
+        drop, length = self._drop_last, self._order.length
+        batch = next_batch(self._epoch, self._position, length=length, size=size, drop_last=drop)
+        return batch.epoch, batch.first
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -209,6 +225,12 @@ class Data:
     def read(self) -> int:
         """A digest of what comes first in a stream, once the first share is there: alike in all workers."""
         return self._read
+
+    def is_uneven(self, batch: Batch, world: int) -> bool:
+        """Whether some workers of a world of that size have more parts of the batch than others."""
+        ranks = self._virtual_ranks if self._global_batch else world
+        cut = {"samples": batch.samples, "virtual_ranks": ranks, "accumulate": self._accumulate}
+        return len({len(parts_of(rank, world, **cut)) for rank in range(world)}) > 1
 
     def advance(self) -> None:
         """The share that was asked for last is used and will not come again."""

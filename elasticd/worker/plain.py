@@ -63,3 +63,18 @@ def unchanged(value: Any, given: Any) -> Any:
     if type(value) in (list, tuple) and type(value) is type(given) and len(value) == len(given):
         return type(value)(map(unchanged, value, given))
     return value
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether they are the same data; numbers that are NaN are alike."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and bool(
+            torch.equal(one.detach().cpu(), other.detach().cpu())
+        )
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if type(one) in (list, tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))

@@ -128,6 +128,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             _clear_frames(changed)
         except BaseException as error:
             if not _is_of_the_world(error, world):
+                _explain(error)
                 world.close()  # the others need not wait until this process has ended
                 link.say(Broken(round, fails=True, why=_why(error)))
                 raise
@@ -140,6 +141,15 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
         del failure
         link.say(Waiting(round, state.step, state.holds, state.agreed))
         world.forget()
+
+
+def _explain(error: BaseException) -> None:
+    """Add what to do about it, where torch does not say."""
+    if isinstance(error, ValueError) and "Expected more than 1 value per channel when training" in str(error):
+        error.add_note(
+            "BatchNorm was given a single sample: the last batch of an epoch may leave a virtual rank, or "
+            "one of its accumulate pieces, no more; give Data drop_last=True, or a larger global_batch"
+        )
 
 
 def _is_of_the_world(error: BaseException, world: World) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -30,11 +32,13 @@ from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
 from elasticd.worker.step import Step
 from elasticd.worker.world import World, WorldChanged
-from elasticd.worker.wrapping import SHARDED, Wrap, count_sums, data_parallel, wrapped_in
+from elasticd.worker.wrapping import SHARDED, Calls, Wrap, count_sums, data_parallel, wrapped_in
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
 
+_log = logging.getLogger(__name__)
+LOOKS_DEEP = 3
 CHECKPOINTS = "ELASTICD_CHECKPOINTS"  # where they go, unless the script says so itself
 
 
@@ -90,8 +94,11 @@ class State:
         self._data = data
         self._reduction: Reduction = Averaged(None)
         self._open: Step | None = None
+        self._calls = Calls(None)
         self._begun = 0  # steps that steps() has yielded since the last commit
         self._numbers_only = False  # steps() is under way, without data
+        self._looked = 0  # for what was changed after a commit
+        self._said_late = False
         self._used = 0  # samples of the steps that are over and not committed
         self._recorder: Recorder | None = None
         given = {"model": model, "optimizer": optimizer, "data": data}
@@ -180,8 +187,7 @@ class State:
         shares = self._data.shares(rank(), world_size())
         unread = self._data.is_stream and world_size() > 1
         while until is None or self._step + self._begun < until:
-            if self._world is not None:
-                self._world.check()
+            self._check_world()
             share = next(shares, None)
             if unread:
                 self._compare_reading()
@@ -189,10 +195,13 @@ class State:
             if share is None:
                 return
             noted = self._recorder.took if self._recorder is not None else None
-            self._open = Step(self._step + self._begun, self._begun, share, self._reduction, noted)
+            uneven = functools.partial(self._data.is_uneven, share.batch, world_size())
+            number = self._step + self._begun
+            self._open = Step(number, self._begun, share, self._reduction, noted, uneven, self._calls)
             self._begun += 1
             yield self._open
             self._close_step()
+            self._see_late_changes()
             self._used += self._open.used if self._open is not None else 0  # not committed
 
     def _compare_reading(self) -> None:
@@ -208,12 +217,36 @@ class State:
         self._numbers_only = True
         try:
             while self._step + self._begun < until:
-                if self._world is not None:
-                    self._world.check()
+                self._check_world()
                 self._begun += 1
                 yield self._step + self._begun - 1
+                self._see_late_changes()
         finally:
             self._numbers_only = False
+
+    def _check_world(self) -> None:
+        """Raises WorldChanged where no other step can be made in it, also if the script has swallowed what
+        was wrong with the last one."""
+        world = self._world
+        if world is not None:
+            world.check()
+            if self._begun and world.sums != world.sums_begun:
+                raise WorldChanged
+
+    def _see_late_changes(self) -> None:
+        """Say it once where the script has changed something after it has committed the step. Numbers are
+        looked at each time; all else in the first steps, and then more and more rarely."""
+        if self._begun or self._said_late or rank() != 0:
+            return
+        self._looked += 1
+        deep = self._looked <= LOOKS_DEEP or self._looked.bit_count() == 1
+        if changed := self._committed.changed(deep=deep):
+            self._said_late = True
+            _log.warning(
+                "%s was changed between state.commit() and the next step, which is lost whenever the world "
+                "changes: change it before the commit (as by scheduler.step())",
+                changed,
+            )
 
     def _close_step(self) -> None:
         if self._open is not None and not self._open.done:
@@ -291,6 +324,7 @@ class State:
         if model is not None and self._wrap is not None:
             self._wrapped = wrapped_in(self._wrap, model, sums_per_step=self._data is not None)
             self._reduction = Averaged(self._wrapped)
+            self._calls = Calls(self._wrapped)
             if world is not None and isinstance(self._wrapped, DistributedDataParallel):
                 count_sums(self._wrapped, world)
         if self._data is not None and self._data.consistent:
@@ -302,7 +336,7 @@ class State:
         self._recorder = recorder()
         if self._recorder is not None:
             data = self._data
-            about = (data.epoch, data.position, data.facts) if data is not None else None
+            about = (*data.committed, data.facts) if data is not None else None
             number = world.number if world is not None else int(os.environ.get("ELASTICD_ROUND", "1"))
             self._recorder.entered(number, rank(), world_size(), self._step, about)
 
@@ -325,6 +359,9 @@ class State:
         for module in self._modules.values():
             for parameter in module.parameters():
                 parameter.grad = None
+        for thing in self._stateful.values():
+            if isinstance(thing, torch.amp.GradScaler):  # between unscale_() and update(), as it believes
+                thing._per_optimizer_states.clear()
         if not self._torn:
             self._committed.go_back()
 

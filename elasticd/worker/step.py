@@ -16,6 +16,9 @@ class Step:
     batch each, and call ``backward`` with the loss of each. ``number``: how many steps were made before.
     ``samples``: of the global batch, which is ``position`` samples into its epoch.
 
+    ``uneven``: whether some workers have other numbers of batches in it than others. ``calls``: how many
+    collectives this worker has called, but for DistributedDataParallel's own before a forward pass.
+
     ``turn``: how many of those are not committed. ``taken`` is told what was used and with which
     losses, before the last of it is added up; the arguments are ``Recorder.took``'s.
     """
@@ -27,6 +30,8 @@ class Step:
         share: Share,
         reduction: Reduction,
         taken: Callable[[int, int, Share, list[tuple[Fetched, torch.Tensor]]], None] | None = None,
+        uneven: Callable[[], bool] = lambda: False,
+        calls: Callable[[], int] = lambda: 0,
     ) -> None:
         self.number, self._turn = number, turn
         self.epoch, self.position, self.samples = share.batch.epoch, share.batch.first, share.batch.samples
@@ -34,6 +39,7 @@ class Step:
         self._share = share
         self._reduction = reduction
         self._taken = taken
+        self._uneven, self._calls, self._called = uneven, calls, 0
         self._begun = False
         self._fetched: Fetched | None = None
         self._lost: list[tuple[Fetched, torch.Tensor]] = []
@@ -55,6 +61,7 @@ class Step:
             assert part is not None
             self._fetched = fetched
             with self._reduction.part(part):
+                self._called = self._calls()
                 yield fetched.values
                 if self._fetched is not None:
                     raise RuntimeError(
@@ -85,6 +92,12 @@ class Step:
                 f"of shape {tuple(loss.shape)}"
             )
         assert fetched.part is not None
+        if self._calls() != self._called and self._uneven():
+            raise RuntimeError(
+                "the model or its loss talks to the other workers for each batch (SyncBatchNorm, a "
+                f"contrastive loss), and not all of them have as many in step {self.number}: give Data "
+                "virtual_ranks that any world divides (12), and drop_last=True, or leave out what talks"
+            )
         self._fetched = None
         if self._taken is not None:
             self._lost.append((fetched._replace(values=None), loss.detach()))

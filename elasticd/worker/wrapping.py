@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
@@ -41,6 +42,30 @@ def wrapped_in(wrap: Wrap, model: nn.Module, *, sums_per_step: bool) -> Any:
             "ends in a sum over the workers: leave it out of wrap="
         )
     return wrapped
+
+
+class Calls:
+    """How many collectives were called in the present world, but for those with which DistributedDataParallel
+    makes the buffers of all workers those of the first, before a forward pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._own = 0
+        if isinstance(model, DistributedDataParallel):
+            sync: Callable[[], None] = model._sync_buffers
+
+            def counted() -> None:
+                before = self._all()
+                sync()
+                self._own += self._all() - before
+
+            model._sync_buffers = counted  # type: ignore[method-assign]
+
+    def __call__(self) -> int:
+        return self._all() - self._own
+
+    def _all(self) -> int:
+        world: Any = dist.group.WORLD if dist.is_initialized() else None
+        return world._get_sequence_number_for_group() if world is not None else 0
 
 
 def count_sums(model: DistributedDataParallel, world: World) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import all_reduce
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from elasticd import worker
@@ -229,6 +230,32 @@ def test_a_stream_that_is_sharded_by_rank_is_refused(tmp_path):
     assert in_world(2, tmp_path, read_by_rank, True) == ["", ""]
     for said in in_world(2, tmp_path, read_by_rank, False):
         assert said.startswith("ranks 0 and 1 read different samples at the same position of the dataset")
+
+
+def contrast(virtual_ranks: int) -> str:
+    """Each batch is compared with those of all others."""
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
+    data = Data(Numbers(32), global_batch=16, virtual_ranks=virtual_ranks)
+    state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data)
+    state.begin()
+    state.enter(None)
+    try:
+        for step in state.steps():
+            for numbers, _ in step:
+                mine = state.model(numbers.float()[:, None])
+                all_reduce(mine.detach().mean())
+                step.backward(mine.square().mean())
+            state.optimizer.step()
+            state.commit()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_asks_the_others_is_refused_where_they_have_more_batches_or_fewer(tmp_path):
+    assert in_world(2, tmp_path, contrast, 4) == [""] * 2
+    for said in in_world(2, tmp_path, contrast, 3):
+        assert said.startswith("the model or its loss talks to the other workers for each batch")
 
 
 def test_a_new_world_uses_the_same_processes_to_load():
@@ -492,7 +519,7 @@ def test_the_position_is_committed_with_the_state_and_goes_back_with_it():
         state.commit()
     assert used[1] == used[2] and len(used) == 4
     assert sorted(i for step in [used[0], *used[2:]] for part in step for i in part) == list(range(9))
-    assert (state.data.epoch, state.data.position, state.step) == (0, 9, 3)
+    assert (state.data.epoch, state.data.position, state.step) == (1, 0, 3)
     assert list(state.steps()) == []
 
 
@@ -514,7 +541,18 @@ def test_a_second_commit_in_a_step_of_data_is_one_more_and_takes_no_samples():
         state.commit()
         if step.number == 1:
             state.commit()
-    assert (state.step, state.data.position) == (4, 9)
+    assert (state.step, state.data.committed) == (4, (0, 9))
+
+
+def test_with_the_last_commit_of_an_epoch_the_next_one_begins():
+    state = state_of(Data(Numbers(9), global_batch=4, virtual_ranks=1, epochs=3, drop_last=True))
+    seen = []
+    for step in state.steps():
+        for batch in step:
+            step.backward(loss_of(state, batch))
+        state.commit()
+        seen.append((state.data.epoch, state.data.position))
+    assert seen == [(0, 4), (1, 0), (1, 4), (2, 0), (2, 4), (3, 0)]
 
 
 def test_steps_can_be_made_up_to_a_number():

@@ -180,6 +180,58 @@ def test_a_second_commit_in_a_step_is_refused_where_steps_are_numbers(state):
     assert state.step == 5, "outside of steps each commit is one"
 
 
+def scale_rate(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+LATE: dict[str, tuple[str, Any]] = {
+    "a number": ("State's epoch was changed between", lambda state: setattr(state, "epoch", state.epoch + 1)),
+    "a list": ("State's seen was changed between", lambda state: state.seen.append(1)),
+    "a rate": ("lr of optimizer was changed", lambda state: scale_rate(state.optimizer)),
+    "an object": ("State's schedule was changed", lambda state: state.schedule.step()),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_what_is_changed_after_a_commit_is_said_once(caplog, what):
+    sentence, change = LATE[what]
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    state = worker.State(model, optimizer, schedule=schedule, wrap=None, epoch=0, seen=[])
+    state.begin()
+    state.agree(1)
+    state.enter(None)
+    for _ in state.steps(4):
+        change(state)
+        state.commit()
+    assert not caplog.records
+    for _ in state.steps(9):
+        state.commit()
+        change(state)
+    [said] = caplog.records
+    assert sentence in said.getMessage() and "lost whenever the world changes" in said.getMessage()
+
+
+def test_a_scaler_forgets_a_step_that_was_abandoned():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    state = worker.State(model, optimizer, wrap=None, scaler=scaler)
+    state.begin()
+    state.agree(1)
+    for abandoned in (True, False):
+        state.enter(None)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.unscale_(optimizer)
+        if abandoned:
+            state.leave()
+    scaler.step(optimizer)
+    scaler.update()
+    state.commit()
+    assert state.step == 1
+
+
 def test_only_what_a_state_was_given_can_be_set(state):
     state.epoch = 3
     assert state.epoch == 3
