@@ -57,10 +57,6 @@ REPLACED: Final = (
         "torch.utils.data._utils.worker._worker_info",
         "worker/loading.py: what a stream goes by that deals itself out to loading processes.",
     ),
-    Part(
-        "torch.amp.GradScaler._per_optimizer_states",
-        "worker/state.py: emptied where a step is abandoned.",
-    ),
 )
 
 USED: Final = (

@@ -361,7 +361,7 @@ class State:
                 parameter.grad = None
         for thing in self._stateful.values():
             if isinstance(thing, torch.amp.GradScaler):  # between unscale_() and update(), as it believes
-                thing._per_optimizer_states.clear()
+                vars(thing)["_per_optimizer_states"].clear()
         if not self._torn:
             self._committed.go_back()
 
