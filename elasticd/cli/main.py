@@ -27,6 +27,7 @@ _COMMANDS = {
     "scale": "elasticd.cli.steer:scale",
     "drain": "elasticd.cli.steer:drain",
     "stop": "elasticd.cli.steer:stop",
+    "forget": "elasticd.cli.steer:forget",
     "top": "elasticd.cli.top:top",
     "events": "elasticd.cli.history:events",
     "logs": "elasticd.cli.history:logs",

@@ -14,7 +14,7 @@ from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
 from elasticd.cli.values import Whole
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
-from elasticd.core.ports import Applied, Put, Refused, Unchanged
+from elasticd.core.ports import Applied, Delete, Put, Refused, Unchanged
 from elasticd.etcd.access import EtcdAccess
 from elasticd.telemetry import words
 
@@ -66,6 +66,36 @@ def stop(job: str, **etcd: Any) -> None:
     """End JOB on all its nodes: its workers may save."""
     _edit(find(etcd, job).access, job, lambda spec: replace(spec, stop=True))
     say(f"{job} is asked to stop.")
+
+
+@click.command()
+@click.argument("job")
+@etcd_options
+def forget(job: str, **etcd: Any) -> None:
+    """Remove what etcd has of JOB, which has ended or whose nodes are all gone."""
+    from elasticd.etcd.client import Client
+
+    with answering(), Client(find(etcd, job).access) as client:
+        while True:
+            there = {entry.key: entry for entry in client.list(job)[0].entries}
+            live = [entry.fact.name for entry in there.values() if isinstance(entry.fact, Node)]
+            if live or "leader" in there:
+                at_work = f"{words.count(len(live), 'node')} ({words.listing(live)})" if live else "a leader"
+                raise Complaint(
+                    f"{job} is alive, with {at_work}: end it first with `elasticd stop {job}`; one that was "
+                    "killed counts as alive until its lease has run out, which takes --node-ttl seconds."
+                )
+            seen = {key: there[key].revision if key in there else 0 for key in ("spec", "round", "leader")}
+            guards = tuple(Unchanged(key, revision) for key, revision in seen.items())
+            answer = client.transact(job, guards, (Delete("", prefix=True),))
+            if isinstance(answer, Refused):
+                continue  # somebody came in between: look again
+            if not isinstance(answer, Applied) and client.list(job)[0].entries:
+                raise Complaint(
+                    f"etcd did not say whether it forgot the job ({answer.why}); try again.", ETCD_UNREACHABLE
+                )
+            break
+    say(f"{job} is forgotten: its name is free again. Checkpoints and logs are kept.")
 
 
 def _edit(access: EtcdAccess, job: str, change: Callable[[Spec], Spec]) -> Spec:

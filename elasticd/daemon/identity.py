@@ -15,7 +15,7 @@ from elasticd.daemon.config import RunConfig
 from elasticd.procs.linux import started_at
 
 
-def state_of(config: RunConfig, store_port: int, etcd_url: str) -> State:
+def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float) -> State:
     """A new incarnation of the node, before anything has happened to it. ``store_port``: where it hosts
     the store of the first round that it leads."""
     return start(
@@ -40,6 +40,7 @@ def state_of(config: RunConfig, store_port: int, etcd_url: str) -> State:
         etcd_wait_s=config.etcd_wait_s,
         spares=config.spares,
         alone=config.etcd is None,
+        began_at=began_at,
     )
 
 

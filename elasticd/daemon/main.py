@@ -106,7 +106,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
 
         setting = identity.setting_of(config, saver.name, began_at, holds=held is not None)
         driver = Driver(
-            identity.state_of(config, stores.port, access.url),
+            identity.state_of(config, stores.port, access.url, began_at),
             store=store,
             procs=procs,
             stores=stores,

@@ -39,11 +39,18 @@ class Agent:
         slots: int = 2,
         etcd_grace_s: float = 600.0,
         etcd_wait_s: float | None = None,
+        began_at: float = 0.0,
         alone: bool = False,
     ) -> None:
         self.me = agent.Identity("a", life("a"), "a.example", tuple(range(slots)), "machine of a", 99)
         self.state = agent.start(
-            self.me, wanted or spec(), PORT, etcd_grace_s, etcd_wait_s=etcd_wait_s, alone=alone
+            self.me,
+            wanted or spec(),
+            PORT,
+            etcd_grace_s,
+            etcd_wait_s=etcd_wait_s,
+            alone=alone,
+            began_at=began_at,
         )
         self.now = NOW
         self.revision = 100

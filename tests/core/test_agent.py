@@ -162,13 +162,22 @@ def test_an_agent_that_was_beaten_to_it_looks_around_again_before_it_takes_a_job
     assert one.one(Leave).code == 2
 
 
-def test_a_finished_job_is_not_trained_again() -> None:
-    one = Agent()
+@pytest.mark.parametrize(
+    ("ended_s", "code", "says"),
+    [
+        pytest.param(-60.0, 7, "elasticd forget", id="it-finished-before"),
+        pytest.param(+2.0, 0, "before this node could take part", id="it-finished-as-this-node-came"),
+    ],
+)
+def test_a_finished_job_is_not_trained_again_and_that_is_no_success(
+    ended_s: float, code: int, says: str
+) -> None:
+    one = Agent(began_at=NOW)
     one.sees("nodes/a", None)
-    one.sees("round", ended(ROUND, Outcome.SUCCEEDED))
+    one.sees("round", replace(ended(ROUND, Outcome.SUCCEEDED), since=NOW + ended_s))
     one.sees("spec", None)
     left = one.one(Leave)
-    assert left.code == 0 and "already finished" in left.why
+    assert left.code == code and says in left.why
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.SHORT, Outcome.STOPPED])

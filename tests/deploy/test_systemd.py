@@ -54,7 +54,7 @@ def test_what_is_worth_another_try_is_restarted_and_nothing_else() -> None:
         )
         for code in codes.split(",")
     }
-    assert set(documented) == {0, 1, 2, 3, 4, 5, 6, 130, 143}
+    assert set(documented) == {0, 1, 2, 3, 4, 5, 6, 7, 130, 143}
     never = {int(c) for c in told["RestartPreventExitStatus"] + told["SuccessExitStatus"]} | {0}
     # Drained or stopped by somebody: they say when it is to come again, not systemd.
     assert {code for code, again in documented.items() if again} - never == {3, 4}

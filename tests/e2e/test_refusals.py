@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.facts import Outcome
+from elasticd.core.facts import Outcome, Round
 from elasticd.etcd.client import Client
 from elasticd.etcd.names import job_prefix
 from tests.e2e.harness import PLAYER, Agent, Cluster
@@ -93,16 +93,44 @@ def test_a_job_nobody_works_on_takes_new_limits(cluster: Cluster) -> None:
     cluster.finishes(a)
 
 
-def test_a_finished_job_that_is_started_again_says_so_and_ends_with_0(cluster: Cluster) -> None:
-    cluster.direct(lambda player: Script(steps=1))
-    (a,) = cluster.start("a")
-    assert a.end() == 0
+def test_a_finished_job_that_is_started_again_says_so_and_trains_again_once_it_is_forgotten(
+    cluster: Cluster,
+) -> None:
+    cluster.limits = (2, 2)
+    first = cluster.start("a", "b")
+    world = cluster.world(2)
+    alive = cluster.command("forget", cluster.job)
+    assert alive.code == 2 and "is alive, with 2 nodes (a and b)" in alive.sentence
+    cluster.goes_on(world)
+    cluster.finishes(*first)
     workers = len(cluster.stage.players)
-    (again,) = cluster.start("a")
-    assert again.end() == 0
-    assert "already finished" in again.screen and "--job" in again.screen
+    for again in cluster.start("a", "b"):  # at the same time, each on its own
+        assert again.end() == 7
+        assert "nothing was done" in again.screen and "elasticd forget" in again.screen
     assert len(cluster.stage.players) == workers
     assert cluster.round.outcome is Outcome.SUCCEEDED
+
+    forgotten = cluster.command("forget", cluster.job)
+    assert forgotten.code == 0, forgotten
+    with Client(cluster.access) as client:
+        assert cluster.job not in client.jobs()
+    assert "no job named" in cluster.command("forget", cluster.job).sentence
+    cluster.direct(lambda player: Script())
+    a, b, late = cluster.start("a", "b", "late")
+    assert cluster.world(2).round == 1
+    cluster.finishes(a, b, late)
+
+
+def test_a_job_whose_nodes_were_all_killed_can_be_forgotten_once_their_leases_have_run_out(
+    cluster: Cluster,
+) -> None:
+    a, b = cluster.start("a", "b")
+    cluster.world(2)
+    for agent in (a, b):
+        agent.kill()
+    while (said := cluster.command("forget", cluster.job)).code:
+        assert "until its lease has run out" in said.sentence
+    assert cluster.fact("round", Round) is None
 
 
 def test_an_etcd_that_is_not_there_is_one_sentence(clusters: MakeCluster) -> None:

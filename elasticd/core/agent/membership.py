@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent.state import Doing, State
-from elasticd.core.facts import Leadership, Node, Outcome, Spec
+from elasticd.core.facts import Leadership, Node, Outcome, Round, Spec
 from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged
 from elasticd.core.reasons import NameTaken, PolicyDiffers
@@ -80,8 +80,7 @@ def join(do: Doing) -> None:
     spec, round, wanted = state.spec, state.round, state.wanted
     if round is not None and state.over:
         if spec is None and round.outcome is Outcome.SUCCEEDED:
-            why = "this job has already finished; give the run another --job to train again"
-            do.set(exiting=Leave(0, why))
+            do.set(exiting=_finished_before(round, state.began_at))
             return
         do.set(history=state.seen["round"].revision)
     if spec is None:
@@ -118,6 +117,18 @@ def join(do: Doing) -> None:
         )
     elif state.others > 0:
         do.set(exiting=Leave(2, difference))
+
+
+def _finished_before(round: Round, began_at: float) -> Leave:
+    """It is not trained again unasked: the job's nodes that are merely late would do so, one after the other.
+    Nor is that a success, except of the run that this node was started for."""
+    if round.since >= began_at:
+        return Leave(0, "the job finished before this node could take part in it")
+    return Leave(
+        7,
+        "a job of this name has finished before, so nothing was done; to train again, give another --job, or "
+        "run `elasticd forget` with this one's name first",
+    )
 
 
 def _difference(spec: Spec, wanted: Spec) -> str | None:

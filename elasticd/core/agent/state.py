@@ -102,6 +102,7 @@ class State:
     ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
     until when, a slot's process did not get there.
     ``fence``: until when workers run unless it is moved, even if this agent is stopped.
+    ``began_at``: when this agent was started.
     ``full``: why the store takes no writes, since ``full_since``.
     ``history``: the revision of a round that had ended before this agent came, which is no news.
     ``retry_at``: writes that are not to be tried again before a time.
@@ -146,6 +147,7 @@ class State:
     exiting: Leave | None = None
     gone: bool = False
     etcd_wait_s: float | None = None
+    began_at: float = 0.0
 
     @property
     def registered(self) -> bool:

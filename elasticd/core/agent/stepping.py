@@ -36,15 +36,24 @@ def start(
     etcd_wait_s: float | None = None,
     *,
     alone: bool = False,
+    began_at: float = 0.0,
 ) -> State:
     """An agent that knows nothing yet. The driver then watches the keys of ``watched``.
 
     ``etcd_grace_s`` and ``etcd_wait_s``: for how long it outlasts a silent etcd once it has joined, and
     before that; where the latter is None, an etcd that does not answer soon counts as mistyped. ``alone``:
-    it is this agent's own.
+    it is this agent's own. ``began_at``: when it was started, in seconds since the epoch.
     """
     return State(
-        me, wanted, etcd_grace_s, store_port, store_name, spares, alone=alone, etcd_wait_s=etcd_wait_s
+        me,
+        wanted,
+        etcd_grace_s,
+        store_port,
+        store_name,
+        spares,
+        alone=alone,
+        etcd_wait_s=etcd_wait_s,
+        began_at=began_at,
     )
 
 
