@@ -89,7 +89,10 @@ def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
         return "off"
     host, port = config.http
     try:
-        server = cleanup.enter_context(HttpServer(host, port, pages.by_path()))
+        names = (config.node, socket.gethostname())
+        server = cleanup.enter_context(
+            HttpServer(host, port, pages.by_path(), guarded=("/", "/status"), names=names)
+        )
     except OSError as error:
         log.get("elasticd.agent").warning("http.off", host=host, port=port, why=str(error))
         return "off"

@@ -3,17 +3,24 @@
 GET and HEAD of what is in memory, one request a connection, is little enough to be written out: the
 standard library's server takes a thread a connection and can be held up a byte at a time, and a
 framework's would be six more packages in every agent. What is asked for is bounded in size, in time,
-and in how many ask at once.
+and in how many ask at once: where too many have come, the one that has been there longest has to go, so that
+nobody who only sits there keeps a probe out.
+
+A browser may be told by a name server that a stranger's name is this machine's address, and then lets the
+stranger's page read what is here. So pages that tell more than numbers are shown only to who asks for this
+machine by an address, or by a name that it is known to have.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
+import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,6 +34,7 @@ _REASONS = {
     400: "Bad Request",
     404: "Not Found",
     405: "Method Not Allowed",
+    421: "Misdirected Request",
     500: "Internal Server Error",
     503: "Service Unavailable",
 }
@@ -47,12 +55,23 @@ class HttpServer:
     """Serves ``pages`` by path, until ``close``. ``port`` is the one it listens on.
 
     ``port``: the one wanted; if somebody has it already, a free one is taken. Raises OSError where the
-    address cannot be listened on at all.
+    address cannot be listened on at all. ``guarded``: the paths of pages that are for those alone who ask for
+    this machine by an address, as localhost, or by one of ``names``.
     """
 
-    def __init__(self, host: str, port: int, pages: Mapping[str, Page]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        pages: Mapping[str, Page],
+        *,
+        guarded: Collection[str] = (),
+        names: Collection[str] = (),
+    ) -> None:
         self._pages = pages
-        self._open = 0
+        self._guarded = guarded
+        self._names = {name.lower() for name in ("localhost", host, *names)}
+        self._open: dict[asyncio.Task[object], None] = {}  # those who are served, the oldest first
         listener = _listen(host, port)
         self.host = host
         self.port: int = listener.getsockname()[1]
@@ -95,13 +114,14 @@ class HttpServer:
         await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = None
+        if len(self._open) > CONNECTIONS_MAX:
+            next(iter(self._open)).cancel()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                if self._open > CONNECTIONS_MAX:
-                    answer, head_only = Answer(b"too many connections\n", status=503), False
-                else:
-                    answer, head_only = self._answer(await reader.readuntil(b"\r\n\r\n"))
+                answer, head_only = self._answer(await reader.readuntil(b"\r\n\r\n"))
                 writer.write(_encoded(answer, head_only))
                 await writer.drain()
                 writer.close()
@@ -110,7 +130,7 @@ class HttpServer:
             pass  # whoever asks so is not owed an answer
         finally:
             writer.transport.abort()
-            self._open -= 1
+            self._open.pop(task, None)
 
     def _answer(self, request: bytes) -> tuple[Answer, bool]:
         line, *headers = request.decode("latin-1").split("\r\n")
@@ -122,17 +142,32 @@ class HttpServer:
             return Answer(b"HTTP/1.1 is spoken here\n", status=400), False
         if method not in ("GET", "HEAD"):
             return Answer(b"there is nothing to change here\n", status=405), False
-        page = self._pages.get(target.partition("?")[0])
+        fields = {n.strip().lower(): v.strip() for n, _, v in (h.partition(":") for h in headers if h)}
+        path = target.partition("?")[0]
+        page = self._pages.get(path)
+        if path in self._guarded and not self._is_ours(fields.get("host", "")):
+            say = f"ask for this machine by its address, or as {', '.join(sorted(self._names))}\n"
+            return Answer(say.encode(), status=421), method == "HEAD"
         if page is None:
             there = "".join(f"{path}\n" for path in self._pages)
             return Answer(f"there are:\n{there}".encode(), status=404), method == "HEAD"
-        fields = (header.partition(":") for header in headers if header)
         try:
-            answer = page({name.strip().lower(): value.strip() for name, _, value in fields})
+            answer = page(fields)
         except Exception:  # noqa: BLE001  # a page that fails must not take the others with it
             _log.exception("cannot answer %s", target)
             answer = Answer(b"cannot be shown; the agent's log says why\n", status=500)
         return answer, method == "HEAD"
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether it is this machine that is asked for. A browser always says; other programs need not."""
+        name = re.sub(r":\d*$", "", host).lower()
+        if not host or name.rstrip(".") in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -88,18 +88,53 @@ def test_who_dawdles_is_dropped_and_meanwhile_others_are_answered(
             pass
 
 
-def test_more_connections_than_are_kept_are_turned_away(
-    server: HttpServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served, "CONNECTIONS_MAX", 2)
-    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(2)]
-    for sock in idle:
-        sock.sendall(b"G")
+def test_however_many_sit_there_each_who_asks_is_answered(server: HttpServer) -> None:
+    idle: list[socket.socket] = []
     try:
-        assert get(server, "/") == (503, b"too many connections\n")
+        for _ in range(25):
+            for _ in range(served.CONNECTIONS_MAX):
+                idle.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+                idle[-1].sendall(b"G")
+            assert get(server, "/") == (200, b"home\n")
     finally:
         for sock in idle:
             sock.close()
+
+
+def test_who_asks_and_does_not_listen_keeps_nobody_out() -> None:
+    pages = {"/": lambda _: Answer(b"home\n"), "/big": lambda _: Answer(bytes(32 << 20))}
+    with HttpServer("127.0.0.1", 0, pages) as server:
+        deaf = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(40)]
+        try:
+            for sock in deaf:
+                sock.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+            assert get(server, "/") == (200, b"home\n")
+        finally:
+            for sock in deaf:
+                sock.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9408", 200),
+        ("localhost", 200),
+        ("LOCALHOST.:9408", 200),
+        ("[::1]:9408", 200),
+        ("10.0.0.7:9408", 200),
+        ("node-a:9408", 200),
+        ("evil.example:9408", 421),
+        ("localhost.evil.example", 421),
+        ("node-a.evil.example:9408", 421),
+        ("127.0.0.1.evil.example", 421),
+    ],
+)
+def test_a_guarded_page_is_shown_only_to_who_asks_for_this_machine(host: str, status: int) -> None:
+    pages = {path: lambda _: Answer(b"ok\n") for path in ("/status", "/healthz")}
+    with HttpServer("127.0.0.1", 0, pages, guarded=("/status",), names=("node-a",)) as server:
+        assert get(server, "/status", Host=host)[0] == status
+        assert get(server, "/healthz", Host=host)[0] == 200
+        assert raw(server, b"GET /status HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_port_that_is_taken_is_no_reason_to_fail(server: HttpServer) -> None:
