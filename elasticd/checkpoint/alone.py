@@ -39,13 +39,15 @@ def say(words: str) -> None:
 
 
 def main(fd: int, options: str = "{}") -> None:
-    """Serve a listening socket that it was given. ``options``: JSON of ``linger_s`` and ``bytes_s``
+    """Serve a listening socket that it was given, those who know the secret that its standard input says.
+    ``options``: JSON of ``linger_s`` and ``bytes_s``
     (how much to write per second at most)."""
     given: dict[str, Any] = json.loads(options)
     be_modest()
     bytes_s = given.get("bytes_s")
     pace = Pace(bytes_s) if bytes_s else None
     listener = socket.socket(fileno=fd)
+    secret = sys.stdin.read()
 
     def tell(report: Report) -> None:
         if words := sentence(report):
@@ -54,6 +56,7 @@ def main(fd: int, options: str = "{}") -> None:
     Saver(
         listener,
         committer_of=lambda store: FilePointer(store, say),
+        secret=secret,
         pace=pace,
         linger_s=given.get("linger_s", 0.0),
         say=say,

@@ -2,6 +2,7 @@
 
 Worker to saver:
 
+* ``key``: ``key``. First, to a saver that has no agent: the secret that the ranks share.
 * ``open``: ``path token rank world round fence locals holder last every``. Who it is, in which world, and
   which ranks of that world are served here; the job's round; which node holds copies; what to keep.
 * ``plan``: ``plan size``, and a file with what is the same for all its saves (``Paper``).
@@ -139,8 +140,9 @@ def listen(name: str = "") -> tuple[socket.socket, str]:
     return sock, name
 
 
-def connect(name: str) -> Line:
-    """Raises Gone where nobody listens by that name, or somebody else's process does."""
+def connect(name: str, secret: str = "") -> Line:
+    """``secret``: what a saver without an agent asks for. Raises Gone where nobody listens by that name, or
+    somebody else's process does."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(f"\0{name}")
@@ -150,14 +152,35 @@ def connect(name: str) -> Line:
     if not is_ours(sock):
         sock.close()
         raise Gone(f"the saver {name} is of another user")
-    return Line(sock)
+    line = Line(sock)
+    if secret:
+        line.send({"is": "key", "key": secret})
+    return line
 
 
 def is_ours(sock: socket.socket) -> bool:
     """Whether the process at the other end is of this user."""
+    return bool(_peer(sock)[1] == os.geteuid())
+
+
+def is_of(sock: socket.socket, agent: int) -> bool:
+    """Whether the process at the other end is the agent of this pid, or one of its descendants: a worker, or
+    what a worker started. The kernel says so, and no secret has to be kept from other processes."""
+    pid = _peer(sock)[0]
+    while pid > 0 and pid != agent:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                pid = int(file.read().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):  # it has ended
+            return False
+    return pid == agent > 0
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Pid and user of the process that made the connection."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", raw)
-    return bool(uid == os.geteuid())
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ is written, checked and committed all the same. It imports no torch: it moves by
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import selectors
 import socket
@@ -18,7 +19,7 @@ from typing import Final
 import msgspec
 
 from elasticd.checkpoint.committing import Committer, Committing
-from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_ours
+from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_of, is_ours
 from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.pace import Pace
@@ -45,11 +46,13 @@ class _Client:
     plan: Plan | None = None
     number: int = -1
     waits: bool = False  # training does, until what was handed over is durable
+    admitted: bool = True
 
 
 class Saver:
     """Serves those who connect to ``listener``. ``committer_of``: by the store of the checkpoints.
 
+    ``agent``: nobody is admitted but its descendants; ``secret``: nobody but who says that first.
     ``linger_s``: how long to stay when nobody is connected and nothing is left to do; None: for ever.
     """
 
@@ -58,6 +61,8 @@ class Saver:
         listener: socket.socket,
         *,
         committer_of: Callable[[Store], Committer] = FilePointer,
+        agent: int | None = None,
+        secret: str = "",
         pace: Pace | None = None,
         linger_s: float | None = 0.0,
         first_s: float = 60.0,
@@ -67,6 +72,8 @@ class Saver:
         replication: Replication | None = None,
     ) -> None:
         self._listener = listener
+        self._agent, self._secret = agent, secret
+        self._met = False  # somebody who is served
         self._linger_s = linger_s
         self._first_s = first_s
         self._say = say
@@ -119,11 +126,12 @@ class Saver:
                 for key, _ in ready:
                     if key.fileobj is self._listener:
                         self._accept()
-                        linger_s = self._linger_s
                     elif self._replication is not None and key.data is self._replication:
                         self._replication.accept()
                     elif key.data in self._clients:
                         self._hear(key.data)
+                if self._met:
+                    linger_s = self._linger_s
                 self._jobs.finish()
                 self._measure()
         finally:
@@ -152,10 +160,12 @@ class Saver:
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock, _ = self._listener.accept()
-                if not is_ours(sock):
+                if not is_ours(sock) or (self._agent is not None and not is_of(sock, self._agent)):
+                    self._say("a process that is no worker of this job was turned away")
                     sock.close()
                     continue
-                client = _Client(Line(sock))
+                client = _Client(Line(sock), admitted=not self._secret)
+                self._met = self._met or client.admitted
                 self._clients.add(client)
                 self._selector.register(sock, selectors.EVENT_READ, client)
                 self._hear(client)
@@ -169,6 +179,8 @@ class Saver:
         if heard is None:
             return
         message, files = heard
+        if not client.admitted and message.get("is") != "key":
+            message = {"is": "key", "key": ""}
         try:
             getattr(self, f"_hear_{message['is']}")(client, message, files)
         except (KeyError, AttributeError, IndexError, ValueError, TypeError, OSError) as error:
@@ -179,6 +191,11 @@ class Saver:
             if client.plan is not None:
                 client.plan.holds.clear()  # what it writes over from now on, it cannot tell
             self._lose(client)
+
+    def _hear_key(self, client: _Client, message: Message, _: list[int]) -> None:
+        if not hmac.compare_digest(str(message["key"]).encode(), self._secret.encode()):
+            raise ValueError("it does not know the secret of this job")
+        client.admitted = self._met = True
 
     def _hear_open(self, client: _Client, message: Message, _: list[int]) -> None:
         store, token = store_at(message["path"]), str(message["token"])

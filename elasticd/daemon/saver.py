@@ -92,6 +92,7 @@ class SaverService:
             "username": access.username or "",
             "timeout_s": access.timeout_s,
             "job": job,
+            "agent": os.getpid(),
             "bytes_s": bytes_s,
         }
         self._env = {**os.environ, _OPTIONS: json.dumps(options), _PASSWORD: access.password or ""}
@@ -238,7 +239,8 @@ def main() -> None:
     """The process. Its standard input is the socket to listen at."""
     be_modest()
     access, job = access_of(os.environ)
-    bytes_s = json.loads(os.environ[_OPTIONS])["bytes_s"]
+    options = json.loads(os.environ[_OPTIONS])
+    bytes_s = options["bytes_s"]
     listener = socket.socket(fileno=0)
 
     replication = None
@@ -253,6 +255,7 @@ def main() -> None:
     saver = Saver(
         listener,
         committer_of=lambda store: EtcdPointer(access, job, store, say=say),
+        agent=options["agent"],
         pace=Pace(bytes_s) if bytes_s else None,
         linger_s=None,
         say=say,

@@ -82,7 +82,7 @@ class SaverLine:
             saver = _start()
         names = [raw.decode() for raw in together.gather(saver.encode())]
         try:
-            line = handover.connect(names[locals_[0]])
+            line = handover.connect(*names[locals_[0]].split())  # and the secret, if there is one
             line.send(
                 {
                     "is": "open",
@@ -184,18 +184,22 @@ def _host() -> str:
 
 
 def _start() -> str:
-    """A saver for those of this host. It ends when all have left and what they left is done."""
+    """A saver for those of this host: its name and its secret. It ends when all have left and what they left
+    is done."""
     sock, name = handover.listen()
     with sock:
         rate = os.environ.get("ELASTICD_CHECKPOINT_RATE")
         options = json.dumps({"bytes_s": bandwidth.parse(rate)} if rate else {})
         program = _PROGRAM.format(root=_ROOT, fd=sock.fileno(), options=options)
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[sock.fileno()],
-                start_new_session=True,
-            )
+        saver = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            pass_fds=[sock.fileno()],
+            start_new_session=True,
         )
-    return name
+        started.append(saver)
+    secret = os.urandom(16).hex()
+    assert saver.stdin is not None
+    with contextlib.suppress(OSError), saver.stdin as pipe:  # OSError: it has ended, which is noticed
+        pipe.write(secret.encode())
+    return f"{name} {secret}"

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePath
 
 import pytest
@@ -15,6 +16,7 @@ from elasticd.checkpoint import handover
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.report import Footprint
 from elasticd.checkpoint.saver import Saver
+from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
 from elasticd.worker.collect import flatten
 from elasticd.worker.staging import pickled
@@ -224,3 +226,29 @@ def test_memory_is_given_back_once_it_is_of_no_use(forker, tmp_path):
         assert after.save(filled(step), step) and after.wait()
         assert held_by(pid) <= 2 * size
     after.close()
+
+
+def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_else(tmp_path: Path) -> None:
+    name, secret = saverline._start().split()
+    process = saverline.started.pop()
+    for shown in ("cmdline", "environ"):
+        assert secret.encode() not in Path(f"/proc/{process.pid}/{shown}").read_bytes()
+    question = {"is": "known", "path": str(tmp_path)}
+    try:
+        for guess in ("", "guessed"):
+            stranger = handover.connect(name, guess)
+            with suppress(handover.Gone):  # it may have hung up already
+                stranger.send(question)
+            with pytest.raises(handover.Gone):
+                stranger.receive()
+            stranger.close()
+        line = handover.connect(name, secret)
+        line.send(question)
+        heard = line.receive()
+        assert heard is not None and heard[0]["is"] == "known"
+        os.close(*heard[1])
+        line.close()
+        assert process.wait(60.0) == 0, "nobody is connected any more"
+    finally:
+        process.kill()
+        process.wait()

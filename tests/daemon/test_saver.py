@@ -7,6 +7,8 @@ import json
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -585,3 +587,50 @@ def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatc
         line.close()
         service.close()
     assert len(tries) == 2
+
+
+def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
+    """This one, in the words of a worker: in a real run, whose agent is not its parent's."""
+    named, go_on = tmp_path / "named", tmp_path / "go_on"
+    os.mkfifo(named)
+    os.mkfifo(go_on)
+    script = f'echo "$ELASTICD_SAVER" > {named}; cat {go_on}'
+    job = subprocess.Popen(
+        [
+            "elasticd",
+            "run",
+            "--standalone",
+            "--http=off",
+            "--nproc-per-node=1",
+            "--no-python",
+            "sh",
+            "-c",
+            script,
+        ],
+        executable=Path(sys.executable).with_name("elasticd"),
+        env=os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        name = named.read_text().strip()
+        (tmp_path / "run").mkdir()
+        with pytest.raises(handover.Gone):
+            plant(name, str(tmp_path / "run"))
+        go_on.write_text("")
+        _, said = job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 0 and "no worker of this job was turned away" in said
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def plant(saver: str, path: str) -> None:
+    """A step that resuming would prefer to all others. Raises Gone."""
+    line = hands_over(saver, path, 1, 999_999)
+    try:
+        while line.receive():
+            pass
+    finally:
+        line.close()
