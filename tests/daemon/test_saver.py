@@ -618,7 +618,7 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
         with pytest.raises(handover.Gone):
             plant(name, str(tmp_path / "run"))
         go_on.write_text("")
-        _, said = job.communicate(timeout=60)
+        _, said = job.communicate(timeout=240)
     finally:
         job.kill()
         job.wait()
