@@ -5,8 +5,9 @@ Keys are those of ``torch.distributed.checkpoint.state_dict``, so that plain DCP
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ from torch.distributed.checkpoint._traverse import set_element
 
 Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
+_KEYS: Final = "elasticd: keys"
+_MANY: Final = 64  # entries, which are better written in one piece
 _WHOLE_MAX: Final = 1 << 20  # bytes of tensors in it, which are better written by whoever has the time
 
 
@@ -33,7 +36,10 @@ def flatten(state: Mapping[str, Any]) -> Flat:
     """``state``: by name a module, an optimizer (of a module that is there too), anything that has
     ``state_dict`` and ``load_state_dict``, a tensor, a nest of those, or a plain object."""
     nested = {name: _state_of(value, state) for name, value in state.items()}
-    leaves, paths = flatten_state_dict(nested)
+    try:
+        leaves, paths = flatten_state_dict(nested)
+    except ValueError as error:
+        raise ValueError(f"two entries of the state would be saved under one name: {error}") from error
     flat = Flat(paths=paths)
     for key, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
@@ -63,6 +69,7 @@ def restore(state: dict[str, Any], flat: Flat) -> None:
             if any(flat.paths[key][0] == name for key in flat.objects):  # extra state
                 _bare(value).load_state_dict(loaded or {}, strict=False)
         elif isinstance(value, torch.optim.Optimizer):
+            _require_order(value, loaded or {}, _names(value, state), state)
             _restore_optimizer(value, loaded or {}, _names(value, state))
         elif name in nested:
             if _loads(value):
@@ -119,33 +126,77 @@ def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
 
 def _whole_where_odd(value: Any) -> Any:
     """DCP cuts mappings apart by key, and forgets which keys were no strings, which mappings were empty,
-    and their types. Where that would change what comes back, it gets them in one piece, marked."""
+    and their types. Where that would change what comes back, it gets them in one piece, marked, or, where
+    they hold much, with their keys beside them. What has many small entries is one piece, too."""
     if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
         return value
+    if not isinstance(value, list | dict):
+        return value
+    size = _Size()
+    size.add(value)
+    if size.entries > _MANY and size.bytes <= _WHOLE_MAX and size.alone:
+        return (_WHOLE, value)
     if isinstance(value, list):
         return [_whole_where_odd(v) for v in value]
-    if not isinstance(value, dict):
-        return value
-    plain = value and type(value) in (dict, OrderedDict) and all(type(key) is str for key in value)
-    if plain or _tensor_bytes(value) > _WHOLE_MAX:
+    if value and type(value) in (dict, OrderedDict) and _are_plain(value.keys()):
         return {key: _whole_where_odd(v) for key, v in value.items()}
-    return (_WHOLE, value)
+    return (_WHOLE, value) if size.bytes <= _WHOLE_MAX else _with_keys(value)
 
 
 def _as_it_was(value: Any) -> Any:
     """The same without the marks."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == _WHOLE:
+    if _is_whole(value):
         return value[1]
+    if isinstance(value, dict) and _KEYS in value:
+        _, (made, names) = value[_KEYS]
+        for name, key in names.items():
+            made[key] = _as_it_was(value[name])
+        return made
     if isinstance(value, dict):
         return {key: _as_it_was(v) for key, v in value.items()}
     return [_as_it_was(v) for v in value] if isinstance(value, list) else value
 
 
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(_tensor_bytes, parts))
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == _WHOLE
+
+
+def _are_plain(keys: Collection[Any]) -> bool:
+    """Whether DCP can tell all of them apart once they are joined by dots: ``a.b``, and ``b`` in ``a``."""
+    if not all(type(key) is str for key in keys):
+        return False
+    cut = (key.split(".") for key in keys if "." in key)
+    return not any(".".join(parts[:n]) in keys for parts in cut for n in range(1, len(parts)))
+
+
+def _with_keys(value: dict[Any, Any]) -> dict[str, Any]:
+    names = {f"{type(key).__name__} {key!r}": key for key in value}
+    if len(names) != len(value):
+        raise ValueError("a mapping has keys that look alike: have keys be plain numbers or strings")
+    empty = copy.copy(value)
+    empty.clear()
+    parts = {name: _whole_where_odd(value[key]) for name, key in names.items()}
+    return {_KEYS: (_WHOLE, (empty, names)), **parts}
+
+
+@dataclass(slots=True)
+class _Size:
+    """Of a nest. ``alone``: all its tensors are whole, and in the memory of the host."""
+
+    entries: int = 0
+    bytes: int = 0
+    alone: bool = True
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.entries += 1
+            self.bytes += value.nbytes
+            self.alone = self.alone and type(value) is torch.Tensor and value.device.type == "cpu"
+        elif isinstance(value, dict | list | tuple):
+            for part in value.values() if isinstance(value, dict) else value:
+                self.add(part)
+        else:
+            self.entries += 1
 
 
 def _loads(value: Any) -> bool:
@@ -194,14 +245,61 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tens
     return {"state": state, "param_groups": groups}
 
 
+def _require_order(
+    optimizer: torch.optim.Optimizer,
+    loaded: Mapping[str, Any],
+    names: Mapping[torch.Tensor, str],
+    state: Mapping[str, Any],
+) -> None:
+    """Schedulers know groups by their order alone. Raises ValueError where that has changed."""
+    if not any(getattr(value, "optimizer", None) is optimizer for value in state.values()):
+        return
+    of = {
+        name: n for n, group in enumerate(loaded.get("param_groups", ())) for name in group.get("params", ())
+    }
+    order = [of.get(names[p], n) for n, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    if order != sorted(order):
+        raise ValueError(
+            "the optimizer's groups are in another order than when they were saved, and its scheduler knows "
+            "them by that order alone"
+        )
+
+
 def _restore_optimizer(
     optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any], names: Mapping[torch.Tensor, str]
 ) -> None:
-    for group, saved in zip(optimizer.param_groups, loaded.get("param_groups", ()), strict=False):
-        group.update({k: v for k, v in saved.items() if k != "params"})
+    _restore_groups(optimizer, loaded.get("param_groups", ()), names)
     state = loaded.get("state", {})
     for parameter in _parameters(optimizer):
-        optimizer.state[parameter].update(_as_it_was(state.get(names[parameter], {})))
+        saved = _as_it_was(state.get(names[parameter], {}))
+        if saved:
+            have = optimizer.state[parameter]
+            for slot in have.keys() - saved.keys():
+                del have[slot]
+            have.update(saved)
+        else:  # it had none, and has none again, as before its first step
+            optimizer.state.pop(parameter, None)
+
+
+def _restore_groups(
+    optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Each has the settings that its parameters had, wherever their group was in the order. Raises ValueError
+    where they had several."""
+    of = {name: number for number, group in enumerate(saved) for name in group.get("params", ())}
+    for number, group in enumerate(optimizer.param_groups):
+        its = sorted({of[names[p]] for p in group["params"] if names[p] in of})
+        if not its and number < len(saved) and not (group["params"] and of):
+            its = [number]  # there is nothing else to know it by
+        settings = [{k: v for k, v in saved[n].items() if k not in ("params", "param_names")} for n in its]
+        if any(str(other) != str(settings[0]) for other in settings[1:]):
+            first = names[group["params"][0]]
+            raise ValueError(
+                f"the parameters that the optimizer has in one group ({first} and others) were in several, "
+                "with settings that differ"
+            )
+        if settings:
+            group.update(settings[0])
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from elasticd.worker import chance
 from elasticd.worker.buffers import SMALL
-from elasticd.worker.plain import alike, copied
+from elasticd.worker.plain import alike, copied, require_dense
 
 
 class Committed:
@@ -38,6 +38,9 @@ class Committed:
             for module in whole.modules()
             for name in module._buffers
         ]
+        for name, whole in modules.items():
+            for key, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+                require_dense(tensor, f"State's {name}.{key}")
         parameters = (parameter for whole in modules.values() for parameter in whole.parameters())
         self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []

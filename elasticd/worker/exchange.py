@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from elasticd.core.age import Age
 from elasticd.core.link import Holds, Source
-from elasticd.worker.plain import with_tensors
+from elasticd.worker.plain import loaded, outlined, with_tensors
 from elasticd.worker.state import State
 from elasticd.worker.world import World
 
@@ -153,16 +152,9 @@ class _Chain:
 
 
 def _send(snapshot: Any, choice: Choice) -> None:
-    tensors: list[torch.Tensor] = []
-
-    def leave_out(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    outline = io.BytesIO()
-    torch.save(with_tensors(snapshot, leave_out), outline)
+    outline, tensors = outlined(snapshot)
     chain = _Chain(choice, choice.source)
-    text = torch.frombuffer(outline.getbuffer(), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
     chain.carry(torch.tensor([len(text)]).view(torch.uint8))
     chain.carry(text)
     for together in _parcels(tensors):
@@ -175,7 +167,7 @@ def _receive(choice: Choice, rank: int) -> dict[str, Any]:
     chain = _Chain(choice, rank)
     length = int(chain.carry(torch.zeros(8, dtype=torch.uint8)).view(torch.int64))
     text = chain.carry(torch.empty(length, dtype=torch.uint8))
-    outline = torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)
+    outline = loaded(text.numpy().tobytes())
     wanted: list[torch.Tensor] = []
     with_tensors(outline, lambda tensor: wanted.append(tensor) or tensor)  # type: ignore[func-returns-value]
     got: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,23 @@ import torch
 
 _CONTAINERS = (dict, OrderedDict, Counter, defaultdict, list, set)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DEFAULTS = "elasticd: with defaults"
+_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
+_KEEP = (
+    "keep numbers, strings, tensors, and dicts, lists, tuples and sets of them, or objects with state_dict() "
+    "and load_state_dict()"
+)
 
 
 def copied(value: Any, name: str = "value") -> Any:
     """A copy that shares nothing that can change. Raises TypeError, naming ``name``, for what is
-    neither a number, a string, a tensor nor a dict, list, tuple or set of such."""
+    neither a number, a string, a dense tensor nor a dict, list, tuple or set of such. Keys that are numbers
+    of numpy's become Python's, which are equal to them."""
     kind = type(value)
     if kind in _VALUES:
         return value
     if isinstance(value, torch.Tensor):
+        require_dense(value, name)
         return value.detach().clone()
     if kind is tuple:
         return tuple([copied(v, name) for v in value])
@@ -29,14 +38,95 @@ def copied(value: Any, name: str = "value") -> Any:
         return {copied(v, name) for v in value}
     if kind in _CONTAINERS:
         made = copy.copy(value)
-        for key, item in made.items():
-            made[key] = copied(item, name)
+        if kind is defaultdict and value.default_factory not in (None, *_FACTORIES.values()):
+            raise TypeError(
+                f"{name} holds a defaultdict of {value.default_factory!r}, which cannot be sent to another "
+                "worker: have its values begin as int, float, str, bool, list, dict, set or tuple do"
+            )
+        made.clear()
+        for key, item in value.items():
+            made[_key(key, name)] = copied(item, name)
         return made
+    raise TypeError(f"{name} holds a {kind.__qualname__}, which cannot be sent to another worker: {_KEEP}")
+
+
+def _key(key: Any, name: str) -> Any:
+    kind = type(key)
+    if kind in _VALUES:
+        return key
+    if kind is tuple:
+        return tuple([_key(part, name) for part in key])
+    if kind.__module__ == "numpy" and type(number := key.item()) in _VALUES and number == key:
+        return number
     raise TypeError(
-        f"{name} holds a {kind.__qualname__}, which cannot be sent to another worker: keep numbers, strings, "
-        "tensors, and dicts, lists, tuples and sets of them, or objects with state_dict() and "
-        "load_state_dict()"
+        f"{name} holds the key {key!r}, a {kind.__qualname__}, which cannot be sent to another worker: have "
+        "keys be plain numbers or strings"
     )
+
+
+def require_dense(tensor: torch.Tensor, name: str) -> None:
+    """Raises TypeError for tensors that are more than a block of numbers."""
+    kind = "quantized" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
+    if kind or tensor.is_nested:
+        raise TypeError(
+            f"{name} holds a {kind or 'nested'} tensor, which can be neither sent to another worker nor "
+            "saved: keep a dense one, or what it is made of"
+        )
+
+
+def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """The data without what its tensors hold, to be sent to another worker, and the tensors, in order."""
+    tensors: list[torch.Tensor] = []
+
+    def leave_out(tensor: torch.Tensor) -> torch.Tensor:
+        require_dense(tensor, "it")
+        tensors.append(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    outline = io.BytesIO()
+    torch.save(packed(with_tensors(value, leave_out)), outline)
+    return outline.getvalue(), tensors
+
+
+def loaded(raw: bytes) -> Any:
+    """What ``torch.save`` wrote of ``packed`` data, from whomever. Raises whatever torch does."""
+    return _unpacked(torch.load(io.BytesIO(raw), weights_only=True))
+
+
+def packed(value: Any) -> Any:
+    """The same data without a defaultdict, which ``torch.load(weights_only=True)`` does not take."""
+    kind = type(value)
+    if kind is defaultdict and value.default_factory in (None, *_FACTORIES.values()):
+        factory = value.default_factory.__name__ if value.default_factory else ""
+        return (_DEFAULTS, factory, {key: packed(item) for key, item in value.items()})
+    return _each(packed, value)
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is tuple and len(value) == 3 and type(value[0]) is str and value[0] == _DEFAULTS:
+        return defaultdict(_FACTORIES.get(value[1]), _unpacked(value[2]))
+    return _each(_unpacked, value)
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """The data with its parts changed, if it has any."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(change, value))
+    if kind in (dict, OrderedDict, Counter):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = change(item)
+        return made
+    return value
+
+
+def require_sendable(value: Any, name: str) -> None:
+    """Raises TypeError, naming ``name``, for what another worker could not take."""
+    try:
+        loaded(outlined(value)[0])
+    except Exception as error:
+        raise TypeError(f"{name} holds what cannot be sent to another worker: {_KEEP}") from error
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

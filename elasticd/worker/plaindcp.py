@@ -4,9 +4,11 @@ nothing of it is unpickled without restriction, as ``dcp.load`` itself would."""
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from elasticd.checkpoint import metadata
 from elasticd.checkpoint.manifest import METADATA, BadCheckpoint
-from elasticd.worker.collect import flatten, prepare_optimizers, restore
+from elasticd.worker.collect import Flat, flatten, prepare_optimizers, restore
 from elasticd.worker.together import Together
 
 
@@ -38,28 +40,37 @@ class _Planner(DefaultLoadPlanner):
 
 def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
     """Fill ``state``, as ``Checkpoints.load`` takes it. Raises BadCheckpoint, ValueError."""
-    there = _metadata(folder)
-    shapes = {
-        key: (saved.properties.dtype, tuple(saved.size))
-        for key, saved in there.state_dict_metadata.items()
-        if isinstance(saved, TensorStorageMetadata)
-    }
-    prepare_optimizers(state, shapes, there.planner_data or {})
-    before = flatten(state)
-    leaves = {**before.tensors, **before.objects}
+    leaves: dict[str, Any] = {}
+    before, wrong, misfit = Flat(), "", ""
     try:
-        dcp.load(
-            leaves,
-            storage_reader=_Reader(folder),
-            planner=_Planner(),
-            process_group=together.group,
-            no_dist=together.group is None,
-        )
+        there = _metadata(folder)
+        shapes = {
+            key: (saved.properties.dtype, tuple(saved.size))
+            for key, saved in there.state_dict_metadata.items()
+            if isinstance(saved, TensorStorageMetadata)
+        }
+        prepare_optimizers(state, shapes, there.planner_data or {})
+        before = flatten(state)
+        leaves = {**before.tensors, **before.objects}
+        with warnings.catch_warnings(
+            action="ignore", category=UserWarning
+        ):  # it takes this for a lone process
+            # Each rank reads what it needs: together they would send each other pickles.
+            dcp.load(leaves, storage_reader=_Reader(folder), planner=_Planner(), no_dist=True)
+    except BadCheckpoint as error:
+        wrong = str(error)
     except CheckpointException as error:
         [first, *_] = error.failures.values()
-        raise ValueError(
-            f"{folder} cannot be loaded: {first[0]}; give a state that is built as the one it was saved from"
-        ) from error
+        misfit = str(first[0])
+    said = [msgspec.json.decode(raw) for raw in together.gather(msgspec.json.encode((wrong, misfit)))]
+    for wrong, misfit in said:
+        if wrong:
+            raise BadCheckpoint(wrong)
+        if misfit:
+            raise ValueError(
+                f"{folder} cannot be loaded: {misfit}; give a state that is built as the one it was saved "
+                "from"
+            )
     for key in before.objects:
         before.objects[key] = leaves[key]
     restore(state, before)

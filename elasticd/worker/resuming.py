@@ -83,7 +83,7 @@ class Resuming:
             whys = [why for why, _, _ in said if why]
             passes = passes or any(may_pass for _, may_pass, _ in said)
             if not whys:
-                restore(self._state, flat)
+                self._restore(saved.name, flat)
                 self.tier = "disk"
                 if together.rank == 0:
                     for name in wrong.keys() & {s.name for s in there.saved}:
@@ -182,7 +182,7 @@ class Resuming:
             self._require_fit(choice.name, [misfit for _, _, misfit in heard])
             losses = [gone for _, gone, _ in heard if gone]
             if not losses:
-                restore(self._state, flat)
+                self._restore(choice.name, flat)
                 self.tier = max(tier for tier, _, _ in heard)
                 if together.rank == 0:
                     where = "memory" if self.tier == "memory" else "memory, some of it other nodes'"
@@ -190,6 +190,12 @@ class Resuming:
                 return choice.step, ""
             [node, lost] = losses[0]
             choice = choice.without(node) if node else None  # else it is of no use wherever it is
+
+    def _restore(self, name: str, flat: Flat) -> None:
+        try:
+            restore(self._state, flat)
+        except ValueError as error:
+            self._require_fit(name, [str(error)])
 
     def _require_fit(self, name: str, misfits: list[str]) -> None:
         """Raises ValueError where the checkpoint is not of the state of one of the ranks."""

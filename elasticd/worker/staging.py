@@ -15,10 +15,12 @@ from elasticd.checkpoint.handover import Memory
 from elasticd.worker.collect import Flat
 from elasticd.worker.layout import Shard
 from elasticd.worker.offload import Gpu, offload, stepped
+from elasticd.worker.plain import loaded, packed
 from elasticd.worker.target import box
 
 BUFFERS: Final = 2
-_LOADABLE: Final = (bool, int, float, str, type(None))
+_LOADABLE: Final = (bool, float, complex, str, bytes, type(None))
+_INT_MAX: Final = 1 << 1000  # far below what a pickle cannot hold in its short form
 _GROWS: Final = 768  # bytes that are left over in a room, so that what is a little longer still fits
 
 
@@ -144,13 +146,26 @@ def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str
     for key, value in objects.items():
         try:
             out = io.BytesIO()
-            torch.save(value, out)
+            sure = _surely_loads(value)
+            torch.save(value if sure else packed(value), out)
             made[key] = out.getvalue()
-            if type(value) not in _LOADABLE and made[key] != before.get(key):
-                torch.load(io.BytesIO(made[key]), weights_only=True)
+            if made[key] != before.get(key) and not sure:
+                loaded(made[key])
         except Exception as error:
             raise TypeError(
                 f"{key} could not be loaded again: keep tensors and plain objects (numbers, strings, lists, "
                 "dicts) only, as torch.load(weights_only=True) takes them"
             ) from error
     return made
+
+
+def _surely_loads(value: Any) -> bool:
+    """Whether that is known without trying, which takes long where there is much."""
+    kind = type(value)
+    if kind in _LOADABLE:
+        return True
+    if kind is int:
+        return bool(-_INT_MAX < value < _INT_MAX)
+    if kind is dict:
+        return all(_surely_loads(k) and _surely_loads(v) for k, v in value.items())
+    return kind in (list, tuple) and all(map(_surely_loads, value))

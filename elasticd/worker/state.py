@@ -26,7 +26,7 @@ from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.finite import all_finite
 from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
-from elasticd.worker.plain import copied, unchanged, with_tensors
+from elasticd.worker.plain import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.rate import Following
 from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
@@ -100,6 +100,7 @@ class State:
         self._looked = 0  # for what was changed after a commit
         self._said_late = False
         self._used = 0  # samples of the steps that are over and not committed
+        self._tried: list[int] = []  # of how many parameters each optimizer's state was found sendable
         self._recorder: Recorder | None = None
         given = {"model": model, "optimizer": optimizer, "data": data}
         for name, value in {**given, **others}.items():
@@ -278,6 +279,7 @@ class State:
         self._open = None
         self._begun = self._used = 0
         self._committed.keep()
+        self._require_sendable()
         self._step += max(1, covers)
         self._torn = False
         told.committed(self._step)
@@ -289,6 +291,15 @@ class State:
             self._lasting.passed(self._parts(), world, ends)
         if ends:
             raise WorldChanged
+
+    def _require_sendable(self) -> None:
+        """What optimizers keep is the one part of a state that ``Committed`` does not copy; it is tried out
+        where it is new, so that those who come later can take it."""
+        sizes = [len(optimizer.state) for optimizer in self._optimizers.values()]
+        if sizes != self._tried:
+            for name, optimizer in self._optimizers.items():
+                require_sendable(optimizer.state_dict()["state"], f"State's {name}.state")
+            self._tried = sizes
 
     def __getattr__(self, name: str) -> Any:
         for kind in ("_plain", "_stateful", "_optimizers", "_modules"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +12,14 @@ from torch import nn
 from elasticd.checkpoint.manifest import BadCheckpoint, Chunk, Index, Tensor
 from elasticd.checkpoint.reading import Wish
 from elasticd.core.sharding import Part
-from elasticd.worker.collect import Flat, flatten, prepare_optimizers
+from elasticd.worker.collect import Flat, Path, flatten, prepare_optimizers
+from elasticd.worker.plain import loaded, require_dense
 
 
 def parts_of(flat: Flat) -> Iterator[Part]:
     """This rank's parts of each tensor: all of it, or its shard."""
     for key, tensor in flat.tensors.items():
+        require_dense(tensor, key)
         local, offsets = local_of(tensor)
         if local.numel() or not tensor.numel():
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -62,10 +63,16 @@ class Target:
         shapes = {key: (_dtype(t), t.shape) for key, t in index.tensors.items()}
         prepare_optimizers(state, shapes, index.paths)
         have = flatten(state)
-        missing = [key for key in have.tensors if key not in index.tensors]
+        there = {path[:n] for path in index.paths.values() for n in (1, 3)}
+        tensors = {
+            key: tensor
+            for key, tensor in have.tensors.items()
+            if not _is_left_out(have.paths[key], state, there) or key in index.tensors
+        }
+        missing = [key for key in tensors if key not in index.tensors]
         if missing:
             raise ValueError(f"the checkpoint has no {_some(missing)}, which the state to be loaded has")
-        for key, tensor in have.tensors.items():
+        for key, tensor in tensors.items():
             target._want(key, tensor, index.tensors[key])
         extra = [k for k in index.tensors if k not in have.tensors and index.paths[k][0] in state]
         odd = [
@@ -85,7 +92,7 @@ class Target:
                 target.wishes.append(Wish(blob.file, blob.at, memoryview(room)))
                 target.flat.paths[key] = index.paths[key]
         # What is filled in place is named too: a nest is rebuilt from what was in it.
-        for key, tensor in have.tensors.items():
+        for key, tensor in tensors.items():
             target.flat.tensors[key] = tensor
             target.flat.paths[key] = index.paths[key]
         return target
@@ -97,7 +104,7 @@ class Target:
                 copy()
         for key, raw in self._blobs.items():
             try:
-                self.flat.objects[key] = torch.load(io.BytesIO(raw), weights_only=True)
+                self.flat.objects[key] = loaded(bytes(raw))
             except Exception as error:
                 what = f"{key} of {self.name} is nothing that torch.load(weights_only=True) takes"
                 raise BadCheckpoint(what) from error
@@ -147,6 +154,15 @@ class Target:
             piece = piece.narrow(dim, first[dim] - chunk.offsets[dim], count[dim])
         self._copies.append(lambda: place.copy_(piece))
         return total
+
+
+def _is_left_out(path: Path, state: Mapping[str, Any], there: Collection[Path]) -> bool:
+    """Whether a checkpoint that knows nothing under that path is loaded all the same: one from before an
+    optimizer had anything of a parameter, and one that has a nest of plain data in another form."""
+    value = state[str(path[0])]
+    if path[:1] not in there or isinstance(value, nn.Module):
+        return False
+    return path[:3] not in there if isinstance(value, torch.optim.Optimizer) else len(path) > 1
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -84,3 +84,85 @@ def test_parameters_of_modules_that_are_not_there_are_refused(opened):
     optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], momentum=0.9)
     with pytest.raises(ValueError, match="not all modules whose parameters it has"):
         opened().save({"one": one, "optimizer": optimizer}, 1)
+
+
+def grouped(swapped: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    decayed = {"params": [model[0].weight], "weight_decay": 0.1, "lr": 0.5}
+    free = {"params": [model[0].bias, *model[1].parameters()], "weight_decay": 0.0, "lr": 0.25}
+    groups = [free, decayed] if swapped else [decayed, free]
+    return model, torch.optim.AdamW(groups)
+
+
+def settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: (g["weight_decay"], g["lr"]) for g in optimizer.param_groups for p in g["params"]}
+
+
+def test_groups_get_their_settings_back_in_whatever_order_they_are(opened):
+    checkpoints = opened()
+    model, optimizer = grouped(swapped=False)
+    assert checkpoints.save(stepped({"model": model}, optimizer), 1) and checkpoints.wait()
+    expected = settings(model, optimizer)
+    model, optimizer = grouped(swapped=True)
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 9.0
+    assert checkpoints.load({"model": model, "optimizer": optimizer}) == 1
+    assert settings(model, optimizer) == expected
+
+
+def test_groups_that_a_scheduler_knows_by_their_order_are_refused_in_another(opened):
+    checkpoints = opened()
+    model, optimizer = grouped(swapped=False)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    assert checkpoints.save({**stepped({"model": model}, optimizer), "schedule": schedule}, 1)
+    assert checkpoints.wait()
+    model, optimizer = grouped(swapped=True)
+    state = {"model": model, "optimizer": optimizer}
+    state["schedule"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(ValueError, match="groups are in another order than when they were saved"):
+        checkpoints.load(state)
+
+
+def test_parameters_of_one_group_that_had_settings_of_their_own_are_refused(opened):
+    checkpoints = opened()
+    model, optimizer = grouped(swapped=False)
+    assert checkpoints.save(stepped({"model": model}, optimizer), 1) and checkpoints.wait()
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(ValueError, match=r"in one group \(0\.weight and others\) were in several"):
+        checkpoints.load(state)
+
+
+def test_a_checkpoint_of_before_a_parameter_was_stepped_takes_its_state_away(opened, tmp_path):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    checkpoints = opened()
+    assert checkpoints.save(state, 1) and checkpoints.wait()
+    stepped({"model": model}, optimizer)
+    before = kept(optimizer)
+    assert checkpoints.save(state, 2) and checkpoints.wait()
+    model[1].requires_grad_(True)
+    stepped({"model": model}, optimizer)
+    assert len(optimizer.state) == 4
+    assert checkpoints.load(state) == 2
+    assert kept(optimizer) == before
+    stepped({"model": model}, optimizer)  # it begins anew
+    [second] = (tmp_path / "run").glob("step-0000000002-*")
+    (second / "elasticd.json").unlink()
+    assert checkpoints.load(state) == 1
+    assert not optimizer.state_dict()["state"]
+    stepped({"model": model}, optimizer)
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused_by_one_that_has_stepped(opened):
+    model = nn.Linear(3, 3)
+    checkpoints = opened()
+    assert checkpoints.save({"model": model}, 1) and checkpoints.wait()
+    state = stepped({"model": model}, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"the checkpoint has no optimizer\.state\.weight"):
+        checkpoints.load(state)
+    assert len(state["optimizer"].state) == 2

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -157,6 +158,10 @@ def all_save_at_the_same_steps() -> None:
     dist.destroy_process_group()
 
 
+def refuse(*_: Any) -> None:
+    raise AssertionError("it unpickles what another rank has sent")
+
+
 def plain_dcp_fills_shards() -> None:
     if RANK == 2:
         return
@@ -168,7 +173,10 @@ def plain_dcp_fills_shards() -> None:
     dcp.save(theirs, checkpoint_id=FOLDER / "plain")
     model, optimizer = made("fsdp", 2)
     state = {"model": model, "optimizer": optimizer}
+    unpickle = distributed_c10d._tensor_to_object
+    distributed_c10d._tensor_to_object = refuse  # what other ranks have pickled
     Checkpoints(FOLDER / "no").load_plain(state, FOLDER / "plain")
+    distributed_c10d._tensor_to_object = unpickle
     same(whole(state), expected)
     train(model, optimizer, 1)
     dist.barrier()
