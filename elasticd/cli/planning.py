@@ -63,6 +63,8 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     notes += [*size.notes, *met.notes, *_nothings(options)]
     if environ.get("TORCHELASTIC_HEALTH_CHECK_PORT"):
         notes.append("TORCHELASTIC_HEALTH_CHECK_PORT means nothing here: ask `elasticd status`")
+    if options.replicate and met.etcd is None:
+        notes.append("--replicate has no effect on a standalone run: no other node is there to hold a copy")
     notes += _went_to_the_script(options)
     env: dict[str, str] = {}
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:

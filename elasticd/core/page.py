@@ -9,7 +9,7 @@ says in the script's own process, and what is measured of the steps. All count f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntFlag, StrEnum
 from typing import Final
 
 PID: Final = 2
@@ -29,6 +29,10 @@ WAITS: Final = 18  # how often that was measured
 FATAL: Final = 19  # why starting it again makes no sense, as Fatal has it; 0 otherwise
 ASTRAY: Final = 20  # 1 + the job's step at which it ends to go back, as something was NaN or infinite
 COMMITS: Final = 21  # how often this process has committed
+USES: Final = 22  # what of elasticd.worker the script uses: the sum of its Use
+MADE: Final = (
+    23  # 1 + the steps that the optimizer counted before this process's first: the heartbeat's to write
+)
 
 VALUES: Final = 32  # what the script tells by names of its own: the name, and a double
 VALUES_MAX: Final = 12
@@ -36,6 +40,18 @@ NAME_WORDS: Final = 5
 VALUE_WORDS: Final = NAME_WORDS + 1
 WORDS: Final = VALUES + VALUES_MAX * VALUE_WORDS
 assert WORDS < 256  # the second half is the heartbeat's
+
+
+class Use(IntFlag):
+    """What of elasticd.worker a script has used so far."""
+
+    STATE = 1  # it keeps its process
+    CHECKPOINTS = 2
+    DATA = 4
+    CHECKPOINTED = 8  # it tells of checkpoints of its own
+
+
+NOTHING: Final = Use(0)
 
 
 class Fatal(StrEnum):
@@ -68,4 +84,6 @@ class Told:
     fatal: Fatal | None = None
     astray: int | None = None
     commits: int = 0
+    uses: Use = NOTHING
+    made: int | None = None  # steps that its optimizer had made before this process, by its own count
     values: tuple[tuple[str, float], ...] = ()

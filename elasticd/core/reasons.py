@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from elasticd.core.facts import Cause, Failure, Outcome
 from elasticd.core.hang import Verdict
+from elasticd.core.page import Use
 
 # ---------------------------------------------------------------- why the leader waits
 
@@ -226,6 +227,30 @@ class WorkersHung:
 
 
 @dataclass(frozen=True, slots=True)
+class WithoutEffect:
+    """Options that were given for what the script turns out not to use. ``option``: as it was typed;
+    ``wants``: what of elasticd.worker it is for."""
+
+    option: str
+    wants: Use
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesChanged:
+    """The first resize of a script that counts its data by itself, in batches or in samples."""
+
+    before: int
+    now: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeganAgain:
+    """A restarted script trains with an optimizer that has made no step, though it had come so far."""
+
+    furthest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Expelled:
     """A newer round exists without this node, whose workers of an older one are killed."""
 
@@ -324,6 +349,9 @@ Reason = (
     | StandbyFailed
     | WorkerEnded
     | WorkersHung
+    | WithoutEffect
+    | BatchesChanged
+    | BeganAgain
     | Expelled
     | LeaseLost
     | StoreAway

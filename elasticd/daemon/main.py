@@ -16,6 +16,7 @@ from elasticd.core.messages import KeeperLost
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import Reason
 from elasticd.daemon import edges, holding, identity, lastwords, openfiles
+from elasticd.daemon.advice import Advice
 from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
@@ -155,7 +156,8 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             comparison,
         )
         service = Service(manager, lambda: driver.state)
-        routines = [publisher.routine, service.routine, comparison.routine]
+        advice = Advice(config, driver, procs.told, say)
+        routines = [publisher.routine, service.routine, comparison.routine, advice.routine]
         if held is not None:
             routines.append(holding.Announcement(held[1], driver, store).routine)
         if config.patience is not None:

@@ -12,11 +12,12 @@ from enum import IntEnum
 from pathlib import Path
 
 from elasticd.core import page as at
-from elasticd.core.page import Told
+from elasticd.core.page import Told, Use
 from elasticd.procs.leftovers import make_owned_dir
 
 PAGE_BYTES = 4096  # what the file is longer is the stacks of a worker that was asked for them
 STACKS_BYTES_MAX = 1 << 22
+_ALL_USES = sum(Use)
 MAGIC = b"ELASTICD"
 VERSION = 1
 # magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, phase, 1 + the descriptor that it
@@ -129,6 +130,8 @@ class Page:
                 fatal=at.FATALS[fatal] if fatal < len(at.FATALS) else None,
                 astray=words[at.ASTRAY] - 1 if words[at.ASTRAY] else None,
                 commits=words[at.COMMITS],
+                uses=Use(words[at.USES] & _ALL_USES),
+                made=words[at.MADE] - 1 if words[at.MADE] else None,
                 values=tuple(_values(data, doubles)),
             )
 

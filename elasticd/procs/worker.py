@@ -80,7 +80,8 @@ class Worker:
         steps = max(0, beat.steps - self.steps_before)
         pid = self.pid if self.alive else beat.pid
         at = beat.at if steps else 0.0
-        base = told.base + self.steps_before if told.base is not None else None
+        began_after = told.base if told.base is not None else told.made
+        base = began_after + self.steps_before if began_after is not None else None
         a = self.assignment
         return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s, told.committed)
 

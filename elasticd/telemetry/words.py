@@ -12,6 +12,7 @@ from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Laggard, Outcome
 from elasticd.core.hang import Look, Verdict, Why
 from elasticd.core.ledger import Kind, goodput
+from elasticd.core.page import Use
 
 # ---------------------------------------------------------------- small words
 
@@ -247,6 +248,20 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.WorkersHung(number, verdict, evidence):
             seen = f"; what was seen is in {evidence}" if evidence else ""
             return f"round {number} hangs: {hang(verdict)}{seen}"
+        case r.WithoutEffect(option, wants):
+            return f"{option} has no effect: it is for scripts that use {_FOR[wants]}, and this one does not"
+        case r.BatchesChanged(before, size):
+            return (
+                f"the world went from {before} to {size} workers, and with it the batches: a script that "
+                "counts its data in batches (epoch = step // len(loader)) repeats some and skips some from "
+                'here on; README, "Count in samples", tells how not to'
+            )
+        case r.BeganAgain(furthest):
+            return (
+                f"the script had made {furthest:,} steps and begins again with an optimizer that has made "
+                "none: have it load its newest snapshot, with the optimizer, when it starts (for "
+                "transformers' Trainer: trainer.train(resume_from_checkpoint=...))"
+            )
         case r.Expelled(running, newest):
             return f"round {newest} formed without this node; its workers of round {running} are killed"
         case r.LeaseLost(ttl_s, late_s):
@@ -388,6 +403,11 @@ class LogEvent:
     fields: dict[str, object] = field(default_factory=dict)
 
 
+_FOR = {
+    Use.STATE: "worker.State",
+    Use.CHECKPOINTS: "worker.State with --checkpoints, or worker.Checkpoints",
+    Use.DATA: "worker.Data",
+}
 _NAMES: dict[type, tuple[str, Level]] = {
     r.BelowMinimum: ("job.waiting", "warning"),
     r.Settling: ("job.settling", "info"),
@@ -414,6 +434,9 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.StandbyFailed: ("standby.failed", "warning"),
     r.WorkerEnded: ("worker.ended", "info"),
     r.WorkersHung: ("workers.hung", "warning"),
+    r.WithoutEffect: ("option.without_effect", "warning"),
+    r.BatchesChanged: ("data.batches_changed", "warning"),
+    r.BeganAgain: ("training.began_again", "warning"),
     r.Expelled: ("node.expelled", "warning"),
     r.LeaseLost: ("lease.lost", "warning"),
     r.StoreAway: ("etcd.away", "warning"),

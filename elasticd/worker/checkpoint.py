@@ -19,6 +19,7 @@ from typing import Any
 from elasticd.checkpoint.store import store_at
 from elasticd.core.age import Age
 from elasticd.core.cadence import parse
+from elasticd.core.page import Use
 from elasticd.core.retention import Keep
 from elasticd.worker import told
 from elasticd.worker.resuming import Kept, NoCheckpoint, Resuming
@@ -56,6 +57,7 @@ class Checkpoints:
             raise ValueError(
                 "nothing says where checkpoints are to be: give a path or run with --checkpoints"
             )
+        told.uses(Use.CHECKPOINTS)
         self._store = store_at(where)
         self._schedule = Schedule(parse(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
         self._saving = Saving(self._store, Keep(last, every), self._schedule)

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elasticd.core.dealing import Batch, Part, next_batch, parts_of
-from elasticd.core.page import Fatal
+from elasticd.core.page import Fatal, Use
 from elasticd.worker import loading, told
 from elasticd.worker.loading import Fetched, Indexed, Requests, Share, Stream
 from elasticd.worker.place import world_size
@@ -77,6 +77,7 @@ class Data:
         drop_last: bool = False,
         **loader: Any,
     ) -> None:
+        told.uses(Use.DATA)
         if taken := sorted(loader.keys() & set(loading.OURS)):
             raise TypeError(
                 f"Data decides on {taken[0]} itself: leave it out, or see help(elasticd.worker.Data)"

@@ -8,6 +8,8 @@ import socket
 import struct
 
 from elasticd.core.link import ADDRESS, Checkpointed, Leave, Lines, LinkError, encode
+from elasticd.core.page import Use
+from elasticd.worker import told
 from elasticd.worker.run import own_link
 
 _CREDENTIALS = struct.Struct("3i")
@@ -24,6 +26,7 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
     address = os.environ.get(ADDRESS)
     if not address:
         return
+    told.uses(Use.CHECKPOINTED)
     said = Checkpointed(os.fspath(path))
     if own_link.cache_info().currsize:  # it keeps its process, and leaves worlds at commits
         own_link(address).say(said)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from elasticd.core.age import Age
 from elasticd.core.link import Holds
-from elasticd.core.page import Fatal
+from elasticd.core.page import Fatal, Use
 from elasticd.worker import chance, told
 from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
 from elasticd.worker.committed import Committed
@@ -77,6 +77,7 @@ class State:
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> None:
+        told.uses(Use.STATE)
         self._plain: dict[str, Any] = {}
         self._modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}

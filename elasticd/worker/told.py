@@ -184,6 +184,11 @@ def fatal(why: Fatal) -> None:
     _page().words[page.FATAL] = page.FATALS.index(why)
 
 
+def uses(what: page.Use) -> None:
+    """This script makes use of it."""
+    _page().words[page.USES] |= what
+
+
 def samples(number: int) -> None:
     """So many more were trained on."""
     _page().add(page.SAMPLES, number)

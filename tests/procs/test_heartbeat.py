@@ -42,6 +42,38 @@ for _ in range(17):
     assert before - 1 < progress.at < time.time() + 1
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "made"),
+    [
+        ("torch.optim.AdamW(model.parameters())", 0),
+        ("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", None),  # it does not count
+        ("resumed(torch.optim.Adam(model.parameters()))", 7),
+    ],
+)
+def test_what_an_optimizer_made_before_is_known_where_it_counts(
+    bench: Bench, optimizer: str, made: int | None
+) -> None:
+    program = f"""
+import torch
+model = torch.nn.Linear(2, 2)
+def train(optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+def resumed(optimizer):
+    state = {{"step": torch.tensor(7.0), "exp_avg": torch.zeros(2, 2), "exp_avg_sq": torch.zeros(2, 2)}}
+    bias = {{"step": torch.tensor(7.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}}
+    optimizer.load_state_dict({{**optimizer.state_dict(), "state": {{0: state, 1: bias}}}})
+    return optimizer
+train({optimizer}, 3)
+"""
+    (exit,) = bench.run(program, env={"OMP_NUM_THREADS": "1"})
+    assert exit.code == 0, exit.traceback
+    (progress,) = bench._made[-1].progress()
+    assert (progress.step, progress.base) == (3, made)
+
+
 def test_a_compiled_step_is_counted_and_compiled_once(bench: Bench) -> None:
     program = """
 import torch, warnings

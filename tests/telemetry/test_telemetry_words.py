@@ -17,6 +17,7 @@ from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Outcome, Round
 from elasticd.core.facts import Phase as RoundPhase
 from elasticd.core.hang import Doing, Look, Verdict, Why
+from elasticd.core.page import Use
 from elasticd.telemetry import final, log, words
 
 NOW = 1000.0
@@ -58,6 +59,9 @@ EXAMPLES: dict[type, r.Reason] = {
         r.StandbyFailed(2, 1, "ImportError: no module named x", NOW + 1),
         r.WorkerEnded(7, 1, 3, -11, ""),
         r.WorkersHung(7, HUNG, "/logs/hang-of-round-7"),
+        r.WithoutEffect("--audit", Use.DATA),
+        r.BatchesChanged(4, 3),
+        r.BeganAgain(1234),
         r.Expelled(6, 7),
         r.LeaseLost(5.0, 7.2),
         r.LeaseLost(5.0, 0.1),

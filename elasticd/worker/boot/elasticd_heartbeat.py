@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOOKED = "torch.optim.optimizer"
 # Of 8 bytes, each stored by one instruction.
 _PID, _STEPS, _LAST_NS, _PHASE, _STACKS, _ENDED_WELL = 2, 3, 4, 5, 6, 7
-_WAIT_NS, _WAITS = 17, 18  # see elasticd/core/page.py
+_WAIT_NS, _WAITS, _MADE = 17, 18, 23  # see elasticd/core/page.py
 _TIMES, _TIMES_MASK = 256, 255  # when the last 256 steps were: the second half of the page
 _SIGNAL = 47  # of real time, so that nobody's program means anything by it; see elasticd/procs/stacks.py
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
@@ -178,6 +178,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
             fields[_STEPS] = steps
             fields[_PHASE] = _STEPPING
             if steps == 1:
+                fields[_MADE] = _counted(optimizer)
                 _tell_imports(os.path.join(os.path.dirname(path), "imports"))
                 _give_recorder(path)
         else:
@@ -192,6 +193,18 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
     hook._torchdynamo_disable = True
     hook._torchdynamo_disable_msg = None
     return hook
+
+
+def _counted(optimizer: Any) -> int:
+    """How many steps the optimizer has made by its own count, which snapshots keep: 1 after its very first; 0
+    where it does not count. Adam and its like do. On a GPU the count is left there."""
+    try:
+        for state in optimizer.state.values():
+            count = state.get("step", 0)
+            return 0 if getattr(count, "is_cuda", False) else max(0, int(count))
+    except Exception:  # noqa: BLE001, S110  # a state of another kind
+        pass
+    return 0
 
 
 def _give_recorder(path: str) -> None:

@@ -1,0 +1,115 @@
+"""What is said once of a script that comes out otherwise than people may think."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elasticd.core.facts import Limits, Policy, Resume
+from elasticd.core.page import Told, Use
+from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
+from elasticd.daemon.advice import FAR, SEEN_AFTER, Advice, asked
+from elasticd.daemon.config import Command, CommandKind, RunConfig
+
+PLAIN = RunConfig("j", "a", "127.0.0.1", Limits(1, 4), 4, Command(CommandKind.SCRIPT, "job.py", ()), "")
+
+
+@dataclass
+class Life:
+    """Of one job, as the agent with rank 0 looks at it, or another."""
+
+    config: RunConfig = PLAIN
+    base_rank: int = 0
+
+    def __post_init__(self) -> None:
+        self.said: list[Reason] = []
+        self.told: Mapping[int, Told] = {}
+        self.driver = SimpleNamespace(state=SimpleNamespace(crew=None))
+        self.advice = Advice(self.config, cast(Any, self.driver), lambda _: self.told, self.said.append)
+
+    def sees(self, round: int, size: int, *told: Told) -> list[Reason]:
+        """What is said now."""
+        before = len(self.said)
+        self.driver.state.crew = SimpleNamespace(
+            round=SimpleNamespace(number=round, world_size=size),
+            member=SimpleNamespace(base_rank=self.base_rank),
+        )
+        self.told = dict(enumerate(told))
+        self.advice.routine(0.0)
+        return self.said[before:]
+
+
+@pytest.mark.parametrize(
+    ("config", "option", "wants"),
+    [
+        (replace(PLAIN, env={"ELASTICD_CHECKPOINTS": "/x"}), "--checkpoints", Use.CHECKPOINTS),
+        (replace(PLAIN, env={"ELASTICD_CHECKPOINT_EVERY": "9"}), "--checkpoint-every", Use.CHECKPOINTS),
+        (replace(PLAIN, checkpoint_rate=9), "--checkpoint-rate", Use.CHECKPOINTS),
+        (replace(PLAIN, replicate=1), "--replicate", Use.CHECKPOINTS),
+        (replace(PLAIN, policy=Policy(resume=Resume.REQUIRED)), "--resume", Use.CHECKPOINTS),
+        (replace(PLAIN, audit=100), "--audit", Use.DATA),
+        (replace(PLAIN, spares=1), "--spares", Use.STATE),
+    ],
+)
+def test_an_option_that_the_script_does_not_use_is_named_once_it_has_made_steps(
+    config: RunConfig, option: str, wants: Use
+) -> None:
+    assert asked(PLAIN) == ()
+    for used in Use:
+        life = Life(config)
+        first = Told(pid=1, steps=SEEN_AFTER - 1, uses=used)
+        assert life.sees(1, 1, first) == []
+        expected = [] if used is wants else [WithoutEffect(option, wants)]
+        assert life.sees(1, 1, replace(first, steps=SEEN_AFTER)) == expected
+        assert life.sees(1, 1, replace(first, steps=SEEN_AFTER + 9)) == []
+
+
+def test_one_worker_that_uses_it_is_enough() -> None:
+    life = Life(replace(PLAIN, audit=1))
+    assert life.sees(1, 2, Told(pid=1, steps=9), Told(pid=2, steps=9, uses=Use.DATA)) == []
+
+
+@pytest.mark.parametrize(
+    ("uses", "says"), [(Use(0), 1), (Use.STATE, 1), (Use.DATA, 0), (Use.CHECKPOINTED, 0)]
+)
+def test_the_first_resize_alone_is_told_and_not_to_scripts_that_bear_it(uses: Use, says: int) -> None:
+    life = Life()
+    assert life.sees(1, 4, Told(pid=1, steps=9, uses=uses)) == []
+    assert life.sees(2, 4, Told(pid=2, steps=9, uses=uses)) == []
+    assert (
+        life.sees(3, 3, Told(pid=3, steps=0, uses=uses)) == []
+    )  # not before the script has shown what it uses
+    assert life.sees(3, 3, Told(pid=3, steps=1, uses=uses)) == [BatchesChanged(4, 3)] * says
+    assert life.sees(4, 4, Told(pid=4, steps=9, uses=uses)) == []
+
+
+def test_a_restart_from_the_start_is_told_once() -> None:
+    life = Life()
+    assert life.sees(1, 1, Told(pid=1, steps=FAR + 5, made=0)) == []
+    assert life.sees(2, 1, Told(pid=2, steps=1, made=0)) == [BeganAgain(FAR + 5)]
+    assert life.sees(3, 1, Told(pid=3, steps=1, made=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("far", "made", "uses"),
+    [
+        (FAR - 1, 0, Use(0)),  # it had hardly begun
+        (FAR + 5, FAR, Use(0)),  # resumed
+        (FAR + 5, None, Use(0)),  # an optimizer that does not count: nobody knows
+        (FAR + 5, 0, Use.STATE),  # takes the state over from a survivor
+    ],
+)
+def test_a_restart_that_goes_on_is_not_told(far: int, made: int | None, uses: Use) -> None:
+    life = Life()
+    assert life.sees(1, 1, Told(pid=1, steps=far, made=0)) == []
+    assert life.sees(2, 1, Told(pid=2, steps=1, made=made, uses=uses)) == []
+
+
+def test_of_several_agents_one_speaks() -> None:
+    life = Life(replace(PLAIN, audit=1), base_rank=2)
+    assert life.sees(1, 4, Told(pid=1, steps=99, made=0)) == []
+    assert life.sees(2, 3, Told(pid=2, steps=99, made=0)) == []
