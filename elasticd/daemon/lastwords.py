@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from elasticd import __version__
+from elasticd.checkpoint.report import Report
 from elasticd.core.facts import NodeLedger, Phase, Round
 from elasticd.core.ledger import totals
 from elasticd.core.messages import Leave
@@ -100,6 +102,20 @@ def last_words(
             config.job, config.node, left.why, known, lasted_s=lasted_s, spent=spent, unsaved=unsaved
         )
     return f"elasticd: {left.why}."
+
+
+def kept(config: RunConfig, logs: Path | None, newest: Report | None, snapshot: str) -> list[str]:
+    """What there is to go on from, once all has ended well: a line each. ``newest``: the checkpoint committed
+    last, as this node's saver knows; ``snapshot``: the last that the script has told of."""
+    lines = [f"Report: elasticd report {config.job}"]
+    if logs is not None:
+        lines.append(f"Logs: {logs}")
+    if newest is not None:
+        place = config.env.get("ELASTICD_CHECKPOINTS")
+        lines.append(f"Checkpoint of step {newest.step}: {f'{place}/' if place else ''}{newest.name}")
+    if snapshot:
+        lines.append(f"Snapshot: {snapshot}")
+    return lines
 
 
 def pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[int], str]) -> None:

@@ -14,7 +14,7 @@ from elasticd.core.facts import Member, Round
 from elasticd.core.ledger import totals
 from elasticd.core.messages import KeeperLost
 from elasticd.core.ports import Assignment
-from elasticd.core.reasons import Reason
+from elasticd.core.reasons import CheckpointTold, Reason
 from elasticd.daemon import edges, holding, identity, lastwords, openfiles
 from elasticd.daemon.advice import Advice
 from elasticd.daemon.chronicle import Chronicle
@@ -94,7 +94,12 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         saver = SaverService(warden, access, config.job, held, config.checkpoint_rate)
         cleanup.callback(saver.close)
 
+        snapshot = ""
+
         def say(reason: Reason) -> None:
+            nonlocal snapshot
+            if isinstance(reason, CheckpointTold) and reason.path:
+                snapshot = reason.path
             log.reason(logger, reason)
             publisher.note(reason, clock())
 
@@ -193,5 +198,8 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         seen = driver.state.round if driver.state.joined else None
         lasted_s = ended_at - lastwords.began_at(last, began_at)
         said = lastwords.last_words(config, last, left, lasted_s, spent, saver.unsaved, seen)
+        if left.code == 0:
+            kept = lastwords.kept(config, destinations.run_folder(), saver.newest, snapshot)
+            said = "\n".join([said, *kept])
         events.write(lastwords.ended(config, last, left, said, ledgers, ended_at))
     return left.code, said

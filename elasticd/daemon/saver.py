@@ -69,6 +69,7 @@ class SaverService:
         self._also = [holding[0]] if holding is not None else []
         self.reports: deque[Report] = deque(maxlen=_REPORTS_MAX)
         self.footprint = Footprint()
+        self.newest: Report | None = None  # that was committed
         self.unsaved = ""  # of checkpoints that came to nothing, in words
         self._failures = 0
         self._listener, self.name = handover.listen()
@@ -208,6 +209,7 @@ class SaverService:
             return
         match report.fate:
             case Fate.COMMITTED:
+                self.newest = report
                 facts = {"size": report.size, "took_s": round(report.took_s, 3)}
                 _log.info("checkpoint.committed", step=report.step, name=report.name, **facts)
             case Fate.FAILED:

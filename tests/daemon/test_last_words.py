@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.checkpoint.report import Fate, Report
 from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
 from elasticd.core.messages import Leave
 from elasticd.daemon.config import Command, CommandKind, RunConfig
-from elasticd.daemon.lastwords import began_at, last_words, why_silent
+from elasticd.daemon.lastwords import began_at, kept, last_words, why_silent
 from elasticd.etcd.access import parse_endpoints
 from elasticd.telemetry.view import _write_all
 
@@ -69,6 +70,30 @@ def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
         "j: n drained, after 1 min 5 s in 2 rounds, 1 restart on the way.",
         "Time: 100.0 % productive of 1 min of worker time.",
     ]
+
+
+def test_a_good_end_names_what_was_kept(tmp_path: Path) -> None:
+    script = "from elasticd import worker\nworker.checkpointed('/snapshots/newest.pt')\n"
+    ended = elasticd_run(tmp_path, script, "--job", "j")
+    assert ended.returncode == 0, ended.stderr
+    *_, report, logs, snapshot = ended.stderr.splitlines()
+    assert (report, snapshot) == ("Report: elasticd report j", "Snapshot: /snapshots/newest.pt")
+    assert logs.startswith(f"Logs: {tmp_path}") and Path(logs.removeprefix("Logs: ")).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("s3://bucket/run", "Checkpoint of step 40: s3://bucket/run/step-40"),
+        (None, "Checkpoint of step 40: step-40"),
+    ],
+)
+def test_the_newest_checkpoint_is_named_with_its_place(place: str | None, line: str) -> None:
+    env = {"ELASTICD_CHECKPOINTS": place} if place else {}
+    command = Command(CommandKind.SCRIPT, "job.py")
+    config = RunConfig("j", "n", "127.0.0.1", Limits(1, 1), 1, command, fingerprint="f", env=env)
+    newest = Report(Fate.COMMITTED, 40, "step-40")
+    assert kept(config, None, newest, "") == ["Report: elasticd report j", line]
 
 
 def test_a_job_is_said_to_have_taken_its_own_time_by_a_node_that_came_late_too() -> None:
