@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-from elasticd import torchparts
 from elasticd.daemon.errors import CannotStart
 
 CLIENT_TIMEOUT_S = 300.0
@@ -34,7 +33,6 @@ class TorchRoundStores:
         self.port = self._reserve()
 
     def open(self) -> None:
-        import torch
         from torch.distributed import TCPStore
 
         assert self._listener is not None, "renew comes before the next open"
@@ -46,7 +44,6 @@ class TorchRoundStores:
             wait_for_workers=False,
             timeout=timedelta(seconds=CLIENT_TIMEOUT_S),
             master_listen_fd=listener.detach(),  # the store closes it
-            use_libuv=torchparts.release(torch.__version__) >= (2, 8),  # before, it takes no such file
         )
 
     def renew(self) -> int:
