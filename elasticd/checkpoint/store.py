@@ -109,6 +109,8 @@ def store_at(where: str | os.PathLike[str]) -> Store:
         return Disk(text)
     if "::" in text:
         raise BadStore(f"{text} names several stores; give the one that is written to")
+    if not rest.strip("/"):
+        raise BadStore(f"the address {text} names no place, such as {scheme}://bucket/folder")
     who, at, host = rest.partition("@")
     if at and ":" in who:  # a secret may have any letter in it
         raise BadStore(

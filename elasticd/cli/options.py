@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from elasticd.cli.values import Seconds, Switch, Whole
+from elasticd.cli.values import Ratio, Seconds, Switch, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -242,7 +242,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours("--straggler-window", Seconds(), "Seconds over which a worker must be slower to be named.  [60]"),
     _ours(
         "--straggler-ratio",
-        type=click.FloatRange(min=1.0, min_open=True),
+        type=Ratio(),
         help="How much slower: its own time for a step over its peers'.  [1.1]",
         metavar="RATIO",
     ),

@@ -65,6 +65,8 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         notes.append("TORCHELASTIC_HEALTH_CHECK_PORT means nothing here: ask `elasticd status`")
     if options.replicate and met.etcd is None:
         notes.append("--replicate has no effect on a standalone run: no other node is there to hold a copy")
+    if beyond := sorted(rank for rank in logs(options, environ).local_ranks or () if rank >= size.slots):
+        notes.append(f"--local-ranks-filter names {beyond[0]}, but local ranks here end at {size.slots - 1}")
     notes += _went_to_the_script(options)
     env: dict[str, str] = {}
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:

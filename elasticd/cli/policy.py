@@ -26,6 +26,12 @@ def policy(
     restarts_max = first(options.max_restarts, default.restarts_max)
     # Who says how often to restart, as with torchrun, means that number and not an earlier end.
     futile_default = default.futile_max if options.max_restarts is None else restarts_max + 1
+    quarantine_s = first(options.quarantine, default.quarantine_s)
+    quarantine_max_s = first(options.quarantine_max, max(default.quarantine_max_s, quarantine_s))
+    if quarantine_s > quarantine_max_s:
+        if options.quarantine is not None:
+            raise Complaint(f"--quarantine {quarantine_s:g} is above --quarantine-max, {quarantine_max_s:g}.")
+        quarantine_s = quarantine_max_s
     return Policy(
         settle_s=first(options.settle, settle_s, default.settle_s),
         grow_cooldown_s=first(options.grow_cooldown, default.grow_cooldown_s),
@@ -39,8 +45,8 @@ def policy(
         restart_window_s=first(options.restart_window, default.restart_window_s),
         futile_max=first(options.futile_max, futile_default),
         quarantine_after=first(options.quarantine_after, default.quarantine_after),
-        quarantine_s=first(options.quarantine, default.quarantine_s),
-        quarantine_max_s=first(options.quarantine_max, default.quarantine_max_s),
+        quarantine_s=quarantine_s,
+        quarantine_max_s=quarantine_max_s,
         resume=Resume(options.resume),
         straggler_drain=options.stragglers == "drain",
         straggler_window_s=first(options.straggler_window, default.straggler_window_s),

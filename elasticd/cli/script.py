@@ -45,7 +45,7 @@ def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: b
 
 
 def _read_script(path: Path, own_python: bool) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):  # which asks no more of a name than that
         if not (path / "__main__.py").is_file():
             raise Complaint(f"{path} is a directory; expected a Python script.")
         path = path / "__main__.py"
@@ -86,6 +86,8 @@ def _read_module(name: str, own_python: bool) -> str:
             raise Complaint(f"{name} is a package without a __main__ module, so -m cannot run it.")
     if spec is None:
         raise Complaint(f"there is no module named {name}.")
+    if spec.origin == "built-in":
+        raise Complaint(f"{name} is built into Python, so -m cannot run it.")
     if spec.origin is None or not os.path.isfile(spec.origin):
         return _digest(name.encode())
     path = Path(spec.origin)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import click
+
+MOST = 1_000_000_000  # of anything: clocks and records have an end
 
 
 class Unfit(click.BadParameter):
@@ -30,10 +33,11 @@ class Whole(click.ParamType[int]):
         self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            number = int(value)
-        except ValueError:
-            raise Unfit(value, "is not a whole number", param, ctx) from None
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", str(value)):  # int() takes 1_0 and digits of other scripts
+            raise Unfit(value, "is not a whole number", param, ctx)
+        number = int(value)
+        if number > MOST:
+            raise Unfit(value, f"is more than {MOST:,}", param, ctx)
         if number < self._least:
             raise Unfit(value, f"is less than {self._least}", param, ctx)
         return number
@@ -56,7 +60,24 @@ class Seconds(click.ParamType[float]):
             raise Unfit(value, "is not a finite number of seconds", param, ctx)
         if seconds < self._least:
             raise Unfit(value, f"is less than {self._least:g}{self._why}", param, ctx)
+        if seconds > MOST:
+            raise Unfit(value, f"is more than {MOST:,}, which is as good as for ever", param, ctx)
         return seconds
+
+
+class Ratio(click.ParamType[float]):
+    """A finite number above 1."""
+
+    name = "ratio"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            ratio = float(value)
+        except ValueError:
+            raise Unfit(value, "is not a number", param, ctx) from None
+        if not 1.0 < ratio < math.inf:
+            raise Unfit(value, "is not a number above 1", param, ctx)
+        return ratio
 
 
 class Switch(click.types.BoolParamType):

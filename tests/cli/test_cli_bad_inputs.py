@@ -1,0 +1,151 @@
+"""Whatever people type or leave about: one sentence that names what is wrong, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import pytest
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.machine import ThisMachine
+from elasticd.cli.main import _sentence
+from elasticd.cli.options import collect
+from elasticd.cli.planning import Planned, plan
+from elasticd.cli.run import run
+
+FILES = {
+    "ok.py": b"print('ok')\n",
+    "bin.py": b"\x00\x01\x02",
+    "coding.py": b"# -*- coding: nonsense -*-\n",
+    "latin.py": b"print('\xff')\n",
+    "prog.sh": b"#!/bin/sh\necho hi\n",
+    "file": b"x",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(argv: Sequence[str]) -> Planned:
+    with run.make_context("run", list(argv)) as ctx:
+        return plan(collect(ctx, None), os.environ, ThisMachine())
+
+
+def refused(argv: Sequence[str]) -> str:
+    with pytest.raises((Complaint, click.ClickException)) as caught:
+        planned(argv)
+    if isinstance(caught.value, click.ClickException):
+        return _sentence(caught.value)
+    assert caught.value.code == 2
+    return caught.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        # numbers
+        (["--min", "1e3", "ok.py"], "--min 1e3 is not a whole number"),
+        (["--min", "-1", "ok.py"], "--min -1 is less than 1"),
+        (["--min", "\uff12", "ok.py"], "is not a whole number"),
+        (["--min", "1_0", "ok.py"], "--min 1_0 is not a whole number"),
+        (["--max", "0x10", "ok.py"], "--max 0x10 is not a whole number"),
+        (["--max-restarts", "9" * 23, "ok.py"], "is more than 1,000,000,000"),
+        (["--slots", "1.5", "ok.py"], "neither a number nor auto"),
+        (["--slots", "", "ok.py"], "neither a number nor auto"),
+        (["--nnodes", ":", "ok.py"], "neither a number nor MIN:MAX"),
+        (["--nnodes", "1:2:3", "ok.py"], "neither a number nor MIN:MAX"),
+        (["--spares", "10000", "ok.py"], "1024"),
+        (["--local-ranks-filter", "-1", "ok.py"], "not a list of numbers"),
+        (["--straggler-ratio", "nan", "ok.py"], "--straggler-ratio nan is not a number above 1"),
+        (["--straggler-ratio", "inf", "ok.py"], "not a number above 1"),
+        (["--straggler-ratio", "fast", "ok.py"], "not a number"),
+        # times
+        (["--join-timeout", "inf", "ok.py"], "not a finite number"),
+        (["--join-timeout", "1e300", "ok.py"], "as good as for ever"),
+        (["--node-ttl", "1e12", "ok.py"], "as good as for ever"),
+        (["--settle", "-0.1", "ok.py"], "less than 0"),
+        (["--hang-after", "1e999", "ok.py"], "neither auto nor off"),
+        (
+            ["--quarantine", "60", "--quarantine-max", "5", "ok.py"],
+            "--quarantine 60 is above --quarantine-max",
+        ),
+        (["--checkpoint-every", "0", "ok.py"], "--checkpoint-every"),
+        (["--checkpoint-every", "-5m", "ok.py"], "--checkpoint-every"),
+        (["--checkpoint-rate", "0", "ok.py"], "--checkpoint-rate"),
+        # places
+        (["--checkpoints", "bogus://x", "ok.py"], "bogus"),
+        (["--checkpoints", "s3://", "ok.py"], "s3:// names no place"),
+        (["--checkpoints", "s3:///", "ok.py"], "names no place"),
+        (["--log-dir", "file", "ok.py"], "cannot be written to: Not a directory"),
+        (["--log-dir", "/proc/x", "ok.py"], "cannot be written to"),
+        (["--http", "127.0.0.1:99999", "ok.py"], "neither HOST:PORT"),
+        (["--etcd", "", "ok.py"], "no etcd endpoint"),
+        (["--etcd", ",,", "ok.py"], "no etcd endpoint"),
+        (["--etcd", "nonsense nonsense", "ok.py"], "malformed"),
+        (["--etcd", "http://", "ok.py"], "names no host"),
+        (["--etcd", "http://a:99999", "ok.py"], "malformed"),
+        (["--etcd", "http://a:0", "ok.py"], "port 0"),
+        (["--etcd", "http://[::1", "ok.py"], "malformed"),
+        (["--etcd", "http://user:pw@a:2379", "ok.py"], "user name or password"),
+        (["--etcd", "https://a:1", "--etcd-cacert", "dir", "ok.py"], "Is a directory"),
+        # names
+        (["--job", "\x1b[31m", "ok.py"], "cannot be seen"),
+        (["--node", "\u202e", "ok.py"], "cannot be seen"),
+        (["--tee", "4", "ok.py"], "--tee '4'"),
+        (["--signals-to-handle", "SIGFOO", "ok.py"], "SIGFOO"),
+        # scripts
+        (["dir"], "is a directory"),
+        (["nope.py"], "does not exist"),
+        (["bin.py"], "null bytes"),
+        (["coding.py"], "nonsense"),
+        (["latin.py"], "latin.py:1"),
+        (["prog.sh"], "prog.sh:2"),
+        (["loop"], "symbolic links"),
+        ([""], "empty"),
+        (["x" * 5000], "File name too long"),
+        (["-m", ""], "empty"),
+        (["-m", "."], "no module named"),
+        (["-m", "nope.mod"], "no module named nope.mod"),
+        (["-m", "sys"], "sys is built into Python"),
+        (["--no-python", "nope"], "no program named nope"),
+        (["--no-python", "./file"], "not executable"),
+        (["--no-python", "./dir"], "is a directory"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_what_makes_no_sense_is_one_sentence(argv: list[str], says: str, here: Path) -> None:
+    sentence = refused(argv)
+    assert says in sentence
+    assert "Traceback" not in sentence
+
+
+@pytest.mark.parametrize(
+    "variable", ["ELASTICD_MIN", "PET_MAX_RESTARTS", "ELASTICD_PLAIN", "ELASTICD_JOIN_TIMEOUT"]
+)
+def test_nonsense_in_the_environment_is_traced_to_it(
+    variable: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "nonsense")
+    assert f"from the environment variable {variable}" in refused(["ok.py"])
+
+
+def test_a_rank_that_cannot_be_shown_is_noted(here: Path) -> None:
+    notes = planned(["--slots", "2", "--max", "2", "--local-ranks-filter", "0,7", "ok.py"]).notes
+    assert any("--local-ranks-filter names 7" in note for note in notes)
+
+
+def test_a_longest_quarantine_below_the_usual_first_one_shortens_that(here: Path) -> None:
+    policy = planned(["--quarantine-max", "5", "ok.py"]).config.policy
+    assert (policy.quarantine_s, policy.quarantine_max_s) == (5, 5)
+    policy = planned(["--quarantine", "1000", "ok.py"]).config.policy
+    assert (policy.quarantine_s, policy.quarantine_max_s) == (1000, 1000)
