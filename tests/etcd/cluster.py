@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,10 +120,11 @@ class Member:
     argv: list[str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
+    host: str = "127.0.0.1"
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.client}"
+        return f"{self.host}:{self.client}"
 
     def start(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
@@ -142,21 +144,32 @@ class Member:
 
 
 class Cluster:
-    """Some etcds that are one. ``start`` returns once it serves."""
+    """Some etcds that are one. ``start`` returns once it serves. ``hosts``: the address of each, and what
+    a command begins with that is to run there; loopback and nothing by default."""
 
-    def __init__(self, folder: Path, size: int, *, flags: tuple[str, ...] = (), tls: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        *,
+        flags: tuple[str, ...] = (),
+        tls: bool = False,
+        hosts: Sequence[tuple[str, Sequence[str]]] = (),
+    ) -> None:
         scheme = "https" if tls else "http"
+        hosts = hosts or [("127.0.0.1", ())] * size
         ports = [free_ports() for _ in range(size)]
-        initial = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(ports))
+        peers = [f"http://{host}:{peer}" for (host, _), (_, peer) in zip(hosts, ports, strict=True)]
+        initial = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
         self.members = []
-        for i, (client, peer) in enumerate(ports):
-            argv = [str(embedded.find_etcd()), f"--name=m{i}", f"--data-dir={folder / f'm{i}'}"]
-            argv += [f"--listen-client-urls={scheme}://127.0.0.1:{client}"]
-            argv += [f"--advertise-client-urls={scheme}://127.0.0.1:{client}"]
-            argv += [f"--listen-peer-urls=http://127.0.0.1:{peer}"]
-            argv += [f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}"]
+        for i, ((host, inside), (client, peer)) in enumerate(zip(hosts, ports, strict=True)):
+            argv = [*inside, str(embedded.find_etcd()), f"--name=m{i}", f"--data-dir={folder / f'm{i}'}"]
+            argv += [f"--listen-client-urls={scheme}://{host}:{client}"]
+            argv += [f"--advertise-client-urls={scheme}://{host}:{client}"]
+            argv += [f"--listen-peer-urls={peers[i]}"]
+            argv += [f"--initial-advertise-peer-urls={peers[i]}"]
             argv += [f"--initial-cluster={initial}", "--log-level=warn", *flags]
-            self.members.append(Member(f"m{i}", client, peer, argv, folder / f"m{i}.log"))
+            self.members.append(Member(f"m{i}", client, peer, argv, folder / f"m{i}.log", host=host))
 
     @property
     def endpoints(self) -> tuple[str, ...]:

@@ -80,6 +80,37 @@ class Network:
     def heal(self, pid: int) -> None:
         _ip(pid, "route del 10.244.0.0/17", "route del 10.244.0.1/32")
 
+    def lose(self, pid: int, *addresses: str) -> None:
+        """What this pod sends to these is lost without a word; what they send arrives."""
+        _ip(
+            pid,
+            "neigh replace 10.244.255.254 lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
+            *(f"route replace {address}/32 via 10.244.255.254 dev eth0 onlink" for address in addresses),
+        )
+
+    def find(self, pid: int, *addresses: str) -> None:
+        """The end of ``lose``."""
+        _ip(pid, *(f"route del {address}/32" for address in addresses))
+
+    def unplug(self, address: str) -> None:
+        """Nothing passes, either way."""
+        _ip(self._holder.pid, f"link set {_cable(address)} down")
+
+    def plug_in(self, address: str) -> None:
+        _ip(self._holder.pid, f"link set {_cable(address)} up")
+
+    def slow(self, address: str, kbit_s: int) -> None:
+        """What is sent to this pod comes at this rate, and is lost where it would wait for a second."""
+        limit = f"rate {kbit_s}kbit burst 4kb latency 1000ms"
+        _tc(self._holder.pid, "add", _cable(address), "root", "tbf", *limit.split())
+
+    def fast(self, address: str) -> None:
+        _tc(self._holder.pid, "del", _cable(address), "root")
+
+    def enter(self) -> None:
+        """The calling thread is on the node from now on, and with it all that it starts."""
+        _enter(self._space)
+
     def socket(self) -> socket.socket:
         """A TCP socket of the node, which reaches all pods; the kubelet's, so to speak."""
         with self._inside():
@@ -114,6 +145,12 @@ def _enter(space: int) -> None:
 def _cable(address: str) -> str:
     *_, high, low = address.split(".")
     return f"pod{high}-{low}"
+
+
+def _tc(pid: int, do: str, cable: str, *words: str) -> None:
+    command = ["nsenter", "-t", str(pid), "-n", "tc", "qdisc", do, "dev", cable, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
 def _ip(pid: int, *commands: str) -> None:

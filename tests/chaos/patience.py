@@ -1,0 +1,46 @@
+"""How much time a job has had, which is not what a clock on the wall says.
+
+A second in which one of the job's threads was ready to run and got no processor is no second that the job
+had. A job that is stuck does not wait for a processor, so it is found soon on the busiest machine, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from tests.chaos.places import tasks
+
+
+def had(elapsed_s: float, before: dict[str, int], after: dict[str, int]) -> float:
+    """Of so many seconds, those in which no thread was kept from running. ``before`` and ``after``: for how
+    many nanoseconds each thread has been kept, since its start."""
+    kept_ns = max((ns - before.get(thread, 0) for thread, ns in after.items()), default=0)
+    return max(0.0, elapsed_s - kept_ns / 1e9)
+
+
+class Machine:
+    """``had_s``: the time that these processes have had so far. Has to be looked at often."""
+
+    def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
+        self.had_s = 0.0
+        self.passed_s = 0.0
+        self._pids = pids
+        self._at = time.monotonic()
+        self._kept = self._read()
+
+    def look(self) -> float:
+        now, kept = time.monotonic(), self._read()
+        elapsed_s = now - self._at
+        self.passed_s += elapsed_s
+        self.had_s += had(elapsed_s, self._kept, kept)
+        self._at, self._kept = now, kept
+        return self.had_s
+
+    def _read(self) -> dict[str, int]:
+        found = {}
+        for task in tasks(self._pids()):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                found[task.name] = int((task / "schedstat").read_text().split()[1])
+        return found
