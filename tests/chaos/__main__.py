@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.chaos.nemesis import Broken, Nemesis
 from tests.chaos.schedule import SORTS, Plan, draw
 from tests.k8s.network import why_not
 
@@ -62,6 +61,8 @@ def main() -> int:
 
 
 def play(seed: int, asked: argparse.Namespace, only: frozenset[str], options: str) -> int:
+    from tests.chaos.nemesis import Broken, Nemesis
+
     until = time.monotonic() + asked.minutes * 60
     done: Counter[str] = Counter()
     began, number, steps = time.monotonic(), 0, 0
