@@ -463,6 +463,8 @@ class Nemesis:
             return self._hurt_process(family, what, name, fault)
         if family == "blackout":
             return self._blackout(what)
+        if family == "split":
+            return self._split(name)
         acts: dict[str, Callable[[], Callable[[], None] | None]] = {
             "node.crash": partial(self._crash, name, fault.for_s),
             "node.freeze": partial(self._freeze, name),
@@ -553,6 +555,34 @@ class Nemesis:
                 agent.signal(signal.SIGCONT)
 
         return thaw
+
+    def _split(self, name: str) -> Callable[[], None] | None:
+        """The others crash, so that a world trains on this node alone; then nothing passes between it and
+        etcd, and the others come back and train without it."""
+        here = self.plan.slots - self.plan.spares
+        if name not in self.nodes or here < self.plan.least:
+            return None
+        others = [self._name(number) for number in range(self.plan.nodes) if self._name(number) != name]
+        for other in others:
+            self._crash(other, float("inf"))
+        size, self._size = self._size, here
+        mark = len(self.ledgers.read())
+        self._await(lambda: self._trains(mark), f"{name} trains alone")
+        self._tell(f"    {name} trains alone")
+        mends = [self._deafen(name, False), self._mute(name)]
+        for other in others:
+            self._down[other] = 0.0
+        self._size = size - here
+        self._await(lambda: self._trains(mark), f"the others train without {name}")
+        self._tell(f"    the others train without {name}")
+        self._size = size
+
+        def mend() -> None:
+            for one in mends:
+                assert one is not None
+                one()
+
+        return mend
 
     def _blackout(self, what: str) -> Callable[[], None]:
         for name in list(self.nodes):

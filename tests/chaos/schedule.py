@@ -109,6 +109,7 @@ SORTS: Final[dict[str, Sort]] = {
     "link.slow": Sort(2, lasts=_LONG),
     "etcd.unheard": Sort(3, lasts=(0.5, 15.0)),  # what the node sends to etcd is lost
     "etcd.mute": Sort(3, lasts=(0.5, 15.0)),  # what etcd sends to the node is lost
+    "split": Sort(3, lasts=(0.5, 8.0), alone=True),  # a world of one node alone is cut off from etcd
     # etcd itself
     "member.kill": Sort(3, lasts=_LONG),
     "member.stop": Sort(3, lasts=_LONG),
