@@ -150,6 +150,7 @@ class Nemesis:
         self._commands: list[subprocess.Popen[bytes]] = []
         self._thawed: list[tuple[float, str]] = []
         self._missed: list[Fault] = []
+        self._pending: list[Callable[[], bool]] = []  # of an episode: what is yet to come of a fault
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._ending = False
@@ -275,7 +276,7 @@ class Nemesis:
             f"{episode.after} steps while all is well",
         )
         charged = self._budget()
-        self._missed = []
+        self._missed, self._pending = [], []
         began = time.monotonic()
         if number == 0 and self.plan.late:
             for late in range(self.plan.nodes - self.plan.late, self.plan.nodes):
@@ -288,6 +289,7 @@ class Nemesis:
                 heapq.heappop(self._agenda)[2]()
             else:
                 time.sleep(min(LOOK_S, max(0.0, self._agenda[0][0] - time.monotonic())))
+        self._await(lambda: all(settled() for settled in self._pending), "what was asked for is done")
         mark, mended_s = len(self.ledgers.read()), self.machine.look()
         self._await(lambda: self._trains(mark), f"training goes on with {self._size} workers")
         self.hurt_s.append(self.machine.look() - mended_s)
@@ -295,7 +297,7 @@ class Nemesis:
         least, most = charges(episode.faults)
         self._check(
             oracles.wrong_charge(self._budget() - charged, 0 if self._missed else least, most),
-            *self._judged(),
+            self._judged(),
         )
 
     def _at(self, when: float, do: Callable[[], None]) -> None:
@@ -505,9 +507,24 @@ class Nemesis:
         if pid is None:
             return None
         if what == "raise":
-            (self.folder / f"raise-{line.rank}").touch()
-            return _nothing
+            return self._have_it_raise(line, fault)
         return _signal([pid], signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+
+    def _have_it_raise(self, line: Line, fault: Fault) -> Callable[[], None]:
+        order = self.folder / f"raise-{line.rank}"
+        order.touch()
+
+        def settled() -> bool:
+            if not order.exists():
+                return True
+            if self.ledgers.read()[-1].round <= line.round:
+                return False
+            order.unlink(missing_ok=True)  # its world was over before it could
+            self._missed.append(fault)
+            return True
+
+        self._pending.append(settled)
+        return _nothing
 
     def _hurt_process(self, family: str, what: str, name: str, fault: Fault) -> Callable[[], None] | None:
         node, agent = self.nodes.get(name), self._agents.get(name)
@@ -538,7 +555,7 @@ class Nemesis:
         self._down[name] = time.monotonic() + for_s
         node.close()
         if agent is not None:
-            agent.process.wait()
+            agent.reap()
         return _nothing
 
     def _freeze(self, name: str) -> Callable[[], None] | None:
@@ -706,14 +723,22 @@ class Nemesis:
             return None
         agent.drained = True
         self._down[name] = time.monotonic() + for_s
-        self._command("drain", name)
+        command = self._command("drain", name)
+
+        def settled() -> bool:
+            if agent.code is None and command.poll():  # etcd was away
+                agent.drained = False
+            return agent.code is not None or not agent.drained
+
+        self._pending.append(settled)
         return _nothing
 
     def _scale(self, fewer: int) -> Callable[[], None] | None:
         most = max(self.plan.least, self.plan.size - 1 - 2 * fewer)
-        self._command("scale", self.job, f"--max={most}")
+        first = self._command("scale", self.job, f"--max={most}")
 
         def back() -> None:
+            first.wait()
             done = self._command("scale", self.job, f"--max={self.plan.size}")
             try:
                 worked = done.wait(120) == 0

@@ -189,11 +189,15 @@ class Agent:
         return self._events
 
     def close(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.reap()
+        os.close(self.pidfd)
+
+    def reap(self) -> None:
+        """Once it is dead: nsenter may have stopped together with it."""
         if self.process.poll() is None:
-            self.signal(signal.SIGKILL)
             self.process.send_signal(signal.SIGCONT)
             self.process.wait()
-        os.close(self.pidfd)
 
 
 def children(pid: int) -> list[int]:
