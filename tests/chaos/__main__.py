@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, help="of each training, instead of some number from 4 to 8")
     parser.add_argument("--only", default="", help=f"only these faults, of {','.join(SORTS)}")
     parser.add_argument("--busy", type=int, default=0, help="so many busy processes beside it")
+    parser.add_argument("--keep", action="store_true", help="keep the ledgers and logs of all trainings")
     parser.add_argument("--plan", action="store_true", help="show what would happen, and do nothing")
     asked = parser.parse_args()
     only = frozenset(filter(None, asked.only.split(",")))
@@ -93,7 +94,10 @@ def play(seed: int, asked: argparse.Namespace, only: frozenset[str], options: st
             f"{slowest:.1f} s at most",
             flush=True,
         )
-        shutil.rmtree(nemesis.folder, ignore_errors=True)
+        if asked.keep:
+            print(f"its ledgers and logs: {nemesis.folder}", flush=True)
+        else:
+            shutil.rmtree(nemesis.folder, ignore_errors=True)
         done += nemesis.done
         steps += newest
         number += 1

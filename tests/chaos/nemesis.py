@@ -293,7 +293,11 @@ class Nemesis:
         mark, mended_s = len(self.ledgers.read()), self.machine.look()
         self._await(lambda: self._trains(mark), f"training goes on with {self._size} workers")
         self.hurt_s.append(self.machine.look() - mended_s)
-        self._tell(f"episode {number}: goes on {self.hurt_s[-1]:.1f} s after all was mended")
+        entered = [line for line in self.ledgers.lines if line.what == "entered"][-1]
+        self._tell(
+            f"episode {number}: goes on {self.hurt_s[-1]:.1f} s after all was mended, in round {entered.round} "
+            f"from step {entered.step}"
+        )
         least, most = charges(episode.faults)
         self._check(
             oracles.wrong_charge(self._budget() - charged, 0 if self._missed else least, most),
@@ -469,6 +473,7 @@ class Nemesis:
             return self._split(name)
         acts: dict[str, Callable[[], Callable[[], None] | None]] = {
             "node.crash": partial(self._crash, name, fault.for_s),
+            "node.kill": partial(self._kill_all, name, fault.for_s),
             "node.freeze": partial(self._freeze, name),
             "link.down": partial(self._unplug, name),
             "link.oneway": partial(self._deafen, name, True),
@@ -556,6 +561,19 @@ class Nemesis:
         node.close()
         if agent is not None:
             agent.reap()
+        return _nothing
+
+    def _kill_all(self, name: str, for_s: float) -> Callable[[], None] | None:
+        node, agent = self.nodes.get(name), self._agents.get(name)
+        if node is None or agent is None or agent.code is not None:
+            return None
+        agent.hurt = True
+        self._down[name] = time.monotonic() + for_s
+        while found := node.processes():
+            _signal(found, signal.SIGKILL)()
+        agent.reap()
+        for path in [path for place in node.own for path in place.iterdir()]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # as after a start of the machine
         return _nothing
 
     def _freeze(self, name: str) -> Callable[[], None] | None:

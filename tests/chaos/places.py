@@ -118,12 +118,18 @@ class Node(Host):
                     return pid
         return None
 
+    @property
+    def own(self) -> list[Path]:
+        """Its memory that looks like files, from here."""
+        root = Path(f"/proc/{self.pid}/root")
+        mine = root / str(self.folder).lstrip("/")
+        return [root / "dev" / "shm", mine / "run", mine / "tmp"]
+
     def left(self) -> list[str]:
         """What there should be nothing of when its agents have ended."""
         found = [f"process {described(pid)}" for pid in self.processes()]
-        root = Path(f"/proc/{self.pid}/root")
-        for folder in (root / "dev" / "shm", root / str(self.folder).lstrip("/")):
-            found += [f"file {path.relative_to(root)}" for path in folder.rglob("*") if not path.is_dir()]
+        for place in self.own:
+            found += [f"file {path}" for path in place.rglob("*") if not path.is_dir()]
         for table in ("tcp", "tcp6"):
             lines = Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]
             found += [f"port {line.split()[1]}" for line in lines if line.split()[3] == _LISTENS]

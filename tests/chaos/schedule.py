@@ -102,7 +102,8 @@ SORTS: Final[dict[str, Sort]] = {
     "zygote.kill": Sort(2),
     "zygote.stop": Sort(2, lasts=_LONG),
     # machines and networks
-    "node.crash": Sort(5, lasts=_SHORT),
+    "node.crash": Sort(4, lasts=_SHORT),  # with its network, so that nobody hears of it
+    "node.kill": Sort(4, lasts=_SHORT),  # all its processes; the others see their connections end
     "node.freeze": Sort(4, lasts=(1.0, 15.0)),
     "link.down": Sort(5, lasts=(0.5, 15.0)),
     "link.oneway": Sort(4, lasts=(0.5, 15.0)),  # what the node sends is lost
