@@ -293,11 +293,9 @@ class Nemesis:
         mark, mended_s = len(self.ledgers.read()), self.machine.look()
         self._await(lambda: self._trains(mark), f"training goes on with {self._size} workers")
         self.hurt_s.append(self.machine.look() - mended_s)
-        entered = [line for line in self.ledgers.lines if line.what == "entered"][-1]
-        self._tell(
-            f"episode {number}: goes on {self.hurt_s[-1]:.1f} s after all was mended, in round {entered.round} "
-            f"from step {entered.step}"
-        )
+        last = [line for line in self.ledgers.lines if line.what == "entered"][-1]
+        took = f"{self.hurt_s[-1]:.1f} s after all was mended"
+        self._tell(f"episode {number}: goes on {took}, in round {last.round} from step {last.step}")
         least, most = charges(episode.faults)
         self._check(
             oracles.wrong_charge(self._budget() - charged, 0 if self._missed else least, most),
