@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -71,19 +70,16 @@ def play(seed: int, asked: argparse.Namespace, only: frozenset[str], options: st
         this = seed + number
         plan = draw(this, asked.episodes, only)
         print(f"seed {this}: {title(plan)}", flush=True)
-        nemesis = Nemesis(plan, this, lambda line: print(line, flush=True))
+        nemesis = Nemesis(plan, this, lambda line: print(line, flush=True), keep=asked.keep)
         try:
             with nemesis:
                 nemesis.keep_busy(asked.busy)
                 nemesis.run(until)
         except Broken as broken:
             print(f"BROKEN (seed {this}): {broken}")
-            print(f"its ledgers and logs: {nemesis.folder}")
+            print(f"its ledgers and logs: {nemesis.kept}")
             print(f"replay: python -m tests.chaos --seed {this} --jobs 1 --minutes 60{options}", flush=True)
             return 1
-        except BaseException:
-            shutil.rmtree(nemesis.folder, ignore_errors=True)
-            raise
         lines = nemesis.ledgers.lines
         rounds, newest = len({line.round for line in lines}), max(line.step for line in lines)
         slowest = max(nemesis.hurt_s, default=0.0)
@@ -95,9 +91,7 @@ def play(seed: int, asked: argparse.Namespace, only: frozenset[str], options: st
             flush=True,
         )
         if asked.keep:
-            print(f"its ledgers and logs: {nemesis.folder}", flush=True)
-        else:
-            shutil.rmtree(nemesis.folder, ignore_errors=True)
+            print(f"its ledgers and logs: {nemesis.kept}", flush=True)
         done += nemesis.done
         steps += newest
         number += 1

@@ -31,7 +31,7 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.errors import StoreError
 from tests.chaos import oracles
 from tests.chaos.oracles import Line, Whole, whole_steps
-from tests.chaos.patience import Machine
+from tests.chaos.patience import Machine, slowness
 from tests.chaos.places import Agent, Host, Node, environment_of
 from tests.chaos.schedule import MEMBERS, Episode, Fault, Kind, Plan, charges
 from tests.etcd.cluster import Cluster
@@ -46,8 +46,17 @@ SAMPLES: Final = {
 }  # in an epoch, as the programs have it
 LOOK_S: Final = 0.1
 STEP_S: Final = 0.05
-DISK_BYTES: Final = 64 << 20
+DISK_BYTES: Final = 64 << 20  # of checkpoints
+MEMORY_BYTES: Final = 4 << 30  # of all that a job leaves, at most
+TTL_S: Final = 5.0
 QUOTA_BYTES: Final = 16 << 20
+ETCD_FLAGS: Final = (
+    f"--quota-backend-bytes={QUOTA_BYTES}",
+    "--auto-compaction-mode=revision",
+    "--auto-compaction-retention=1000",
+    "--heartbeat-interval=200",
+    "--election-timeout=2000",
+)
 # What may pass before training goes on once all is mended: the timers that the agents are told, several times
 # over, and as often as this what it took to form the first world on this machine.
 TIMERS_S: Final = 60.0
@@ -60,7 +69,6 @@ PACE: Final = {
     "--broken-timeout": "1",
     "--shutdown-timeout": "10",
     "--part-timeout": "10",
-    "--node-ttl": "5",
     "--etcd-wait": "600",
     "--etcd-grace": "36000",
     "--max-restarts": "1000000",
@@ -130,14 +138,18 @@ class Watch:
 
 
 class Nemesis:
-    """One job from its start to its end. ``say``: is told what happens, a line each."""
+    """One job from its start to its end. ``say``: is told what happens, a line each. ``kept``: where its
+    ledgers and logs are when it is over, if it has failed or ``keep`` is true.
 
-    def __init__(self, plan: Plan, seed: int, say: Callable[[str], None]) -> None:
-        self.plan, self.say = plan, say
+    Its folder is in memory, so that other programs' writing to the disk is none of its faults.
+    """
+
+    def __init__(self, plan: Plan, seed: int, say: Callable[[str], None], *, keep: bool = False) -> None:
+        self.plan, self.say, self.keep = plan, say, keep
         self.job = f"chaos-{seed}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
-        for name in ("ledger", "snapshots", "etcd", "agents", "checkpoints", "reference/ledger"):
-            (self.folder / name).mkdir(parents=True)
+        self.kept: Path | None = None
+        self.slowness = slowness(os.getloadavg()[0], os.cpu_count() or 1)
         self.began = time.monotonic()
         self.ledgers = Ledgers(self.folder / "ledger")
         self.done: Counter[str] = Counter()
@@ -161,44 +173,48 @@ class Nemesis:
     # ------------------------------------------------------------ its places
 
     def __enter__(self) -> Nemesis:
-        disk = f"size={DISK_BYTES}"
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", disk, "none", str(self.folder / "checkpoints")], check=True
-        )
-        self.network = Network()
-        self.network.enter()
-        self.hosts = [Host(self.network) for _ in range(MEMBERS)]
-        flags = (f"--quota-backend-bytes={QUOTA_BYTES}", "--auto-compaction-mode=revision")
-        self.etcd = Cluster(
-            self.folder / "etcd",
-            MEMBERS,
-            flags=(*flags, "--auto-compaction-retention=1000"),
-            hosts=[(host.address, host.inside) for host in self.hosts],
-        )
-        self.etcd.start()
-        self.access = EtcdAccess(self.etcd.endpoints)
-        self.watch = Watch(self.access, self.job)
-        self.nodes: dict[str, Node] = {}
-        self.machine = Machine(self._pids)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.folder.rmdir)
+            _mount(self.folder, MEMORY_BYTES)
+            undo.callback(subprocess.run, ["umount", "--recursive", "--lazy", str(self.folder)])
+            for name in ("ledger", "snapshots", "etcd", "agents", "checkpoints", "reference/ledger"):
+                (self.folder / name).mkdir(parents=True)
+            _mount(self.folder / "checkpoints", DISK_BYTES)
+            self.network = Network()
+            undo.callback(self.network.close)
+            self.network.enter()
+            self.hosts: list[Host] = []
+            for _ in range(MEMBERS):
+                self.hosts.append(Host(self.network))
+                undo.callback(self.hosts[-1].close)
+            self.etcd = Cluster(
+                self.folder / "etcd",
+                MEMBERS,
+                flags=ETCD_FLAGS,
+                hosts=[(host.address, host.inside) for host in self.hosts],
+            )
+            undo.callback(self.etcd.stop)
+            self.etcd.start()
+            self.access = EtcdAccess(self.etcd.endpoints)
+            self.watch = Watch(self.access, self.job)
+            undo.callback(self.watch.close)
+            self.nodes: dict[str, Node] = {}
+            self.machine = Machine(self._pids)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.watch.close()
-        for process in (*self._busy, *self._commands):
-            process.kill()
-            process.wait()
-        for agent in self._all:
-            agent.close()
-        for node in self.nodes.values():
-            node.close()
-        self.etcd.stop()
-        for host in self.hosts:
-            host.close()
-        self.network.close()
-        if error[0] is not None and issubclass(error[0], Broken):  # type: ignore[arg-type]
-            shutil.copytree(self.folder / "checkpoints", self.folder / "kept", dirs_exist_ok=True)
-        subprocess.run(["umount", "-l", str(self.folder / "checkpoints")], check=False)
-        shutil.rmtree(self.folder / "own", ignore_errors=True)
+        with self._undo:
+            if self.keep or error[0] is Broken:
+                self.kept = self.folder.with_name(f"{self.folder.name}-kept")
+                shutil.copytree(self.folder, self.kept, ignore=shutil.ignore_patterns("own", "filling"))
+            for process in (*self._busy, *self._commands):
+                process.kill()
+                process.wait()
+            for agent in self._all:
+                agent.close()
+            for node in self.nodes.values():
+                node.close()
 
     def _name(self, number: int) -> str:
         return f"n{number % self.plan.nodes}"
@@ -218,6 +234,7 @@ class Nemesis:
         ]
         argv += ["--log-format=json", "--plain", "--redirects=3", f"--log-dir={self.folder / 'logs' / name}"]
         argv += [part for option in PACE.items() for part in option]
+        argv += [f"--node-ttl={TTL_S * self.slowness:.0f}"]
         argv += ["--fresh-start"] if plan.fresh else []
         if plan.kind is Kind.SCRIPT:
             argv += [str(PROGRAMS / "script.py")]
@@ -391,7 +408,8 @@ class Nemesis:
     def _await(self, holds: Callable[[], bool], what: str, times: int | None = TIMES_FORMING) -> None:
         """``times``: how often what it took to form the first world; None: without end."""
         began, began_s = time.monotonic(), self.machine.look()
-        allowed_s = float("inf") if times is None else TIMERS_S + times * self._forming_s
+        timers_s = TIMERS_S * self.slowness
+        allowed_s = float("inf") if times is None else timers_s + times * self._forming_s
         while not holds():
             self._tend()
             had_s = self.machine.look() - began_s
@@ -453,7 +471,7 @@ class Nemesis:
                 mend()
                 self._tell(f"  mended: {fault.kind}")
 
-            self._at(time.monotonic() + fault.for_s, mended)
+            self._at(time.monotonic() + fault.for_s * self.slowness, mended)
 
     def _do(self, fault: Fault) -> Callable[[], None] | None:
         """Have it happen; what mends it. None where there is nothing that it could happen to."""
@@ -798,6 +816,10 @@ class Nemesis:
                 process.wait()
 
         return end
+
+
+def _mount(folder: Path, size: int) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], check=True)
 
 
 def _nothing() -> None:

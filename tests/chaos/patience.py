@@ -20,6 +20,12 @@ def had(elapsed_s: float, before: dict[str, int], after: dict[str, int]) -> floa
     return max(0.0, elapsed_s - kept_ns / 1e9)
 
 
+def slowness(load: float, cores: int) -> float:
+    """How many times as long leases have to be where so many processes want a processor, as those who run
+    jobs there would say with ``--node-ttl``."""
+    return min(10.0, max(1.0, load / (3 * cores)))
+
+
 class Machine:
     """``had_s``: the time that these processes have had so far. Has to be looked at often."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos import oracles
 from tests.chaos.oracles import Line, Reference, judge, parse, whole_steps
-from tests.chaos.patience import had
+from tests.chaos.patience import had, slowness
 
 NODES = ("a", "b")
 
@@ -167,3 +167,8 @@ def test_a_second_without_a_processor_is_none_that_a_job_had() -> None:
     assert had(2.0, {"1": 0, "2": 0}, {"1": second, "2": second // 2}) == 1.0
     assert had(2.0, {"1": 5 * second}, {"1": 5 * second}) == 2.0
     assert had(2.0, {}, {"3": 9 * second}) == 0.0, "a thread that was not known before"
+
+
+@pytest.mark.parametrize(("load", "expected"), [(0.0, 1.0), (6.0, 1.0), (24.0, 4.0), (500.0, 10.0)])
+def test_leases_are_as_patient_as_the_machine_is_busy(load: float, expected: float) -> None:
+    assert slowness(load, 2) == expected
