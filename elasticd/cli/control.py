@@ -6,14 +6,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.core.facts import Fact
 from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
-from elasticd.etcd.errors import BadRecord, StoreError, StoreFull, StoreUnavailable
+from elasticd.etcd.errors import BadRecord, StoreError, StoreFull, StoreRefused, StoreUnavailable
+from elasticd.etcd.names import check_name
 from elasticd.telemetry import runs, words
+
+if TYPE_CHECKING:
+    from elasticd.etcd.client import Client
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +37,18 @@ class Place:
         return not any(run.job == job and run.access == self.access for run in standalone_runs())
 
 
-def places(options: Mapping[str, Any]) -> list[Place]:
-    """Where jobs may be. ``options``: click's values of ``etcd_options``. Raises Complaint."""
+def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
+    """Where jobs may be. ``options``: click's values of ``etcd_options``. ``job``: the one that is looked
+    for, beyond which a role that is limited to it may not read. Raises Complaint."""
     access = named_etcd(options)
     if access is not None:
         from elasticd.etcd.client import Client
 
         with answering(), Client(access) as client:
-            client.check()
-            return [Place(access, tuple(client.jobs()), shared=True)]
+            if job is not None:
+                _check_name(job)
+            _check(client, job)
+            return [Place(access, _jobs(client, job), shared=True)]
     from elasticd.etcd.registry import standalone_runs
 
     try:
@@ -52,11 +59,38 @@ def places(options: Mapping[str, Any]) -> list[Place]:
 
 def find(options: Mapping[str, Any], job: str) -> Place:
     """Where the job is. Raises Complaint, naming the jobs that there are."""
-    there = places(options)
+    there = places(options, job)
     for place in there:
         if job in place.jobs:
             return place
     raise Complaint(_no_such("job", job, sorted({j for p in there for j in p.jobs}), there))
+
+
+def _check_name(job: str) -> None:
+    try:
+        check_name(job, "job")
+    except ValueError as error:
+        raise Complaint(f"{error}.") from error
+
+
+def _check(client: Client, job: str | None) -> None:
+    """Raises StoreError; Complaint where a job has to be named."""
+    try:
+        client.check(job)
+    except StoreRefused as error:
+        if job is not None or "permission denied" not in str(error):
+            raise
+        raise Complaint(f"{error}: this user may not list jobs; name the one that it may use.") from error
+
+
+def _jobs(client: Client, job: str | None) -> tuple[str, ...]:
+    """Those that we may see. Raises StoreError."""
+    if job is not None and client.has(job):
+        return (job,)
+    try:
+        return tuple(client.jobs())
+    except StoreRefused:
+        return ()
 
 
 def _no_such(what: str, name: str, known: list[str], there: list[Place]) -> str:

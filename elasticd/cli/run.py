@@ -30,6 +30,8 @@ def run(ctx: click.Context, /, **_: object) -> int:
     Takes torchrun's options as well as its own. They end at SCRIPT; what follows is the script's.
     """
     options = collect(ctx, os.environ.get("ELASTICD_ETCD_PASSWORD"))
+    for name in ("PASSWORD", "KEY", "CERT"):  # for this process alone: workers run what others wrote
+        os.environ.pop(f"ELASTICD_ETCD_{name}", None)
     last_words = TerminationLog(options.termination_log)
     try:
         if gone := nowhere():  # torch and the script would each fail in a way of their own

@@ -76,16 +76,17 @@ class Client:
             leader=response.leader == response.header.member_id,
         )
 
-    def check(self) -> Status:
-        """That there is an etcd which lets us read and has a quorum. Raises the error that says
-        best what is wrong: WrongEndpoint, StoreRefused, StoreUnavailable."""
+    def check(self, job: str | None = None) -> Status:
+        """That there is an etcd which lets us read and has a quorum. ``job``: its keys are all that a role
+        may be limited to. Raises the error that says best what is wrong: WrongEndpoint, StoreRefused,
+        StoreUnavailable."""
         try:
             self._connection.call("status", rpc.StatusRequest(), tries=1)
         except StoreUnavailable as error:
             if (found := diagnose(self.access)) is not None:
                 raise found from error
         status = self.status()
-        self.get_raw(ROOT)
+        self.get_raw(ROOT if job is None else job_prefix(job))
         return status
 
     def full(self) -> bool:
@@ -116,6 +117,11 @@ class Client:
                 key = kv.prefix_end(ROOT + name + b"/")
             else:  # somebody else's key among ours
                 key = response.kvs[0].key + b"\0"
+
+    def has(self, job: str) -> bool:
+        """Whether the job has keys."""
+        request = kv.range_request(job_prefix(job), prefix=True, limit=1, keys_only=True)
+        return bool(self._connection.call("range", request, idempotent=True).kvs)
 
     def get(self, job: str, key: str) -> Entry | None:
         """The fact under a key of the job, or None. Raises BadRecord or NewerRecord too."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.protobuf import message_factory
 
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, Held, Put
 from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
+from elasticd.etcd.connection import _credentials
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused
+from elasticd.etcd.kv import prefix_end
 from elasticd.etcd.store import EtcdStore
 
-from .cluster import Cluster, Member, await_serving
+from .cluster import Authority, Cluster, Member, await_serving
 from .conftest import Heard
 
 
@@ -105,3 +113,89 @@ def test_an_etcd_that_forgot_our_login_is_logged_into_again(locked: Member, hear
         news.until(lambda: any(isinstance(n, Held) for n in news[again:]))
     finally:
         store.close()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[tuple[EtcdAccess, EtcdAccess]]:
+    """An etcd with TLS and logins, as root and as ``a``, who may do what it likes below /elasticd/a/ and
+    nothing else."""
+    authority = Authority(tmp_path, "authority")
+    server, server_key = authority.issue("server", "127.0.0.1")
+    flags = ("--client-cert-auth", f"--trusted-ca-file={authority.cert}")
+    flags += (f"--cert-file={server}", f"--key-file={server_key}")
+    cluster = Cluster(tmp_path, 1, flags=flags, tls=True)
+
+    def known_as(name: str) -> EtcdAccess:
+        cert, key = authority.issue(name)
+        return EtcdAccess(
+            cluster.endpoints, tls=True, cacert=authority.cert, cert=cert, key=key, timeout_s=5.0
+        )
+
+    root, a = known_as("root"), known_as("a")
+    try:
+        cluster.start(root)
+        with grpc.secure_channel(cluster.endpoints[0], _credentials(root)) as channel:
+            auth = rpc.AuthStub(channel)
+            for name in ("root", "a"):
+                auth.RoleAdd(rpc.AuthRoleAddRequest(name=name), timeout=10)
+                auth.UserAdd(rpc.AuthUserAddRequest(name=name, password="unused"), timeout=10)
+                auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=name), timeout=10)
+            allowed = permission(b"/elasticd/a/")
+            auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="a", perm=allowed), timeout=10)
+            auth.AuthEnable(rpc.AuthEnableRequest(), timeout=10)
+        yield root, a
+    finally:
+        cluster.stop()
+
+
+def permission(prefix: bytes) -> Any:
+    kind = rpc.AuthRoleGrantPermissionRequest.DESCRIPTOR.fields_by_name["perm"].message_type
+    made = message_factory.GetMessageClass(kind)(key=prefix, range_end=prefix_end(prefix))
+    made.permType = kind.fields_by_name["permType"].enum_type.values_by_name["READWRITE"].number
+    return made
+
+
+def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_seen(
+    shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
+) -> None:
+    root, a = shared
+    options = [f"--etcd={a.url}", f"--etcd-cacert={a.cacert}"]
+    secrets = {"ELASTICD_ETCD_CERT": str(a.cert), "ELASTICD_ETCD_KEY": str(a.key)}
+    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "ELASTICD_ETCD_PASSWORD": "s3cret"}
+    go_on = tmp_path / "go_on"
+    os.mkfifo(go_on)
+
+    def elasticd(*argv: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(Path(sys.executable).with_name("elasticd")), argv[0], *options, *argv[1:]],
+            env=os.environ | secrets | state,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def said(*argv: str) -> tuple[int, str, str]:
+        process = elasticd(*argv)
+        out, err = process.communicate(timeout=240)
+        return process.returncode, out, err
+
+    script = f"env; echo started > {go_on}; exec sleep 600"
+    job = elasticd("run", "--job=a", "--min=1", "--max=1", "--http=off", "--no-python", "sh", "-c", script)
+    try:
+        assert go_on.read_text() == "started\n"
+        code, out, err = said("status", "a", "--json")
+        assert (code, json.loads(out)["world_size"]) == (0, 1), err
+        assert said("stop", "a")[0] == 0
+        out, err = job.communicate(timeout=240)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 143, err
+    assert "ELASTICD_ROUND" in out
+    assert not any(secret in out for secret in ("ELASTICD_ETCD_", "s3cret", str(a.key))), "of the agent alone"
+    with Client(root) as client:
+        client.transact("b", (), (Put("budget", Budget()),))
+        assert set(client.jobs()) == {"a", "b"}
+    for argv in (("ls",), ("status", "b"), ("stop", "b")):
+        code, out, err = said(*argv)
+        assert code == 2 and "denies access" in err and len(err.splitlines()) == 1, (argv, out, err)
