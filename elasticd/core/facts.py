@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from elasticd.core.age import Age
 from elasticd.core.hang import Allowance, Look, Verdict
@@ -196,12 +197,16 @@ class Cause(StrEnum):
         return self.charged or self in (Cause.NODE_LOST, Cause.NODE_FAULT, Cause.WORLD_BROKEN)
 
 
+LAST_OUTPUT: Final = "last output: "
+
+
 @dataclass(frozen=True, slots=True)
 class Exit:
     """How a worker ended. ``code``: its exit status, or minus the signal that killed it.
 
     ``at``: seconds since the epoch. ``message`` and ``traceback`` come from the worker's error
-    file where it wrote one (torch's ``@record``), else from the end of its stderr. ``log``: where
+    file where it wrote one (torch's ``@record``), else from the end of its stderr; where that names no error,
+    the message is the last line after ``LAST_OUTPUT``. ``log``: where
     its output is, on its node. ``fenced``: it was killed because its node's lease was running out.
     ``hung``: it was killed because it hung, and ``message`` says where. ``fatal``: it said before that
     the job is to end with it. ``astray``: the job's step at which something was NaN or infinite, if it

@@ -1,4 +1,4 @@
-"""Why a worker failed, as far as it said so: torch's error file, else the end of its stderr.
+"""Why a worker failed, as far as it said so: torch's error file, else the end of its stderr (lastoutput.py).
 
 What a worker wrote is not trusted: sizes are bounded, types checked, control characters dropped.
 """
@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from elasticd.procs import lastoutput
+
 _FILE_BYTES_MAX = 1 << 20
 _MESSAGE_CHARS_MAX = 2_000
 _TRACEBACK_CHARS_MAX = 50_000
-_TAIL_LINES = 20
 TAIL_BYTES = 16_384
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -43,12 +44,10 @@ def read_error_file(path: str | Path) -> tuple[str, str] | None:
     )
 
 
-def read_tail(output: bytes) -> tuple[str, str]:
-    """The same out of the end of what it printed: its last line, and its last lines."""
-    text = _printable(output[-TAIL_BYTES:].decode(errors="replace"))
-    lines = [line.rstrip() for line in text.splitlines()][-_TAIL_LINES:]
-    last = next((line for line in reversed(lines) if line.strip()), "")
-    return last.strip()[:_MESSAGE_CHARS_MAX], "\n".join(lines).strip("\n")
+def read_tail(output: bytes, code: int) -> tuple[str, str]:
+    """The same out of the end of what it printed, as one that ended with this code."""
+    message, shown = lastoutput.cause(_printable(output[-TAIL_BYTES:].decode(errors="replace")), code)
+    return message[:_MESSAGE_CHARS_MAX], shown
 
 
 def tail_of(path: str | Path) -> bytes:

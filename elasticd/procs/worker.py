@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elasticd.core.facts import Exit, SlotProgress
+from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
 from elasticd.core.link import FromAgent
 from elasticd.core.page import Told
 from elasticd.core.ports import Assignment
@@ -107,9 +107,11 @@ class Worker:
         elif end.fenced:
             message = end.error or "killed by its keeper: the agent had not said in time that it may run on"
         elif not message and end.code != 0:
-            message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail())
+            message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail(), end.code)
         place = self._log_place()
         told = self.told() if end.code else Told()  # one that says so may be killed before it has ended
+        if told.fatal:
+            message = message.removeprefix(LAST_OUTPUT)  # which is where it says so
         own_doing = end.code <= 0 or hung or end.fenced or end.error or told.fatal or told.astray is not None
         trouble = "" if own_doing else self._log_trouble()
         if trouble:

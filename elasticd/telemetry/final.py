@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from elasticd.core.facts import Failure, Outcome, Round
+from elasticd.core.facts import LAST_OUTPUT, Failure, Outcome, Round
 from elasticd.telemetry import words
 
 TRACEBACK_LINES_MAX = 60
@@ -79,6 +79,7 @@ def _failure(failure: Failure, several_rounds: bool) -> Sequence[str]:
     lines = ["", f"First to fail{when}: {who}, which {words.ending(exit.code, hung=exit.hung)}."]
     traceback = exit.traceback.rstrip()
     if traceback:
+        lines += ["Its last output:"] if exit.message.startswith(LAST_OUTPUT) else []
         lines += ["", *(f"    {line}" for line in _shortened(traceback.splitlines()))]
     elif exit.message.strip():
         lines += [

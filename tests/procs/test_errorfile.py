@@ -79,13 +79,13 @@ def test_absent_files_folders_and_devices_say_nothing(tmp_path: Path) -> None:
 
 
 def test_a_tail_gives_its_last_line_and_its_last_lines() -> None:
-    message, tail = read_tail(b"\n".join(b"line %d" % i for i in range(100)) + b"\nError: x\n\n")
-    assert message == "Error: x"
+    message, tail = read_tail(b"\n".join(b"line %d" % i for i in range(100)) + b"\nError: x\n\n", 1)
+    assert message == "last output: Error: x"
     assert tail.splitlines()[-1] == "Error: x"
     assert len(tail.splitlines()) <= 20
-    assert read_tail(b"") == ("", "")
+    assert read_tail(b"", 1) == ("", "")
 
 
-@given(st.binary(max_size=200))
-def test_no_output_makes_a_tail_that_controls_a_terminal(output: bytes) -> None:
-    assert not {c for text in read_tail(output) for c in text if ord(c) < 32 and c not in "\n\t"}
+@given(st.binary(max_size=200), st.integers(-64, 255))
+def test_no_output_makes_a_tail_that_controls_a_terminal(output: bytes, code: int) -> None:
+    assert not {c for text in read_tail(output, code) for c in text if ord(c) < 32 and c not in "\n\t"}
