@@ -6,6 +6,7 @@ Intensity and period, as in Erlang's supervisors: at most ``restarts_max`` charg
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from elasticd.core.facts import (
     Apart,
     Astray,
     Budget,
+    Cause,
     Charge,
     Failure,
     Policy,
@@ -21,6 +23,7 @@ from elasticd.core.facts import (
     Round,
 )
 
+_IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
 PROGRESS_AFTER_S = 60.0  # a round that lived this long counts as progress even without a step seen
 ASTRAY_MAX = 3  # to go back is worth a try: it may have been a bit that flipped, or data that is dealt anew
 
@@ -58,6 +61,32 @@ def progressed(round: Round, reports: Iterable[Report], lived_s: float, *, commi
     commit what they do, so that nothing else counts, for however long they tried."""
     stepped = any(r.steps > 0 for r in reports if r.round == round.number)
     return stepped or (not commits and lived_s >= PROGRESS_AFTER_S)
+
+
+def visible(budget: Budget, round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
+    """Whether the job's steps can be seen: some have been. ``commits``: as above."""
+    return commits or budget.stepped or any(r.steps > 0 for r in reports if r.round == round.number)
+
+
+def alike(failure: Failure, before: Failure | None) -> bool:
+    """Whether the failure may come each time anew: it is an error, and the one there was before."""
+    exit = failure.exit
+    return exit.code > 0 and (
+        before is None or (before.exit.code, before.exit.message) == (exit.code, exit.message)
+    )
+
+
+def unrunnable(budget: Budget, round: Round, reports: Iterable[Report]) -> str | None:
+    """Why another try makes no sense, though it is the first failure: wherever the script was started, it
+    could not be imported. None if that is not so, or cannot be told."""
+    if budget.total or round.cause is not Cause.START:
+        return None
+    failures = [failure for failure in _exits(round, reports) if failure.exit.failed]
+    errors = {failure.exit.message for failure in failures}
+    everywhere = {failure.node for failure in failures} == {member.node for member in round.members}
+    if not everywhere or len(errors) != 1 or not _IMPORT_ERROR.match(error := errors.pop()):
+        return None
+    return f"the script cannot be run: {error.splitlines()[0]}"
 
 
 def charge(

@@ -366,7 +366,8 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One failure of the user's code, charged to the budget. ``step``: the committed one that the job goes on
+    """One failure of the user's code, charged to the budget. ``progressed``: its round was of use, or nobody
+    can tell. ``step``: the committed one that the job goes on
     from, where workers have it in memory."""
 
     at: float
@@ -401,6 +402,7 @@ class Budget:
 
     ``charges`` of the window, oldest first. ``total`` counts all there ever were. ``astray`` is not
     forgotten with the window: the way to that step may be longer. ``apart`` costs nothing, but has an end.
+    ``stepped``: a step was seen in a round that failed, so that rounds without one have made none.
     """
 
     charges: tuple[Charge, ...] = ()
@@ -408,6 +410,7 @@ class Budget:
     quarantines: tuple[Quarantine, ...] = ()
     astray: Astray | None = None
     apart: Apart | None = None
+    stepped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,13 @@ def totals(records: Iterable[NodeLedger]) -> dict[str, float]:
     return sums
 
 
+def wanted(spent: Mapping[str, float]) -> float:
+    """The seconds in which work was wanted."""
+    return sum(seconds for kind, seconds in spent.items() if kind != Kind.IDLE)
+
+
 def goodput(spent: Mapping[str, float]) -> float | None:
-    """The share of the time that was productive, of that in which work was wanted; None without any."""
-    wanted_s = sum(seconds for kind, seconds in spent.items() if kind != Kind.IDLE)
-    return spent.get(Kind.PRODUCTIVE, 0.0) / wanted_s if wanted_s > 0 else None
+    """The share of the time that was productive, of that in which work was wanted. None where no step was
+    seen, as of scripts without an optimizer: then nobody can tell."""
+    trained_s = sum(spent.get(kind, 0.0) for kind in (Kind.PRODUCTIVE, Kind.REPLAYED, Kind.CHECKPOINT))
+    return spent.get(Kind.PRODUCTIVE, 0.0) / wanted(spent) if trained_s > 0 else None

@@ -23,9 +23,14 @@ def lines(r: Review) -> list[str]:
     told = [f"{r.job}: {r.outcome}", f"  {began} to {ended}, {words.span(r.ended_at - r.began_at)}"]
     told += [f"  {note}" for note in notes(r)]
     share = r.goodput
-    if share is not None:
-        total = sum(r.spent.values())
-        told += ["", f"Where the time went: {percent(share)} of the worker time wanted was productive"]
+    total = sum(r.spent.values())
+    if total > 0:
+        productive = (
+            f"{percent(share)} of the worker time wanted was productive"
+            if share is not None
+            else "no step was seen"
+        )
+        told += ["", f"Where the time went: {productive}"]
         for kind, name in NAMES.items():
             spent_s = r.spent.get(kind, 0.0)
             if spent_s >= 0.05:

@@ -11,7 +11,7 @@ from typing import Literal, assert_never
 from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Laggard, Outcome
 from elasticd.core.hang import Look, Verdict, Why
-from elasticd.core.ledger import Kind, goodput
+from elasticd.core.ledger import Kind, goodput, wanted
 from elasticd.core.page import Use
 
 # ---------------------------------------------------------------- small words
@@ -133,15 +133,20 @@ _SPENT: dict[Kind, str] = {
 
 def spent(seconds: Mapping[str, float]) -> str:
     """What became of the time of all slots together, by kind: "93.1 % productive of 2 h 5 min of worker
-    time; lost: 3 min starting and losing workers, 20 s forming worlds". Empty before there was any."""
+    time; lost: 3 min starting and losing workers, 20 s forming worlds". Empty before there was any. Where no
+    step was seen: "no step was seen in 2 h 5 min of worker time; of that 20 s forming worlds"."""
+    wanted_s = wanted(seconds)
+    if wanted_s <= 0:
+        return ""
     share = goodput(seconds)
     if share is None:
-        return ""
-    wanted_s = sum(s for kind, s in seconds.items() if kind != Kind.IDLE)
-    head = f"{share:.1%} productive of {span(wanted_s)} of worker time".replace("%", " %")
-    lost = sorted(((seconds.get(kind, 0.0), text) for kind, text in _SPENT.items()), reverse=True)
+        head, then = f"no step was seen in {span(wanted_s)} of worker time", "of that"
+    else:
+        head, then = f"{share:.1%} productive of {span(wanted_s)} of worker time".replace("%", " %"), "lost:"
+    others = [(kind, text) for kind, text in _SPENT.items() if share is not None or kind != Kind.RESTARTING]
+    lost = sorted(((seconds.get(kind, 0.0), text) for kind, text in others), reverse=True)
     parts = [f"{span(s)} {text}" for s, text in lost if s >= 0.5]
-    return f"{head}; lost: {', '.join(parts)}" if parts else head
+    return f"{head}; {then} {', '.join(parts)}" if parts else head
 
 
 # ---------------------------------------------------------------- reasons

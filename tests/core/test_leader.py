@@ -461,10 +461,11 @@ def closing(
     reports: Sequence[Report] = (),
     *,
     wanted: Spec | None = None,
+    began_for: Cause = Cause.START,
     **more: Any,
 ) -> View:
-    of_round = {k: more.pop(k) for k in ("restarts", "lived_s") if k in more}
-    ending = round(5, sizes, Phase.CLOSING, closing=cause, **of_round)
+    of_round = {k: more.pop(k) for k in ("restarts", "lived_s", "failure") if k in more}
+    ending = round(5, sizes, Phase.CLOSING, cause=began_for, closing=cause, **of_round)
     return view(wanted or spec(policy=POLICY), ending, nodes, reports, **more)
 
 
@@ -521,6 +522,74 @@ def test_a_failed_worker_is_charged_once_and_replaced() -> None:
     assert [(c.node, c.slot, c.progressed) for c in charged.charges] == [("a", 1, True)]
     assert Unchanged("budget", 0) in plan.guards and ROUND_AS_SEEN in plan.guards
     assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "stepped", "counts"),
+    [
+        pytest.param(1, None, False, True, id="the first error may come each time"),
+        pytest.param(1, "boom", False, True, id="the same error"),
+        pytest.param(1, "bang", False, False, id="another error"),
+        pytest.param(-9, "boom", False, False, id="a kill"),
+        pytest.param(1, "bang", True, True, id="another error where steps are seen"),
+        pytest.param(-9, "boom", True, True, id="a kill where steps are seen"),
+    ],
+)
+def test_where_no_step_was_ever_seen_only_the_same_error_again_counts_as_futile(
+    code: int, before: str | None, stepped: bool, counts: bool
+) -> None:
+    """A script without an optimizer may be far, for all that can be seen."""
+    last = None if before is None else Failure("b", replace(exit(2), message=before))
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 2},
+        [node("a", released=5)],
+        [report("a", 5, exit(1, 1, code=code))],
+        budget=Budget(stepped=stepped, total=1),
+        failure=last,
+    )
+    charged = written(decide(seen, NOW), "budget")
+    assert isinstance(charged, Budget) and charged.charges[-1].progressed is not counts
+    assert charged.stepped is stepped
+
+
+MISSING = "ModuleNotFoundError: No module named 'flash_attn'"
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "ends"),
+    [
+        pytest.param([MISSING], {}, True, id="on the only node"),
+        pytest.param([MISSING, MISSING], {}, True, id="on both nodes"),
+        pytest.param(["SyntaxError: invalid syntax"] * 2, {}, True, id="a syntax error"),
+        pytest.param([MISSING, None], {}, False, id="on one of two nodes"),
+        pytest.param([MISSING, "ImportError: libcuda.so.1"], {}, False, id="two errors"),
+        pytest.param(["ValueError: no"], {}, False, id="another error"),
+        pytest.param([f"last output: {MISSING}"], {}, False, id="only printed"),
+        pytest.param([MISSING], {"began_for": Cause.GREW}, False, id="not in the first round"),
+        pytest.param([MISSING], {"budget": Budget(total=1)}, False, id="not the first failure"),
+        pytest.param([MISSING], {"lived_s": 100.0}, False, id="after a while"),
+        pytest.param([MISSING], {"steps": 1}, False, id="after a step"),
+    ],
+)
+def test_a_script_that_cannot_be_imported_is_not_tried_again(
+    messages: list[str | None], more: dict[str, Any], ends: bool
+) -> None:
+    names = ["a", "b"][: len(messages)]
+    steps = more.get("steps", 0)
+    more = {name: value for name, value in more.items() if name != "steps"}
+    exits = [() if m is None else (replace(exit(0, n), message=m),) for n, m in enumerate(messages)]
+    seen = closing(
+        Cause.WORKER_FAILED,
+        dict.fromkeys(names, 1),
+        [node(name, released=5) for name in names],
+        [report(name, 5, *of, steps=steps) for name, of in zip(names, exits, strict=True)],
+        **more,
+    )
+    after = written(decide(seen, NOW), "round")
+    assert isinstance(after, Round) and (after.phase is Phase.ENDED) is ends
+    if ends:
+        assert (after.outcome, after.why) == (Outcome.FAILED, f"the script cannot be run: {messages[0]}")
 
 
 @pytest.mark.parametrize("closing_for", [Cause.GREW, Cause.SCALED])

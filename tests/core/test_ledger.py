@@ -193,6 +193,8 @@ def test_goodput_is_the_productive_share_of_the_time_that_was_wanted() -> None:
     assert goodput(totals([record])) == pytest.approx(0.6)
     assert goodput(totals([])) is None
     assert goodput({"idle": 7.0}) is None
+    assert goodput({"restarting": 7.0, "rendezvous": 1.0}) is None, "no step was seen"
+    assert goodput({"replayed": 7.0, "rendezvous": 1.0}) == 0.0
 
 
 def test_a_kind_of_a_newer_version_is_passed_over() -> None:

@@ -131,6 +131,15 @@ def test_the_error_file_of_a_nested_launcher_holds_the_exit_code(tmp_path: Path)
     assert "spoiled" in message["message"] and message["errorCode"] == 1
 
 
+def test_a_script_that_cannot_be_imported_is_tried_once(tmp_path: Path) -> None:
+    ended = elasticd_run(tmp_path, "import no_such_module", "--min", "2", "--max", "2", "--slots", "2")
+    assert ended.returncode == 1, ended.stderr
+    error = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert f"the script cannot be run: {error}" in ended.stderr
+    assert f"    {error}" in ended.stderr.splitlines(), "the traceback"
+    assert ended.stderr.count("workers.started") == 1
+
+
 def test_a_console_that_somebody_made_non_blocking_loses_nothing() -> None:
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)

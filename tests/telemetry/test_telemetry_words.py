@@ -360,3 +360,10 @@ def test_the_event_of_a_hang_has_flat_fields() -> None:
         "round": 7, "why": "asleep", "ranks": [3], "nodes": ["b"], "slots": [1],
         "conclusion": words.hang(HUNG), "evidence": "/logs/hang",
     }  # fmt: skip
+
+
+def test_where_no_step_was_seen_nothing_is_called_unproductive() -> None:
+    said = words.spent({"restarting": 300.0, "rendezvous": 20.0, "idle": 100.0})
+    assert said == "no step was seen in 5 min 20 s of worker time; of that 20 s forming worlds"
+    assert words.spent({"restarting": 30.0}) == "no step was seen in 30 s of worker time"
+    assert words.spent({"idle": 100.0}) == ""

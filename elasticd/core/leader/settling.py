@@ -70,6 +70,11 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     goes_on_from = max(ages).step if ages else None
     if charged and failure is not None:
         progressed = budgets.progressed(round, reports, round.lived_s, commits=spec.inplace)
+        unrunnable = None if progressed else budgets.unrunnable(budget, round, reports)
+        if budgets.visible(budget, round, reports, commits=spec.inplace):
+            budget = replace(budget, stepped=True)
+        else:
+            progressed = progressed or not budgets.alike(failure, round.failure)
         budget = budgets.charge(budget, failure, progressed, spec.policy, now, goes_on_from)
         round = replace(round, restarts=round.restarts + 1, failure=failure)
         budget, reasons = _judge_slot(view, spec, round, budget, failure, now)
@@ -77,7 +82,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
             budget = budgets.go_back(budget, step)
             if (why := budgets.lost(budget)) is not None:
                 return end(view, round, now, Outcome.DIVERGED, why, reasons)
-        why = budgets.exhausted(budget, spec.policy, commits=spec.inplace)
+        why = unrunnable or budgets.exhausted(budget, spec.policy, commits=spec.inplace)
         if why is not None:
             return end(view, round, now, Outcome.FAILED, why, reasons)
     if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
