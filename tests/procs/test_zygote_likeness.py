@@ -171,6 +171,20 @@ print("seeded", torch.rand(1).item(), numpy.random.rand(), random.random())
     assert len({tuple(words) for words in lines if words[0] == b"seeded"}) == 1
 
 
+def test_forked_workers_share_a_seed_of_hashes_which_pythonhashseed_gives(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """It cannot be changed in a process that runs. Ranks that walk through a set in one order do no harm."""
+    (tmp_path / "job.py").write_text(
+        f"import sys; sys.path.insert(0, {str(PROGRAMS / 'dumped')!r})\n"
+        "from steps import step_once\nstep_once()\nprint(hash('a word'))\n"
+    )
+    first, second = both(bench, ["job.py"], 2)
+    assert len(set(first.out.split())) == 2 and len(set(second.out.split())) == 1
+    first, second = both(bench, ["job.py"], 2, more={"PYTHONHASHSEED": "7"})
+    assert len({*first.out.split(), *second.out.split()}) == 1
+
+
 def test_what_modules_print_and_set_when_imported_reaches_every_worker(bench: Bench, tmp_path: Path) -> None:
     site = tmp_path / "site-packages"
     site.mkdir()
