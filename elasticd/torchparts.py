@@ -132,21 +132,19 @@ MARKS: Final = ("_torchdynamo_disable", "_torchdynamo_disable_msg")
 def unfit() -> str:
     """Why the torch that is installed cannot be used, in a sentence; empty if it can. Does not import it."""
     try:
-        return judged(metadata.version("torch"))
+        why = judged(metadata.version("torch"))
+        return f"{why}: pip install 'torch>={oldest()}'" if why else ""
     except metadata.PackageNotFoundError:
         if util.find_spec("torch") is not None:  # from its sources: they are known to whoever built it
             return ""
-        return f"PyTorch is not installed in this Python: pip install 'torch>={_written(OLDEST)}'"
+        return f"PyTorch is not installed in this Python: pip install 'torch>={oldest()}'"
 
 
 def judged(version: str) -> str:
     """The same of a version of torch."""
     if release(version) >= OLDEST:
         return ""
-    return (
-        f"PyTorch {version} is too old for elasticd, which needs {_written(OLDEST)} or newer: "
-        f"pip install 'torch>={_written(OLDEST)}'"
-    )
+    return f"PyTorch {version} is too old for elasticd, which needs {oldest()} or newer"
 
 
 def untried(version: str) -> str:
@@ -170,5 +168,6 @@ def release(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (10**6, 0)
 
 
-def _written(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+def oldest() -> str:
+    """As people write it: "2.8"."""
+    return ".".join(map(str, OLDEST))

@@ -341,7 +341,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _torchruns("--duplicate-stderr-filters", help="The same for stderr."),
     _torchruns("--node-rank", type=int, help="Means nothing here."),
-    _torchruns("--master-addr", help="Means nothing here."),
+    _torchruns("--master-addr", help="Means nothing here, but that --master-port leads there, too."),
     _torchruns(
         "--master-port", type=int, help="A port that leads to each round's store, for tcp:// in a script."
     ),

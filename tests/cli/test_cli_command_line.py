@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -881,3 +882,31 @@ def test_what_cannot_be_printed_as_the_disk_is_full_is_one_sentence() -> None:
         )
     assert done.returncode == 2
     assert done.stderr == "elasticd: what there is to say cannot be written: No space left on device.\n"
+
+
+def helps() -> dict[str, str]:
+    """What each command's --help says."""
+    from elasticd.cli.main import cli
+
+    with click.Context(cli, info_name="elasticd") as root:
+        commands = {name: cli.get_command(root, name) for name in cli.list_commands(root)}
+        return {
+            name: command.get_help(click.Context(command, info_name=name, parent=root))
+            for name, command in commands.items()
+            if command is not None
+        }
+
+
+def test_help_names_no_option_and_no_command_that_does_not_exist() -> None:
+    from elasticd.cli.main import cli
+
+    options = {o for p in run.params for o in p.opts} | {"--help"}
+    commands = set(cli.list_commands(click.Context(cli)))
+    for name, text in helps().items():
+        own = options
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        if not isinstance(command, click.Group):
+            own = options | {o for p in command.params for o in p.opts}
+            assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= own, name
+        assert set(re.findall(r"`elasticd ([a-z]+)", text)) <= commands, name

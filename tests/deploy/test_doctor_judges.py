@@ -372,6 +372,10 @@ def test_gpus_are_those_that_workers_get(
         (CUDA_TORCH, "torch 2.13.0 forms groups with gloo and NCCL 2.28.9"),
         (TorchFacts("python", error="No module"), "python cannot import it: No module"),
         (
+            TorchFacts("python", "2.6.0+cu124"),
+            "PyTorch 2.6.0+cu124 is too old for elasticd, which needs 2.8 or newer",
+        ),
+        (
             TorchFacts("python", "2.13.0", gloo="no address"),
             "a gloo group cannot be formed here: no address",
         ),

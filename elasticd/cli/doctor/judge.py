@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticd import torchparts
 from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,
@@ -375,6 +376,9 @@ def torch(facts: TorchFacts) -> Iterator[Finding]:
         yield _wrong(
             "torch", f"{facts.python} cannot import it: {facts.error}", "install torch for that Python"
         )
+        return
+    if unfit := torchparts.judged(facts.version):
+        yield _wrong("torch", unfit, f"pip install 'torch>={torchparts.oldest()}'")
         return
     for backend, failed in (("gloo", facts.gloo), ("NCCL", facts.nccl)):
         if failed:
