@@ -137,6 +137,18 @@ def answering() -> Iterator[None]:
         raise Complaint(f"{error}.") from error
 
 
+@contextmanager
+def reaching(place: Place, job: str) -> Iterator[None]:
+    """The same of a job that was found there: a standalone run takes its etcd along when it ends."""
+    try:
+        with answering():
+            yield
+    except Complaint as complaint:
+        if complaint.code == ETCD_UNREACHABLE and place.ended(job):
+            raise Complaint(f"{job} has ended already.") from complaint
+        raise
+
+
 def named_etcd(options: Mapping[str, Any]) -> EtcdAccess | None:
     """The etcd that ``etcd_options`` name; None if they name none. Raises Complaint."""
     etcd = options.get("etcd")

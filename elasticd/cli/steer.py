@@ -9,13 +9,12 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.control import answering, find, places
+from elasticd.cli.control import Place, find, places, reaching
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
 from elasticd.cli.values import Whole
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Delete, Put, Refused, Unchanged
-from elasticd.etcd.access import EtcdAccess
 from elasticd.telemetry import words
 
 
@@ -38,7 +37,7 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
             raise Complaint(f"--min {low}{low_said} is above --max {high}{high_said}.")
         return replace(spec, limits=Limits(low, high))
 
-    spec = _edit(find(etcd, job).access, job, change)
+    spec = _edit(find(etcd, job), job, change)
     low, high = spec.limits.min, spec.limits.max
     say(f"{job} may have {f'{low} to ' if low < high else ''}{words.count(high, 'worker')}.")
 
@@ -49,13 +48,13 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
 @etcd_options
 def drain(node: str, job: str | None, **etcd: Any) -> None:
     """Ask NODE to leave: its workers may save, the others go on without it."""
-    access, job, incarnation = _locate(node, job, etcd)
+    place, job, incarnation = _locate(node, job, etcd)
     left = Drained(node, incarnation)
 
     def change(spec: Spec) -> Spec:
         return spec if left in spec.drain else replace(spec, drain=(*spec.drain, left))
 
-    _edit(access, job, change)
+    _edit(place, job, change)
     say(f"{node} is asked to leave {job}.")
 
 
@@ -64,7 +63,7 @@ def drain(node: str, job: str | None, **etcd: Any) -> None:
 @etcd_options
 def stop(job: str, **etcd: Any) -> None:
     """End JOB on all its nodes: its workers may save."""
-    _edit(find(etcd, job).access, job, lambda spec: replace(spec, stop=True))
+    _edit(find(etcd, job), job, lambda spec: replace(spec, stop=True))
     say(f"{job} is asked to stop.")
 
 
@@ -75,7 +74,8 @@ def forget(job: str, **etcd: Any) -> None:
     """Remove what etcd has of JOB, which has ended or whose nodes are all gone."""
     from elasticd.etcd.client import Client
 
-    with answering(), Client(find(etcd, job).access) as client:
+    place = find(etcd, job)
+    with reaching(place, job), Client(place.access) as client:
         while True:
             there = {entry.key: entry for entry in client.list(job)[0].entries}
             live = [entry.fact.name for entry in there.values() if isinstance(entry.fact, Node)]
@@ -98,14 +98,14 @@ def forget(job: str, **etcd: Any) -> None:
     say(f"{job} is forgotten: its name is free again. Checkpoints and logs are kept.")
 
 
-def _edit(access: EtcdAccess, job: str, change: Callable[[Spec], Spec]) -> Spec:
+def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
     """Write what ``change`` makes of the spec, made anew from each newer one that came between.
 
     Raises Complaint where the job has ended, or etcd does not answer.
     """
     from elasticd.etcd.client import Client
 
-    with answering(), Client(access) as client:
+    with reaching(place, job), Client(place.access) as client:
         while True:
             found, round_ = client.get(job, "spec"), client.get(job, "round")
             # Asked first: a job that ends loses its spec.
@@ -133,25 +133,23 @@ def _edit(access: EtcdAccess, job: str, change: Callable[[Spec], Spec]) -> Spec:
                     )
 
 
-def _locate(node: str, job: str | None, etcd: Any) -> tuple[EtcdAccess, str, str]:
-    """The etcd, the job and the incarnation of a node. Raises Complaint."""
+def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
+    """The place, the job and the incarnation of a node. Raises Complaint."""
     from elasticd.etcd.client import Client
 
     candidates = (
-        [(find(etcd, job).access, job)]
-        if job is not None
-        else [(p.access, name) for p in places(etcd) for name in p.jobs]
+        [(find(etcd, job), job)] if job is not None else [(p, name) for p in places(etcd) for name in p.jobs]
     )
-    hits: list[tuple[EtcdAccess, str, str]] = []
+    hits: list[tuple[Place, str, str]] = []
     known: list[str] = []
-    for access, name in candidates:
-        with answering(), Client(access) as client:
+    for place, name in candidates:
+        with reaching(place, name), Client(place.access) as client:
             listing, _ = client.list(name, "nodes/")
         for entry in listing.entries:
             if isinstance(entry.fact, Node):
                 known.append(entry.fact.name)
                 if entry.fact.name == node:
-                    hits.append((access, name, entry.fact.incarnation))
+                    hits.append((place, name, entry.fact.incarnation))
     if len(hits) > 1:
         raise Complaint(
             f"{node} takes part in {words.listing([j for _, j, _ in hits])}: say which with --job."

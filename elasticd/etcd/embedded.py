@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import os
 import re
 import select
@@ -32,6 +33,7 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], Path], int]
 the pid."""
 
 START_S = 30.0  # how long it may take to be ready, on a machine that is busy
+CAUSE_MAX = 500  # characters
 STOP_S = 5.0  # between SIGTERM and SIGKILL
 # Names of socket files in the folder it runs in. etcd before 3.5.3 takes nothing but HOST:PORT in a URL.
 _CLIENTS, _PEERS = "clients:1", "peers:1"
@@ -220,12 +222,11 @@ class Embedded:
         raise StoreUnavailable(f"the embedded etcd ended while it started: {self._log_end()}")
 
     def _log_end(self) -> str:
-        """The last thing it said."""
+        """What it died of, or the last thing it said."""
         try:
-            lines = self.log.read_text(errors="replace").strip().splitlines()
+            return cause_in(self.log.read_text(errors="replace")) or "it left no log"
         except OSError:
-            lines = []
-        return lines[-1][:500] if lines else "it left no log"
+            return "it left no log"
 
     def _unlock(self) -> None:
         if self._lock >= 0:
@@ -269,3 +270,30 @@ def _private_folder() -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="elasticd-etcd-", dir="/tmp"))  # as private there
+
+
+def cause_in(log: str) -> str:
+    """What etcd says it died of, which a stack follows; else its last line."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    entries = [entry for line in lines if (entry := _entry(line))]
+    for levels in (("panic", "fatal"), ("error",)):
+        for entry in reversed(entries):
+            if entry.get("level") in levels:
+                return _told(entry)
+    for line in lines:  # Go's own: for want of memory, say
+        if line.startswith(("fatal error: ", "panic: ")):
+            return line[:CAUSE_MAX]
+    return lines[-1][:CAUSE_MAX] if lines else ""
+
+
+def _entry(line: str) -> dict[str, object]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _told(entry: Mapping[str, object]) -> str:
+    said = [str(entry[key]) for key in ("msg", "error") if entry.get(key)]
+    return ": ".join(said)[:CAUSE_MAX]

@@ -25,10 +25,12 @@ from click.testing import CliRunner
 
 from elasticd.cli import steer
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.control import Place
 from elasticd.cli.main import _exit_code
 from elasticd.core.facts import Cause, Drained, Exit, Fact, Failure, Limits, Node, Outcome, Phase, Round, Spec
 from elasticd.core.ports import Applied, Put
 from elasticd.etcd import registry
+from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.telemetry import runs
@@ -125,7 +127,7 @@ def test_an_edit_that_came_between_is_not_lost(etcd: Client, server: Embedded) -
             put(etcd, "j", spec=replace(spec, stop=True))
         return replace(spec, limits=Limits(1, 1))
 
-    steer._edit(server.access, "j", change)
+    steer._edit(Place(server.access, (), shared=True), "j", change)
     assert spec_of(etcd, "j") == replace(SPEC, stop=True, limits=Limits(1, 1))
 
 
@@ -396,3 +398,14 @@ def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupte
 def test_scale_by_the_click_runner_raises_a_complaint_and_no_traceback(etcd: Client) -> None:
     result = CliRunner().invoke(steer.scale, ["nobody", "--max", "2"])
     assert isinstance(result.exception, Complaint)
+
+
+def test_a_standalone_run_that_ended_since_it_was_found_has_ended_and_is_not_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its etcd went with it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    gone = Place(EtcdAccess((f"unix:{tmp_path}/clients:1",), timeout_s=0.5), ("j",), shared=False)
+    with pytest.raises(Complaint) as met:
+        steer._edit(gone, "j", lambda spec: spec)
+    assert (met.value.sentence, met.value.code) == ("j has ended already.", 2)

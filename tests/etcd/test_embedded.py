@@ -175,6 +175,31 @@ def test_one_that_ends_while_starting_says_why(tmp_path: Path) -> None:
         server.stop()
 
 
+FULL_DISK = 'mkdir -p "$D" && mount -t tmpfs -o size=1m tmpfs "$D" && exec "$@"'
+NO_MEMORY = 'ulimit -v 300000 && exec "$@"'
+
+
+@pytest.mark.parametrize(
+    ("before", "cause"),
+    [
+        pytest.param(("unshare", "-rm", "sh", "-c", FULL_DISK), "no space left on device", id="disk-full"),
+        pytest.param(("sh", "-c", NO_MEMORY), "fatal error: .*memory", id="no-memory"),
+    ],
+)
+def test_one_that_panics_says_of_what_and_shows_no_stack(before: tuple[str, ...], cause: str) -> None:
+    if before[0] == "unshare" and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("nothing may be mounted here")
+    first = [shutil.which(before[0]) or before[0], *before[1:], "sh"]
+    server = Embedded(lambda argv, env, log: spawn_child([*first, *argv], {**env, "D": data}, log))
+    data = str(server.folder / "data")
+    try:
+        with pytest.raises(StoreUnavailable, match=f"ended while it started: .*{cause}") as met:
+            server.start()
+    finally:
+        server.stop()
+    assert ".go:" not in str(met.value) and "goroutine" not in str(met.value)
+
+
 STARTER = """
 import sys, threading, time
 from elasticd.etcd.embedded import Embedded
