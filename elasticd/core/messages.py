@@ -94,6 +94,13 @@ class ProcessGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Exhausted:
+    """This process lacks what it needs to go on, though the job could: ``why`` is a sentence."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class KeeperLost:
     """The process keeper died and took all workers with it."""
 
@@ -115,6 +122,7 @@ Event = (
     | StoreFilled
     | Signalled
     | ProcessGone
+    | Exhausted
     | KeeperLost
     | Tick
 )

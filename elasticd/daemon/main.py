@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticd.core.environment import assignments, standbys
 from elasticd.core.facts import Member, Round
 from elasticd.core.ledger import totals
-from elasticd.core.messages import KeeperLost
+from elasticd.core.messages import KeeperLost, Leave
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
 from elasticd.daemon import edges, holding, identity, lastwords, openfiles
@@ -36,11 +36,14 @@ from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import Link
 from elasticd.procs.keeper import Warden
+from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log, runs
 from elasticd.telemetry.events import EventFile
 from elasticd.telemetry.lines import clean
 from elasticd.telemetry.termination import TerminationLog
 from elasticd.telemetry.view import PlainView, View
+
+END_S = 5.0  # for workers to be gone once they were killed
 
 
 def run(config: RunConfig, view: View | None = None, last_words: TerminationLog | None = None) -> int:
@@ -70,6 +73,8 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         worker_files = openfiles.raise_limit(config.slots, config.limits.min)
         warden = cleanup.enter_context(Warden.start(worker_files))  # before there are threads
         inbox = Inbox()
+        reserve = openfiles.Reserve(inbox.post)
+        cleanup.callback(reserve.close)
         cleanup.enter_context(Signals(handled, inbox.post))
         standalone = cleanup.enter_context(Standalone(config.job, warden)) if config.etcd is None else None
 
@@ -162,7 +167,13 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         )
         service = Service(manager, lambda: driver.state)
         advice = Advice(config, driver, procs.told, say)
-        routines = [publisher.routine, service.routine, comparison.routine, advice.routine]
+        routines = [
+            reserve.routine,
+            publisher.routine,
+            service.routine,
+            comparison.routine,
+            advice.routine,
+        ]
         if held is not None:
             routines.append(holding.Announcement(held[1], driver, store).routine)
         if config.patience is not None:
@@ -179,7 +190,14 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         agent = Agent(
             worker_spec(config), driver, inbox, clock, lambda now: min([routine(now) for routine in routines])
         )
-        agent.run()
+        try:
+            agent.run()
+        except Exception as error:
+            if not reserve.explains(error):
+                raise
+            reserve.give()
+            driver.left = Leave(3, reserve.why)
+            _end_workers(procs, config.policy.broken_s)
         left = driver.left
         assert left is not None
         service.ends(left.why)
@@ -203,3 +221,11 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             said = "\n".join([said, *kept])
         events.write(lastwords.ended(config, last, left, said, ledgers, ended_at))
     return left.code, said
+
+
+def _end_workers(procs: LocalProcs, grace_s: float) -> None:
+    """In order, as nobody else is there to do it any more."""
+    procs.stop(signal.SIGTERM, grace_s)
+    deadline = time.monotonic() + grace_s + END_S
+    while procs.pids() and time.monotonic() < deadline:
+        time.sleep(0.05)

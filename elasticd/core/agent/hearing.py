@@ -14,6 +14,7 @@ from elasticd.core.facts import Node, Report
 from elasticd.core.messages import (
     Answered,
     Event,
+    Exhausted,
     GoOn,
     KeeperLost,
     LeaseChanged,
@@ -107,6 +108,8 @@ def absorb(do: Doing, event: Event) -> None:
             key = state.seen.get(state.me.key)
             if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
                 evict(do, key, key.fact)
+        case Exhausted(why):
+            do.set(exiting=state.exiting or Leave(3, why))
         case KeeperLost():
             if state.crew:
                 do.crew(alive=frozenset(), fenced=True)
