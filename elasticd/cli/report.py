@@ -105,7 +105,8 @@ class JobReport:
     ``since``. Times are seconds since the epoch. ``cause``: why the round began; while it closes,
     why. ``steps_per_s``: the pace of the slowest worker, as all wait for it. ``time``: seconds of all
     slots together by kind, up to half a minute ago, and ``goodput`` the share that was productive.
-    ``stragglers``: who lags behind in this round, or has a bad GPU, as the leader judges. ``etcd_full``: it
+    ``stragglers``: who lags behind in this round, or has a bad GPU, as the leader judges. ``step_told``:
+    whether ``step`` is the job's, as its script tells; else it is counted in this round. ``etcd_full``: it
     has no room, so that nothing of this can change."""
 
     job: str
@@ -133,6 +134,7 @@ class JobReport:
     checkpoint: CheckpointReport | None = None
     stragglers: tuple[Laggard, ...] = ()
     etcd_full: bool = False
+    step_told: bool = True
     schema: int = SCHEMA
 
     @property
@@ -236,6 +238,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
             )
         )
 
+    told = all(b.tells for p in progress.values() if round_ and p.round == round_.number for b in p.slots)
     working = [s for n in reports for s in n.slots if s.rank is not None]
     rates = [s.steps_per_s for s in working if s.steps_per_s is not None]
     need = _need(spec, round_, nodes, budget, now)
@@ -267,6 +270,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
         goodput=ledger.goodput(spent) if spent else None,
         checkpoint=_newest(facts.get("checkpoint"), now),
         stragglers=lag.slow if isinstance(lag, Stragglers) and live and lag.round == live.number else (),
+        step_told=told,
     )
 
 
@@ -331,7 +335,7 @@ def as_text(r: JobReport, now: float) -> list[str]:
         head += f" for {words.span(now - r.since)}"
     head += f", world {r.world_size}{limits}"
     if r.step is not None:
-        head += f", step {r.step}"
+        head += f", {words.step(r.step, r.step_told)}"
     if r.steps_per_s is not None:
         head += f", {r.steps_per_s:.2f} steps/s"
     lines = [head]

@@ -69,7 +69,7 @@ def _draw(report: JobReport, last: list[JobReport]) -> None:
 def snapshot(report: JobReport, now: float) -> Snapshot:
     """The job in the words of the live view. ``now``: seconds since the epoch."""
     slots = tuple(
-        SlotLine(n.node, s.slot, s.state, s.rank, s.pid, s.step or 0, s.steps_per_s)
+        SlotLine(n.node, s.slot, s.state, s.rank, s.pid, s.step or 0, s.steps_per_s, report.step_told)
         for n in report.nodes
         for s in n.slots
     )

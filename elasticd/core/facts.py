@@ -431,8 +431,15 @@ class SlotProgress:
 
     @property
     def of_job(self) -> int:
-        """The job's step where the script tells it, else how many it has made in this round."""
-        return self.step if self.committed is None else self.committed
+        """The job's step where the script tells it (``tells``), else how many it made in this round."""
+        if self.committed is not None:
+            return self.committed
+        return self.step if self.base is None else self.base + self.step
+
+    @property
+    def tells(self) -> bool:
+        """Whether the script says at which step of the job it is, or from which it went on."""
+        return self.committed is not None or self.base is not None
 
 
 @dataclass(frozen=True, slots=True)

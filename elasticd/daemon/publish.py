@@ -263,7 +263,7 @@ class Publisher:
         pace = self._paces.setdefault((node, beat.slot), Pace())
         pace.read(now, beat.step)
         per_s = pace.steps_per_s if what is SlotState.RUNNING else None
-        return SlotLine(node, beat.slot, what, beat.rank, beat.pid, beat.of_job, per_s)
+        return SlotLine(node, beat.slot, what, beat.rank, beat.pid, beat.of_job, per_s, beat.tells)
 
     def _idle_state(self, node: str, slot: int, now: float) -> SlotState:
         if slot in self._driver.state.waiting:

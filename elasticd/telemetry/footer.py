@@ -14,6 +14,7 @@ from rich.text import Text
 from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.nodenames import shortened, told_apart
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
+from elasticd.telemetry.words import step as step_in_words
 
 _STATE_STYLES: dict[SlotState, str] = {
     SlotState.IDLE: "dim",
@@ -71,7 +72,7 @@ def _head(s: Snapshot, width: int) -> Text:
         (f"({s.limits.min}..{s.limits.max})", "dim"),
         (f"round {s.round}", "bold"),
         (s.phase, "yellow" if s.phase != "live" else ""),
-        (f"step {s.step}", ""),
+        (step_in_words(s.step, s.tells), ""),
     ]
     if pace is not None:
         words.append((f"{_rate(pace)} steps/s", "cyan"))

@@ -30,6 +30,7 @@ class SlotLine:
     pid: int | None = None
     step: int = 0
     steps_per_s: float | None = None
+    tells: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class Snapshot:
     def step(self) -> int:
         """The furthest step of any worker: see ``SlotProgress.of_job``."""
         return max((s.step for s in self.slots), default=0)
+
+    @property
+    def tells(self) -> bool:
+        """Whether that is the job's; else it is counted in this round."""
+        return all(s.tells for s in self.slots if s.step)
 
     @property
     def steps_per_s(self) -> float | None:

@@ -43,7 +43,7 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
         ("phase", s.phase),
         (f"workers ({s.limits.min} to {s.limits.max})", f"{s.world_size:,}"),
         ("round", str(s.round)),
-        ("step", f"{s.step:,}"),
+        ("step" if s.tells else "step of this round", f"{s.step:,}"),
         ("steps/s", "-" if s.steps_per_s is None else f"{s.steps_per_s:.2f}"),
         ("restarts" if s.budget_left is None else f"restarts ({s.budget_left:,} left)", f"{s.restarts:,}"),
     ]

@@ -107,6 +107,11 @@ def listing(names: Sequence[str], most: int = 5) -> str:
     return "".join(names)
 
 
+def step(number: int, tells: bool) -> str:
+    """How far a job is; ``tells``: its script says so, else steps are counted from where the round began."""
+    return f"step {number}" if tells else f"step {number} of this round"
+
+
 def span(seconds: float) -> str:
     """A length of time to two units: "45 s", "3 min 20 s", "2 h 5 min", "1 d 2 h"."""
     s = max(0, round(seconds))

@@ -142,6 +142,17 @@ def test_the_step_is_the_jobs_where_its_script_tells_it() -> None:
     assert (r.step, r.steps_per_s) == (250, 0.4), "the pace is that of this round"
 
 
+def test_the_step_after_a_restart_is_the_jobs_before_anything_is_committed_again() -> None:
+    told = (SlotProgress(0, 0, 71, 15, NOW, base=45), SlotProgress(1, 1, 72, 15, NOW, base=45))
+    r = report("j", {**FACTS, "progress/b": Progress("b", 3, told)}, NOW)
+    assert (r.step, r.step_told) == (60, True) and ", step 60," in as_text(r, NOW)[0]
+
+
+def test_the_step_of_a_script_that_does_not_tell_it_is_said_to_be_counted() -> None:
+    r = report("j", FACTS, NOW)
+    assert (r.step, r.step_told) == (50, False) and ", step 50 of this round," in as_text(r, NOW)[0]
+
+
 def test_a_job_below_its_minimum_says_how_many_workers_it_has_and_needs() -> None:
     facts: dict[str, Fact] = {
         "spec": replace(SPEC, limits=Limits(3, 4)),
