@@ -469,6 +469,15 @@ class State:
             "kept": self._committed.kept,
             "parameters": {name: dict(m.named_parameters()) for name, m in self._modules.items()},
             "optimizers": {name: o.state_dict()["state"] for name, o in self._optimizers.items()},
+            "order": self._order(),
+        }
+
+    def _order(self) -> dict[str, list[list[str]]]:
+        """By optimizer and group, the names of its parameters, which it knows by their order alone."""
+        names = {p: f"{name}.{key}" for name, m in self._modules.items() for key, p in m.named_parameters()}
+        return {
+            name: [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+            for name, optimizer in self._optimizers.items()
         }
 
     def _copied(self) -> dict[str, Any]:
@@ -493,6 +502,12 @@ class State:
                 raise RuntimeError(
                     f"{name} has {mine} groups of parameters here, and {others} in the workers that trained "
                     "so far: have the script make them all before it enters its run function"
+                )
+        for name, order in self._order().items():
+            if order != snapshot["order"][name]:
+                raise RuntimeError(
+                    f"{name} has its parameters in another order here than in the workers that trained so "
+                    "far: have the script give them in the same order in each process, never from a set"
                 )
         with torch.no_grad():
             for name, module in self._modules.items():

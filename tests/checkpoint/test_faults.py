@@ -17,7 +17,7 @@ import pytest
 
 from elasticd.checkpoint import disk, handover, reading
 from elasticd.checkpoint.handover import Line, Memory, Paper
-from elasticd.checkpoint.manifest import Index, encode_index
+from elasticd.checkpoint.manifest import Index, encode_index, shard_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.report import Footprint
 from elasticd.checkpoint.saver import Saver
@@ -452,7 +452,7 @@ def joins(
     line = handover.connect(name)
     who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round, "fence": round}
     line.send({"is": "open", **who, "locals": list(locals_ or range(world)), "last": 3, "every": 0})
-    paper = Paper(encode_index(Index([], {}, {}, {})), b"not looked at").file()
+    paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
     line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
     memory = Memory.make(64)
     line.send({"is": "buffer", "plan": 1, "buffer": 0}, (memory.fd,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
+from elasticd.checkpoint.manifest import MANIFEST, decode, digest, encode, encode_index
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.main import cli
@@ -158,3 +161,22 @@ def test_an_empty_folder_has_none(tmp_path):
 
 def test_a_file_of_unknown_kind_is_not_written(folder, tmp_path):
     assert "neither .safetensors nor .pt" in complaint(ckpt("export", folder, tmp_path / "a.bin")).sentence
+
+
+def test_verify_finds_one_that_no_load_could_make_sense_of(folder):
+    """As a tensor leaves it that had another shape on each rank."""
+    known = FilePointer(folder).read()
+    newest = known.saved[-1]
+    its = decode((folder / newest.name / MANIFEST).read_bytes(), newest.name)
+    tensors = its.index.tensors | {"model.w": replace(its.index.tensors["model.w"], shape=(301, 7))}
+    index = encode_index(replace(its.index, tensors=tensors))
+    raw = encode(its.name, its.step, its.round, its.world, its.at, its.files, index)
+    (folder / newest.name / MANIFEST).write_bytes(raw)
+    FilePointer(folder).write(
+        dataclasses.replace(known, saved=(*known.saved[:-1], dataclasses.replace(newest, digest=digest(raw))))
+    )
+    result = ckpt("verify", folder)
+    assert result.return_value == 5 and result.stdout.endswith(": damaged\n")
+    assert "the parts of model.w hold 2100 elements in all, and its shape [301, 7] has 2107" in result.stderr
+    found = {"step": 0}
+    assert Checkpoints(folder).load(found) == 2 == found["step"]

@@ -31,6 +31,7 @@ from elasticd.checkpoint.manifest import (
     digest,
     encode,
     encode_index,
+    shard_name,
 )
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.reading import open_manifest
@@ -199,10 +200,18 @@ def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_pat
 
 def test_a_copy_that_was_not_written_is_written_later(server, client, tmp_path: Path):
     round_is(client, 1)
-    EtcdPointer(server.access, "j", Disk(tmp_path)).commit(saved(5, 1), Keep(), 1)
+    EtcdPointer(server.access, "j", Disk(tmp_path)).commit(whole(tmp_path, 5, 1), Keep(), 1)
     (tmp_path / "committed.json").unlink()
     settle(server.access, "j")
-    assert [s.step for s in FilePointer(tmp_path).read().saved] == [5]
+    assert b'"step":5' in (tmp_path / "committed.json").read_bytes()
+
+
+def test_nothing_is_written_to_a_folder_that_etcd_names_and_no_checkpoint_of_the_job_is_in(
+    server, client, tmp_path: Path
+):
+    client.transact("j", (), (Put("checkpoint", Checkpoint(str(tmp_path), (saved(5, 1),))),))
+    settle(server.access, "j")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_handed_over_in_time_is_committed_though_the_next_round_has_begun(server, client, tmp_path):
@@ -418,7 +427,7 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
         now = Round(3, Phase.LIVE, (), "x:1", Cause.START, 1.0)
         client.transact(job, (), (Put("round", now),))
     mine, other = (EtcdPointer(server.access, job, Disk(tmp_path)) for job in ("j", "k"))
-    mine.commit(saved(5, 3), Keep(), 3)
+    mine.commit(whole(tmp_path, 5, 3), Keep(), 3)
     other.commit(saved(2, 4), Keep(), 3)
     mentioned = FilePointer(tmp_path).read()
     with pytest.raises(Refused, match="another job has committed step 2 to .*; give each job a folder"):
@@ -435,7 +444,7 @@ def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) 
     line = handover.connect(saver)
     line.send({"is": "open", "path": store, "token": f"{step:08x}", "rank": 0, "world": 1, "round": round,
                "fence": round, "locals": [0], "last": last, "every": 0})  # fmt: skip
-    paper = Paper(encode_index(Index([], {}, {}, {})), b"not looked at").file()
+    paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
     line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
     memory = Memory.make(64)
     line.send({"is": "buffer", "plan": 1, "buffer": 0}, (memory.fd,))

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.core import facts
+from elasticd.core.naming import WORLD_MAX, folder_name
 from elasticd.etcd import records
 from elasticd.etcd.errors import BadRecord, NewerRecord
 
@@ -21,6 +22,18 @@ def drawn(kind: Any) -> st.SearchStrategy[Any]:
     if kind is facts.Limits:
         return st.builds(
             lambda low, more: facts.Limits(low, low + more), st.integers(1, 999), st.integers(0, 999)
+        )
+    if kind is facts.Saved:
+        counts = st.integers(0, 2**53)
+        return st.builds(
+            lambda step, round, world, at, size: facts.Saved(
+                folder_name(step, round, "0123abcd", 1), step, round, world, at, size, "d"
+            ),
+            counts,
+            counts,
+            st.integers(1, WORLD_MAX),
+            drawn(float),
+            counts,
         )
     if is_dataclass(kind):
         hints = get_type_hints(kind)

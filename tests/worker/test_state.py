@@ -403,3 +403,19 @@ print(sorted(m for m in sys.modules if m.startswith("elasticd.") and not m.start
     parts = ("age", "auditlog", "dealing", "link", "order", "page", "summing")
     ours = ["elasticd.core", *(f"elasticd.core.{m}" for m in parts)]
     assert result.stdout.splitlines()[1] == str(ours)
+
+
+def test_parameters_that_an_optimizer_has_in_another_order_are_refused():
+    """Momentum would go to the wrong ones, and only where their shapes differ would that be seen."""
+
+    def made(turned: bool) -> worker.State:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        order = list(model.parameters())[::-1] if turned else list(model.parameters())
+        return worker.State(model, torch.optim.SGD(order, momentum=0.9))
+
+    one, other, same = made(False), made(True), made(False)
+    one.begin()
+    with pytest.raises(RuntimeError, match="optimizer has its parameters in another order here"):
+        other.take(one.snapshot())
+    same.begin()
+    same.take(one.snapshot())
