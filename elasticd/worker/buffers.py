@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+LOOKS = (
+    3  # steps of a world in which large ones are looked at, too: some change without a trace in their version
+)
 SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
 
 
@@ -27,6 +30,9 @@ class Buffers:
         self._versions: list[int] = []
         self._kept: list[torch.Tensor] = []
         self._kept_versions: list[int] = []  # of the large ones
+        self._traceless: set[int] = set()  # large ones that change, and their versions do not
+        self._looks = LOOKS
+        self._seen: list[torch.Tensor] = []  # what large ones were, while they are looked at
         self._packet: torch.Tensor | None = None
         self._sent: dist.Work | None = None
 
@@ -38,17 +44,25 @@ class Buffers:
     def note(self) -> None:
         """This is what they are when a virtual rank begins."""
         self._versions = [b._version for b in self._large]
+        self._seen = [b.detach().clone() for b in self._large] if self._looks > 0 else []
 
     def changed(self) -> list[bool]:
         """Which of the large ones are not what was noted."""
-        return [b._version != v for b, v in zip(self._large, self._versions, strict=True)]
+        for i, (buffer, seen) in enumerate(zip(self._large, self._seen, strict=False)):
+            if buffer._version == self._versions[i] and not torch.equal(buffer, seen):
+                self._traceless.add(i)
+        return [
+            b._version != v or i in self._traceless
+            for i, (b, v) in enumerate(zip(self._large, self._versions, strict=True))
+        ]
 
     def keep(self) -> None:
         """Have a copy of what was just noted, for another virtual rank to begin with."""
         if not self._kept:
             self._kept = [b.detach().clone() for b in (*self._small, *self._large)]
         else:
-            stale = [v != kept for v, kept in zip(self._versions, self._kept_versions, strict=True)]
+            versions = zip(self._versions, self._kept_versions, strict=True)
+            stale = [v != kept or i in self._traceless for i, (v, kept) in enumerate(versions)]
             _copy(self._chosen(self._kept, stale), self._chosen([*self._small, *self._large], stale))
         self._kept_versions = self._versions
 
@@ -61,6 +75,7 @@ class Buffers:
 
     def send_round(self) -> None:
         """All virtual ranks are done: begin to send."""
+        self._looks -= 1
         if self._size > 1 and self._small:
             self._packet = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._small])
             self._sent = dist.broadcast(self._packet, self._source, async_op=True)

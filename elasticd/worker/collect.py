@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
+from elasticd.worker.trace import is_plain
+
 Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
 _KEYS: Final = "elasticd: keys"
@@ -66,7 +68,8 @@ def restore(state: dict[str, Any], flat: Flat) -> None:
     for name, value in state.items():
         loaded = nested.get(name)
         if isinstance(value, nn.Module):
-            if any(flat.paths[key][0] == name for key in flat.objects):  # extra state
+            extra = any(flat.paths[key][0] == name for key in flat.objects)
+            if extra or _gives_copies(value):
                 _bare(value).load_state_dict(loaded or {}, strict=False)
         elif isinstance(value, torch.optim.Optimizer):
             _require_order(value, loaded or {}, _names(value, state), state)
@@ -207,6 +210,19 @@ def _bare(module: nn.Module) -> nn.Module:
     while isinstance(module, nn.parallel.DistributedDataParallel):
         module = module.module
     return module
+
+
+def _gives_copies(module: nn.Module) -> bool:
+    """Whether some of the tensors in its state are not those in use, as hooks and overrides may have it: to
+    fill them loads nothing."""
+    own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
+    given = _bare(module).state_dict().values()
+    return any(isinstance(t, torch.Tensor) and t.numel() and _memory(t) not in own for t in given)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage().data_ptr() if is_plain(local.detach()) else id(tensor)
 
 
 def _plain(name: str) -> str:

@@ -13,9 +13,13 @@ from elasticd.worker import chance
 from elasticd.worker.buffers import SMALL
 from elasticd.worker.plain import alike, copied, require_dense
 
+LOOKS = 8  # commits, the first ones
+LOOK_EVERY = 64
+
 
 class Committed:
-    """Of plain data, modules' buffers, optimizers' settings, what has a ``state_dict``, and random numbers.
+    """Of plain data, modules' buffers and extra states, optimizers' settings, what has a ``state_dict``, and
+    random numbers.
     Parameters, and what optimizers have of them, are not copied: only an optimizer's step changes those.
 
     ``kept``: plain data and tensors, the last copy; empty before the first.
@@ -38,6 +42,12 @@ class Committed:
             for module in whole.modules()
             for name in module._buffers
         ]
+        self._extra = {
+            f"{name}.{path}".rstrip("."): module
+            for name, whole in modules.items()
+            for path, module in whole.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
         for name, whole in modules.items():
             for key, tensor in (*whole.named_parameters(), *whole.named_buffers()):
                 require_dense(tensor, f"State's {name}.{key}")
@@ -45,6 +55,8 @@ class Committed:
         self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
         self._spare: list[torch.Tensor | None] = []  # copies of before, to copy over
+        self._traceless: set[int] = set()  # large buffers that change, and their versions do not
+        self._keeps = 0
 
     def keep(self) -> None:
         """This is what there is to go back to."""
@@ -59,6 +71,10 @@ class Committed:
                 for name, o in self._optimizers.items()
             },
             "buffers": self._keep_buffers(),
+            "extra": {
+                name: copied(module.get_extra_state(), f"{name}.get_extra_state()")
+                for name, module in self._extra.items()
+            },
             "random": chance.note(),
         }
 
@@ -80,7 +96,11 @@ class Committed:
         return ""
 
     def _keep_buffers(self) -> list[torch.Tensor | None]:
-        """Copies of the small ones, and of large ones that have changed: some are constants."""
+        """Copies of the small ones, and of large ones that have changed: some are constants. A change through
+        ``.data`` leaves their version as it was, so they are looked at, too, at first and now and then."""
+        if self._keeps < LOOKS or self._keeps % LOOK_EVERY == 0:
+            self._find_traceless()
+        self._keeps += 1
         kept = self.kept["buffers"] if self.kept else [None] * len(self._buffers)
         buffers: list[torch.Tensor | None] = []
         spare: list[torch.Tensor | None] = []
@@ -94,7 +114,7 @@ class Committed:
             if buffer is None:
                 buffers.append(None)
                 spare.append(None)
-            elif buffer.numel() > SMALL and kept[i] is not None and self._versions[i] == version:
+            elif self._is_as_kept(i, buffer):
                 buffers.append(kept[i])
                 spare.append(None)
             else:
@@ -111,9 +131,37 @@ class Committed:
         self._versions = versions
         return buffers
 
+    def _is_as_kept(self, number: int, buffer: torch.Tensor) -> bool:
+        """Whether a large one has the version that was kept, and changes with it."""
+        return (
+            buffer.numel() > SMALL
+            and bool(self.kept)
+            and self.kept["buffers"][number] is not None
+            and self._versions[number] == _version(buffer)
+            and number not in self._traceless
+        )
+
+    def _find_traceless(self) -> list[int]:
+        """Those that have changed though their version has not."""
+        found = []
+        for number, (owner, name) in enumerate(self._buffers):
+            buffer = owner.get(name)
+            if buffer is None or not self._is_as_kept(number, buffer):
+                continue
+            if not torch.equal(buffer, self.kept["buffers"][number]):
+                found.append(number)
+        self._traceless |= set(found)
+        return found
+
     def go_back(self) -> None:
-        """Have everything be as it was kept, if it was."""
+        """Have everything be as it was kept, if it was. A buffer that is found to have changed without a
+        trace stays as it is: what was kept may be much older than the last commit."""
         if self.kept:
+            for number in self._find_traceless():
+                owner, name = self._buffers[number]
+                changed = owner[name]
+                assert changed is not None
+                self.kept["buffers"][number] = changed.detach().clone()
             self.take(self.kept)
 
     def take(self, kept: dict[str, Any]) -> None:
@@ -134,6 +182,8 @@ class Committed:
                 else:  # such as a cache that grows with what it is asked for
                     device = present.device if present is not None else self._device
                     owner[name] = buffer.to(device, copy=True)
+        for name, module in self._extra.items():
+            module.set_extra_state(copied(kept["extra"][name], name))
         chance.resume(kept["random"])
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         self.kept = kept

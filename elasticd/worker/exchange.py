@@ -34,11 +34,12 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker brings, and of what age: see ``Age``."""
+    """What a worker brings, and of what age: see ``Age``. ``digest``: of its parameters."""
 
     holds: Holds
     agreed: int
     step: int
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,12 @@ def agree(state: State, world: World) -> Source:
     """Afterwards all workers of the world have the same state; where that came from. Raises StateLost, and
     WorldChanged if the world ends before that; then this worker has what it had."""
     state.begin()
-    standings = _tell(Standing(state.holds, state.agreed, state.step), world)
+    standings = _tell(Standing(state.holds, state.agreed, state.step, state.digest()), world)
     choice = choose(standings)
+    if not choice.fresh:
+        there = {s.digest for rank, s in enumerate(standings) if rank not in choice.takers}
+        if len(there) > 1:
+            state.compare(world, [rank for rank in range(world.size) if rank not in choice.takers])
     newest = standings[choice.source]
     age = Age(newest.agreed, newest.step)
     tier = ""
@@ -105,19 +110,19 @@ def _why_lost(step: int) -> str:
     return (
         "no worker has a whole state any more: each had begun to read a checkpoint, or an optimizer's step "
         f"after committed step {step}, that it could neither end nor undo{never}. Call state.commit() right "
-        "after the optimizer's step, with nothing in between that talks to other workers, or give State a "
-        "restore= that loads a checkpoint"
+        "after the optimizer's step, with nothing in between that talks to other workers, or give State "
+        "undo=True, which keeps a copy at each commit, or a restore= that loads a checkpoint"
     )
 
 
 def _tell(mine: Standing, world: World) -> list[Standing]:
     if world.size == 1:
         return [mine]
-    said = torch.tensor([_HOLDS.index(mine.holds), mine.agreed, mine.step])
+    said = torch.tensor([_HOLDS.index(mine.holds), mine.agreed, mine.step, mine.digest])
     heard = [torch.zeros_like(said) for _ in range(world.size)]
     with world.or_over():
         dist.all_gather(heard, said)
-    return [Standing(_HOLDS[holds], agreed, step) for holds, agreed, step in (h.tolist() for h in heard)]
+    return [Standing(_HOLDS[holds], *rest) for holds, *rest in (h.tolist() for h in heard)]
 
 
 # ---------------------------------------------------------------- the way there

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,37 +42,40 @@ class Reduction(Protocol):
 
 class Averaged:
     """Leaves it to DistributedDataParallel, which averages over workers: once for each step, with the
-    last part's backward pass. ``model``: as State wrapped it. Where it is wrapped in something else or
-    not at all, gradients are weighted, and adding them up is left to the script."""
+    last part's backward pass. ``models``: as State has wrapped them by now, while it may wrap one anew. Where
+    none is wrapped in that, gradients are weighted, and adding them up is left to the script."""
 
     loss: torch.Tensor | None = None
 
-    def __init__(self, model: Any) -> None:
-        self._parallel = model if isinstance(model, DistributedDataParallel) else None
-        self._world = dist.get_world_size() if self._parallel is not None else 1
+    def __init__(self, models: Collection[Any]) -> None:
+        self._models = models
+
+    @property
+    def _parallel(self) -> list[DistributedDataParallel]:
+        return [model for model in self._models if isinstance(model, DistributedDataParallel)]
 
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        if self._parallel is None or part.last:
+        with contextlib.ExitStack() as inside:
+            for model in self._parallel if not part.last else ():
+                inside.enter_context(model.no_sync())
             yield
-        else:
-            with self._parallel.no_sync():
-                yield
 
     def backward(self, loss: torch.Tensor, part: Part) -> None:
-        (loss * (part.weight * self._world)).backward()  # type: ignore[no-untyped-call]
+        world = dist.get_world_size() if self._parallel else 1
+        (loss * (part.weight * world)).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, parts: list[Part]) -> None:
-        if not parts and self._parallel is not None:
-            _take_part_with_nothing(self._parallel)
+        if not parts and self._parallel:
+            torch.stack([_of_nothing(model) for model in self._parallel]).sum().backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        if self._parallel is not None:
-            self._parallel._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # whoever still holds it
+        for model in self._parallel:
+            model._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # whoever still holds it
 
 
-def _take_part_with_nothing(model: DistributedDataParallel) -> None:
-    """A forward and a backward pass that add zeros to every sum, so that others do not wait in vain:
+def _of_nothing(model: DistributedDataParallel) -> torch.Tensor:
+    """A forward pass whose backward pass adds zeros to every sum, so that others do not wait in vain:
     all that DistributedDataParallel does around the module's own forward it does here too."""
     used = [p for p in model.module.parameters() if p.requires_grad]
     if model.find_unused_parameters:
@@ -83,7 +86,7 @@ def _take_part_with_nothing(model: DistributedDataParallel) -> None:
 
     model._run_ddp_forward = nothing  # type: ignore[method-assign]
     try:
-        loss = model()
+        loss: torch.Tensor = model()
     finally:
         del model._run_ddp_forward
-    loss.backward()
+    return loss

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from elasticd.core.age import Age
 from elasticd.core.link import Holds
 from elasticd.core.page import Fatal, Use
-from elasticd.worker import chance, told
+from elasticd.worker import alike, chance, told
+from elasticd.worker.alike import Alike
 from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
 from elasticd.worker.committed import Committed
 from elasticd.worker.consistent import Consistent
@@ -31,14 +32,17 @@ from elasticd.worker.rate import Following
 from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
 from elasticd.worker.step import Step
+from elasticd.worker.trace import Trace
+from elasticd.worker.undo import Undo
 from elasticd.worker.world import World, WorldChanged
-from elasticd.worker.wrapping import SHARDED, Calls, Wrap, count_sums, data_parallel, wrapped_in
+from elasticd.worker.wrapping import SHARDED, Calls, Wrap, Wrapped, data_parallel, to_wrap
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
 
 _log = logging.getLogger(__name__)
 LOOKS_DEEP = 3
+LOOKS_INTO = 3  # commits after which elements of parameters are looked at as well: versions do not tell all
 CHECKPOINTS = "ELASTICD_CHECKPOINTS"  # where they go, unless the script says so itself
 
 
@@ -57,13 +61,20 @@ class State:
 
     ``data``: what it is trained with; ``steps`` then yields this worker's share of it.
 
-    Others by name: modules and optimizers; objects with ``state_dict`` and ``load_state_dict``, such
+    Others by name: modules and optimizers (a module that an optimizer trains is wrapped as the model is, and
+    called by its name: ``state.head``); objects with ``state_dict`` and ``load_state_dict``, such
     as a scheduler; and plain data (numbers, strings, tensors, containers of them), which is read and
     set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``.
 
-    What lies in modules' parameters and optimizers may change between the optimizer's step and the
-    commit only. Everything else, random numbers and buffers included, is copied at each commit, and
-    put back where a step is abandoned.
+    What lies in modules' parameters and optimizers is not copied. Where a step is abandoned after an
+    optimizer has begun to change them, others' are taken, if any has them whole. ``undo``: copy them, too, at
+    each commit, and so undo any step. By default, what is seen to change before the last sum of a step over
+    the workers is copied from then on: by the first of two optimizers, by one that evaluates the model again
+    and again, or by the script itself. Everything else, random numbers and buffers included, is copied at
+    each commit, and put back where a step is abandoned.
+
+    ``compare``: see now and then whether the workers' parameters are alike, and end the job where they are
+    not. Not those that DistributedDataParallel is told to ignore.
     """
 
     def __init__(
@@ -75,6 +86,8 @@ class State:
         wrap: Wrap | None = data_parallel,
         restore: Callable[[State], int | None] | None = None,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+        undo: bool | None = None,
+        compare: bool = True,
         **others: Any,
     ) -> None:
         told.uses(Use.STATE)
@@ -88,14 +101,20 @@ class State:
         self._world: World | None = None
         self._gpus: set[torch.device] = set()
         self._wrap = wrap
-        self._wrapped: Any = model
+        self._wraps: dict[str, Any] = {}  # wrapped modules
+        self._as_wrapped: dict[str, Wrapped] = {}
+        self._stepped: set[str] = (
+            set()
+        )  # the optimizers that may have changed something since the last commit
+        self._carried: tuple[torch.Tensor, torch.Tensor] | None = None  # see _unused_gradient
+        self._commits = 0  # of this process
         self._restore = restore
         self._lasting = _lasting(checkpoints or os.environ.get(CHECKPOINTS))
         self._seeds: dict[str, int] = {}
         self._data = data
-        self._reduction: Reduction = Averaged(None)
+        self._reduction: Reduction = Averaged(())
         self._open: Step | None = None
-        self._calls = Calls(None)
+        self._calls = Calls(())
         self._begun = 0  # steps that steps() has yielded since the last commit
         self._numbers_only = False  # steps() is under way, without data
         self._looked = 0  # for what was changed after a commit
@@ -108,10 +127,25 @@ class State:
             if value is not None or name in others:
                 self._take_in(name, value)
         self._refuse_what_is_left_out()
+        trained = {id(p) for o in self._optimizers.values() for p in _parameters(o)}
+        self._to_wrap = to_wrap(self._modules, trained) if wrap is not None else []
         if data is not None and data.consistent:
             self._make_consistent()
         self._following = Following(self._optimizers.values()) if data is not None and data.grows else None
         self._committed = Committed(self._plain, self._modules, self._optimizers, self._stateful)
+        parameters = {id(p): p for module in self._modules.values() for p in module.parameters()}
+        self._trace = Trace([*parameters.values()])
+        numbers = {id(p): n for n, p in enumerate(self._trace.parameters)}
+        self._owned = {
+            name: {numbers[id(p)] for p in _parameters(o) if id(p) in numbers}
+            for name, o in self._optimizers.items()
+        }
+        self._undoes = undo
+        self._undo = Undo(self._trace.parameters, self._optimizers)
+        if undo:
+            self._undo.want(range(len(numbers)), self._optimizers)
+        self._trained = alike.trained_of(self._modules, trained) if compare else None
+        self._alike: Alike | None = None
 
     def _take_in(self, name: str, value: Any) -> None:
         if name.startswith("_") or (hasattr(State, name) and name not in ("model", "optimizer")):
@@ -154,6 +188,7 @@ class State:
             raise TypeError("consistent data needs a model to be consistent with: give State model=")
         refuse_inconsistent(self._modules.values())
         self._wrap = None
+        self._to_wrap = []
         self._stateful["_arithmetic"] = Arithmetic(next(self._modules["model"].parameters()).device)
 
     def _place(self) -> tuple[int, int]:
@@ -172,7 +207,24 @@ class State:
     @property
     def model(self) -> Any:
         """The model as it is called in the present world."""
-        return self._wrapped
+        return self._called("model") if "model" in self._modules else None
+
+    def _called(self, name: str) -> Any:
+        """A module as it is called in the present world: wrapped for the parameters that are trained now."""
+        if name not in self._wraps:
+            return self._modules[name]
+        if not self._as_wrapped[name].as_it_was:
+            Averaged([self._wraps.pop(name)]).close()
+            self._wrap_for(name)
+            self._calls.leave_out(self._wraps[name])
+        return self._wraps[name]
+
+    def _wrap_for(self, name: str) -> None:
+        assert self._wrap is not None
+        self._as_wrapped[name] = Wrapped(self._modules[name])
+        self._wraps[name] = self._as_wrapped[name].wrapped_in(
+            self._wrap, self._world, sums_per_step=self._data is not None
+        )
 
     def steps(self, until: int | None = None) -> Iterator[Any]:
         """The steps that are still to be made, from the last committed one, until there are ``until``. With
@@ -271,18 +323,20 @@ class State:
         if said:
             told.report(**said)
         world = self._world
-        if world is not None and not self._torn:  # no optimizer has stepped
-            world.vouch()
+        if not self._stepped:
+            self._carried = self._unused_gradient()
+            if world is not None:
+                world.vouch()
         if self._data is not None:
             self._data.advance()
         used = self._used + (self._open.used if self._open is not None else 0)
         covers = self._begun
         self._open = None
         self._begun = self._used = 0
-        self._committed.keep()
+        self._keep()
         self._require_sendable()
         self._step += max(1, covers)
-        self._torn = False
+        self._commits += 1
         told.committed(self._step)
         told.samples(used)
         if self._recorder is not None:
@@ -292,6 +346,16 @@ class State:
             self._lasting.passed(self._parts(), world, ends)
         if ends:
             raise WorldChanged
+        if self._alike is not None:
+            self._alike.passed(self._step)
+
+    def _keep(self) -> None:
+        """This is what there is to go back to."""
+        self._committed.keep()
+        self._undo.keep()
+        self._trace.note()
+        self._stepped.clear()
+        self._torn = False
 
     def _require_sendable(self) -> None:
         """What optimizers keep is the one part of a state that ``Committed`` does not copy; it is tried out
@@ -303,10 +367,12 @@ class State:
             self._tried = sizes
 
     def __getattr__(self, name: str) -> Any:
-        for kind in ("_plain", "_stateful", "_optimizers", "_modules"):
+        for kind in ("_plain", "_stateful", "_optimizers"):
             kept = self.__dict__.get(kind, {})
             if name in kept:
                 return kept[name]
+        if name in self.__dict__.get("_modules", {}):
+            return self._called(name)
         raise AttributeError(f"State was given nothing named {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -323,7 +389,7 @@ class State:
 
     @property
     def holds(self) -> Holds:
-        if self._torn:
+        if self._torn or not self._undo.covers((), self._stepped):
             return Holds.TORN
         return Holds.WHOLE if self._agreed else Holds.NONE
 
@@ -332,13 +398,12 @@ class State:
         self._world = world
         self._gpus = {p.device for module in self._modules.values() for p in module.parameters() if p.is_cuda}
         told.begins_after(self._step)
-        model = self._modules.get("model")
-        if model is not None and self._wrap is not None:
-            self._wrapped = wrapped_in(self._wrap, model, sums_per_step=self._data is not None)
-            self._reduction = Averaged(self._wrapped)
-            self._calls = Calls(self._wrapped)
-            if world is not None and isinstance(self._wrapped, DistributedDataParallel):
-                count_sums(self._wrapped, world)
+        for name in self._to_wrap:
+            self._wrap_for(name)
+        self._reduction = Averaged(self._wraps.values())
+        self._calls = Calls(self._wraps.values())
+        if world is not None and world.size > 1 and self._trained is not None:
+            self._alike = Alike(self._trained, world, self._step, exact=self._exact)
         if self._data is not None and self._data.consistent:
             self._reduction = Consistent(
                 list(self._modules.values()), self._data.virtual_ranks, self._data.seed, self._place, world
@@ -360,22 +425,36 @@ class State:
         return self._data.growth(world_size())
 
     def leave(self) -> None:
-        """Out of the world, and back to what is committed, unless an optimizer has begun a step."""
+        """Out of the world, and back to what is committed, unless parameters have changed since then of which
+        there is no copy."""
         self._world = None
         self._open = None
         self._begun = self._used = 0
         self._numbers_only = False
+        self._alike = self._carried = None
         self._reduction.close()
-        self._reduction = Averaged(None)
-        self._wrapped = self._modules.get("model")
+        self._reduction = Averaged(())
+        self._wraps.clear()
         for module in self._modules.values():
             for parameter in module.parameters():
                 parameter.grad = None
         for thing in self._stateful.values():
             if isinstance(thing, torch.amp.GradScaler):  # between unscale_() and update(), as it believes
                 vars(thing)["_per_optimizer_states"].clear()
+        outside = self._changed_outside(contents=True)
+        if not self._torn and (self._stepped or outside):
+            self._torn = not self._undo.covers(outside, self._stepped)
+            if not self._torn:
+                self._undo.put_back()
+                self._trace.note()
+        self._stepped.clear()
         if not self._torn:
             self._committed.go_back()
+
+    def _changed_outside(self, *, contents: bool) -> set[int]:
+        """The parameters that have changed since the last commit, though no optimizer has begun to."""
+        changed = self._trace.changed(contents=contents)
+        return changed.difference(*(self._owned[name] for name in self._stepped)) if changed else changed
 
     def begin(self) -> None:
         """What the script has made is what there is to go back to, until something is committed."""
@@ -393,6 +472,21 @@ class State:
         """All have the same, which is whole."""
         self._agreed = round
         self._torn = False
+        self._undo.keep()
+        self._trace.note()
+
+    @property
+    def _exact(self) -> bool:
+        return self._data is not None and self._data.consistent
+
+    def digest(self) -> int:
+        """Alike in workers that have the same parameters; 0 where that is not to be asked."""
+        return alike.digest(self._trained) if self._trained is not None and self._agreed else 0
+
+    def compare(self, world: World, ranks: Sequence[int]) -> None:
+        """All workers together, where digests of these ranks differ."""
+        if self._trained is not None:
+            alike.compare(self._trained, world, ranks, exact=self._exact)
 
     def outlived(self) -> None:
         """This world goes on from what workers of the last one have in memory."""
@@ -532,18 +626,85 @@ class State:
 
     # ------------------------------------------------------------ copies
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to change parameters: the last instant at which nothing has happened,
-        so whatever may be wrong with this step has to be known now."""
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """An optimizer is about to change parameters, unless it is given a closure to call first."""
+        [name] = [name for name, mine in self._optimizers.items() if mine is optimizer]
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if not callable(closure):
+            self._begins(name)
+            return None
+
+        def evaluate() -> Any:
+            if name in self._stepped:  # it has changed them already, and goes on with other gradients
+                self._undo_from_now_on(set(), {name})
+            loss = closure()
+            self._begins(name)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluate}
+        return (args[0], evaluate, *args[2:]), kwargs
+
+    def _begins(self, name: str) -> None:
+        """The last instant at which an optimizer has not changed anything, so whatever may be wrong with its
+        step has to be known now."""
+        self._refuse_carried()
+        self._refuse_unfrozen()
         world = self._world
-        if world is not None and not self._torn:
+        if world is not None and (not self._stepped or world.sums_begun):
+            outside = self._changed_outside(contents=self._commits < LOOKS_INTO)
+            if self._stepped or outside:
+                self._undo_from_now_on(outside, self._stepped)
             for gpu in self._gpus:
                 torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world is over
                 world.check()
             world.vouch()
-        if told.policy() != "ignore" and not all_finite(_gradients(optimizer)):
+        if told.policy() != "ignore" and not all_finite(_gradients(self._optimizers[name])):
             told.not_finite("a gradient is NaN or infinite")
-        self._torn = True
+        self._stepped.add(name)
+
+    def _undo_from_now_on(self, parameters: set[int], optimizers: set[str]) -> None:
+        """They have changed before the last sum of a step: a death in that sum leaves no worker whole."""
+        owned = [self._owned[name] for name in optimizers]
+        if self._undoes is False or not self._undo.want(parameters.union(*owned), optimizers):
+            return
+        if self._world is not None and self._world.rank == 0:
+            what = ", ".join(sorted(optimizers)) or "something else than an optimizer"
+            _log.warning(
+                "%s changes parameters before the last sum of a step over the workers: from now on a copy is "
+                "kept at each commit, of %.0f MB, to undo that with (undo=False: none is)",
+                what,
+                self._undo.nbytes / 1e6,
+            )
+
+    def _unused_gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """At a commit before any optimizer has stepped: a parameter and its gradient, if there is one that an
+        optimizer could use."""
+        for optimizer in self._optimizers.values():
+            for parameter in _parameters(optimizer):
+                if parameter.grad is not None:
+                    return (parameter, parameter.grad) if all_finite(_gradients(optimizer)) else None
+        return None
+
+    def _refuse_carried(self) -> None:
+        if self._carried is not None and self._carried[0].grad is self._carried[1]:
+            raise RuntimeError(
+                "gradients were added up over several commits, and would be lost at a change of world: call "
+                "state.commit() after the optimizer's step, and not after each backward pass; where a step "
+                "is left out on purpose, call optimizer.zero_grad() before state.commit()"
+            )
+        self._carried = None
+
+    def _refuse_unfrozen(self) -> None:
+        for name, wrapped in self._as_wrapped.items():
+            if name in self._wraps and (late := wrapped.unfrozen()):
+                raise RuntimeError(
+                    f"{late} was unfrozen after State had wrapped {name} for this world, so the workers do "
+                    f"not add up its gradient: call state.{name}, which is wrapped anew then, in place of a "
+                    "variable from before"
+                )
 
 
 def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lasting | None:

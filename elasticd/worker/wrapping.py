@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,36 +31,88 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
 
 
-def wrapped_in(wrap: Wrap, model: nn.Module, *, sums_per_step: bool) -> Any:
-    """The model in ``wrap``. Raises TypeError where State could not keep what comes of it.
-    ``sums_per_step``: not each backward pass ends in a sum over the workers, only the step's last."""
-    mine = [(id(p), p.shape) for p in model.parameters()]
-    wrapped = wrap(model)
-    if [(id(p), p.shape) for p in model.parameters()] != mine:
-        raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {SHARDED}")
-    if sums_per_step and getattr(wrapped, "static_graph", False):
-        raise TypeError(
-            "static_graph=True wants the same of every backward pass, and with Data not each of them "
-            "ends in a sum over the workers: leave it out of wrap="
-        )
-    return wrapped
+def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:
+    """The names of those that are to be wrapped: the model, and what else has parameters that an optimizer
+    trains, by their ids. Raises TypeError where two have some of them in common, and each has others."""
+    found: list[str] = []
+    covered: dict[int, str] = {}
+    for name, module in modules.items():
+        mine = {id(p) for p in module.parameters()} & trained
+        new = mine - covered.keys()
+        if name != "model" and not new:
+            continue
+        if shared := mine - new:
+            other = covered[shared.pop()]
+            raise TypeError(
+                f"State was given {other} and {name}, which have parameters in common, and {name} has others "
+                "that are trained: to have each gradient added up once, give State one module that holds both"
+            )
+        covered |= dict.fromkeys(mine, name)
+        found.append(name)
+    return found
+
+
+class Wrapped:
+    """A module, with the parameters that were to be trained when this was made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = [*module.parameters()]
+        self._flags = [p.requires_grad for p in self._parameters]
+
+    @property
+    def as_it_was(self) -> bool:
+        """Whether the same are to be trained now."""
+        return [p.requires_grad for p in self._parameters] == self._flags
+
+    def unfrozen(self) -> str:
+        """One that has a gradient now, and was not to be trained; empty if there is none."""
+        if self.as_it_was:
+            return ""
+        late = {
+            id(p)
+            for p, was in zip(self._parameters, self._flags, strict=True)
+            if not was and p.requires_grad and p.grad is not None
+        }
+        return next((name for name, p in self._module.named_parameters() if id(p) in late), "")
+
+    def wrapped_in(self, wrap: Wrap, world: World | None, *, sums_per_step: bool) -> Any:
+        """The module in ``wrap``. Raises TypeError where State could not keep what comes of it.
+        ``sums_per_step``: not each backward pass ends in a sum over the workers, only the step's last."""
+        mine = [(id(p), p.shape) for p in self._parameters]
+        wrapped = wrap(self._module)
+        if [(id(p), p.shape) for p in self._module.parameters()] != mine:
+            raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {SHARDED}")
+        if sums_per_step and getattr(wrapped, "static_graph", False):
+            raise TypeError(
+                "static_graph=True wants the same of every backward pass, and with Data not each of them "
+                "ends in a sum over the workers: leave it out of wrap="
+            )
+        if world is not None and isinstance(wrapped, DistributedDataParallel):
+            count_sums(wrapped, world)
+        return wrapped
 
 
 class Calls:
     """How many collectives were called in the present world, but for those with which DistributedDataParallel
     makes the buffers of all workers those of the first, before a forward pass."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, models: Iterable[Any]) -> None:
         self._own = 0
+        for model in models:
+            self.leave_out(model)
+
+    def leave_out(self, model: Any) -> None:
+        """Its buffers."""
         if isinstance(model, DistributedDataParallel):
-            sync: Callable[[], None] = model._sync_buffers
+            model._sync_buffers = partial(self._counted, weakref.ref(model))  # type: ignore[method-assign]
 
-            def counted() -> None:
-                before = self._all()
-                sync()
-                self._own += self._all() - before
-
-            model._sync_buffers = counted  # type: ignore[method-assign]
+    def _counted(self, model: weakref.ref[DistributedDataParallel]) -> None:
+        before = self._all()
+        mine = model()
+        assert mine is not None
+        DistributedDataParallel._sync_buffers(mine)  # type: ignore[no-untyped-call]
+        self._own += self._all() - before
 
     def __call__(self) -> int:
         return self._all() - self._own

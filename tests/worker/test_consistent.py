@@ -30,7 +30,7 @@ BATCHES = [24, 24, 13, 3]  # the last is too short to reach all virtual ranks
 class Odd(nn.Module):
     """Much of what could depend on who computes it: normalization over the batch, dropout, other random
     numbers, parameters that some samples do not use or nobody does, one that is used twice, other memory
-    formats, other types, a large buffer that changes and one that does not."""
+    formats, other types, large buffers, one that changes, one through ``.data``, and one that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +43,7 @@ class Odd(nn.Module):
         self.never = nn.Linear(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.register_buffer("queue", torch.zeros(1 << 17))
+        self.register_buffer("codes", torch.zeros(1 << 17))
         self.register_buffer("table", torch.ones(1 << 17), persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -54,8 +55,9 @@ class Odd(nn.Module):
             x = x + self.seldom(x)
         with torch.no_grad():
             self.queue[: len(x)] += x[:, 0]
+            self.codes.data[: len(x)] += x[:, 1]
             self.count += len(x)
-        return (x * self.table[0] + self.queue.mean()).square().mean()
+        return (x * self.table[0] + self.queue.mean() + self.codes.mean()).square().mean()
 
 
 def made() -> tuple[Odd, torch.optim.Optimizer]:

@@ -1,0 +1,163 @@
+"""Whether the workers' parameters are alike, as they are where all have added up the same gradients."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elasticd.core.page import Fatal
+from elasticd.worker import told
+from elasticd.worker.trace import Few, Sampled, is_plain
+from elasticd.worker.world import World
+
+_log = logging.getLogger(__name__)
+ULPS_MAX = 1000.0  # apart by less: machines that round differently, and not another gradient
+SHARE = 0.001  # of the time, at most
+EXCHANGE_S = 0.0005  # what it takes to hear from others, about
+
+
+class Diverged(RuntimeError):
+    """The workers have different parameters. The message says which, and which workers."""
+
+
+class Trained:
+    """Parameters by name."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.names = [*parameters]
+        self._sampled = Sampled([*parameters.values()])
+
+    @property
+    def few(self) -> Few:
+        return self._sampled.few
+
+
+def trained_of(modules: Mapping[str, nn.Module], chosen: set[int]) -> Trained:
+    """The parameters that are to be alike. Those are not that DistributedDataParallel was told to
+    ignore. ``chosen``: the ids of those that an optimizer has."""
+    found: dict[str, nn.Parameter] = {}
+    for name, module in modules.items():
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        for key, parameter in module.named_parameters():
+            if id(parameter) in chosen and key not in ignored and is_plain(parameter):
+                found[f"{name}.{key}"] = parameter
+    return Trained(found)
+
+
+def digest(trained: Trained) -> int:
+    """63 bits of a few elements of each."""
+    summary = hashlib.blake2b(digest_size=8)
+    for few in trained.few.read():
+        summary.update(_bytes(few))
+    return int.from_bytes(summary.digest(), "little") >> 1
+
+
+def compare(trained: Trained, world: World, ranks: Sequence[int], *, exact: bool) -> None:
+    """All workers together, where digests differ among those of these ranks. Raises Diverged.
+    ``exact``: to the bit. Otherwise the last bits may differ, which is said once."""
+    few = trained.few
+    mine = few.read()
+    parts = [m.cpu().view(torch.uint8) for m in mine]
+    packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    with world.or_over():
+        dist.all_gather(sizes, torch.tensor([len(packed)]))
+        if len({int(size) for size in sizes}) > 1:
+            raise _diverged("not all workers train as many parameters")
+        heard = [torch.empty_like(packed) for _ in range(world.size)]
+        dist.all_gather(heard, packed)
+    wrong: dict[int, list[int]] = {}
+    slightly = False
+    usual = _unpacked(_commonest([heard[rank] for rank in ranks]), mine)
+    for rank in ranks:
+        for number, ulps in few.differing(usual, _unpacked(heard[rank], mine)).items():
+            if exact or ulps > ULPS_MAX:
+                wrong.setdefault(number, []).append(rank)
+            else:
+                slightly = True
+    if wrong:
+        first = min(wrong)
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        who = ", ".join(map(str, wrong[first]))
+        raise _diverged(f"{trained.names[first]}{more} of worker {who} is not what the other workers have")
+    if slightly and world.rank == 0:
+        _say_slightly()
+
+
+def _diverged(what: str) -> Diverged:
+    told.fatal(Fatal.BAD_DATA)  # another try would come to the same
+    return Diverged(
+        f"the workers train apart: {what}. Call state.model, and what else of State's is trained by its name "
+        "(state.head), for each forward pass, and change parameters alike in all workers. Where they shall "
+        "differ, give State compare=False"
+    )
+
+
+class Alike:
+    """In one world: compares now and then, while training goes on, and all agree on when to do so next."""
+
+    def __init__(self, trained: Trained, world: World, step: int, *, exact: bool) -> None:
+        self._trained, self._world, self._exact = trained, world, exact
+        self._every, self._next = 1, step + 1
+        self._began = time.monotonic(), step
+        self._asked: tuple[Any, list[torch.Tensor]] | None = None
+
+    def passed(self, step: int) -> None:
+        """After each commit. Raises Diverged, and WorldChanged."""
+        if self._asked is not None:
+            self._hear(step)
+        elif step >= self._next:
+            self._ask(step)
+
+    def _ask(self, step: int) -> None:
+        began = time.monotonic()
+        mine = digest(self._trained)
+        cost_s = time.monotonic() - began + EXCHANGE_S
+        since, first = self._began
+        each_s = (began - since) / max(step - first, 1)
+        said = torch.tensor([mine, min(int(cost_s / (SHARE * max(each_s, 1e-6))), 1 << 40)])
+        heard = [torch.empty_like(said) for _ in range(self._world.size)]
+        with self._world.or_over():
+            self._asked = dist.all_gather(heard, said, async_op=True), heard
+
+    def _hear(self, step: int) -> None:
+        assert self._asked is not None
+        (work, heard), self._asked = self._asked, None
+        with self._world.or_over():
+            work.wait()
+        if len({int(said[0]) for said in heard}) > 1:
+            compare(self._trained, self._world, range(self._world.size), exact=self._exact)
+        self._every = max(1, min(2 * self._every, *(int(said[1]) for said in heard)))
+        self._next = step + self._every
+
+
+def _commonest(heard: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What most have; of several, what the first of them has."""
+    texts = [_bytes(h) for h in heard]
+    return heard[max(range(len(texts)), key=lambda rank: (texts.count(texts[rank]), -rank))]
+
+
+def _unpacked(packed: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = torch.split(packed, [like.nbytes for like in likes])
+    return [part.clone().view(like.dtype) for part, like in zip(parts, likes, strict=True)]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().view(torch.uint8).numpy().tobytes()
+
+
+@functools.cache
+def _say_slightly() -> None:
+    """Once in a process."""
+    _log.warning(
+        "the workers' parameters differ in the last bits, as they do on machines of several kinds or with "
+        "different OMP_NUM_THREADS: training goes on"
+    )
