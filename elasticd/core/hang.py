@@ -15,7 +15,7 @@ Times are arguments, in seconds; there is no clock here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
@@ -24,6 +24,7 @@ from elasticd.core.whereabouts import At, Whereabouts
 
 FOREVER_S = 1e9  # JSON has no infinity
 REPEAT_S = 30.0  # a verdict that changed nothing may be reached again
+FIRST_S = 300.0  # asleep before the first step of a round: what it waits for may be far away
 GAPS_ENOUGH = 5  # fewer say little: the first steps compile, allocate and connect
 # Who does less than all of these is asleep. One who sends a file over a slow network hardly uses any
 # CPU, but wakes up for each piece; and background threads wake up by themselves to look around.
@@ -63,7 +64,8 @@ class Patience:
 @dataclass(frozen=True, slots=True)
 class Allowance:
     """How long a worker may go without a step. ``unasked_s``: a busy one that nobody waits for;
-    ``leaving_s``: after it was told to leave a world that others have left."""
+    ``leaving_s``: after it was told to leave a world that others have left; ``first_s``: until the first
+    step of a round, where it has made steps in an earlier one."""
 
     stopped_s: float
     asleep_s: float
@@ -71,6 +73,7 @@ class Allowance:
     busy_s: float
     unasked_s: float
     leaving_s: float = FOREVER_S
+    first_s: float = FOREVER_S
 
 
 def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowance | None:
@@ -82,7 +85,7 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
     if steps < 1:
         return None
     if patience.fixed_s is not None:
-        return Allowance(*(patience.fixed_s,) * 6)
+        return Allowance(*(patience.fixed_s,) * 6, first_s=max(patience.fixed_s, FIRST_S))
     usual_s, largest_s = (median(gaps), max(gaps)) if gaps else (0.0, 0.0)
     floor_s, ceiling_s = patience.floor_s, max(patience.ceiling_s, patience.floor_s, 2 * largest_s)
     if len(gaps) < GAPS_ENOUGH:
@@ -98,6 +101,7 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
         busy_s=ceiling_s,
         unasked_s=FOREVER_S,  # it may well be an evaluation of hours that every rank has its part of
         leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),  # others have what it has
+        first_s=bounded(max(30 * usual_s, 5 * largest_s, FIRST_S * floor_s)),
     )
 
 
@@ -220,6 +224,16 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         return found(Why.SILENT, silent, allowed.waiting_s)
     apart = _apart(waiting)
     return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
+
+
+def judge_first(looks: Sequence[Look], experienced: Collection[int], allowed: Allowance) -> Verdict | None:
+    """Who hangs before the first step of a round: whoever sleeps on, while nobody is busy. ``looks``: of all
+    workers of the world; ``experienced``: the ranks of those that have made steps in an earlier round, and so
+    have nothing to import, nor to compile for the first time."""
+    asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
+    calm = all(look.doing in (Doing.ASLEEP, Doing.WAITING) for look in looks)
+    late = all(look.rank in experienced and look.still_s >= allowed.first_s for look in asleep)
+    return _verdict(Why.ASLEEP, asleep, looks) if asleep and calm and late else None
 
 
 def judge_leaving(looks: Sequence[Look]) -> Verdict | None:

@@ -31,6 +31,7 @@ from elasticd.core.hang import (
     Why,
     allowance,
     judge,
+    judge_first,
     judge_leaving,
 )
 from elasticd.core.ports import Store
@@ -188,7 +189,8 @@ class Hangs:
             self._scenes, self._looking = self._looking.result or (), None
             return self._conclude(crew, allowed, at)
         late = self._is_late(allowed, at)
-        if not self._in_step() and not stopped and not late:
+        late_to_begin = len(crew.round.members) == 1 and still_s >= allowed.first_s
+        if not self._in_step() and not (stopped or late or late_to_begin):
             return STALLED_S
         verdict = self._stalls.verdict_for(self._round)
         if verdict is not None and self._is_as_it_was(verdict) and not self._too_soon(verdict, at):
@@ -222,6 +224,9 @@ class Hangs:
         verdict = judge(looks if all_told else [k for k in looks if k.doing is Doing.STOPPED], allowed)
         if verdict is None and self._is_late(allowed, at):
             verdict = judge_leaving(looks)
+        if verdict is None and alone and not in_step:
+            experienced = {w.watched.rank for w in workers.values() if w.watched.steps_before}
+            verdict = judge_first(looks, experienced, allowed)
         certain = alone or not in_step or crew.parting
         if verdict is not None and (certain or self._driver.state.silent):
             return self._decide(self._round, verdict, at)

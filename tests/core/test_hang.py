@@ -20,6 +20,7 @@ from elasticd.core.hang import (
     allowance,
     doing,
     judge,
+    judge_first,
     judge_leaving,
 )
 from elasticd.core.whereabouts import At, Whereabouts
@@ -199,6 +200,28 @@ def test_who_is_too_late_to_leave_a_world_is_to_blame_only_if_asleep(
     kinds: list[str], expected: object
 ) -> None:
     assert blamed(judge_leaving(world(*kinds))) == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "experienced", "still_s", "expected"),
+    [
+        (["waiting", "asleep"], {0, 1}, 300.0, (Why.ASLEEP, [1])),
+        (["asleep", "asleep"], {0, 1}, 300.0, (Why.ASLEEP, [0, 1])),
+        (["waiting", "asleep"], {1}, 300.0, (Why.ASLEEP, [1])),
+        (["waiting", "asleep"], {0, 1}, 299.0, None),
+        (["waiting", "asleep"], {0}, 1e8, None),  # it has made no step yet: it may import, from far away
+        (["busy", "asleep"], {0, 1}, 1e8, None),  # which it may wait for
+        (["unknown", "asleep"], {0, 1}, 1e8, None),
+        (["waiting", "waiting"], {0, 1}, 1e8, None),
+        ([], set(), 1e8, None),
+    ],
+)
+def test_before_the_first_step_only_a_survivor_that_sleeps_on_is_to_blame(
+    kinds: list[str], experienced: set[int], still_s: float, expected: object
+) -> None:
+    allowed = allowance(STEPS_OF_75_MS, 1, AUTO)
+    assert allowed is not None
+    assert blamed(judge_first(world(*kinds, still_s=still_s), experienced, allowed)) == expected
 
 
 def test_who_waits_elsewhere_than_most_is_to_blame() -> None:

@@ -14,6 +14,7 @@ from tests.e2e.harness import Cluster
 from tests.e2e.test_scrape import fetch, url_of
 
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
+STUCK = PROGRAM.with_name("stuck.py")
 # So that the limits that are learned from steps of some ten milliseconds are seconds, not half minutes.
 OPTIONS = ("--hang-floor=0.03", "--max-restarts=20")
 
@@ -139,3 +140,13 @@ def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(c
     assert f"rank 1 on node {guilty} is in {_line('deadlock')}" in deadlock
     for one in hung:
         assert _evidence(cluster, one["round"]) == _files(4, {0, 2, 3} if one is hung[0] else range(4))
+
+
+@pytest.mark.slow
+def test_a_survivor_that_is_stuck_before_its_first_step_in_a_world_is_replaced(cluster: Cluster) -> None:
+    cluster.limits = (2, 3)
+    (a,) = cluster.start("a", slots=3, options=OPTIONS, program=(str(STUCK), str(cluster.folder / "dead")))
+    hung = cluster.until_said(a, "workers.hung")
+    (number,) = (n for n, line in enumerate(STUCK.read_text().splitlines(), 1) if line.endswith("# stuck"))
+    assert f"is in stuck.py:{number}" in hung["conclusion"]
+    assert a.end() == 0, a.said()
