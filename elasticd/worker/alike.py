@@ -135,7 +135,7 @@ class Alike:
             work.wait()
         if len({int(said[0]) for said in heard}) > 1:
             compare(self._trained, self._world, range(self._world.size), exact=self._exact)
-        self._every = max(1, min(2 * self._every, *(int(said[1]) for said in heard)))
+        self._every = max(1, min(2 * self._every, max(int(said[1]) for said in heard)))
         self._next = step + self._every
 
 

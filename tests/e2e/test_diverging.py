@@ -14,6 +14,7 @@ from tests.e2e.harness import Cluster
 
 PROGRAM = str(Path(__file__).parent / "programs" / "diverging.py")
 ASTRAY = str(Path(__file__).parent / "programs" / "astray.py")
+APART = str(Path(__file__).parent / "programs" / "apart.py")
 
 
 @pytest.fixture
@@ -104,3 +105,10 @@ def test_going_back_is_refused_in_a_sentence_where_there_are_no_checkpoints(
     (a,) = standalone.start("a", options=("--on-nonfinite=rollback",), program=(str(program),))
     assert a.end() == 6, a.said()
     assert "--on-nonfinite=rollback needs a script that loads worker.Checkpoints" in a.screen
+
+
+def test_a_job_whose_workers_train_apart_ends_and_says_which_parameter_differs(standalone: Cluster) -> None:
+    standalone.limits = (2, 2)
+    (a,) = standalone.start("a", slots=2, program=(APART,))
+    assert a.end() == 2, a.said()
+    assert "head.weight (and 1 more) of worker 1 is not what the other workers have" in a.screen
