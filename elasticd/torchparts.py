@@ -50,7 +50,7 @@ REPLACED: Final = (
         ("self",),
     ),
     Part(
-        "torch.nn.parallel.DistributedDataParallel._sync_buffers",
+        "torch.nn.parallel.DistributedDataParallel._pre_forward",
         "worker/wrapping.py: its collectives are not counted for the script's.",
         ("self",),
     ),

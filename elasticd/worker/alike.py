@@ -7,7 +7,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,40 +101,29 @@ def _diverged(what: str) -> Diverged:
 
 
 class Alike:
-    """In one world: compares now and then, while training goes on, and all agree on when to do so next."""
+    """In one world: compares now and then, at a commit, and all agree on when to do so next."""
 
     def __init__(self, trained: Trained, world: World, step: int, *, exact: bool) -> None:
         self._trained, self._world, self._exact = trained, world, exact
         self._every, self._next = 1, step + 1
         self._began = time.monotonic(), step
-        self._asked: tuple[Any, list[torch.Tensor]] | None = None
 
     def passed(self, step: int) -> None:
         """After each commit. Raises Diverged, and WorldChanged."""
-        if self._asked is not None:
-            self._hear(step)
-        elif step >= self._next:
-            self._ask(step)
-
-    def _ask(self, step: int) -> None:
+        if step < self._next:
+            return
         began = time.monotonic()
         mine = digest(self._trained)
         cost_s = time.monotonic() - began + EXCHANGE_S
         since, first = self._began
-        each_s = (began - since) / max(step - first, 1)
-        said = torch.tensor([mine, min(int(cost_s / (SHARE * max(each_s, 1e-6))), 1 << 40)])
+        each_s = max((began - since) / max(step - first, 1), 1e-6)
+        said = torch.tensor([mine, min(int(cost_s / (SHARE * each_s)), 1 << 40)])
         heard = [torch.empty_like(said) for _ in range(self._world.size)]
         with self._world.or_over():
-            self._asked = dist.all_gather(heard, said, async_op=True), heard
-
-    def _hear(self, step: int) -> None:
-        assert self._asked is not None
-        (work, heard), self._asked = self._asked, None
-        with self._world.or_over():
-            work.wait()
-        if len({int(said[0]) for said in heard}) > 1:
+            dist.all_gather(heard, said)
+        if len({int(h[0]) for h in heard}) > 1:
             compare(self._trained, self._world, range(self._world.size), exact=self._exact)
-        self._every = max(1, min(2 * self._every, max(int(said[1]) for said in heard)))
+        self._every = max(1, min(2 * self._every, max(int(h[1]) for h in heard)))
         self._next = step + self._every
 
 

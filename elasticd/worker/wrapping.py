@@ -94,8 +94,8 @@ class Wrapped:
 
 
 class Calls:
-    """How many collectives were called in the present world, but for those with which DistributedDataParallel
-    makes the buffers of all workers those of the first, before a forward pass."""
+    """How many collectives were called in the present world, but for DistributedDataParallel's own before a
+    forward pass, with which it makes the buffers of all workers those of the first."""
 
     def __init__(self, models: Iterable[Any]) -> None:
         self._own = 0
@@ -103,16 +103,17 @@ class Calls:
             self.leave_out(model)
 
     def leave_out(self, model: Any) -> None:
-        """Its buffers."""
+        """What it calls by itself."""
         if isinstance(model, DistributedDataParallel):
-            model._sync_buffers = partial(self._counted, weakref.ref(model))  # type: ignore[method-assign]
+            model._pre_forward = partial(self._counted, weakref.ref(model))  # type: ignore[method-assign]
 
-    def _counted(self, model: weakref.ref[DistributedDataParallel]) -> None:
+    def _counted(self, model: weakref.ref[DistributedDataParallel], *args: Any, **kwargs: Any) -> Any:
         before = self._all()
         mine = model()
         assert mine is not None
-        DistributedDataParallel._sync_buffers(mine)  # type: ignore[no-untyped-call]
+        given = DistributedDataParallel._pre_forward(mine, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._own += self._all() - before
+        return given
 
     def __call__(self) -> int:
         return self._all() - self._own
