@@ -130,16 +130,17 @@ def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
 def _whole_where_odd(value: Any) -> Any:
     """DCP cuts mappings apart by key, and forgets which keys were no strings, which mappings were empty,
     and their types. Where that would change what comes back, it gets them in one piece, marked, or, where
-    they hold much, with their keys beside them. What has many small entries is one piece, too."""
+    they hold much, with their keys beside them. A list with many small entries is one piece, too; a mapping
+    is not, as each rank may have a key of its own there."""
     if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
         return value
     if not isinstance(value, list | dict):
         return value
     size = _Size()
     size.add(value)
-    if size.entries > _MANY and size.bytes <= _WHOLE_MAX and size.alone:
-        return (_WHOLE, value)
     if isinstance(value, list):
+        if size.entries > _MANY and size.bytes <= _WHOLE_MAX and size.alone:
+            return (_WHOLE, value)
         return [_whole_where_odd(v) for v in value]
     if value and type(value) in (dict, OrderedDict) and _are_plain(value.keys()):
         return {key: _whole_where_odd(v) for key, v in value.items()}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from elasticd import worker
+from elasticd.worker.collect import flatten
 from elasticd.worker.plain import copied, loaded, outlined, with_tensors
 from tests.checkpoint.likeness import with_types
 
@@ -129,3 +130,10 @@ def test_a_long_history_costs_a_save_little(opened):
     assert checkpoints.wait() and not checkpoints.failed
     state: dict[str, Any] = {"history": []}
     assert checkpoints.load(state) == 2 and state["history"] == history
+
+
+def test_what_each_rank_has_under_a_key_of_its_own_is_saved_by_each():
+    """However many numbers it is made of."""
+    states = [{"ours": {"random": {str(rank): (3, tuple(range(700)), None)}, "of": {}}} for rank in range(2)]
+    keys = [set(flatten(state).objects) for state in states]
+    assert keys == [{"ours.random.0", "ours.of"}, {"ours.random.1", "ours.of"}]
