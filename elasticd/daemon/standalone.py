@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from elasticd.daemon.errors import CannotStart
 from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
-from elasticd.etcd.embedded import Embedded
+from elasticd.etcd.embedded import Embedded, fault_of
 from elasticd.etcd.errors import StoreError
 from elasticd.procs.keeper import Ended, KeeperError, Warden
-from elasticd.telemetry import log
+from elasticd.telemetry import log, runs
 
 
 class Standalone:
@@ -80,10 +82,23 @@ class Standalone:
                 if isinstance(error, KeeperError) or self._ending.wait(1.0):
                     return  # without a keeper of processes the whole agent leaves
                 continue
-            if self._ready.is_set():
+            if not self._ready.is_set():
+                self._warn()
+            else:
                 log.get("elasticd.etcd").warning("etcd.restarted", endpoint=self._server.endpoint)
             self._ready.set()
             self._died.wait()
+
+    def _warn(self) -> None:
+        """Of a version with a known fault, once on this machine."""
+        fault = fault_of(self._server.version)
+        if not fault:
+            return
+        with suppress(OSError):  # told before, or nothing can be kept
+            told = runs.state_dir() / f".told-etcd-{'.'.join(map(str, self._server.version or ()))}"
+            os.close(os.open(told, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            advice = "its data is worth no more than this run; a newer etcd on PATH is used in its place"
+            log.get("elasticd.etcd").warning("etcd.old", why=fault, note=advice)
 
     def _spawn(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> int:
         return self._warden.spawn_service(

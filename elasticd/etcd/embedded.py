@@ -38,6 +38,7 @@ STOP_S = 5.0  # between SIGTERM and SIGKILL
 # Names of socket files in the folder it runs in. etcd before 3.5.3 takes nothing but HOST:PORT in a URL.
 _CLIENTS, _PEERS = "clients:1", "peers:1"
 _DAMAGED = {(3, 5, 0), (3, 5, 1), (3, 5, 2)}  # may corrupt data when killed under load (etcd#13766)
+Version = tuple[int, int, int]
 
 
 def find_etcd(path: str | None = None) -> Path:
@@ -60,7 +61,15 @@ def find_etcd(path: str | None = None) -> Path:
     )
 
 
-def version_of(binary: Path) -> tuple[int, int, int] | None:
+def fault_of(version: Version | None) -> str:
+    """What is known to be wrong with that version, a sentence; empty where nothing is."""
+    if version not in _DAMAGED:
+        return ""
+    number = ".".join(map(str, version or ()))
+    return f"etcd {number} may damage its data when it is killed under load"
+
+
+def version_of(binary: Path) -> Version | None:
     """What ``etcd --version`` says; None if that is no etcd."""
     try:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False)
@@ -116,6 +125,7 @@ class Embedded:
     def __init__(self, spawn: Spawn = spawn_child, *, binary: Path | None = None) -> None:
         self._spawn = spawn
         self._binary = (binary or find_etcd()).absolute()
+        self.version: Version | None = None  # once it was started
         self._pidfd: int | None = None
         self.folder = _private_folder()
         self._lock = -1  # of the folder
@@ -196,7 +206,8 @@ class Embedded:
         # Alone it can never lose an election, so it may hold them quickly: up in a moment.
         argv += ["--heartbeat-interval=20", "--election-timeout=200"]
         argv += ["--auto-compaction-mode=periodic", "--auto-compaction-retention=5m"]
-        if (version_of(self._binary) or (0, 0, 0)) >= (3, 5, 0):
+        self.version = version_of(self._binary)
+        if (self.version or (0, 0, 0)) >= (3, 5, 0):
             argv += ["--unsafe-no-fsync"]  # its data dies with the run anyway
         return argv
 

@@ -24,6 +24,7 @@ from elasticd.cli.doctor.facts import (
     TorchFacts,
 )
 from elasticd.cli.doctor.judge import GIB, MIB, Finding, Grade
+from elasticd.etcd.embedded import fault_of
 from elasticd.etcd.examine import Certificate, Endpoint, Examined
 
 DAY = 86400.0
@@ -442,3 +443,14 @@ def test_people_are_told_what_to_do_and_programs_get_the_same() -> None:
 @pytest.mark.parametrize(("percent", "value"), [(50, 2.0), (99, 4.0), (1, 1.0), (100, 4.0)])
 def test_percentiles_are_values_that_were_seen(percent: float, value: float) -> None:
     assert judge.percentile([3.0, 1.0, 4.0, 2.0], percent) == value
+
+
+def test_the_etcd_of_standalone_runs_is_told_with_what_is_wrong_with_it() -> None:
+    assert judge.embedded("/bin/etcd", fault_of((3, 5, 30)), "").grade is Grade.FINE
+    old = judge.embedded("/bin/etcd", fault_of((3, 5, 1)), "")
+    assert old.grade is Grade.ADVICE
+    assert (
+        old.says
+        == "standalone runs use /bin/etcd: etcd 3.5.1 may damage its data when it is killed under load"
+    )
+    assert judge.embedded("", "", "no etcd server was found").grade is Grade.ADVICE

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
+from elasticd.etcd.embedded import fault_of, find_etcd, version_of
 from elasticd.etcd.registry import standalone_runs
 from tests.e2e.harness import Cluster, await_end, marked
 
@@ -77,6 +79,18 @@ try:
 except OSError as error:
     print(type(error).__name__)
 """
+
+
+def test_an_old_etcd_is_warned_of_once_on_a_machine(clusters: MakeCluster, tmp_path: Path) -> None:
+    said = []
+    for _ in range(2):
+        cluster = clusters(None)
+        (a,) = cluster.start("a", slots=1, env={"XDG_STATE_HOME": str(tmp_path / "state")})
+        cluster.world(1)
+        cluster.finishes(a)
+        said.append([line["why"] for line in a.find("etcd.old")])
+    fault = fault_of(version_of(find_etcd()))
+    assert said == [[fault] if fault else [], []]
 
 
 def test_it_goes_on_when_its_etcd_is_killed(alone: Cluster) -> None:

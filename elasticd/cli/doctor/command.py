@@ -34,6 +34,7 @@ from elasticd.cli.say import say
 from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports
+from elasticd.etcd.embedded import fault_of, find_etcd, version_of
 from elasticd.etcd.errors import StoreError
 from elasticd.etcd.examine import Examined, examine
 from elasticd.telemetry import words
@@ -99,7 +100,9 @@ def _examination(
         imports = pool.submit(ask_imports, script, module=module) if script is not None else None
         examined = examine(access) if access is not None else None
         reached = look_at_address(own.strip("[]"), endpoints, _peers(access, examined, job, own))
-        if examined is not None:
+        if examined is None:
+            yield _embedded()
+        else:
             yield from judge.etcd(examined, node_ttl_s)
             yield from judge.certificates(examined, time.time())
             yield from judge.clock(examined)
@@ -114,6 +117,16 @@ def _examination(
         yield from judge.torch(torch.result())
         if imports is not None:
             yield from judge.imports(imports.result())
+
+
+def _embedded() -> Finding:
+    """The etcd of standalone runs."""
+    try:
+        binary = find_etcd()
+    except FileNotFoundError as error:
+        return judge.embedded("", "", str(error))
+    version = version_of(binary)
+    return judge.embedded(f"{binary}", fault_of(version), "")
 
 
 def _peers(

@@ -116,6 +116,17 @@ def _pace(good: Sequence[Endpoint], node_ttl_s: float) -> Finding:
     return _fine("etcd", f"{answer}; {said}")
 
 
+def embedded(binary: str, fault: str, missing: str) -> Finding:
+    """The etcd that a standalone run starts. ``missing``: why there is none."""
+    if missing:
+        return _advice("etcd", f"no standalone run is possible: {missing}", "install etcd, or use --etcd")
+    if fault:
+        return _advice(
+            "etcd", f"standalone runs use {binary}: {fault}", "put a newer etcd on PATH, or use --etcd"
+        )
+    return _fine("etcd", f"standalone runs use {binary}")
+
+
 def _version(version: str) -> Iterator[Finding]:
     numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
     line, patch = numbers[:2], numbers[2] if len(numbers) > 2 else 0
