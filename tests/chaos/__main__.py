@@ -21,6 +21,7 @@ from tests.chaos.schedule import SORTS, Plan, draw
 from tests.k8s.network import why_not
 
 _INSIDE = "CHAOS_INSIDE"
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
@@ -50,14 +51,21 @@ def main() -> int:
     if _INSIDE not in os.environ:  # what is mounted from here on is seen by nobody else, and gone with us
         os.environ[_INSIDE] = "1"
         os.execvp("unshare", ["unshare", "--mount", sys.executable, "-m", "tests.chaos", *sys.argv[1:]])
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # which leaves nothing behind
+    for number in _ENDS:
+        signal.signal(number, _end)
     options = "".join(
         f" --{name} {value}"
         for name, value in (("episodes", asked.episodes), ("only", asked.only), ("busy", asked.busy))
         if value
     )
     return play(seed, asked, only, options)
+
+
+def _end(number: int, _: object) -> None:
+    """Leave nothing behind, also where it is said twice."""
+    for one in _ENDS:
+        signal.signal(one, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def play(seed: int, asked: argparse.Namespace, only: frozenset[str], options: str) -> int:

@@ -269,7 +269,7 @@ class Nemesis:
     # ------------------------------------------------------------ the whole of it
 
     def run(self, until: float) -> None:
-        """``until``: when (``time.monotonic``) no further episode begins. Raises Broken."""
+        """``until``: when (``time.monotonic``) no episode begins any more but the first. Raises Broken."""
         plan = self.plan
         for number in range(plan.nodes - plan.late):
             self._begin(self._name(number))
@@ -280,7 +280,7 @@ class Nemesis:
         self._tell(f"trains; the job had {self._forming_s:.1f} s for that")
         self._size = plan.size
         for number, episode in enumerate(plan.episodes):
-            if time.monotonic() > until:
+            if number and time.monotonic() > until:
                 self._tell(f"no time is left for episodes {number} to {len(plan.episodes) - 1}")
                 break
             self._play(number, episode)
