@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticd.core.auditlog import BadNote, Committed, Entered, Note, Took, Weights, unpack
+from elasticd.core.auditlog import BadNote, Committed, Entered, Gap, Note, Took, Weights, unpack
 from elasticd.core.order import Order, known
 
 NAMED_MAX = 20  # samples by name; of the rest the positions are enough
@@ -95,7 +95,17 @@ class Damaged:
     why: str
 
 
-Finding = Lost | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | Diverged | Damaged
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A worker could not write its notes for a while; ``step``: from which on it could again."""
+
+    file: str
+    step: int
+    notes: int
+    why: str
+
+
+Finding = Lost | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | Diverged | Damaged | Interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +193,8 @@ def _lives(
     for number, note in notes:
         if isinstance(note, BadNote):
             findings.append(Damaged(name, number, str(note)))
+        elif isinstance(note, Gap):
+            findings.append(Interrupted(name, note.step, note.notes, note.why))
         elif isinstance(note, Entered):
             if life is not None:
                 yield life

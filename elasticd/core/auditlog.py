@@ -82,7 +82,16 @@ class Weights:
     digest: str
 
 
-Note = Entered | Took | Committed | Weights
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """So many notes before this one could not be written, and why; those of ``step`` on are there again."""
+
+    step: int
+    notes: int
+    why: str
+
+
+Note = Entered | Took | Committed | Weights | Gap
 
 
 def encode(note: Note) -> bytes:
@@ -99,6 +108,8 @@ def encode(note: Note) -> bytes:
             said = {"is": "committed", "step": step, "covers": covers}
         case Weights(step, digest):
             said = {"is": "weights", "step": step, "digest": digest}
+        case Gap(step, notes, why):
+            said = {"is": "gap", "step": step, "notes": notes, "why": why}
     return json.dumps(said, separators=(",", ":")).encode() + b"\n"
 
 
@@ -121,6 +132,8 @@ def decode(line: bytes) -> Note:
                 return Committed(step, covers)
             case {"is": "weights", "step": int(step), "digest": str(digest)}:
                 return Weights(step, digest)
+            case {"is": "gap", "step": int(step), "notes": int(notes), "why": str(why)}:
+                return Gap(step, notes, why)
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, BadNote):
             raise
@@ -173,7 +186,7 @@ def as_of(files: Mapping[str, tuple[bytes, int]]) -> dict[str, Numbered]:
         for i, (number, note) in enumerate(_by_round(notes, before)):
             if number > newest:
                 break
-            if number < newest or isinstance(note, BadNote | Entered | Took) or note.step <= last:
+            if number < newest or isinstance(note, BadNote | Entered | Took | Gap) or note.step <= last:
                 seen[name].append(notes[i])
     return seen
 

@@ -13,6 +13,7 @@ from elasticd.core.audit import (
     Diverged,
     Epoch,
     Finding,
+    Interrupted,
     Jumped,
     Lost,
     Mistaken,
@@ -80,6 +81,10 @@ def finding(found: Finding) -> str:
             return f"after step {step} weights differ between ranks: {_by_digest(digests)}"
         case Damaged(file, line, why):
             return f"{Path(file).name}, line {line}: {why}"
+        case Interrupted(file, step, notes, why):
+            return (
+                f"{Path(file).name}: {count(notes, 'note')} before step {step} could not be written ({why})"
+            )
         case _:
             assert_never(found)
 

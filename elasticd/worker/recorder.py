@@ -6,6 +6,7 @@ killed takes nothing of it along.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import logging
@@ -25,6 +26,7 @@ from elasticd.core.auditlog import (
     VARIABLE,
     Committed,
     Entered,
+    Gap,
     Note,
     Took,
     Weights,
@@ -43,20 +45,20 @@ class Recorder:
         self._series, self._every = series, every
         self._file: int | None = None
         self._turn = 0
-        name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
+        self._path = folder / f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
+        self._round: Entered | None = None  # that notes belong to, where it is not written yet
+        self._lost, self._why = 0, ""  # notes since the last that could be written
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            self._file = os.open(folder / name, flags, 0o644)
+            self._open()
         except OSError as error:
-            self._give_up(error)
+            self._miss(error, 0)
 
     def entered(
         self, round: int, rank: int, world: int, step: int, data: tuple[int, int, dict[str, Any]] | None
     ) -> None:
         """``data``: epoch, position and facts."""
         epoch, position, facts = data or (0, 0, None)
-        self._note(Entered(round, rank, world, step, self._series, epoch, position, facts))
+        self._note(Entered(round, rank, world, step, self._series, epoch, position, facts), step)
 
     def took(self, step: int, turn: int, share: Share, lost: Iterable[tuple[Fetched, torch.Tensor]]) -> None:
         """Before anybody can commit it. ``step``: the first that is not committed; ``turn``: how many batches
@@ -68,35 +70,59 @@ class Recorder:
             parts.append((fetched.part.samples.start, len(fetched.part.samples), float(loss)))
             ids += fetched.ids
         batch = share.batch
-        self._note(Took(step, turn, batch.epoch, batch.first, batch.samples, tuple(parts), pack(ids)))
+        self._note(Took(step, turn, batch.epoch, batch.first, batch.samples, tuple(parts), pack(ids)), step)
 
     def committed(self, step: int, learned: Iterable[torch.Tensor], covers: int = 1) -> None:
         """``covers``: how many steps the commit is of; with it so many are committed as ``step`` says."""
-        self._note(Committed(step, covers))
+        self._note(Committed(step, covers), step)
         if step // self._every > (step - max(1, covers)) // self._every:
             self.learned(step, learned)
 
     def learned(self, step: int, tensors: Iterable[torch.Tensor]) -> None:
         """Of all that has been learned until then."""
-        if self._file is not None:
-            self._note(Weights(step, digest(tensors)))
+        if not self._why:  # which takes long
+            self._note(Weights(step, digest(tensors)), step)
 
-    def _note(self, note: Note) -> None:
-        if self._file is None:
-            return
-        line = encode(note)
+    def _note(self, note: Note, step: int) -> None:
+        """What the disk would not take is missing, which is noted as soon as it takes something again."""
+        if isinstance(note, Entered):
+            self._round = note
+        behind = [Gap(step, self._lost, self._why)] if self._lost else []
+        of_round = [self._round] if self._round is not None and self._round is not note else []
+        lines = b"".join(encode(each) for each in (*of_round, *behind, note))
         try:
-            if os.write(self._file, line) < len(line):
-                raise OSError(0, "the disk took only part of a line")
-        except OSError as error:  # what follows half a line could not be read
-            self._give_up(error)
+            if self._file is None:
+                self._open()
+            self._write(lines)
+        except OSError as error:
+            self._miss(error, 1)
+            return
+        if self._lost:
+            _log.warning("notes for an audit go on: %d of them are missing", self._lost)
+        self._round, self._lost, self._why = None, 0, ""
 
-    def _give_up(self, error: OSError) -> None:
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(self._path, flags, 0o644)
+
+    def _write(self, lines: bytes) -> None:
+        """All of it or nothing: what follows half a line could not be read."""
+        assert self._file is not None
+        end = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._file, end)
+            raise
+
+    def _miss(self, error: OSError, notes: int) -> None:
         """Training goes on; the audit will miss what is not here, and say so."""
-        _log.warning("no more is noted for an audit: %s", error.strerror)
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if not self._why:
+            self._why = error.strerror or str(error)
+            _log.warning("nothing is noted for an audit until it can be written again: %s", self._why)
+        self._lost += notes
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

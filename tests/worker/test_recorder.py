@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,30 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.core.auditlog import FOLDER, VARIABLE, Committed, Entered, Note, Took, Weights, lines, unpack
+from elasticd.core.audit import judge
+from elasticd.core.auditlog import (
+    FOLDER,
+    VARIABLE,
+    Committed,
+    Entered,
+    Gap,
+    Note,
+    Took,
+    Weights,
+    decode,
+    lines,
+    unpack,
+)
+from elasticd.telemetry.auditwords import finding
 from elasticd.worker.data import Data
 from elasticd.worker.recorder import Recorder, digest, recorder
+
+
+def may_mount() -> bool:
+    try:
+        return not subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode
+    except FileNotFoundError:
+        return False
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
@@ -96,24 +119,84 @@ def test_without_data_the_commits_are_noted(folder):
     assert [type(note) for note in noted(folder)] == [Entered, Committed]
 
 
-def test_a_full_disk_ends_the_notes_with_a_torn_line_and_not_the_training(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_leaves_a_gap_that_is_told_and_no_torn_line(tmp_path, monkeypatch, caplog):
     notes = Recorder(tmp_path)
     notes.entered(1, 0, 1, 0, None)
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
     with caplog.at_level(logging.WARNING):
-        notes.committed(1, [])
+        for step in (1, 2):
+            notes.committed(step, [])
+        notes.entered(2, 0, 1, 2, None)
+    assert noted(tmp_path) == [Entered(1, 0, 1, 0)], "half a line is none, and is not left there"
     monkeypatch.undo()
-    notes.committed(2, [])
-    assert noted(tmp_path) == [Entered(1, 0, 1, 0)]
-    assert "no more is noted for an audit" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        notes.committed(3, [])
+        notes.committed(4, [])
+    full = os.strerror(errno.ENOSPC)
+    assert noted(tmp_path) == [
+        Entered(1, 0, 1, 0),
+        Entered(2, 0, 1, 2),
+        Gap(3, 3, full),
+        Committed(3),
+        Committed(4),
+    ]
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"nothing is noted for an audit until it can be written again: {full}",
+        "notes for an audit go on: 3 of them are missing",
+    ]
+    files = {str(path): lines(path.read_bytes()) for path in tmp_path.iterdir()}
+    assert any("3 notes before step 3 could not be written" in finding(f) for f in judge(files).findings)
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+@pytest.mark.skipif(not may_mount(), reason="nothing may be mounted here")
+def test_a_recorder_on_a_disk_that_was_full_goes_on_when_there_is_room():
+    inside = 'd=$(mktemp -d) && mount -t tmpfs -o size=64k t $d && exec "$@" $d'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", inside, "sh", sys.executable, "-c", FULL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    gaps = [note for note in map(decode, done.stdout.encode().splitlines()) if isinstance(note, Gap)]
+    assert len(gaps) == 1 and gaps[0].why == os.strerror(errno.ENOSPC) and gaps[0].notes > 0
+
+
+FULL = """
+import sys
+from pathlib import Path
+from elasticd.worker.recorder import Recorder
+disk = Path(sys.argv[1])
+notes = Recorder(disk / "audit")
+notes.entered(1, 0, 1, 0, None)
+with open(disk / "junk", "wb", buffering=0) as junk:
+    try:
+        while True:
+            junk.write(bytes(4096))
+    except OSError:
+        pass
+for step in range(1, 400):
+    notes.committed(step, [])
+(disk / "junk").unlink()
+notes.committed(400, [])
+print(next((disk / "audit").iterdir()).read_text(), end="")
+"""
+
+
+def test_a_folder_that_can_be_made_later_only_is_used_from_then_on(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     notes = Recorder(tmp_path / "file" / FOLDER)
     notes.entered(1, 0, 1, 0, None)
     assert os.strerror(errno.ENOTDIR) in caplog.text
+    (tmp_path / "file").unlink()
+    notes.committed(1, [])
+    assert noted(tmp_path / "file" / FOLDER) == [
+        Entered(1, 0, 1, 0),
+        Gap(1, 1, os.strerror(errno.ENOTDIR)),
+        Committed(1),
+    ]
 
 
 def test_digests_tell_types_shapes_and_bits():
