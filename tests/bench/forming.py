@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import IO
 
 from elasticd.core import agent as agents
 from elasticd.core.agent import Identity
 from elasticd.core.facts import Exit, Limits, Policy, Spec
 from elasticd.core.messages import Tick
-from elasticd.core.ports import Assignment
+from elasticd.core.ports import Assignment, WorkerNews
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -40,12 +44,22 @@ class _NoWorkers:
 
     started: Callable[[], None]
 
+    def listen(self, news: Callable[[WorkerNews], None]) -> None: ...
+
+    def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None: ...
+
+    def part(
+        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    ) -> None: ...
+
+    def go_on(self, slots: tuple[int, ...]) -> None: ...
+
     def start(
         self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
     ) -> None:
         self.started()
 
-    def stop(self, signal: int, grace_s: float) -> None: ...
+    def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None: ...
 
     def fence(self, until: float | None) -> None: ...
 
@@ -93,7 +107,7 @@ class _Fleet:
                     procs=_NoWorkers(formed),
                     stores=_NoStore(),
                     assign=lambda round, member: (),
-                    assign_standbys=lambda slots, began: (),
+                    assign_standbys=lambda slots: (),
                     process_alive=lambda pid: True,
                     post=lambda event, n=n: self.inbox.put((n, event)),  # type: ignore[misc]
                     say=lambda reason: None,
@@ -150,12 +164,29 @@ def c10d_main(endpoint: str, job: str, total: int, first: int, count: int) -> No
     os._exit(0)
 
 
+class Broken(Exception):
+    """A process of the fleet ended by itself: there is nothing to measure."""
+
+
+def _require_alive(fleet: Sequence[subprocess.Popen[str]], said: Sequence[IO[str]]) -> None:
+    for p, errors in zip(fleet, said, strict=True):
+        if p.poll() not in (None, -signal.SIGKILL):  # ours, when the time is over
+            errors.seek(0)
+            raise Broken(f"a process of the fleet ended with {p.returncode}:\n{errors.read()[-3000:]}")
+
+
 def _measure(kind: str, endpoint: str, total: int, timeout_s: float) -> float | None:
     """Seconds from the word "go" until the last agent has its world; None after the timeout."""
+    with ExitStack() as cleanup:
+        return _measured(kind, endpoint, total, timeout_s, cleanup)
+
+
+def _measured(kind: str, endpoint: str, total: int, timeout_s: float, cleanup: ExitStack) -> float | None:
     processes = min(PROCESSES_MAX, total)
     job = f"form-{uuid.uuid4().hex[:8]}"
     shares = [total // processes + (i < total % processes) for i in range(processes)]
-    fleet = []
+    fleet: list[subprocess.Popen[str]] = []
+    said = [cleanup.enter_context(tempfile.TemporaryFile("w+")) for _ in shares]  # noqa: SIM115
     for i, share in enumerate(shares):
         args = (endpoint, job, total, sum(shares[:i]), share)
         call = f"from tests.bench.forming import {kind}; {kind}{args!r}"
@@ -164,7 +195,7 @@ def _measure(kind: str, endpoint: str, total: int, timeout_s: float) -> float | 
                 [sys.executable, "-c", call],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=said[i],
                 text=True,
             )
         )
@@ -172,7 +203,11 @@ def _measure(kind: str, endpoint: str, total: int, timeout_s: float) -> float | 
     alarm.start()
     try:
         for p in fleet:
-            assert p.stdout and p.stdout.readline() == "ready\n", "a fleet process did not start"
+            assert p.stdout
+            if p.stdout.readline() != "ready\n":
+                p.wait()
+                _require_alive(fleet, said)
+                raise Broken("a process of the fleet did not start in time")
         limit = threading.Timer(timeout_s, lambda: [p.kill() for p in fleet])
         limit.start()
         began = time.monotonic()
@@ -183,6 +218,10 @@ def _measure(kind: str, endpoint: str, total: int, timeout_s: float) -> float | 
         ends = [p.stdout.readline() for p in fleet if p.stdout]
         limit.cancel()
         if not all(ends):
+            for p, end in zip(fleet, ends, strict=True):
+                if not end:
+                    p.wait()
+            _require_alive(fleet, said)
             return None
         return max(float(json.loads(e)["formed_at"]) for e in ends) - began
     finally:
