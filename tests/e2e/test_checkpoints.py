@@ -22,7 +22,7 @@ def test_a_job_goes_on_from_what_its_node_has_in_memory_and_commits_it_all(tmp_p
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert job.returncode == 0, job.stderr[-3000:]
     assert '"event": "checkpoint.committed"' in job.stderr and '{"step": 10, ' in job.stderr, (
