@@ -66,9 +66,11 @@ class Hand:
 class Crew:
     """``hands``: every worker there ever was, in the order of their start."""
 
+    preload = ("tests.worker.jobs",)  # what workers are forked from has imported these
+
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.worker.jobs"])
+        self._context.set_forkserver_preload([*self.preload])
         self.address = f"elasticd-test-{os.getpid()}-{next(_addresses)}"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + self.address)

@@ -1,0 +1,350 @@
+"""``python -m tests.worker.chaos``: scripts, faults and moments drawn from a seed, each run compared with an
+undisturbed one of the same script.
+
+Workers are real processes, really killed and stopped; what an agent does for them the crew does. Compared is
+all that training leads to (bit for bit in consistent mode, else within rounding), and a ledger that the
+script itself keeps: what is committed has used each sample once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.worker import chaosjob
+from tests.worker.chaosjob import BATCH, EPOCHS, SAMPLES, Fault, Script
+from tests.worker.crew import Crew, Hand
+
+PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "90"))
+PAUSE_S = 0.3  # for which a worker stays stopped, before it goes on or its agent has noticed
+TOLERANCE = 1e-6  # of sums in another order, in float64
+POINTS = (
+    "start", "fetched", "forward", "backward", "summed", "unscaled", "in the optimizer", "after an optimizer",
+    "stepped", "in commit", "committed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``workers``: to begin with. ``again``: whether another comes for each that dies."""
+
+    script: Script
+    workers: int
+    faults: tuple[Fault, ...]
+    again: bool
+
+    def __str__(self) -> str:
+        plain = Script()
+        said = {k: v for k, v in asdict(self.script).items() if v != getattr(plain, k) and k != "seed"}
+        faults = ", ".join(f"{f.kind} {f.who} at {f.point} {f.step}" for f in self.faults)
+        return f"{said or 'plain'}; {self.workers} workers{', replaced' * self.again}; {faults}"
+
+
+def draw(seed: int) -> Plan:
+    chance = random.Random(f"chaos {seed}")
+    data = chance.choice(["numbers", "map", "map", "stream", "sharding"])
+    consistent = data != "numbers" and chance.random() < 0.5
+    kind = chance.choice(["mlp", "mlp", "bn" if consistent else "mlp", "gan", "two"])
+    closure = kind != "gan" and chance.random() < 0.1
+    scaler = not closure and chance.random() < 0.25
+    every = 1 if closure else chance.choice([1, 1, 1, 2, 3])
+    static = data == "numbers" and chance.random() < 0.2
+    script = Script(
+        data=data,
+        consistent=consistent,
+        kind=kind,
+        optimizer="closure" if closure else chance.choice(["sgd", "adamw", "amsgrad", "rmsprop", "fused"]),
+        scaler=scaler,
+        every=every,
+        accumulate=1 if static else chance.choice([1, 1, 2]),
+        loaders=chance.choice([0, 0, 1, 2]) if data != "numbers" else 0,
+        schedule="" if scaler else chance.choice(["", "exponential", "onecycle", "warm"]),
+        clip=not closure and chance.random() < 0.4,
+        ddp="" if consistent else "static" if static else chance.choice(["", "unused", "view", "small"]),
+        wrapper=chance.choice(["", "", "exits", "cleans"]),
+        twice=chance.random() < 0.2,
+        checkpoints=chance.random() < 0.15,
+        seed=chance.randrange(1000),
+    )
+    workers = chance.randint(1, 4)
+    faults = [
+        fault for _ in range(chance.choice([1, 1, 2, 3])) for fault in _at_once(chance, workers, script.steps)
+    ]
+    return Plan(script, workers, tuple(faults), again=chance.random() < 0.5)
+
+
+def _at_once(chance: random.Random, workers: int, steps: int) -> Iterator[Fault]:
+    """One fault, or two of two workers."""
+    step = chance.randrange(steps)
+    for who in chance.sample(range(workers + 1), 2 if chance.random() < 0.25 else 1):
+        kind = chance.choice(["kill", "kill", "kill", "stop", "pause", "fail", "drain", "grow"])
+        if chance.random() < 0.2 and kind in ("kill", "stop"):
+            yield Fault(kind, who, chance.choice(chaosjob.OUTSIDE), chance.choice([1, 2, 2]))
+        else:
+            yield Fault(kind, who, chance.choice(POINTS), step)
+
+
+# ---------------------------------------------------------------- a run
+
+
+class Agent(Crew):
+    """Sees to one training, until it is over."""
+
+    preload = ("tests.worker.chaosjob",)
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        super().__init__()
+        self.plan, self.folder = plan, folder
+        self._wishes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._wishes.bind("\0" + self.address + "-wishes")
+        self._selector.register(self._wishes, 1, self._wish)
+        self._later: list[tuple[float, Any]] = []
+        self._coming: list[Hand] = []
+        self.drained: list[Hand] = []
+        self.lost = 0  # workers that were replaced
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._wishes.close()
+
+    def add(self) -> Hand:
+        number = len(self.hands)
+        faults = [asdict(f) for f in self.plan.faults if f.who == number]
+        script = asdict(self.plan.script)
+        wishes = self.address + "-wishes"
+        return self.start(chaosjob.work, str(self.folder), str(number), script, faults, wishes)
+
+    def see_through(self) -> None:
+        """Raises AssertionError where it does not come to an end."""
+        for _ in range(self.plan.workers):
+            self.add()
+        self._until(lambda: all(h.waiting or h.status is not None for h in self.hands))
+        self.form(*[h for h in self.hands if h.waiting])
+        self._until(self._is_over)
+
+    def _is_over(self) -> bool:
+        ended = all(h.status is not None for h in self.hands if h not in self.drained)
+        return ended and any(h.status == 0 for h in self.hands)
+
+    def _until(self, condition: Any) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            now = time.monotonic()
+            assert now < deadline, f"did not come to its end: {self}"
+            for due, act in [entry for entry in self._later if entry[0] <= now]:
+                self._later.remove((due, act))
+                act()
+            wait = min([deadline, *(due for due, _ in self._later)]) - now
+            for key, _ in self._selector.select(max(0.0, wait)):
+                key.data()
+            self._care()
+
+    def _care(self) -> None:
+        if not self.round:
+            return
+        self._go_on()
+        alive = [h for h in self.members if h.status is None]
+        over = any(h.done or h.status == 0 for h in self.members)
+        lost = sum(h.status is not None for h in self.hands)
+        if not over and lost > self.lost and (self.plan.again or not alive):
+            self.lost = lost
+            assert len(self.hands) < 14, f"one worker dies after the other: {self}"
+            self._coming.append(self.add())
+        ready = [h for h in self._coming if h.waiting or h.status is not None]
+        if over or not ready:
+            return
+        if not alive:
+            self._coming = []
+            self.form(*[h for h in self.hands if h.waiting and h.status is None and not h.shunned])
+        elif not self.closing:
+            self._coming = [h for h in self._coming if h not in ready]
+            if any(h.waiting for h in ready):
+                self.close(planned=True)
+
+    def _wish(self) -> None:
+        kind, pid = self._wishes.recv(100).decode().split()
+        hand = next(h for h in self.hands if h.process.pid == int(pid))
+        if kind in ("stop", "pause"):
+            number = signal.SIGKILL if kind == "stop" else signal.SIGCONT
+            self._later.append((time.monotonic() + PAUSE_S, lambda: self._signal(hand, number)))
+        elif kind == "grow":
+            self._coming.append(self.add())
+        elif kind == "drain" and not self.closing and len(self.members) > 1 and hand in self.members:
+            hand.shunned = True
+            self.drained.append(hand)
+            self.close(planned=True, going=(hand,))
+
+    @staticmethod
+    def _signal(hand: Hand, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(hand.process.pid, number)
+
+
+# ---------------------------------------------------------------- what came of it
+
+
+def differences(agent: Agent, folder: Path, alone: Path, plan: Plan) -> list[str]:
+    """In what the run is not as it should be."""
+    found = []
+    failed = {f.who for f in plan.faults if f.kind == "fail"}
+    for number, hand in enumerate(agent.hands):
+        fine = hand.status in (0, -signal.SIGKILL, None) or (hand.status == 1 and number in failed)
+        if not fine:
+            found.append(f"worker {number} ended with {hand.status}: {_last(folder / f'{number}.err')}")
+    expected = json.loads((alone / "alone.outcome").read_text())
+    for path in sorted(folder.glob("*.outcome")):
+        found += _against(path.stem, json.loads(path.read_text()), expected, plan.script.consistent)
+    return found + _ledger(folder, plan.script)
+
+
+def _last(errors: Path) -> str:
+    lines = errors.read_text().strip().splitlines() if errors.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "nothing said")[:300]
+
+
+def _against(name: str, mine: dict[str, Any], other: dict[str, Any], consistent: bool) -> list[str]:
+    said = [f"worker {name}: {k} is {v}, not {other['plain'][k]}" for k, v in mine["plain"].items()
+            if not _close(v, other["plain"][k])]  # fmt: skip
+    if consistent:
+        if mine["digest"] != other["digest"]:
+            said.append(f"worker {name}: other bits")
+        return said
+    for key, values in other["tensors"].items():
+        if not _close(mine["tensors"].get(key), values):
+            said.append(f"worker {name}: {key} is {mine['tensors'].get(key)}, not {values}"[:200])
+            break
+    return said
+
+
+def _close(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_close, one, other))
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(one == other)
+
+
+def _ledger(folder: Path, script: Script) -> list[str]:
+    """Each sample once an epoch, in what is committed: a round begins after some step, and what rounds before
+    had committed after that is no more."""
+    begins: dict[int, int] = {}
+    last: dict[int, int] = defaultdict(int)
+    took: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
+    for path in folder.glob("*.ledger"):
+        number, fresh = 0, -1
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            if "entered" in entry:
+                number, fresh = entry["entered"], -1
+                if begins.setdefault(number, entry["step"]) != entry["step"]:
+                    return [f"round {number} begins after steps {begins[number]} and {entry['step']}"]
+            elif "took" in entry:
+                if entry["took"] != fresh:
+                    took[number, entry["took"]][path.stem] = []
+                    fresh = entry["took"]
+                took[number, fresh][path.stem] += entry["ids"]
+            else:
+                last[number] = max(last[number], entry["committed"])
+    made: dict[int, int] = {}
+    for number in sorted(begins):
+        made = {step: by for step, by in made.items() if step < begins[number]}
+        made |= dict.fromkeys(range(begins[number], last[number]), number)
+    if sorted(made) != list(range(script.steps)):
+        return [f"committed are steps {sorted(made)}, not {script.steps}"]
+    used = [Counter(i for ids in took[by, step].values() for i in ids) for step, by in sorted(made.items())]
+    if script.data == "numbers":
+        whole = [Counter((step * BATCH + i) % SAMPLES for i in range(BATCH)) for step in range(script.steps)]
+        wrong = [step for step, ids in enumerate(used) if ids != whole[step]]
+        return [f"steps {wrong} used other samples: {[used[s] for s in wrong][:2]}"] if wrong else []
+    each = script.steps // EPOCHS
+    found = []
+    for epoch in range(EPOCHS):
+        all_of = sum(used[epoch * each : (epoch + 1) * each], Counter())
+        if all_of != Counter(range(SAMPLES)):
+            lost, more = Counter(range(SAMPLES)) - all_of, all_of - Counter(range(SAMPLES))
+            found.append(f"epoch {epoch}: lost {sorted(lost)}, too often {sorted(more.elements())}")
+    return found
+
+
+def run(seed: int, plan: Plan | None = None) -> list[str]:
+    """What is wrong with the run of that seed; nothing, if it is as it should be."""
+    plan = plan or draw(seed)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    alone = folder / "alone"
+    disturbed = folder / "disturbed"
+    for place in (alone, disturbed):
+        place.mkdir()
+    try:
+        with Agent(plan, disturbed) as agent:
+            undisturbed = agent._context.Process(
+                target=chaosjob.work, args=("", str(alone), "alone", asdict(plan.script), [], "")
+            )
+            undisturbed.start()
+            try:
+                agent.see_through()
+            except AssertionError as error:
+                stands = [h for h in agent.hands if h.status is None]
+                for hand in stands:
+                    os.kill(hand.process.pid, signal.SIGUSR1)  # its stack, into its errors
+                time.sleep(1.0 if stands else 0.0)
+                if os.environ.get("CHAOS_KEEP"):
+                    shutil.copytree(folder, os.environ["CHAOS_KEEP"], dirs_exist_ok=True)
+                errors = [_last(disturbed / f"{n}.err") for n in range(len(agent.hands))]
+                return [str(error).replace("\n", "; ")[:1500], *errors]
+            finally:
+                undisturbed.join(PATIENCE_S)
+                undisturbed.kill()
+                undisturbed.join()
+            if undisturbed.exitcode != 0:
+                return [f"alone it ended with {undisturbed.exitcode}: {_last(alone / 'alone.err')}"]
+            return differences(agent, disturbed, alone, plan)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def replay(seed: int) -> str:
+    return f"python -m tests.worker.chaos --seed {seed}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.worker.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--runs", type=int, default=1, help="how many seeds from there on")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other run after so long")
+    parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
+    asked = parser.parse_args()
+    began, failed, made = time.monotonic(), [], 0
+    for seed in range(asked.seed, asked.seed + asked.runs):
+        if time.monotonic() - began > 60 * asked.minutes:
+            break
+        started = time.monotonic()
+        wrong = run(seed)
+        made += 1
+        took_s = time.monotonic() - started
+        print(f"seed {seed}: {'WRONG' if wrong else 'right'} in {took_s:.1f} s; {draw(seed)}", flush=True)
+        if wrong:
+            failed.append(seed)
+            print(*(f"  {line}" for line in wrong), f"  replay: {replay(seed)}", sep="\n", flush=True)
+            if not asked.keep_going:
+                break
+    which = f": {failed}" if failed else ""
+    print(f"{made} runs in {time.monotonic() - began:.0f} s, {len(failed)} wrong{which}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

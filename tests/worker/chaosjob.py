@@ -1,0 +1,451 @@
+"""The script of a chaos run, put together as its plan says, and the faults that befall its worker.
+
+It keeps a ledger of its own: what it took in which step, and which steps it saw committed."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from elasticd import worker
+from elasticd.core.link import ADDRESS
+from elasticd.worker import exchange
+
+WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker tells of planned faults
+SAMPLES = 38
+EPOCHS = 2
+BATCH = 8
+OUTSIDE = ("forming", "sending", "receiving", "returned")
+
+
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports a great deal, and should not in each worker
+
+
+@dataclass(frozen=True)
+class Script:
+    """``data``: numbers, map, stream or sharding. ``every``: steps to a commit. ``wrapper``: what is around
+    the loop. ``twice``: whether ``steps`` is called once for each half of the training."""
+
+    data: str = "map"
+    consistent: bool = False
+    kind: str = "mlp"
+    optimizer: str = "sgd"
+    scaler: bool = False
+    every: int = 1
+    accumulate: int = 1
+    loaders: int = 0
+    schedule: str = ""
+    clip: bool = False
+    ddp: str = ""
+    wrapper: str = ""
+    twice: bool = False
+    checkpoints: bool = False
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return -(-SAMPLES // BATCH) * EPOCHS
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind``: kill, stop, pause, fail, drain, grow. Of worker ``who``, in the order of their start, at
+    ``point`` of ``step``; outside of steps the how-manieth time."""
+
+    kind: str
+    who: int
+    point: str
+    step: int
+
+
+# ---------------------------------------------------------------- data
+
+
+def sample(i: int, of: str) -> tuple[int, torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(i)
+    kind = torch.float32 if of == "consistent" else torch.float64
+    x = torch.randn(6, generator=source, dtype=kind)
+    return i, x, x.sum(0, keepdim=True).sin()
+
+
+class Indexed(Dataset[Any]):
+    def __init__(self, of: str) -> None:
+        self.of = of
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> Any:
+        return sample(i, self.of)
+
+
+class Flow(IterableDataset[Any]):
+    """``deals``: out to loading processes, as torch's documentation has it."""
+
+    def __init__(self, of: str, deals: bool) -> None:
+        self.of, self.deals, self.epoch = of, deals, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, by = (info.id, info.num_workers) if info is not None and self.deals else (0, 1)
+        return (sample((i * 7 + self.epoch) % SAMPLES, self.of) for i in range(first, SAMPLES, by))
+
+
+def data_of(script: Script) -> worker.Data | None:
+    of = "consistent" if script.consistent else ""
+    if script.data == "numbers":
+        return None
+    dataset = Indexed(of) if script.data == "map" else Flow(of, script.data == "sharding")
+    return worker.Data(
+        dataset,
+        global_batch=BATCH,
+        virtual_ranks=4,
+        accumulate=script.accumulate,
+        consistent=script.consistent,
+        seed=script.seed,
+        epochs=EPOCHS,
+        num_workers=script.loaders,
+    )
+
+
+# ---------------------------------------------------------------- faults
+
+
+class Faults:
+    """Those of this worker, in its own process."""
+
+    def __init__(self, faults: list[Fault], wishes: str) -> None:
+        self._ahead = list(faults)
+        self._wishes = wishes
+        self._seen: dict[str, int] = {}
+
+    def at(self, point: str, step: int) -> None:
+        for fault in [f for f in self._ahead if (f.point, f.step) == (point, step)]:
+            self._ahead.remove(fault)
+            self._befall(fault)
+
+    def count(self, point: str) -> None:
+        """Outside of steps."""
+        self._seen[point] = self._seen.get(point, 0) + 1
+        self.at(point, self._seen[point])
+
+    def wants(self, point: str, step: int) -> bool:
+        return any((f.point, f.step) == (point, step) for f in self._ahead)
+
+    def _befall(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "fail":
+                raise ValueError("a fault of the script's own")
+            case kind:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wishes:
+                    wishes.sendto(f"{kind} {os.getpid()}".encode(), "\0" + self._wishes)
+                if kind in ("stop", "pause"):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def trip_outside(faults: Faults) -> None:
+    init, begin, carry = dist.init_process_group, exchange._Chain.__init__, exchange._Chain.carry
+    carried = 0
+
+    def form(*args: Any, **kwargs: Any) -> None:
+        faults.count("forming")
+        init(*args, **kwargs)
+
+    def set_out(chain: Any, *args: Any) -> None:
+        nonlocal carried
+        carried = 0
+        begin(chain, *args)
+
+    def stumble(chain: Any, parcel: torch.Tensor) -> torch.Tensor:
+        nonlocal carried
+        carried += 1
+        if carried == 3:
+            faults.count("sending" if chain._before is None else "receiving")
+        return carry(chain, parcel)
+
+    dist.init_process_group = form
+    exchange._Chain.__init__, exchange._Chain.carry = set_out, stumble
+
+
+# ---------------------------------------------------------------- the script
+
+
+class Ledger:
+    def __init__(self, folder: Path, name: str) -> None:
+        self._file = os.open(folder / f"{name}.ledger", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, **what: Any) -> None:
+        os.write(self._file, json.dumps(what).encode() + b"\n")
+
+
+def build(script: Script) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+    torch.manual_seed(script.seed)
+    random.seed(script.seed)
+    torch.set_default_dtype(torch.float32 if script.consistent else torch.float64)
+    middle: list[nn.Module] = [nn.BatchNorm1d(8), nn.Dropout(0.1)] if script.kind == "bn" else []
+    model = nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, 1))
+    modules: dict[str, nn.Module] = {"model": model}
+    if script.kind == "two":
+        modules["head"] = nn.Linear(1, 1)
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    make = {
+        "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "adamw": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+        "amsgrad": functools.partial(torch.optim.Adam, lr=0.01, eps=1e-3, amsgrad=True, foreach=True),
+        "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
+        "fused": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True),
+        "closure": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    }[script.optimizer]
+    optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": make(parameters)}
+    if script.kind == "gan":
+        optimizers = {"optimizer": make(model[0].parameters()), "second": make(model[2].parameters())}
+    return modules, optimizers
+
+
+def schedule_of(script: Script, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    schedules = torch.optim.lr_scheduler
+    if script.schedule == "exponential":
+        return {"schedule": schedules.ExponentialLR(optimizer, 0.9)}
+    if script.schedule == "onecycle":
+        return {"schedule": schedules.OneCycleLR(optimizer, 0.05, total_steps=script.steps + 2)}
+    if script.schedule == "warm":
+        return {"schedule": schedules.CosineAnnealingWarmRestarts(optimizer, 3)}
+    return {}
+
+
+def wrap_of(script: Script) -> dict[str, Any]:
+    options = {
+        "unused": {"find_unused_parameters": True},
+        "view": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True},
+        "small": {"bucket_cap_mb": 0.0001},
+    }.get(script.ddp)
+    if options is None:
+        return {}
+    return {"wrap": lambda model: DistributedDataParallel(model, init_sync=False, **options)}
+
+
+class Training:
+    def __init__(self, script: Script, faults: Faults, ledger: Ledger, folder: Path) -> None:
+        self.script, self.faults, self.ledger = script, faults, ledger
+        modules, optimizers = build(script)
+        others: dict[str, Any] = {}
+        if script.scaler:
+            others["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        self.state = worker.State(
+            **modules,
+            **optimizers,
+            **others,
+            **schedule_of(script, optimizers["optimizer"]),
+            **wrap_of(script),
+            data=data_of(script),
+            checkpoints=str(folder / "checkpoints") if script.checkpoints else None,
+            seen=[],
+            total=0.0,
+        )
+        self.optimizers = optimizers
+        self.number = -1
+        register_optimizer_step_pre_hook(lambda *_: faults.at("in the optimizer", self.number))
+        register_optimizer_step_post_hook(lambda *_: faults.at("after an optimizer", self.number))
+        keep = self.state._committed.keep
+
+        def kept() -> None:
+            faults.at("in commit", self.number)
+            keep()
+
+        self.state._committed.keep = kept  # type: ignore[method-assign]
+
+    def loop(self, state: worker.State) -> None:
+        number = state._world.number if state._world is not None else 1
+        self.ledger.write(entered=number, step=state.step, rank=worker.rank(), world=worker.world_size())
+        halves = [self.script.steps // 2 // self.script.every * self.script.every, self.script.steps]
+        for until in halves if self.script.twice else halves[1:]:
+            for step in state.steps(until):
+                self.number = step if isinstance(step, int) else step.number
+                self.faults.at("start", self.number)
+                number = self.number + 1
+                commits = number % self.script.every == 0 or number == self.script.steps
+                self.make(step, commits)
+                if commits:
+                    self.commit()
+                self.faults.at("committed", self.number)
+
+    def commit(self) -> None:
+        before = self.state.step
+        try:
+            self.state.commit()
+        finally:
+            if self.state.step > before:
+                self.ledger.write(committed=self.state.step)
+
+    def make(self, step: Any, commits: bool) -> None:
+        """Gradients of all steps that a commit covers go into one update."""
+        self.state.seen.append(self.number)
+        if not commits:
+            self.gradients(step)
+            return
+        if self.script.optimizer == "closure":
+            for optimizer in self.optimizers.values():
+                optimizer.step(lambda: self.gradients(step))
+        else:
+            self.gradients(step)
+            self.update()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        self.faults.at("stepped", self.number)
+        if self.script.schedule:
+            self.state.schedule.step()
+
+    def gradients(self, step: Any) -> float:
+        if isinstance(step, int):
+            self.of_own_samples(step)
+        else:
+            for batch in step:
+                self.took(batch[0].tolist())
+                loss = self.loss(batch)
+                self.watch(loss)
+                step.backward(loss)
+        self.faults.at("summed", self.number)
+        return 0.0
+
+    def of_own_samples(self, step: int) -> None:
+        """Without Data: this rank's share of a batch, in micro-batches, as DDP scripts do it."""
+        whole = [(step * BATCH + i) % SAMPLES for i in range(BATCH)]
+        mine = whole[worker.rank() :: worker.world_size()]
+        self.took(mine)
+        pieces = [mine[k :: self.script.accumulate] for k in range(self.script.accumulate)]
+        for turn, piece in enumerate(pieces):
+            model = self.state.model
+            last = turn == len(pieces) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                ids, x, y = zip(*(sample(i, "") for i in piece), strict=True) if piece else ((), (), ())
+                if not piece:  # nothing of it is this rank's
+                    loss = model(torch.zeros(1, 6)).sum() * 0
+                else:
+                    share = len(piece) / BATCH * worker.world_size()
+                    loss = self.loss((ids, torch.stack(x), torch.stack(y))) * share
+                self.watch(loss)
+                self.scaled(loss).backward()
+
+    def took(self, ids: list[int]) -> None:
+        self.ledger.write(took=self.number, ids=ids)
+        self.faults.at("fetched", self.number)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        _, x, y = batch
+        out = self.state.model(x)
+        self.faults.at("forward", self.number)
+        loss = (out - y).square().mean()
+        return self.scaled(loss) if self.script.data != "numbers" else loss
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.state.scaler.scale(loss) if self.script.scaler else loss
+
+    def watch(self, loss: torch.Tensor) -> None:
+        if self.faults.wants("backward", self.number):
+            number = self.number
+            weight = next(iter(self.state._modules["model"].parameters()))
+            if weight.requires_grad:
+                weight.register_hook(lambda _: self.faults.at("backward", number))
+
+    def update(self) -> None:
+        for optimizer in self.optimizers.values():
+            if self.script.scaler:
+                self.state.scaler.unscale_(optimizer)
+                self.faults.at("unscaled", self.number)
+            if self.script.clip:
+                nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
+            if self.script.scaler:
+                self.state.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if self.script.scaler:
+            self.state.scaler.update()
+
+    def outcome(self) -> dict[str, Any]:
+        tensors: dict[str, list[float]] = {}
+        exact = hashlib.sha256()
+        for name, module in self.state._modules.items():
+            for key, tensor in module.state_dict().items():
+                tensors[f"{name}.{key}"] = tensor.double().flatten().tolist()
+                exact.update(tensor.contiguous().numpy().tobytes())
+        for name, optimizer in self.optimizers.items():
+            for number, values in optimizer.state_dict()["state"].items():
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        tensors[f"{name}.{number}.{key}"] = value.double().flatten().tolist()
+                        exact.update(value.contiguous().numpy().tobytes())
+        rates = [g["lr"] for o in self.optimizers.values() for g in o.param_groups]
+        scale = self.state.scaler.get_scale() if self.script.scaler else 1.0
+        plain = {"seen": self.state.seen, "rates": rates, "scale": scale, "step": self.state.step}
+        return {"tensors": tensors, "digest": exact.hexdigest(), "plain": plain}
+
+
+def work(
+    address: str, folder: str, name: str, script: dict[str, Any], faults: list[dict[str, Any]], wishes: str
+) -> None:
+    """One worker. Without an address: undisturbed, in a world of its own."""
+    torch.set_num_threads(1)
+    where = Path(folder)
+    sys.stderr = (where / f"{name}.err").open("w", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)  # what torch and the savers say, too
+    faulthandler.register(signal.SIGUSR1)
+    os.environ.pop(ADDRESS, None)
+    os.environ.pop("ELASTICD_SAVER", None)
+    if address:
+        os.environ[ADDRESS] = address
+    trips = Faults([Fault(**f) for f in faults], wishes)
+    trip_outside(trips)
+    plan = Script(**script)
+    training = Training(plan, trips, Ledger(where, name), where)
+    run = worker.run(within(plan.wrapper, training))
+    run(training.state)
+    trips.count("returned")
+    ended = where / f"{name}.outcome"
+    ended.write_text(json.dumps(training.outcome()))
+
+
+def within(wrapper: str, training: Training) -> Callable[[worker.State], None]:
+    """The loop in what scripts have around it."""
+
+    def exits(state: worker.State) -> None:
+        try:
+            training.loop(state)
+        except Exception as error:
+            print("training failed:", error, file=sys.stderr)
+            sys.exit(1)
+
+    def cleans(state: worker.State) -> None:
+        try:
+            training.loop(state)
+        finally:
+            time.sleep(0)
+            if training.state.step < training.script.steps:
+                raise OSError("nothing to clean up")
+
+    return {"": training.loop, "exits": exits, "cleans": cleans}[wrapper]
