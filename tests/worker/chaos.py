@@ -212,8 +212,10 @@ def differences(agent: Agent, folder: Path, alone: Path, plan: Plan) -> list[str
 
 
 def _last(errors: Path) -> str:
+    """What went wrong last, and what that came of."""
     lines = errors.read_text().strip().splitlines() if errors.exists() else []
-    return next((line for line in reversed(lines) if line.strip()), "nothing said")[:300]
+    said = [line for line in lines if line[:1].isalpha() and "Error" in line.partition(":")[0]]
+    return " <- ".join([*reversed(said[-3:])] or lines[-1:] or ["nothing said"])[:600]
 
 
 def _against(name: str, mine: dict[str, Any], other: dict[str, Any], consistent: bool) -> list[str]:
@@ -327,6 +329,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no other run after so long")
     parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its workers end with it
     began, failed, made = time.monotonic(), [], 0
     for seed in range(asked.seed, asked.seed + asked.runs):
         if time.monotonic() - began > 60 * asked.minutes:

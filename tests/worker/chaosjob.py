@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -415,6 +416,7 @@ def work(
     sys.stderr = (where / f"{name}.err").open("w", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)  # what torch and the savers say, too
     faulthandler.register(signal.SIGUSR1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
     os.environ.pop(ADDRESS, None)
     os.environ.pop("ELASTICD_SAVER", None)
     if address:
