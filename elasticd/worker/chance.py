@@ -77,6 +77,19 @@ def _digest(stand: Any) -> int:
     return int.from_bytes(summary.digest(), "little") >> 1
 
 
+class Drawn:
+    """A generator of the script's own, as a thing that has a state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.generator.set_state(state["state"].cpu())
+
+
 class Aside:
     """Random numbers of their own for what is done inside: a source that goes on where it stood, and
     leaves those outside as they were. Of CUDA's it knows nothing."""

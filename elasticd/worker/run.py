@@ -145,11 +145,12 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
 
 def _explain(error: BaseException) -> None:
     """Add what to do about it, where torch does not say."""
-    if isinstance(error, ValueError) and "Expected more than 1 value per channel when training" in str(error):
-        error.add_note(
-            "BatchNorm was given a single sample: the last batch of an epoch may leave a virtual rank, or "
-            "one of its accumulate pieces, no more; give Data drop_last=True, or a larger global_batch"
-        )
+    for led in what_led_to(error):
+        if isinstance(led, ValueError) and "Expected more than 1 value per channel when training" in str(led):
+            led.add_note(
+                "BatchNorm was given a single sample: an epoch's last batch may leave a virtual rank, or one of "
+                "its accumulate pieces, no more; give Data drop_last=True, or a larger global_batch"
+            )
 
 
 def _is_of_the_world(error: BaseException, world: World) -> bool:

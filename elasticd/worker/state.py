@@ -31,11 +31,11 @@ from elasticd.worker.plain import copied, require_sendable, unchanged, with_tens
 from elasticd.worker.rate import Following
 from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
-from elasticd.worker.step import Step
+from elasticd.worker.step import Micro, Step
 from elasticd.worker.trace import Trace
 from elasticd.worker.undo import Undo
 from elasticd.worker.world import World, WorldChanged
-from elasticd.worker.wrapping import SHARDED, Calls, Wrap, Wrapped, data_parallel, to_wrap
+from elasticd.worker.wrapping import SHARDED, Calls, Wrap, Wrapped, data_parallel, to_wrap, without_sums
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
@@ -63,8 +63,9 @@ class State:
 
     Others by name: modules and optimizers (a module that an optimizer trains is wrapped as the model is, and
     called by its name: ``state.head``); objects with ``state_dict`` and ``load_state_dict``, such
-    as a scheduler; and plain data (numbers, strings, tensors, containers of them), which is read and
-    set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``.
+    as a scheduler; a ``torch.Generator``; and plain data (numbers, strings, tensors, containers of them),
+    which is read and set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``. All of it is the
+    same in all workers: one that comes takes over what the others have.
 
     What lies in modules' parameters and optimizers is not copied. Where a step is abandoned after an
     optimizer has begun to change them, others' are taken, if any has them whole. ``undo``: copy them, too, at
@@ -117,6 +118,7 @@ class State:
         self._calls = Calls(())
         self._begun = 0  # steps that steps() has yielded since the last commit
         self._numbers_only = False  # steps() is under way, without data
+        self._micro: Micro | None = None
         self._looked = 0  # for what was changed after a commit
         self._said_late = False
         self._used = 0  # samples of the steps that are over and not committed
@@ -163,6 +165,8 @@ class State:
         elif isinstance(value, Optimizer):
             self._optimizers[name] = value
             value.register_step_pre_hook(self._before_step)
+        elif isinstance(value, torch.Generator):
+            self._stateful[name] = chance.Drawn(value)
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             self._stateful[name] = value
         else:
@@ -226,9 +230,10 @@ class State:
             self._wrap, self._world, sums_per_step=self._data is not None
         )
 
-    def steps(self, until: int | None = None) -> Iterator[Any]:
+    def steps(self, until: int | None = None, *, accumulate: int = 1) -> Iterator[Any]:
         """The steps that are still to be made, from the last committed one, until there are ``until``. With
-        ``data``: a Step each, to the end of its epochs; without: their numbers.
+        ``data``: a Step each, to the end of its epochs; without: their numbers, or with ``accumulate`` so
+        many ``Micro`` for each, of which only the last has DistributedDataParallel add gradients up.
 
         A commit covers all that were yielded since the last one. What is not committed comes again in the
         next world, and where ``steps`` is called again."""
@@ -236,8 +241,13 @@ class State:
         if self._data is None:
             if until is None:
                 raise TypeError("state.steps() without a number needs State(..., data=worker.Data(...))")
-            yield from self._numbers(until)
+            if accumulate < 1:
+                raise ValueError(f"accumulate is {accumulate}: give a number that is 1 or more")
+            numbers = self._numbers(until)
+            yield from numbers if accumulate == 1 else self._in_pieces(numbers, accumulate)
             return
+        if accumulate != 1:
+            raise TypeError("with data the batches are cut by Data: give it accumulate=, and steps() none")
         shares = self._data.shares(rank(), world_size())
         unread = self._data.is_stream and world_size() > 1
         while until is None or self._step + self._begun < until:
@@ -278,6 +288,16 @@ class State:
         finally:
             self._numbers_only = False
 
+    def _in_pieces(self, numbers: Iterator[int], accumulate: int) -> Iterator[Micro]:
+        try:
+            for number in numbers:
+                for turn in range(accumulate):
+                    self._micro = micro = Micro(number, turn, last=turn == accumulate - 1)
+                    with without_sums(() if micro.last else self._wraps.values()):
+                        yield micro
+        finally:
+            self._micro = None
+
     def _check_world(self) -> None:
         """Raises WorldChanged where no other step can be made in it, also if the script has swallowed what
         was wrong with the last one."""
@@ -315,6 +335,11 @@ class State:
 
         Raises WorldChanged when the world ends here: leave it uncaught."""
         self._close_step()
+        if self._micro is not None and not self._micro.last:
+            raise RuntimeError(
+                f"state.commit() was called before the last micro-batch of step {self._micro.step}, so that "
+                "gradients would be lost with the world: have the optimizer step, and commit, if micro.last"
+            )
         if self._numbers_only and not self._begun:
             raise RuntimeError(
                 f"state.commit() was called a second time in step {self._step - 1}: what steps() yields is a "
@@ -370,7 +395,7 @@ class State:
         for kind in ("_plain", "_stateful", "_optimizers"):
             kept = self.__dict__.get(kind, {})
             if name in kept:
-                return kept[name]
+                return kept[name].generator if isinstance(kept[name], chance.Drawn) else kept[name]
         if name in self.__dict__.get("_modules", {}):
             return self._called(name)
         raise AttributeError(f"State was given nothing named {name!r}")
@@ -432,6 +457,7 @@ class State:
         self._begun = self._used = 0
         self._numbers_only = False
         self._alike = self._carried = None
+        self._micro = None
         self._reduction.close()
         self._reduction = Averaged(())
         self._wraps.clear()

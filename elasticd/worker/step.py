@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from elasticd.worker.loading import Fetched, Share
 from elasticd.worker.reduction import Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """What ``state.steps(N, accumulate=k)`` yields, k times for each step: its number, which of the k it is,
+    and whether it is the last, after which the optimizer steps and the script commits."""
+
+    step: int
+    turn: int
+    last: bool
 
 
 class Step:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,16 @@ class Wrapped:
         if world is not None and isinstance(wrapped, DistributedDataParallel):
             count_sums(wrapped, world)
         return wrapped
+
+
+@contextlib.contextmanager
+def without_sums(models: Iterable[Any]) -> Iterator[None]:
+    """In which backward passes through the models add nothing up over the workers."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+        yield
 
 
 class Calls:

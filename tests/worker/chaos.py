@@ -70,7 +70,7 @@ def draw(seed: int) -> Plan:
         optimizer="closure" if closure else chance.choice(["sgd", "adamw", "amsgrad", "rmsprop", "fused"]),
         scaler=scaler,
         every=every,
-        accumulate=1 if static else chance.choice([1, 1, 2]),
+        accumulate=1 if static or kind == "bn" else chance.choice([1, 1, 2]),
         loaders=chance.choice([0, 0, 1, 2]) if data != "numbers" else 0,
         schedule="" if scaler else chance.choice(["", "exponential", "onecycle", "warm"]),
         clip=not closure and chance.random() < 0.4,
@@ -137,8 +137,8 @@ class Agent(Crew):
         self._until(self._is_over)
 
     def _is_over(self) -> bool:
-        ended = all(h.status is not None for h in self.hands if h not in self.drained)
-        return ended and any(h.status == 0 for h in self.hands)
+        """Whoever is in no round by then would be told that it is not needed."""
+        return all(h.status is not None for h in self.members) and any(h.status == 0 for h in self.hands)
 
     def _until(self, condition: Any) -> None:
         deadline = time.monotonic() + PATIENCE_S

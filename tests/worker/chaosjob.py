@@ -123,7 +123,7 @@ def data_of(script: Script) -> worker.Data | None:
     return worker.Data(
         dataset,
         global_batch=BATCH,
-        virtual_ranks=4,
+        virtual_ranks=2 if script.kind == "bn" else 4,  # BatchNorm wants two samples or more
         accumulate=script.accumulate,
         consistent=script.consistent,
         seed=script.seed,

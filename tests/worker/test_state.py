@@ -180,6 +180,58 @@ def test_a_second_commit_in_a_step_is_refused_where_steps_are_numbers(state):
     assert state.step == 5, "outside of steps each commit is one"
 
 
+def test_gradients_of_micro_batches_are_added_up_with_the_last_and_committed_with_it(tmp_path):
+    one, other = in_world(2, tmp_path, accumulated)
+    assert one == other == [(4, 4, 1.5), "state.commit() was called before the last micro-batch of step 4"]
+
+
+def accumulated() -> list[Any]:
+    rank = torch.distributed.get_rank()
+    model = nn.Linear(1, 1, bias=False)
+    state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state.begin()
+    state.agree(1)
+    state.enter(None)
+    synced = 0
+    gradient = 0.0
+    for micro in state.steps(4, accumulate=3):
+        synced += state.model.require_backward_grad_sync
+        state.model(torch.full((1, 1), float(rank))).sum().backward()
+        if micro.last:
+            gradient = float(model.weight.grad)
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.commit()
+    result: list[Any] = [(state.step, synced, gradient)]
+    for _ in state.steps(5, accumulate=2):
+        try:
+            state.commit()
+        except RuntimeError as error:
+            result.append(str(error).partition(",")[0])
+        break
+    return result
+
+
+def test_a_generator_is_taken_back_with_an_abandoned_step_and_handed_to_who_comes():
+    model = nn.Linear(1, 1)
+
+    def made(seed: int) -> worker.State:
+        new = worker.State(model, wrap=None, noise=torch.Generator().manual_seed(seed))
+        new.begin()
+        new.agree(1)
+        new.enter(None)
+        return new
+
+    trained, newcomer = made(1), made(2)
+    torch.rand(3, generator=trained.noise)
+    trained.commit()
+    drawn = torch.rand(3, generator=trained.noise)
+    trained.leave()
+    newcomer.take(trained.snapshot())
+    assert torch.equal(torch.rand(3, generator=trained.noise), drawn)
+    assert torch.equal(torch.rand(3, generator=newcomer.noise), drawn)
+
+
 def scale_rate(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] *= 0.5
 
