@@ -148,8 +148,8 @@ def _explain(error: BaseException) -> None:
     for led in what_led_to(error):
         if isinstance(led, ValueError) and "Expected more than 1 value per channel when training" in str(led):
             led.add_note(
-                "BatchNorm was given a single sample: an epoch's last batch may leave a virtual rank, or one of "
-                "its accumulate pieces, no more; give Data drop_last=True, or a larger global_batch"
+                "BatchNorm was given a single sample: an epoch's last batch may leave a virtual rank, or one "
+                "of its accumulate pieces, no more; give Data drop_last=True, or a larger global_batch"
             )
 
 

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports a great deal, a
 @dataclass(frozen=True)
 class Script:
     """``data``: numbers, map, stream or sharding. ``every``: steps to a commit. ``wrapper``: what is around
-    the loop. ``twice``: whether ``steps`` is called once for each half of the training."""
+    the loop. ``twice``: whether ``steps`` is called once for each half of the training. ``spoilt``: what goes
+    wrong after the first world, to see that it is found."""
 
     data: str = "map"
     consistent: bool = False
@@ -62,6 +63,7 @@ class Script:
     twice: bool = False
     checkpoints: bool = False
     seed: int = 0
+    spoilt: str = ""
 
     @property
     def steps(self) -> int:
@@ -289,12 +291,24 @@ class Training:
             for step in state.steps(until):
                 self.number = step if isinstance(step, int) else step.number
                 self.faults.at("start", self.number)
+                if self.script.spoilt and state._world is not None and state._world.number > 1:
+                    self.spoil(state)
                 number = self.number + 1
                 commits = number % self.script.every == 0 or number == self.script.steps
                 self.make(step, commits)
                 if commits:
                     self.commit()
                 self.faults.at("committed", self.number)
+
+    def spoil(self, state: worker.State) -> None:
+        spoilt, self.script = self.script.spoilt, replace(self.script, spoilt="")
+        if spoilt == "skips":
+            state._step += 1
+        elif spoilt == "repeats":
+            self.ledger.write(took=self.number, ids=[0])
+        else:
+            with torch.no_grad():
+                next(iter(state._modules["model"].parameters())).add_(1e-4)
 
     def commit(self) -> None:
         before = self.state.step
