@@ -146,7 +146,7 @@ class State:
         self._undo = Undo(self._trace.parameters, self._optimizers)
         if undo:
             self._undo.want(range(len(numbers)), self._optimizers)
-        self._trained = alike.trained_of(self._modules, trained) if compare else None
+        self._trained = alike.trained_of(self._modules, trained) if compare and trained else None
         self._alike: Alike | None = None
 
     def _take_in(self, name: str, value: Any) -> None:
