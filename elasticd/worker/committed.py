@@ -52,7 +52,7 @@ class Committed:
             for key, tensor in (*whole.named_parameters(), *whole.named_buffers()):
                 require_dense(tensor, f"State's {name}.{key}")
         parameters = (parameter for whole in modules.values() for parameter in whole.parameters())
-        self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
         self._spare: list[torch.Tensor | None] = []  # copies of before, to copy over
         self._traceless: set[int] = set()  # large buffers that change, and their versions do not
@@ -180,7 +180,7 @@ class Committed:
                 elif present is not None and present.shape == buffer.shape:
                     present.copy_(buffer)
                 else:  # such as a cache that grows with what it is asked for
-                    device = present.device if present is not None else self._device
+                    device = present.device if present is not None else self.device
                     owner[name] = buffer.to(device, copy=True)
         for name, module in self._extra.items():
             module.set_extra_state(copied(kept["extra"][name], name))

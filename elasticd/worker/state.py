@@ -423,6 +423,9 @@ class State:
         self._world = world
         self._gpus = {p.device for module in self._modules.values() for p in module.parameters() if p.is_cuda}
         told.begins_after(self._step)
+        for thing in self._stateful.values():
+            if isinstance(thing, torch.amp.GradScaler):  # where no batch is this worker's it scales no loss
+                thing.scale(torch.zeros((), device=self._committed.device))
         for name in self._to_wrap:
             self._wrap_for(name)
         self._reduction = Averaged(self._wraps.values())

@@ -232,6 +232,20 @@ def test_a_generator_is_taken_back_with_an_abandoned_step_and_handed_to_who_come
     assert torch.equal(torch.rand(3, generator=newcomer.noise), drawn)
 
 
+def test_a_worker_that_has_no_part_of_a_batch_can_unscale_as_the_others_do():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    state = worker.State(model, optimizer, wrap=None, scaler=scaler)
+    state.begin()
+    state.agree(1)
+    state.enter(None)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    scaler.unscale_(optimizer)
+    assert model.weight.grad.tolist() == [[2.0**-16] * 4]
+
+
 def scale_rate(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] *= 0.5
 
