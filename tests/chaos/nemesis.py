@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from elasticd.core.facts import Budget, Checkpoint, Leadership
+from elasticd.core.facts import Budget, Checkpoint, Leadership, Saved
 from elasticd.etcd import embedded
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -103,18 +103,21 @@ class Ledgers:
 
 
 class Watch:
-    """Sees which step's checkpoint etcd names as the newest: it never goes back."""
+    """Sees which checkpoint etcd names as the newest: its step never goes back, unless that is damaged on
+    disk, which is to be said with ``forgive``. ``floors``: when a step was first seen to be durable."""
 
     def __init__(self, access: EtcdAccess, job: str) -> None:
         self.floors: list[tuple[float, int]] = []
         self.broken: list[str] = []
+        self.newest: Saved | None = None
+        self._highest = 0
+        self._damaged: set[str] = set()
         self._access, self._job = access, job
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
-        highest = 0
         with Client(self._access) as client:
             while not self._over.wait(0.5):
                 try:
@@ -122,15 +125,24 @@ class Watch:
                 except StoreError:
                     continue
                 fact = entry.fact if entry else None
-                newest = fact.newest if isinstance(fact, Checkpoint) else None
-                step = newest.step if newest else 0
+                self.newest = fact.newest if isinstance(fact, Checkpoint) else None
+                if self.newest is not None and self.newest.name in self._damaged:
+                    continue
+                step, highest = self.newest.step if self.newest else 0, self._highest
                 if step < highest:
                     self.broken.append(
                         f"step {highest} was committed in etcd, and later {step} was the newest"
                     )
                 if step > highest:
                     self.floors.append((time.time(), step))
-                highest = step
+                self._highest = step
+
+    def forgive(self, step: int) -> None:
+        """Its checkpoint is damaged, and so none to go on from."""
+        assert self.newest is not None
+        self._damaged.add(self.newest.name)
+        self.floors = [floor for floor in self.floors if floor[1] < step]
+        self._highest = 0
 
     def close(self) -> None:
         self._over.set()
@@ -167,7 +179,6 @@ class Nemesis:
         self._order = itertools.count()
         self._ending = False
         self._forming_s = 0.0
-        self._floors_from = 0.0
         self._size = plan.size
 
     # ------------------------------------------------------------ its places
@@ -368,7 +379,7 @@ class Nemesis:
         if self.plan.kind is Kind.SCRIPT:
             floors = [(line.at, line.step) for line in lines if line.what == "saved"]
         else:
-            floors = [floor for floor in self.watch.floors if floor[0] > self._floors_from]
+            floors = self.watch.floors
         found += oracles.resumed_too_early(lines, floors)
         for agent in self._all:
             found += oracles.tracebacks(agent.err.read_text(errors="replace"))
@@ -636,21 +647,22 @@ class Nemesis:
         return mend
 
     def _blackout(self, what: str) -> Callable[[], None]:
+        if what:  # there is something to damage, and something else to go on from
+            seen = len(self.watch.floors)
+            self._await(lambda: len(self.watch.floors) >= seen + 2, "two more checkpoints are committed")
         for name in list(self.nodes):
             self._crash(name, 0.5)
         if what:
-            self._floors_from = time.time()
             self._damage(what)
         return _nothing
 
     def _damage(self, what: str) -> None:
-        disk = self.folder / "checkpoints"
-        records = sorted(disk.rglob("committed.json"))
+        disk, newest = self.folder / "checkpoints", self.watch.newest
+        assert newest is not None
+        files = sorted(disk.rglob("committed.json"))
         if what == "shard_damaged":
-            shards = sorted((p for p in disk.rglob("*.distcp")), key=lambda p: p.stat().st_mtime)
-            files = shards[-1:]
-        else:
-            files = records
+            files = sorted((disk / newest.name).glob("*.distcp"), key=lambda path: path.stat().st_size)[-1:]
+            self.watch.forgive(newest.step)
         for path in files:
             if what == "record_gone":
                 path.unlink()
