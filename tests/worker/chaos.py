@@ -138,7 +138,9 @@ class Agent(Crew):
 
     def _is_over(self) -> bool:
         """Whoever is in no round by then would be told that it is not needed."""
-        return all(h.status is not None for h in self.members) and any(h.status == 0 for h in self.hands)
+        return all(h.status is not None for h in self.members) and any(
+            h.done or h.status == 0 for h in self.hands
+        )
 
     def _until(self, condition: Any) -> None:
         deadline = time.monotonic() + PATIENCE_S
