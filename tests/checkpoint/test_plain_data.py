@@ -81,28 +81,30 @@ class Odd:
     pass
 
 
-REFUSED = [
-    ({Colour.RED: 1}, "Colour"),
-    ({Number.ONE: 1}, "Number"),
-    ({"a": [{(1, Colour.RED): 1}]}, "Colour"),
-    ({"a": Colour.RED}, "Colour"),
-    ({"a": np.float64(1)}, "float64"),
-    ({Odd(): 1}, "Odd"),
-    (defaultdict(lambda: 0, {1: 2}), "lambda"),
-    (torch.eye(3).to_sparse(), "sparse"),
-    ({"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, "quantized"),
-    (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
-]
+REFUSED = {
+    "a key of an enum": ({Colour.RED: 1}, "Colour"),
+    "a key of an enum of numbers": ({Number.ONE: 1}, "Number"),
+    "an enum within a key": ({"a": [{(1, Colour.RED): 1}]}, "Colour"),
+    "an enum": ({"a": Colour.RED}, "Colour"),
+    "a number of numpy's": ({"a": np.float64(1)}, "float64"),
+    "a key of an own class": ({Odd(): 1}, "Odd"),
+    "a lambda": (defaultdict(lambda: 0, {1: 2}), "lambda"),
+    "a sparse tensor": (torch.eye(3).to_sparse(), "sparse"),
+    "a quantized tensor": ({"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, "quantized"),
+    "a nested tensor": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+}
 
 
-@pytest.mark.parametrize(("data", "named"), REFUSED, ids=str)
+@pytest.mark.parametrize(("data", "named"), REFUSED.values(), ids=REFUSED)
 def test_what_could_not_be_handed_on_is_refused_in_a_sentence_that_names_it(data, named):
     with pytest.raises(TypeError, match=f"^State's odd holds .*{named}.*cannot be sent|neither sent"):
         worker.State(nn.Linear(2, 2), odd=data)
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)]
+    "tensor",
+    [torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)],
+    ids=["sparse", "quantized"],
 )
 def test_tensors_that_are_no_block_of_numbers_are_refused_wherever_they_are(opened, tensor):
     model = nn.Linear(2, 2)
