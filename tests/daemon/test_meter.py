@@ -68,6 +68,7 @@ def meter(*, leads: bool = True) -> tuple[Meter, Store]:
         policy_source=new.policy_source,
         silent=None,
         lease_until=None,
+        full="",
     )
     driver = SimpleNamespace(state=state, view=None)
     store = Store()

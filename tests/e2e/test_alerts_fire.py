@@ -23,6 +23,7 @@ from elasticd.core.facts import Checkpoint
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import Agent, Cluster
 from tests.e2e.prometheus import SHOWN_BY, Prometheus, hastened, names, needs_prometheus, queries, rules
+from tests.etcd import cluster as etcds
 
 Serve = Callable[[dict[str, Any]], Prometheus]
 
@@ -272,6 +273,34 @@ def test_an_etcd_that_is_away_or_slow(
     cluster.world(2, after=newest)
     alerts.resolves("ElasticdLeaseLost")
     cluster.finishes(a, b)
+
+
+@scenario
+def test_an_etcd_that_is_full(
+    clusters: Callable[[str | None], Cluster], tmp_path: Path, serve: Serve
+) -> None:
+    folder = tmp_path / "etcd"
+    folder.mkdir()
+    etcd = etcds.Cluster(folder, 1, flags=("--quota-backend-bytes=4000000",))
+    try:
+        etcd.start()
+        prometheus = serve(hastened(HASTE))
+        cluster = clusters(f"http://{etcd.endpoints[0]}")
+        alerts, run = prometheus.alerts, cluster.job
+        cluster.limits = (1, 1)
+        cluster.pace["--node-ttl"] = "30"  # a full etcd has no new lease for an agent that was starved
+        (a,) = cluster.start("a")
+        begin(prometheus, cluster, a)
+        world = cluster.world(1)
+        etcds.fill(cluster.access)
+        full = alerts.fires("ElasticdEtcdFull", run=run)
+        assert full.summary == f"{run}: etcd is full and takes no writes, so that no worker is replaced"
+        cluster.goes_on(world)
+        etcds.make_room(cluster.access)
+        alerts.resolves("ElasticdEtcdFull")
+        cluster.finishes(a)
+    finally:
+        etcd.stop()
 
 
 @scenario

@@ -49,5 +49,6 @@ def test_each_run_has_an_id_of_its_own_which_outlives_its_restarts(launcher: Lau
     runs = [launcher.run(PROGRAMS / "run_id.py", restarts=1) for _ in range(2)]
     assert [run.status for run in runs] == [0, 0], runs
     (first,), (second,) = ({*run.out.split()} for run in runs)
-    assert [len(run.out.split()) for run in runs] == [4, 4], "of two workers, started twice"
+    # Of two workers, started twice: one may be ended by the other's failure before it says anything.
+    assert all(len(run.out.split()) in (3, 4) for run in runs), runs
     assert first != second

@@ -34,7 +34,6 @@ from elasticd.cli.say import say
 from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports
-from elasticd.etcd.embedded import fault_of, find_etcd, version_of
 from elasticd.etcd.errors import StoreError
 from elasticd.etcd.examine import Examined, examine
 from elasticd.telemetry import words
@@ -121,6 +120,8 @@ def _examination(
 
 def _embedded() -> Finding:
     """The etcd of standalone runs."""
+    from elasticd.etcd.embedded import fault_of, find_etcd, version_of
+
     try:
         binary = find_etcd()
     except FileNotFoundError as error:
