@@ -330,22 +330,26 @@ def train_and_return_whatever_happens(
         journal.write(caught="anything")
 
 
+def make_step(state: worker.State, journal: Journal, accident: Accident, step: int) -> None:
+    accident("start", step)
+    state.drawn += random.random() + np.random.rand()
+    batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+    state.optimizer.zero_grad()
+    loss = state.model(batch).pow(2).mean()
+    accident("forward", step)
+    loss.backward()
+    state.optimizer.step()
+    state.schedule.step()
+    state.seen.append(step)
+    commit(state, journal)
+
+
 def train_and_suppress_errors(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
     """Each step by itself."""
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
     for step in state.steps(steps):
         with contextlib.suppress(Exception):
-            accident("start", step)
-            state.drawn += random.random() + np.random.rand()
-            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-            state.optimizer.zero_grad()
-            loss = state.model(batch).pow(2).mean()
-            accident("forward", step)
-            loss.backward()
-            state.optimizer.step()
-            state.schedule.step()
-            state.seen.append(step)
-            commit(state, journal)
+            make_step(state, journal, accident, step)
 
 
 def train_and_go_on_past_anything(
@@ -355,17 +359,7 @@ def train_and_go_on_past_anything(
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
     for step in state.steps(steps):
         try:
-            accident("start", step)
-            state.drawn += random.random() + np.random.rand()
-            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-            state.optimizer.zero_grad()
-            loss = state.model(batch).pow(2).mean()
-            accident("forward", step)
-            loss.backward()
-            state.optimizer.step()
-            state.schedule.step()
-            state.seen.append(step)
-            commit(state, journal)
+            make_step(state, journal, accident, step)
         except:  # noqa: E722
             journal.write(caught="anything")
 
