@@ -170,14 +170,15 @@ class Saver:
                 self._selector.register(sock, selectors.EVENT_READ, client)
                 self._hear(client)
 
-    def _hear(self, client: _Client) -> None:
+    def _hear(self, client: _Client) -> bool:
+        """Whether there was anything to hear."""
         try:
             heard = client.line.receive(wait=False)
         except Gone:
             self._lose(client)
-            return
+            return True
         if heard is None:
-            return
+            return False
         message, files = heard
         if not client.admitted and message.get("is") != "key":
             message = {"is": "key", "key": ""}
@@ -191,6 +192,14 @@ class Saver:
             if client.plan is not None:
                 client.plan.holds.clear()  # what it writes over from now on, it cannot tell
             self._lose(client)
+        return True
+
+    def _catch_up(self, asks: _Client) -> None:
+        """Read what all other clients sent before ``asks`` did. A client that has left is then known to have
+        left, and what it handed over can be offered."""
+        for client in self._clients - {asks}:
+            while client in self._clients and self._hear(client):
+                pass
 
     def _hear_key(self, client: _Client, message: Message, _: list[int]) -> None:
         if not hmac.compare_digest(str(message["key"]).encode(), self._secret.encode()):
@@ -308,6 +317,7 @@ class Saver:
 
     def _hear_survey(self, client: _Client, message: Message, _: list[int]) -> None:
         path = str(message["path"])
+        self._catch_up(client)
 
         def found(offered: list[Offer]) -> None:
             _reply_at_length(client.line, {"is": "offers"}, offered)

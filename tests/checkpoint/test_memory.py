@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePath
 
+import psutil
 import pytest
 
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.report import Footprint
 from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint.store import store_at
 from elasticd.worker import saverline
 from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
 from elasticd.worker.collect import flatten
@@ -62,6 +65,26 @@ def test_the_state_is_there_though_the_disk_is_not(forker, tmp_path):
     assert checkpoints.load(state) == 2 and checkpoints.tier == "memory"
     check(state, 2)
     checkpoints.close()
+
+
+def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forker, tmp_path):
+    save(tmp_path / "run", 1)
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.save(filled(2), 2) and checkpoints.wait()
+    saver = psutil.Process(int(os.environ["SAVER_PID"]))
+    saver.suspend()
+    try:
+        for _ in range(5):
+            checkpoints._saving._line.mention({"is": "wait", "on": False})
+        checkpoints.close()
+        line = handover.connect(os.environ["ELASTICD_SAVER"])
+        line.send({"is": "survey", "path": store_at(tmp_path / "run").url})
+    finally:
+        saver.resume()
+    _, [offers] = line.receive()
+    assert [offer["step"] for offer in json.loads(handover.Paper.of(offers).index)] == [2]
+    os.close(offers)
+    line.close()
 
 
 def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
