@@ -128,12 +128,12 @@ def judge(
         *rank_twice(lines),
         *fell_behind(lines),
         *different_weights(steps),
-        *left_out(steps),
+        *left_out(steps, lines),
     ]
     if expected is not None:
         found += wrong_samples(steps, expected)
         if same_weights:
-            found += other_weights(steps, expected)
+            found += [*other_weights(steps, expected), *committed_other_weights(steps, lines, expected)]
     return found
 
 
@@ -196,9 +196,10 @@ def different_weights(steps: Iterable[Whole]) -> Iterator[str]:
             yield f"after step {step.step} of round {step.round} workers have different weights"
 
 
-def left_out(steps: Sequence[Whole]) -> Iterator[str]:
-    """Every step from the first to the last was made."""
-    made = {step.step for step in steps}
+def left_out(steps: Sequence[Whole], lines: Iterable[Line] = ()) -> Iterator[str]:
+    """Every step from the first to the last was made. A worker commits only what its whole world has made,
+    though another rank may be killed before its ledger has the step."""
+    made = {step.step for step in steps} | {line.step for line in lines if line.what == "committed"}
     missing = sorted(set(range(1, max(made, default=0) + 1)) - made)
     if missing:
         yield f"steps {missing[:10]} were never made by a whole world"
@@ -224,6 +225,23 @@ def other_weights(steps: Iterable[Whole], expected: Reference) -> Iterator[str]:
             yield (
                 f"after step {step.step} of round {step.round} the weights are {sorted(step.digests)}, not "
                 f"{wanted} as undisturbed"
+            )
+
+
+def committed_other_weights(
+    steps: Iterable[Whole], lines: Sequence[Line], expected: Reference
+) -> Iterator[str]:
+    """The same of the steps that a worker committed though not every rank's ledger has them."""
+    whole = {(step.round, step.step) for step in steps}
+    committed = {(line.id, line.round, line.step) for line in lines if line.what == "committed"}
+    for line in lines:
+        if line.what != "step" or (line.id, line.round, line.step) not in committed:
+            continue
+        wanted = expected.digests.get(line.step)
+        if (line.round, line.step) not in whole and line.digest != wanted:
+            yield (
+                f"{line.node} {line.id} committed step {line.step} of round {line.round} with weights "
+                f"{line.digest}, not {wanted} as undisturbed"
             )
 
 

@@ -94,6 +94,16 @@ def test_what_is_wrong_is_named(lines: list[Line], sentence: str) -> None:
     assert sentence in judge(lines, EXPECTED, same_weights=True)
 
 
+def test_a_step_counts_as_made_where_a_rank_was_killed_before_its_ledger_had_the_step() -> None:
+    killed = [line for line in WELL if (line.round, line.step, line.rank) != (1, 4, 1)]
+    assert killed != WELL
+    assert judge(killed, EXPECTED, same_weights=True) == []
+    other = [replace(line, digest="others") if at(1, 4)(line) else line for line in killed]
+    assert judge(other, EXPECTED, same_weights=True) == [
+        "a a1 committed step 4 of round 1 with weights others, not weights 4 as undisturbed"
+    ]
+
+
 def test_one_worker_of_an_old_world_that_applies_its_last_step_late_makes_no_second_world() -> None:
     late = [line for line in world(1, range(5, 6), 25.0) if line.rank == 0 and line.what == "step"]
     assert judge([*WELL, *late]) == []
