@@ -1,17 +1,46 @@
 #!/bin/sh
-# Certificates for trying TLS between elasticd and etcd: an authority, a server's, a client's. For production use
-# your own authority (in Kubernetes cert-manager, see k8s/README.md).
+# Certificates for trying TLS between elasticd and etcd. For production use your own authorities (in Kubernetes
+# cert-manager, see k8s/README.md).
 #
-#   deploy/certs.sh DIR HOST_OR_ADDRESS...     # where etcd is reached; localhost is always among them
+#   deploy/certs.sh [--job JOB]... [--keep-key] DIR HOST_OR_ADDRESS...   # where etcd is reached; localhost always is
+#   deploy/certs.sh --job JOB DIR                                       # one job more, after --keep-key
 #
-# Writes ca.crt, server.crt, server.key, client.crt and client.key into DIR. The authority's key is not kept: run it
-# again for other hosts. Days of validity: DAYS (30).
+# Writes into DIR
+#   ca.crt             the authority of etcd's clients, and of what etcd shows them
+#   server.crt, .key   what etcd shows its clients
+#   client.crt, .key   a client named elasticd, for an etcd that does not ask who its clients are
+#   root.crt, .key     a client named root, who makes the roles: see `elasticd etcd-role`
+#   job-JOB.crt, .key  a client named JOB, for the nodes of that job alone
+#   peer-ca.crt, peer.crt, peer.key   for etcd's members among themselves, of an authority that signs nothing else
+#
+# The key of the clients' authority is kept as ca.key with --keep-key alone, that of the peers' never.
+# Days of validity: DAYS (30).
 set -eu
 
-if [ $# -lt 1 ]; then
-  echo "usage: $0 DIR HOST_OR_ADDRESS..." >&2
+usage() {
+  echo "usage: $0 [--job JOB]... [--keep-key] DIR HOST_OR_ADDRESS..." >&2
   exit 2
-fi
+}
+
+jobs=
+keep=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --job) [ $# -gt 1 ] || usage
+      case $2 in
+        root | elasticd | etcd) echo "$0: a certificate named $2 would not be a job's own: call the job otherwise" >&2 && exit 2 ;;
+        "" | -* | *[!A-Za-z0-9._-]*)
+          echo "$0: --job '$2' is no name for a certificate: letters, digits, and . _ - within" >&2 && exit 2 ;;
+      esac
+      [ ${#2} -le 64 ] || { echo "$0: --job $2 is longer than the 64 characters that a certificate takes" >&2; exit 2; }
+      jobs="$jobs $2"
+      shift 2 ;;
+    --keep-key) keep=yes && shift ;;
+    -*) usage ;;
+    *) break ;;
+  esac
+done
+[ $# -ge 1 ] || usage
 dir=$1
 shift
 days=${DAYS:-30}
@@ -19,6 +48,34 @@ umask 077
 mkdir -p "$dir"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+
+new_key() { openssl ecparam -name prime256v1 -genkey -noout -out "$1"; }
+
+# authority FILE SUBJECT: its certificate into DIR, its key stays in $work
+authority() {
+  new_key "$work/$1.key"
+  openssl req -x509 -new -key "$work/$1.key" -sha256 -days "$days" -subj "/CN=$2" \
+    -addext "keyUsage=critical,keyCertSign,cRLSign" -out "$dir/$1.crt"
+}
+
+# issue AUTHORITY NAME SUBJECT EXTENSIONS
+issue() {
+  new_key "$dir/$2.key"
+  printf '%s\n' "basicConstraints=critical,CA:FALSE" "keyUsage=critical,digitalSignature" "$4" > "$work/$2.ext"
+  openssl req -new -key "$dir/$2.key" -subj "/CN=$3" -out "$work/$2.csr"
+  openssl x509 -req -in "$work/$2.csr" -CA "$dir/$1.crt" -CAkey "$work/$1.key" -CAserial "$work/$1.srl" -CAcreateserial \
+    -sha256 -days "$days" -extfile "$work/$2.ext" -out "$dir/$2.crt" 2> "$work/log" || { cat "$work/log" >&2; exit 1; }
+}
+
+issue_jobs() { for job in $jobs; do issue ca "job-$job" "$job" "extendedKeyUsage=clientAuth"; done; }
+
+if [ -n "$jobs" ] && [ $# -eq 0 ] && [ -e "$dir/ca.crt" ]; then
+  [ -e "$dir/ca.key" ] || { echo "$0: $dir/ca.key was not kept: make all again, with --keep-key" >&2; exit 2; }
+  cp "$dir/ca.key" "$work/ca.key"
+  issue_jobs
+  echo "$dir: certificates for$jobs, valid for $days days"
+  exit
+fi
 
 names=DNS:localhost,IP:127.0.0.1,IP:0:0:0:0:0:0:0:1
 for host in "$@"; do
@@ -32,23 +89,17 @@ for host in "$@"; do
   esac
 done
 
-new_key() { openssl ecparam -name prime256v1 -genkey -noout -out "$1"; }
-
-new_key "$work/ca.key"
-openssl req -x509 -new -key "$work/ca.key" -sha256 -days "$days" -subj "/CN=elasticd try-out" \
-  -addext "keyUsage=critical,keyCertSign,cRLSign" -out "$dir/ca.crt"
-
-# issue NAME SUBJECT EXTENSIONS
-issue() {
-  new_key "$dir/$1.key"
-  printf '%s\n' "basicConstraints=critical,CA:FALSE" "keyUsage=critical,digitalSignature" "$3" > "$work/$1.ext"
-  openssl req -new -key "$dir/$1.key" -subj "/CN=$2" -out "$work/$1.csr"
-  openssl x509 -req -in "$work/$1.csr" -CA "$dir/ca.crt" -CAkey "$work/ca.key" -CAserial "$work/ca.srl" -CAcreateserial -sha256 \
-    -days "$days" -extfile "$work/$1.ext" -out "$dir/$1.crt" 2> "$work/log" || { cat "$work/log" >&2; exit 1; }
-}
-
+rm -f "$dir/ca.key" # of an authority before this one
+authority ca "elasticd try-out"
+authority peer-ca "elasticd try-out, etcd's members"
 # An etcd is a client too, of its own members.
-issue server etcd "extendedKeyUsage=serverAuth,clientAuth
+for name in "ca server" "peer-ca peer"; do
+  # shellcheck disable=SC2086  # two words
+  issue $name etcd "extendedKeyUsage=serverAuth,clientAuth
 subjectAltName=$names"
-issue client elasticd "extendedKeyUsage=clientAuth"
-echo "$dir: ca.crt, server.crt, server.key, client.crt, client.key, for $names, valid for $days days"
+done
+issue ca client elasticd "extendedKeyUsage=clientAuth"
+issue ca root root "extendedKeyUsage=clientAuth"
+issue_jobs
+[ -z "$keep" ] || cp "$work/ca.key" "$dir/ca.key"
+echo "$dir: $(cd "$dir" && echo *), for $names, valid for $days days"

@@ -75,7 +75,7 @@ def test_the_real_command_line_takes_what_the_unit_and_the_example_say(tmp_path:
         if line and not line.startswith("#"):
             name, _, value = line.partition("=")
             env[name] = value.replace("/opt/elasticd/workers", f"{ROOT}/workers")
-    for name in ("ca.crt", "client.crt", "client.key"):
+    for name in ("ca.crt", "job-gpt.crt", "job-gpt.key"):
         (tmp_path / name).write_text("x")
     env = {k: v.replace("/etc/elasticd/tls", str(tmp_path)).replace("%i", "gpt") for k, v in env.items()}
     (command,) = settings()["ExecStart"]

@@ -154,12 +154,13 @@ class Cluster:
         *,
         flags: tuple[str, ...] = (),
         tls: bool = False,
+        peer_tls: bool = False,
         hosts: Sequence[tuple[str, Sequence[str]]] = (),
     ) -> None:
-        scheme = "https" if tls else "http"
+        scheme, peer_scheme = ("https" if is_tls else "http" for is_tls in (tls, peer_tls))
         hosts = hosts or [("127.0.0.1", ())] * size
         ports = [free_ports() for _ in range(size)]
-        peers = [f"http://{host}:{peer}" for (host, _), (_, peer) in zip(hosts, ports, strict=True)]
+        peers = [f"{peer_scheme}://{host}:{peer}" for (host, _), (_, peer) in zip(hosts, ports, strict=True)]
         initial = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
         self.members = []
         for i, ((host, inside), (client, peer)) in enumerate(zip(hosts, ports, strict=True)):

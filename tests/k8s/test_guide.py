@@ -100,14 +100,14 @@ def test_certificates_are_made_for_the_members_and_put_where_pods_look() -> None
     (etcd,) = [p for p in pods(overlay("base")) if not p.trains]
     members = [f"etcd-{i}.etcd" for i in range(etcd.count)]
     (made,) = [words for words in commands() if words[0] == "deploy/certs.sh"]
-    assert made[2:] == members
+    assert made[1:4] == ["--job", "train", "certs"] and made[4:] == members
     looked_for = {
         v["secret"]["secretName"] for p in pods(overlay("base")) for v in p.spec["volumes"] if "secret" in v
     }
     created = {words[6]: words[7:] for words in commands() if words[3:6] == ["create", "secret", "generic"]}
     assert set(created) == looked_for
     for sources in created.values():
-        keys = [re.match(r"--from-file=([a-z.]+)=certs/[a-z.]+$", source) for source in sources]
+        keys = [re.match(r"--from-file=([a-z.]+)=certs/([a-z.-]+)$", source) for source in sources]
         assert {key[1] for key in keys if key} == {"ca.crt", "tls.crt", "tls.key"}
 
 
@@ -126,8 +126,25 @@ def test_the_kustomization_to_copy_can_be_built(tmp_path: Path) -> None:
         jsonschema.validate(o, KINDS[o["apiVersion"], o["kind"]])
     wanted = {v["secret"]["secretName"] for p in pods(objects) for v in p.spec["volumes"] if "secret" in v}
     assert wanted <= set(certificates)
-    assert {f"etcd-{i}.etcd" for i in range(3)} <= set(certificates["etcd-server-tls"]["dnsNames"])
-    assert "dnsNames" not in certificates["etcd-client-tls"]
+    members = {f"etcd-{i}.etcd" for i in range(3)}
+    for secret in ("etcd-server-tls", "etcd-peer-tls"):
+        assert members <= set(certificates[secret]["dnsNames"])
+    assert "dnsNames" not in certificates["train-etcd-tls"]
+    assert certificates["train-etcd-tls"]["commonName"] == "train", "the job, whose role in etcd is its own"
+
+
+def test_nobody_but_etcds_members_has_a_certificate_of_their_authority() -> None:
+    objects = yaml.safe_load_all((K8S / "components" / "cert-manager" / "certificates.yaml").read_text())
+    made = [o["spec"] for o in objects if o["kind"] == "Certificate"]
+    issued = {c["secretName"]: c["issuerRef"]["name"] for c in made if not c.get("isCA")}
+    assert {secret for secret, issuer in issued.items() if issuer == issued["etcd-peer-tls"]} == {
+        "etcd-peer-tls"
+    }
+    (etcd,) = [p for p in pods(overlay("base")) if not p.trains]
+    (told,) = [a.partition("=")[2] for a in etcd.argv({}) if a.startswith("--peer-trusted-ca-file=")]
+    (mount,) = [m["name"] for m in etcd.container["volumeMounts"] if told == f"{m['mountPath']}/ca.crt"]
+    (volume,) = [v for v in etcd.spec["volumes"] if v["name"] == mount]
+    assert volume["secret"]["secretName"] == "etcd-peer-tls"
 
 
 def claim_of_the_guide() -> list[Any]:

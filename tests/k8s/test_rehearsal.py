@@ -17,7 +17,7 @@ from tests.k8s.cluster import Cluster
 from tests.k8s.manifests import K8S, ROOT, build, of_kind
 from tests.k8s.network import why_not
 from tests.k8s.pod import Pod, trained
-from tests.k8s.test_guide import claim_of_the_guide
+from tests.k8s.test_guide import claim_of_the_guide, commands
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -121,17 +121,18 @@ class Rehearsal:
 
 
 def certificates(folder: Path, members: list[str]) -> dict[str, Path]:
-    """The two Secrets, as a folder each, made as k8s/README.md says."""
-    made = folder / "made"
-    subprocess.run(
-        [ROOT / "deploy" / "certs.sh", made, *members], check=True, capture_output=True, timeout=60
-    )
+    """The Secrets, as a folder each, made as k8s/README.md says."""
     secrets = {}
-    for name, whose in {"etcd-server-tls": "server", "etcd-client-tls": "client"}.items():
-        secrets[name] = folder / name
-        secrets[name].mkdir()
-        for key, file in {"ca.crt": "ca.crt", "tls.crt": f"{whose}.crt", "tls.key": f"{whose}.key"}.items():
-            shutil.copy(made / file, secrets[name] / key)
+    for words in commands():
+        if words[0] == "deploy/certs.sh":
+            script = [ROOT / words[0], *words[1:3], folder / words[3], *members]
+            subprocess.run(script, check=True, capture_output=True, timeout=60)
+        if words[3:6] == ["create", "secret", "generic"]:
+            secret = secrets[words[6]] = folder / words[6]
+            secret.mkdir()
+            for source in words[7:]:
+                key, _, file = source.removeprefix("--from-file=").partition("=")
+                shutil.copy(folder / file, secret / key)
     return secrets
 
 
