@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticd import __version__
-from elasticd.telemetry import exposition, statuspage, words
+from elasticd.telemetry import statuspage, words
 from elasticd.telemetry.book import Measured
 from elasticd.telemetry.http import Answer, Page
 from elasticd.telemetry.lines import clean
@@ -54,11 +54,10 @@ class Pages:
         last = self._last
         if last is None:
             return _starting()
-        content_type = exposition.content_type(headers.get("accept", ""))
+        from elasticd.telemetry.exposition import expose
+
         s = last.snapshot
-        openmetrics = content_type == exposition.OPENMETRICS
-        body = exposition.expose(last.measured, s.job, s.node, self._clock(), openmetrics=openmetrics)
-        return Answer(body, content_type)
+        return Answer(*expose(last.measured, s.job, s.node, self._clock(), headers.get("accept", "")))
 
     def _healthz(self, _: Mapping[str, str]) -> Answer:
         """Whether the agent itself goes on. Training that does not is no fault that starting the agent

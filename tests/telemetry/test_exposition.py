@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from elasticd.telemetry.book import Book
 from elasticd.telemetry.catalog import METRICS, Type
-from elasticd.telemetry.exposition import OPENMETRICS, TEXT, content_type, expose
+from elasticd.telemetry.exposition import expose
 from tests.telemetry import promtool
 
 NOW = 1_000_000.0
@@ -16,10 +16,25 @@ PROMETHEUS_ASKS = (
     "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
     "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 )
-Parse = Callable[[str], Iterable[Family]]
-BOTH = pytest.mark.parametrize(
-    ("openmetrics", "parse"), [(False, parse_text), (True, parse_openmetrics)], ids=["text", "openmetrics"]
+PROMETHEUS_3_ASKS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 )
+Parse = Callable[[str], Iterable[Family]]
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+BOTH = pytest.mark.parametrize(
+    ("accept", "parse"),
+    [("text/plain", parse_text), (OPENMETRICS, parse_openmetrics)],
+    ids=["text", "openmetrics"],
+)
+
+
+def families_of(book: Book, accept: str, parse: Parse, run: str = "r", node: str = "n") -> dict[str, Family]:
+    """What Prometheus reads of elasticd's own, by name."""
+    body, _ = expose(book.copy(), run, node, NOW, accept)
+    return {family.name: family for family in parse(body.decode()) if family.name.startswith("elasticd_")}
 
 
 def everything(slots: int = 2) -> Book:
@@ -45,16 +60,14 @@ def everything(slots: int = 2) -> Book:
 
 
 @BOTH
-def test_prometheus_reads_every_metric_as_it_was_measured(openmetrics: bool, parse: Parse) -> None:
-    book = everything()
-    body = expose(book.copy(), "a job", "node-1", NOW, openmetrics=openmetrics).decode()
-    families = {family.name: family for family in parse(body)}
+def test_prometheus_reads_every_metric_as_it_was_measured(accept: str, parse: Parse) -> None:
+    families = families_of(everything(), accept, parse, "a job", "node-1")
     assert len(families) == len(METRICS)
     for metric in METRICS:
         family = families[metric.name.removesuffix("_total")]
         assert family.type == ("gauge" if metric.type is Type.AGE else metric.type)
         assert family.documentation == metric.help
-        assert not openmetrics or family.unit == metric.unit
+        assert accept == "text/plain" or family.unit == metric.unit
         for sample in family.samples:
             assert (sample.labels["run"], sample.labels["node"]) == ("a job", "node-1")
             assert set(sample.labels) - {"run", "node", "le"} == set(metric.labels)
@@ -64,11 +77,11 @@ def test_prometheus_reads_every_metric_as_it_was_measured(openmetrics: bool, par
 
 
 @BOTH
-def test_a_histogram_is_cumulative_and_ends_at_infinity(openmetrics: bool, parse: Parse) -> None:
+def test_a_histogram_is_cumulative_and_ends_at_infinity(accept: str, parse: Parse) -> None:
     book = Book()
     for seconds in (0.009, 0.01, 0.011, 400.0):
         book.observe("elasticd_step_seconds", seconds, 0)
-    (family,) = parse(expose(book.copy(), "r", "n", NOW, openmetrics=openmetrics).decode())
+    (family,) = families_of(book, accept, parse).values()
     buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")}
     assert (buckets["0.01"], buckets["0.025"], buckets["300.0"], buckets["+Inf"]) == (2, 3, 3, 4)
     by_name = {s.name: s.value for s in family.samples}
@@ -78,26 +91,55 @@ def test_a_histogram_is_cumulative_and_ends_at_infinity(openmetrics: bool, parse
 
 @BOTH
 @pytest.mark.parametrize("name", ['say "hi"', "back\\slash", "two\nlines", "Grüße", "a,b{c}=d", "\\n"])
-def test_a_job_may_have_any_name(name: str, openmetrics: bool, parse: Parse) -> None:
+def test_a_job_may_have_any_name(name: str, accept: str, parse: Parse) -> None:
     book = Book()
     book.set("elasticd_round", 3)
-    (family,) = parse(expose(book.copy(), name, "n", NOW, openmetrics=openmetrics).decode())
+    (family,) = families_of(book, accept, parse, run=name).values()
     assert family.samples[0].labels["run"] == name
 
 
 @BOTH
-def test_values_that_are_no_numbers_are_told_as_such(openmetrics: bool, parse: Parse) -> None:
+def test_values_that_are_no_numbers_are_told_as_such(accept: str, parse: Parse) -> None:
     book = Book()
     for slot, value in enumerate((math.nan, math.inf, -math.inf)):
         book.set("elasticd_loss", value, slot)
-    (family,) = parse(expose(book.copy(), "r", "n", NOW, openmetrics=openmetrics).decode())
+    (family,) = families_of(book, accept, parse).values()
     told = [s.value for s in family.samples]
     assert math.isnan(told[0]) and told[1:] == [math.inf, -math.inf]
 
 
-def test_who_takes_openmetrics_gets_it_and_others_the_text_they_know() -> None:
-    assert content_type(PROMETHEUS_ASKS) == OPENMETRICS
-    assert content_type("*/*") == content_type("") == TEXT
+@BOTH
+def test_bytes_that_are_no_text_are_shown_as_question_marks(accept: str, parse: Parse) -> None:
+    book = Book()
+    book.set("elasticd_user_value", 1, 0, "caf\udce9")
+    (family,) = families_of(book, accept, parse, run="\udcff", node="n\udcff").values()
+    assert family.samples[0].labels == {"run": "?", "node": "n?", "slot": "0", "kind": "caf?"}
+
+
+@BOTH
+def test_the_agents_own_process_and_python_are_told_as_everywhere(accept: str, parse: Parse) -> None:
+    body, _ = expose(everything().copy(), "r", "n", NOW, accept)
+    values = {sample.name: sample.value for family in parse(body.decode()) for sample in family.samples}
+    assert values["process_resident_memory_bytes"] > 1e6 and values["process_cpu_seconds_total"] > 0
+    assert 0 < values["process_open_fds"] < values["process_max_fds"] and values["python_info"] == 1
+
+
+@pytest.mark.parametrize(
+    ("accept", "answered"),
+    [
+        (PROMETHEUS_ASKS, OPENMETRICS + "; escaping=underscores"),
+        (PROMETHEUS_3_ASKS, OPENMETRICS + "; escaping=allow-utf-8"),
+        ("application/openmetrics-text", OPENMETRICS),
+        ("text/plain", TEXT),
+        ("*/*", TEXT),
+        ("", TEXT),
+        ("application/openmetrics-text; version=1.x", TEXT),
+    ],
+)
+def test_who_takes_openmetrics_gets_it_and_others_the_text_they_know(accept: str, answered: str) -> None:
+    body, content_type = expose(everything().copy(), "r", "n", NOW, accept)
+    assert content_type == answered
+    assert body.endswith(b"# EOF\n") == answered.startswith(OPENMETRICS)
 
 
 def test_a_counter_is_there_before_anything_was_counted() -> None:
@@ -134,4 +176,5 @@ def test_only_what_the_catalogue_has_can_be_measured(misuse: Callable[[Book], No
 
 @pytest.mark.skipif(promtool.PROMTOOL is None, reason="promtool (Debian: prometheus) is not installed")
 def test_promtool_has_nothing_to_say_of_any_metric() -> None:
-    assert promtool.lint(expose(everything().copy(), "r", "n", NOW)) == ""
+    body, _ = expose(everything().copy(), "r", "n", NOW)
+    assert promtool.lint(body) == ""
