@@ -37,7 +37,7 @@ class Clock:
     def __init__(self, seed: int | str, trace_max: int = 4000) -> None:
         self.seed = seed
         self.events = 0
-        self.trace: deque[tuple[float, str, str]] = deque(maxlen=trace_max)
+        self.trace: deque[tuple[float, str, object]] = deque(maxlen=trace_max)
         self.after_each: Callable[[], None] | None = None
         self._now = START
         self._heap: list[Timer] = []
@@ -62,7 +62,7 @@ class Clock:
             self._randoms[purpose] = Random(f"{self.seed}/{purpose}")
         return self._randoms[purpose]
 
-    def note(self, who: str, what: str) -> None:
+    def note(self, who: str, what: object) -> None:
         self.trace.append((self._now, who, what))
 
     def told(self) -> str:

@@ -46,8 +46,10 @@ class Setup:
     limits: Limits
     policy: Policy = POLICY
     etcd_grace_s: float = 600.0
+    etcd_wait_s: float | None = None
     skew_max_s: float = 0.0
     alone: bool = False
+    script: str = "job.py"
     job: Job = field(default_factory=Job)
 
 
@@ -81,7 +83,7 @@ class SimRoundStores:
 class SimAgent:
     """One incarnation of an agent: the real driver, and the simulated edges around it."""
 
-    def __init__(self, cluster: Cluster, name: str, slots: int, skew_s: float) -> None:
+    def __init__(self, cluster: Cluster, name: str, slots: int, skew_s: float, machine: str = "") -> None:
         self.cluster = cluster
         self.clock = cluster.clock
         self.name = name
@@ -95,8 +97,9 @@ class SimAgent:
         self.left: Leave | None = None
         self.signalled = False
         slots += setup.job.spares  # which are beside those to train on, as on the command line
-        me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), f"machine-{name}", self.pid)
-        wanted = Spec(setup.limits, setup.limits, "job.py", "f", setup.policy)
+        machine = machine or f"machine-{name}"
+        me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), machine, self.pid)
+        wanted = Spec(setup.limits, setup.limits, setup.script, setup.script, setup.policy)
         setting = environment.Setting("job")
         self.driver = Driver(
             agent.start(
@@ -105,6 +108,7 @@ class SimAgent:
                 self.stores.port,
                 setup.etcd_grace_s,
                 spares=setup.job.spares,
+                etcd_wait_s=setup.etcd_wait_s,
                 alone=setup.alone,
             ),
             store=self.store,
@@ -181,7 +185,7 @@ class SimAgent:
             self._set_alarm()
 
     def _say(self, reason: Reason) -> None:
-        self.clock.note(self.name, f"  {reason}")
+        self.clock.note(self.name, reason)
 
     def _leave(self, left: Leave) -> None:
         self.left = left
@@ -203,8 +207,8 @@ class SimAgent:
 class Cluster:
     """All nodes of one job, their etcd, and what can be done to them."""
 
-    def __init__(self, seed: int | str, setup: Setup) -> None:
-        self.clock = Clock(seed)
+    def __init__(self, seed: int | str, setup: Setup, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock(seed)
         self.setup = setup
         self.network = Network()
         self.etcd = SimEtcd(self.clock)
@@ -227,12 +231,12 @@ class Cluster:
         for i, slots in enumerate(self.setup.slots):
             self.clock.after(self._random.uniform(0.0, within_s), partial(self.join, f"n{i}", slots))
 
-    def join(self, name: str, slots: int) -> None:
+    def join(self, name: str, slots: int, *, unless_over: bool = True) -> None:
         """Start an agent, unless one of that name runs or the job is over."""
         old = self.agents.get(name)
-        if (old is not None and old.running) or self.ended:
+        if (old is not None and old.running) or (self.ended and unless_over):
             return
-        self.clock.note(name, f"starts with {slots} slots")
+        self.clock.note(name, f"starts with {slots} slot{'s' if slots > 1 else ''}")
         self._slots[name] = slots
         skew_s = self._random.uniform(-1.0, 1.0) * self.setup.skew_max_s
         new = SimAgent(self, name, slots, skew_s)

@@ -10,6 +10,7 @@ import signal as signals
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit
@@ -381,13 +382,14 @@ class SimWorker:
                 training.random.uniform(0.005, 0.1), lambda: self.die(code, message, primary=primary)
             )
 
-    def fail(self, code: int, message: str) -> None:
-        """By a fault of the user's code. In place, it tells its agent so, and may take its time to end."""
+    def fail(self, code: int, message: str, **how: Any) -> None:
+        """By a fault of the user's code. In place, it tells its agent so, and may take its time to end.
+        ``how``: further fields of its ``Exit``."""
         training, world = self.procs.training, self.world
         job, random = training.job, training.random
         trains = job.inplace and world is not None and world.running and self.acts
         if not trains or random.random() >= job.lingers or self.parted or self.stuck or self.stopping:
-            self.die(code, message, primary=True)
+            self.die(code, message, primary=True, **how)
             return
         self.failing = self.finishing = True
         self.procs.note_failure(self, Exit(self.slot, self.rank, code, self.procs.host.now(), message))
@@ -415,9 +417,11 @@ class SimWorker:
             if self.procs.training.job.on_sigterm is OnSigterm.DIE:
                 clock.after(random.uniform(0.001, 0.02), lambda: self.die(-number, "", primary=False))
             else:
+                if self.world is not None and self.world.running:
+                    self.procs.training.job.saved = max(self.procs.training.job.saved, self.world.step)
                 clock.after(random.uniform(0.05, 2.0), lambda: self.die(0, "", primary=False))
 
-    def die(self, code: int, message: str, *, primary: bool, fenced: bool = False) -> None:
+    def die(self, code: int, message: str, *, primary: bool, fenced: bool = False, **how: Any) -> None:
         """``primary``: by a fault of the user's code or its slot, not because others went."""
         if not self.alive:
             return
@@ -426,7 +430,7 @@ class SimWorker:
             self._next.cancel()
         self.spare()
         procs = self.procs
-        exit = Exit(self.slot, self.rank, code, procs.host.now(), message, fenced=fenced)
+        exit = Exit(self.slot, self.rank, code, procs.host.now(), message, fenced=fenced, **how)
         del procs.workers[self.slot]
         if primary:
             procs.note_failure(self, exit)
@@ -536,10 +540,10 @@ class SimProcs:
 
     # ---- faults
 
-    def crash(self, slot: int, code: int = 1) -> None:
-        """The user's code fails."""
+    def crash(self, slot: int, code: int = 1, message: str = "the user's code raised", **how: Any) -> None:
+        """The user's code fails. ``how``: further fields of its worker's ``Exit``."""
         if worker := self.workers.get(slot):
-            worker.fail(code, "the user's code raised")
+            worker.fail(code, message, **how)
 
     def note_failure(self, worker: SimWorker, exit: Exit) -> None:
         """It is the user's fault."""
