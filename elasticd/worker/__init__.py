@@ -22,6 +22,7 @@ in the world that it finds.
 from typing import TYPE_CHECKING, Any
 
 from elasticd.worker.data import Data, DataChanged
+from elasticd.worker.epochs import Epoch
 from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
@@ -37,6 +38,7 @@ __all__ = [
     "Checkpoints",
     "Data",
     "DataChanged",
+    "Epoch",
     "NoCheckpoint",
     "NotFinite",
     "State",

@@ -18,8 +18,8 @@ LOOK_EVERY = 64
 
 
 class Committed:
-    """Of plain data, modules' buffers and extra states, optimizers' settings, what has a ``state_dict``, and
-    random numbers.
+    """Of plain data, modules' buffers, extra states and modes (``train()``, ``eval()``), optimizers'
+    settings, what has a ``state_dict``, and random numbers.
     Parameters, and what optimizers have of them, are not copied: only an optimizer's step changes those.
 
     ``kept``: plain data and tensors, the last copy; empty before the first.
@@ -42,6 +42,7 @@ class Committed:
             for module in whole.modules()
             for name in module._buffers
         ]
+        self._parts = [part for whole in modules.values() for part in whole.modules()]
         self._extra = {
             f"{name}.{path}".rstrip("."): module
             for name, whole in modules.items()
@@ -75,6 +76,7 @@ class Committed:
                 name: copied(module.get_extra_state(), f"{name}.get_extra_state()")
                 for name, module in self._extra.items()
             },
+            "modes": [part.training for part in self._parts],
             "random": chance.note(),
         }
 
@@ -184,6 +186,8 @@ class Committed:
                     owner[name] = buffer.to(device, copy=True)
         for name, module in self._extra.items():
             module.set_extra_state(copied(kept["extra"][name], name))
+        for part, mode in zip(self._parts, kept["modes"], strict=True):
+            part.training = mode
         chance.resume(kept["random"])
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         self.kept = kept

@@ -123,7 +123,6 @@ class Data:
             if drop_last:
                 next_batch(0, 0, length=self._order.length, size=batch or 0, drop_last=True)
         self._epoch = self._position = 0
-        self._open: Share | None = None
         self._read = 0  # digest of what comes first in a stream, from where it was last taken up
 
     @property
@@ -131,6 +130,11 @@ class Data:
         """Of the next sample that is not committed: with an epoch's last commit it is the next one. With an
         iterable dataset that shows only once its end has been read."""
         return self._next[0]
+
+    @property
+    def epochs(self) -> int | None:
+        """How many there are; None: without end."""
+        return self._epochs
 
     @property
     def virtual_ranks(self) -> int:
@@ -195,7 +199,6 @@ class Data:
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._rate_batch = self._asked_rate_batch or state["rate_batch"]
-        self._open = None
 
     @property
     def grows(self) -> bool:
@@ -209,14 +212,12 @@ class Data:
         return batch, factor(self._rate or "none", batch / self._rate_batch)
 
     def shares(self, rank: int, world: int) -> Iterator[Share]:
-        """What the worker of that rank does in each step, from what is committed on. A share is committed
-        by ``advance``, before the next is asked for, or comes again another time."""
+        """What the worker of that rank does in each step, from what is committed on. What ``advance`` is not
+        told of comes again another time."""
         size = self._global_batch or (self._worker_batch or 0) * world
         ranks = self._virtual_ranks if self._global_batch else world
         following = self._shares_of_stream if self._order is None else self._shares_of_indices
-        for share in following(rank, world, size, ranks):
-            self._open = share
-            yield share
+        return following(rank, world, size, ranks)
 
     @property
     def is_stream(self) -> bool:
@@ -233,12 +234,9 @@ class Data:
         cut = {"samples": batch.samples, "virtual_ranks": ranks, "accumulate": self._accumulate}
         return len({len(parts_of(rank, world, **cut)) for rank in range(world)}) > 1
 
-    def advance(self) -> None:
-        """The share that was asked for last is used and will not come again."""
-        if self._open is not None:
-            batch = self._open.batch
-            self._epoch, self._position = batch.epoch, batch.end
-            self._open = None
+    def advance(self, batch: Batch) -> None:
+        """That one and those before are used, and will not come again."""
+        self._epoch, self._position = batch.epoch, batch.end
 
     # ------------------------------------------------------------ batches
 

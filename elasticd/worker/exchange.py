@@ -34,12 +34,14 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker brings, and of what age: see ``Age``. ``digest``: of its parameters."""
+    """What a worker brings, and of what age: see ``Age``. ``digest``: of its parameters. ``marks``: how often
+    something was committed without a step, as with the end of an epoch."""
 
     holds: Holds
     agreed: int
     step: int
     digest: int = 0
+    marks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Choice:
 
 def choose(standings: Sequence[Standing]) -> Choice:
     """Go on from the most advanced state there is; of several workers that have it, the first sends."""
-    ages = [Age(s.agreed, s.step) if s.holds is Holds.WHOLE else None for s in standings]
+    ages = [(s.agreed, s.step, s.marks) if s.holds is Holds.WHOLE else None for s in standings]
     newest = max((age for age in ages if age is not None), default=None)
     if newest is None:
         return Choice(0, tuple(range(1, len(standings))), fresh=True)
@@ -65,7 +67,9 @@ def agree(state: State, world: World) -> Source:
     """Afterwards all workers of the world have the same state; where that came from. Raises StateLost, and
     WorldChanged if the world ends before that; then this worker has what it had."""
     state.begin()
-    standings = _tell(Standing(state.holds, state.agreed, state.step, state.digest()), world)
+    marks = state.commit_number - state.step
+    mine = Standing(state.holds, state.agreed, state.step, state.digest(), marks)
+    standings = _tell(mine, world)
     choice = choose(standings)
     if not choice.fresh:
         there = {s.digest for rank, s in enumerate(standings) if rank not in choice.takers}
@@ -118,7 +122,7 @@ def _why_lost(step: int) -> str:
 def _tell(mine: Standing, world: World) -> list[Standing]:
     if world.size == 1:
         return [mine]
-    said = torch.tensor([_HOLDS.index(mine.holds), mine.agreed, mine.step, mine.digest])
+    said = torch.tensor([_HOLDS.index(mine.holds), mine.agreed, mine.step, mine.digest, mine.marks])
     heard = [torch.zeros_like(said) for _ in range(world.size)]
     with world.or_over():
         dist.all_gather(heard, said)

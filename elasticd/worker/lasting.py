@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from elasticd.core.age import Age
 from elasticd.worker import chance, told
+from elasticd.worker.epochs import Progress
 from elasticd.worker.world import World
 
 if TYPE_CHECKING:
@@ -27,13 +28,20 @@ GOING_S_MAX: Final = 45.0  # for the last checkpoint of those who all go; the ag
 @dataclass(slots=True)
 class Parts:
     """What a State consists of, by name. ``things``: modules, optimizers, and what has ``state_dict``;
-    ``plain``: data. ``seeds``: what this worker's random numbers began with."""
+    ``plain``: data. ``seeds``: what this worker's random numbers began with. ``progress``: of the epochs, and
+    one of the things."""
 
     things: Mapping[str, Any]
     plain: dict[str, Any]
     seeds: Mapping[str, int]
     step: int = 0
     random: Mapping[str, Any] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def point(self) -> tuple[int, int]:
+        """Of the training: after each commit another."""
+        return self.step, self.progress.marks
 
 
 class Lasting:
@@ -45,7 +53,7 @@ class Lasting:
         told.has_checkpoints()
         self._outlived = False
         self._tried = 0  # the world in whose first commit a state that was not due was tried out
-        self._newest = (0, -1)  # the world and the step that was handed over, or resumed from, last
+        self._newest = (0, (-1, 0))  # the world and the point that was handed over, or resumed from, last
 
     @property
     def tier(self) -> str:
@@ -117,16 +125,16 @@ class Lasting:
             _log.warning("%s; the script's restore() is asked instead", none_whole)
         if step is None:
             return None
-        self._newest = (world.number, step)
+        self._newest = (world.number, (step, parts.progress.marks))
         plain = {name: now if state[name] is _ABSENT else state[name] for name, now in parts.plain.items()}
         ours = state[_OURS] if isinstance(state[_OURS], dict) else {}
         random = _alike(parts.seeds, ours.get("random", {}), ours.get("seeds", {}))
-        return Parts(parts.things, plain, parts.seeds, step, random)
+        return Parts(parts.things, plain, parts.seeds, step, random, parts.progress)
 
     def _save(self, parts: Parts, world: World | None, *, must: bool = False) -> bool:
         """Whether it is taken, which is the same on all ranks. ``must``: wait for the disk, for a while,
         rather than leave it out."""
-        this = (world.number if world else 1, parts.step)
+        this = (world.number if world else 1, parts.point)
         if must and self._newest == this:
             return True
         with _in(world):

@@ -108,7 +108,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
         failure: BaseException | None = None
         try:
             started = time.monotonic()
-            world.form(state.step, timeout)
+            world.form(state.commit_number, timeout)
             formed = time.monotonic()
             source = agree(state, world)
             if handover:

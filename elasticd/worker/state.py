@@ -24,8 +24,10 @@ from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
 from elasticd.worker.committed import Committed
 from elasticd.worker.consistent import Consistent
 from elasticd.worker.data import Data, DataChanged
+from elasticd.worker.epochs import Ahead, Epoch, Progress
 from elasticd.worker.finite import all_finite
 from elasticd.worker.lasting import Lasting, Parts
+from elasticd.worker.loading import Share
 from elasticd.worker.place import rank, world_size
 from elasticd.worker.plain import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.rate import Following
@@ -119,6 +121,9 @@ class State:
         self._begun = 0  # steps that steps() has yielded since the last commit
         self._numbers_only = False  # steps() is under way, without data
         self._micro: Micro | None = None
+        self._epoch: Epoch | None = None  # that epochs() has yielded
+        self._progress = Progress()
+        self._said_needless = False
         self._looked = 0  # for what was changed after a commit
         self._said_late = False
         self._used = 0  # samples of the steps that are over and not committed
@@ -128,6 +133,7 @@ class State:
         for name, value in {**given, **others}.items():
             if value is not None or name in others:
                 self._take_in(name, value)
+        self._stateful["_epochs"] = self._progress
         self._refuse_what_is_left_out()
         trained = {id(p) for o in self._optimizers.values() for p in _parameters(o)}
         self._to_wrap = to_wrap(self._modules, trained) if wrap is not None else []
@@ -238,26 +244,125 @@ class State:
         A commit covers all that were yielded since the last one. What is not committed comes again in the
         next world, and where ``steps`` is called again."""
         self._begun = self._used = 0
-        if self._data is None:
-            if until is None:
-                raise TypeError("state.steps() without a number needs State(..., data=worker.Data(...))")
-            if accumulate < 1:
-                raise ValueError(f"accumulate is {accumulate}: give a number that is 1 or more")
-            numbers = self._numbers(until)
-            yield from numbers if accumulate == 1 else self._in_pieces(numbers, accumulate)
-            return
-        if accumulate != 1:
-            raise TypeError("with data the batches are cut by Data: give it accumulate=, and steps() none")
-        shares = self._data.shares(rank(), world_size())
-        unread = self._data.is_stream and world_size() > 1
+        self._check_accumulate(accumulate)
+        if self._data is not None:
+            yield from self._of_data(self._shares(self._data), until)
+        elif until is None:
+            raise TypeError("state.steps() without a number needs State(..., data=worker.Data(...))")
+        else:
+            yield from self._of_numbers(until, accumulate)
+
+    def epochs(
+        self, until: int | None = None, *, steps: int | None = None, accumulate: int = 1
+    ) -> Iterator[Epoch]:
+        """The epochs that are still to be made, from the one under way, until there are ``until``; each is
+        iterated for its steps. With ``data``: those of the data, or of so many ``steps`` each; without: of so
+        many ``steps``, whose numbers are yielded, or ``Micro`` as by ``steps``.
+
+        What the script does after the steps of an epoch (evaluate, ask a scheduler, ``epoch.stop()``) is
+        committed when the script asks for the next epoch, and comes again where the world changes before."""
+        self._begun = self._used = 0
+        self._check_accumulate(accumulate)
+        data, progress = self._data, self._progress
+        if steps is None:
+            if data is None:
+                raise TypeError("state.epochs() needs steps=, or State(..., data=worker.Data(...))")
+            if until is not None and data.epochs is not None and until > data.epochs:
+                raise ValueError(
+                    f"state.epochs({until}) asks for more epochs than Data has: give Data epochs={until}"
+                )
+        elif steps < 1:
+            raise ValueError(f"steps is {steps}: give a number that is 1 or more")
+        if progress.began is None:
+            progress.began = self._step
+            progress.ended = data.committed[0] if data is not None and steps is None else 0
+        shares = self._shares(data) if data is not None else None
+        epoch = None
+        try:
+            while not progress.stopped and (until is None or progress.ended < until):
+                self._check_world()
+                if shares is not None and shares.next is None and self._step == progress.began:
+                    return  # there is no more data
+                last = None if steps is None else progress.began + steps
+                self._epoch = epoch = Epoch(progress.ended, self._of_epoch(shares, last, accumulate))
+                yield epoch
+                self._end_epoch(epoch)
+        finally:
+            if self._epoch is epoch:
+                self._epoch = None
+
+    def _of_epoch(self, shares: Ahead[Share] | None, until: int | None, accumulate: int) -> Iterator[Any]:
+        """The steps of the present epoch, until there are so many, or to the end of the data's."""
+        if shares is not None:
+            yield from self._of_data(shares, until, self._progress.ended if until is None else None)
+        elif until is not None:
+            yield from self._of_numbers(until, accumulate)
+        if self._begun:  # so that what comes after the steps can be done again without them
+            self.commit()
+
+    def _end_epoch(self, epoch: Epoch) -> None:
+        """All workers together: commit what came after its steps. Raises WorldChanged."""
+        if not epoch.over and not epoch.stops:
+            raise RuntimeError(
+                f"epoch {epoch.number} was left before its end: go through all that `for step in epoch` "
+                "gives, or call epoch.stop() before leaving that loop for good"
+            )
+        if self._begun and self._stepped:  # it was left after an optimizer's step
+            self.commit()
+        world, progress = self._world, self._progress
+        self._check_world()
+        stops = self._heard([int(epoch.stops)])[0][0]
+        if epoch.over:
+            progress.ended += 1
+            progress.began = self._step
+        progress.stopped = bool(stops)
+        self._keep()
+        self._require_sendable()
+        self._end_commit(world is not None and world.passed(self.commit_number), due=False)
+
+    def _heard(self, mine: Sequence[int]) -> list[list[int]]:
+        """What each worker has to say, by rank. All of them ask."""
+        if world_size() == 1:
+            return [[*mine]]
+        said = torch.tensor(mine)
+        heard = [torch.zeros_like(said) for _ in range(world_size())]
+        with self._world.or_over() if self._world is not None else contextlib.nullcontext():
+            dist.all_gather(heard, said)
+        return [each.tolist() for each in heard]
+
+    def _check_accumulate(self, accumulate: int) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate is {accumulate}: give a number that is 1 or more")
+        if accumulate != 1 and self._data is not None:
+            raise TypeError("with data the batches are cut by Data: give accumulate= to it alone")
+
+    def _of_numbers(self, until: int, accumulate: int) -> Iterator[Any]:
+        numbers = self._numbers(until)
+        return numbers if accumulate == 1 else self._in_pieces(numbers, accumulate)
+
+    def _shares(self, data: Data) -> Ahead[Share]:
+        """This worker's. All workers see whether they have begun to read the same of a stream."""
+
+        def compared() -> Iterator[Share]:
+            shares = data.shares(rank(), world_size())
+            first = next(shares, None)
+            if data.is_stream:
+                data.check_read([read for (read,) in self._heard([data.read])])
+            if first is not None:
+                yield first
+                yield from shares
+
+        return Ahead(compared())
+
+    def _of_data(self, shares: Ahead[Share], until: int | None, epoch: int | None = None) -> Iterator[Step]:
+        """Until there are so many, or to the end of the epoch of that number."""
+        assert self._data is not None
         while until is None or self._step + self._begun < until:
             self._check_world()
-            share = next(shares, None)
-            if unread:
-                self._compare_reading()
-                unread = False
-            if share is None:
+            share = shares.next
+            if share is None or (epoch is not None and share.batch.epoch != epoch):
                 return
+            shares.take()
             noted = self._recorder.took if self._recorder is not None else None
             uneven = functools.partial(self._data.is_uneven, share.batch, world_size())
             number = self._step + self._begun
@@ -267,15 +372,6 @@ class State:
             self._close_step()
             self._see_late_changes()
             self._used += self._open.used if self._open is not None else 0  # not committed
-
-    def _compare_reading(self) -> None:
-        """Whether all workers have begun to read the same of a stream. All of them ask."""
-        assert self._data is not None
-        mine = torch.tensor(self._data.read)
-        reads = [torch.zeros_like(mine) for _ in range(world_size())]
-        with self._world.or_over() if self._world is not None else contextlib.nullcontext():
-            dist.all_gather(reads, mine)
-        self._data.check_read([int(read) for read in reads])
 
     def _numbers(self, until: int) -> Iterator[int]:
         self._numbers_only = True
@@ -347,13 +443,16 @@ class State:
             )
         if said:
             told.report(**said)
+        if self._epoch is not None and not self._epoch.under_way and not self._begun:
+            self._say_needless(self._epoch)
+            return
         world = self._world
         if not self._stepped:
             self._carried = self._unused_gradient()
             if world is not None:
                 world.vouch()
-        if self._data is not None:
-            self._data.advance()
+        if self._data is not None and self._open is not None:
+            self._data.advance(self._open.batch)
         used = self._used + (self._open.used if self._open is not None else 0)
         covers = self._begun
         self._open = None
@@ -366,13 +465,27 @@ class State:
         told.samples(used)
         if self._recorder is not None:
             self._recorder.committed(self._step, self._learned(), covers)
-        ends = world is not None and world.passed(self._step)
-        if self._lasting is not None and not (world is not None and world.over):
+        self._end_commit(world is not None and world.passed(self.commit_number), due=True)
+        if self._alike is not None:
+            self._alike.passed(self._step)
+
+    def _end_commit(self, ends: bool, *, due: bool) -> None:
+        """``ends``: whether the world does, with this commit; ``due``: whether a checkpoint may be. Raises
+        WorldChanged."""
+        world = self._world
+        if self._lasting is not None and (ends or due) and not (world is not None and world.over):
             self._lasting.passed(self._parts(), world, ends)
         if ends:
             raise WorldChanged
-        if self._alike is not None:
-            self._alike.passed(self._step)
+
+    def _say_needless(self, epoch: Epoch) -> None:
+        if not self._said_needless and rank() == 0:
+            _log.warning(
+                "state.commit() outside of the steps of epoch %d commits nothing: what comes after its steps "
+                "is committed with its end, when the script asks for the next epoch",
+                epoch.number,
+            )
+        self._said_needless = True
 
     def _keep(self) -> None:
         """This is what there is to go back to."""
@@ -418,6 +531,11 @@ class State:
             return Holds.TORN
         return Holds.WHOLE if self._agreed else Holds.NONE
 
+    @property
+    def commit_number(self) -> int:
+        """Grows with each commit, also with that of an epoch's end, and alike in all workers."""
+        return self._step + self._progress.marks
+
     def enter(self, world: World | None) -> None:
         """Take part in the world with what this worker has now, which all others have too."""
         self._world = world
@@ -460,7 +578,7 @@ class State:
         self._begun = self._used = 0
         self._numbers_only = False
         self._alike = self._carried = None
-        self._micro = None
+        self._micro = self._epoch = None
         self._reduction.close()
         self._reduction = Averaged(())
         self._wraps.clear()
@@ -569,7 +687,8 @@ class State:
 
     def _parts(self) -> Parts:
         things = {**self._modules, **self._optimizers, **self._stateful}
-        return Parts(things, self._plain, self._seeds, self._step, self._committed.kept["random"])
+        random = self._committed.kept["random"]
+        return Parts(things, self._plain, self._seeds, self._step, random, self._progress)
 
     @property
     def can_restore(self) -> bool:

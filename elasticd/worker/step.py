@@ -45,6 +45,7 @@ class Step:
         calls: Callable[[], int] = lambda: 0,
     ) -> None:
         self.number, self._turn = number, turn
+        self.batch = share.batch
         self.epoch, self.position, self.samples = share.batch.epoch, share.batch.first, share.batch.samples
         self.done = False
         self._share = share

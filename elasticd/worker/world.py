@@ -69,8 +69,8 @@ class World:
     # ------------------------------------------------------------ joining
 
     def form(self, step: int, timeout: timedelta) -> None:
-        """Join the others. Raises WorldChanged when it is over before it began.
-        ``step``: the last that this worker committed. ``timeout``: of the group's collectives."""
+        """Join the others. Raises WorldChanged when it is over before it began. ``step``: the number of this
+        worker's last commit, as ``passed`` gets it. ``timeout``: of the group's collectives."""
         self._step = step
         _spare_children()
         with self.or_over():
@@ -120,7 +120,8 @@ class World:
         self.sums_begun = self.sums = 0
 
     def passed(self, step: int) -> bool:
-        """Whether the world ends with this commit."""
+        """Whether the world ends with this commit. ``step``: its number, which grows with each, and alike in
+        all workers."""
         with self._lock:
             self._step = step
             if self.over or not self._leaving:

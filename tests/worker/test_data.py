@@ -89,7 +89,7 @@ def epoch_in(worlds: list[int], state: dict[str, Any] | None = None, **options: 
             if share is None:
                 continue
             loaded += load(share)
-            data.advance()
+            data.advance(share.batch)
             after.append(data.state_dict())
             ahead = next(shares, None)
             if ahead is not None:
@@ -266,8 +266,9 @@ def test_a_new_world_uses_the_same_processes_to_load():
     for world in (1, 2):
         shares = data.shares(0, world)
         for _ in range(2):
-            load(next(shares))
-            data.advance()
+            share = next(shares)
+            load(share)
+            data.advance(share.batch)
         seen.append([p.pid for p in data._loader._iterator._workers])
     assert seen[0] == seen[1]
     del data._loader

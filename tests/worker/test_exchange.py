@@ -23,8 +23,8 @@ from elasticd.worker.exchange import (
 from elasticd.worker.plain import copied, with_tensors
 
 
-def whole(agreed: int, step: int) -> Standing:
-    return Standing(Holds.WHOLE, agreed, step)
+def whole(agreed: int, step: int, marks: int = 0) -> Standing:
+    return Standing(Holds.WHOLE, agreed, step, marks=marks)
 
 
 NONE = Standing(Holds.NONE, 0, 0)
@@ -41,6 +41,8 @@ def torn(agreed: int, step: int) -> Standing:
         ([whole(1, 4), whole(1, 4)], Choice(0, (), fresh=False)),
         ([NONE, whole(1, 4), whole(1, 4)], Choice(1, (0,), fresh=False)),
         ([whole(1, 4), whole(1, 5), whole(1, 4)], Choice(1, (0, 2), fresh=False)),
+        ([whole(1, 4), whole(1, 4, marks=1)], Choice(1, (0,), fresh=False)),
+        ([whole(1, 5), whole(1, 4, marks=1)], Choice(0, (1,), fresh=False)),
         ([torn(1, 5), whole(1, 4)], Choice(1, (0,), fresh=False)),
         ([torn(1, 5), torn(1, 5)], Choice(0, (1,), fresh=True)),
         ([NONE, torn(1, 5)], Choice(0, (1,), fresh=True)),
