@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from elasticd.cli import passwords
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.core.facts import Fact
 from elasticd.core.ports import Listing
@@ -158,7 +158,7 @@ def named_etcd(options: Mapping[str, Any]) -> EtcdAccess | None:
         if any(tls.values()):
             raise Complaint("certificates for etcd are given, but no --etcd to use them with.")
         return None
-    password = os.environ.get("ELASTICD_ETCD_PASSWORD") if user else None
+    password = passwords.of_login(options)
     try:
         return parse_endpoints(
             etcd,

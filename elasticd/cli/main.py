@@ -34,6 +34,7 @@ _COMMANDS = {
     "report": "elasticd.cli.review:report",
     "audit": "elasticd.cli.audit:audit",
     "ckpt": "elasticd.cli.checkpoints:ckpt",
+    "etcd-role": "elasticd.cli.roles:etcd_role",
     "doctor": "elasticd.cli.doctor.command:doctor",
 }
 

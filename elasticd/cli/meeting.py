@@ -146,8 +146,7 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
             text,
             **tls,
             username=options.etcd_user,
-            # A password in the environment serves those commands that name its user.
-            password=options.etcd_password if options.etcd_user is not None else None,
+            password=options.etcd_password,
             timeout_s=read_timeout_s or 2.0,
         )
     except ValueError as error:

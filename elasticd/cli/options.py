@@ -164,7 +164,12 @@ def etcd_options(command: F) -> F:
             _ours("--etcd-cacert", _FILE, "CA certificate for https:// endpoints."),
             _ours("--etcd-cert", _FILE, "Client certificate."),
             _ours("--etcd-key", _FILE, "Key of the client certificate."),
-            _ours("--etcd-user", help="User name; its password is read from ELASTICD_ETCD_PASSWORD."),
+            _ours("--etcd-user", help="User name in etcd, which needs https:// endpoints."),
+            _ours(
+                "--etcd-password-file",
+                _FILE,
+                "File or pipe with that user's password; or else ELASTICD_ETCD_PASSWORD says it.",
+            ),
         )
     ):
         command = option(command)

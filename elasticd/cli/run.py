@@ -11,6 +11,7 @@ import click
 
 from elasticd import torchparts
 from elasticd.checkpoint.store import store_at
+from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import ThisMachine, name_of_its_own, nowhere
@@ -29,8 +30,13 @@ def run(ctx: click.Context, /, **_: object) -> int:
 
     Takes torchrun's options as well as its own. They end at SCRIPT; what follows is the script's.
     """
-    options = collect(ctx, os.environ.get("ELASTICD_ETCD_PASSWORD"))
-    for name in ("PASSWORD", "KEY", "CERT"):  # for this process alone: workers run what others wrote
+    options = collect(ctx, passwords.of_login(ctx.params))
+    for name in (
+        "PASSWORD",
+        "PASSWORD_FILE",
+        "KEY",
+        "CERT",
+    ):  # for this process alone: workers run what others wrote
         os.environ.pop(f"ELASTICD_ETCD_{name}", None)
     last_words = TerminationLog(options.termination_log)
     try:

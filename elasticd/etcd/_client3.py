@@ -6,9 +6,10 @@ descriptors that its own files carry, in a private pool, before etcd3 is importe
 neither reconnects nor sets timeouts, so only its messages and its gRPC stubs are used;
 ``elasticd.etcd.connection`` drives them.
 
-Two additions to its protocol of 2018, both part of etcd since 3.4: a watch can be asked for its
-progress, and ``LeaseKeepAlive``, a stream in both directions, is also offered as a plain call. (A
-stream of one request and one response is the same bytes as a call; etcd ends it when we do.)
+Three additions to its protocol of 2018, all part of etcd since 3.4: a watch can be asked for its
+progress, a user can be made without a password, and ``LeaseKeepAlive``, a stream in both directions, is
+also offered as a plain call. (A stream of one request and one response is the same bytes as a call; etcd
+ends it when we do.)
 """
 
 from __future__ import annotations
@@ -53,6 +54,19 @@ def _with_progress_request(file: descriptor_pb2.FileDescriptorProto) -> None:
     )
 
 
+def _with_users_without_password(file: descriptor_pb2.FileDescriptorProto) -> None:
+    request = next(m for m in file.message_type if m.name == "AuthUserAddRequest")
+    if any(f.name == "options" for f in request.field):
+        return
+    optional = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
+    options = file.message_type.add(name="UserAddOptions")
+    boolean = descriptor_pb2.FieldDescriptorProto.TYPE_BOOL
+    options.field.add(name="no_password", number=1, type=boolean, label=optional)
+    message = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
+    of = ".etcdserverpb.UserAddOptions"
+    request.field.add(name="options", number=3, type=message, label=optional, type_name=of)
+
+
 def _message_modules(folder: Path) -> dict[str, ModuleType]:
     pool = descriptor_pool.DescriptorPool()
     modules = {}
@@ -60,6 +74,7 @@ def _message_modules(folder: Path) -> dict[str, ModuleType]:
         proto = descriptor_pb2.FileDescriptorProto.FromString(_serialized_descriptor(folder / f"{name}.py"))
         if name == "rpc_pb2":
             _with_progress_request(proto)
+            _with_users_without_password(proto)
         pool.AddSerializedFile(proto.SerializeToString())
         file = pool.FindFileByName(proto.name)
         module = ModuleType(f"etcd3.etcdrpc.{name}")
@@ -130,4 +145,10 @@ class Stubs:
         self.status = rpc.MaintenanceStub(channel).Status
         self.alarm = rpc.MaintenanceStub(channel).Alarm
         self.members = rpc.ClusterStub(channel).MemberList
-        self.authenticate = rpc.AuthStub(channel).Authenticate
+        auth = rpc.AuthStub(channel)
+        self.authenticate = auth.Authenticate
+        self.add_user, self.get_user, self.delete_user = auth.UserAdd, auth.UserGet, auth.UserDelete
+        self.change_password = auth.UserChangePassword
+        self.grant_role, self.revoke_role = auth.UserGrantRole, auth.UserRevokeRole
+        self.add_role, self.get_role, self.delete_role = auth.RoleAdd, auth.RoleGet, auth.RoleDelete
+        self.grant_permission = auth.RoleGrantPermission

@@ -81,7 +81,7 @@ def parse_endpoints(
         raise ValueError(f"an etcd client {given} is given without its {missing}; they only work together")
     if (username is None) != (password is None):
         given, missing = ("user name", "password") if password is None else ("password", "user name")
-        how = " (as ELASTICD_ETCD_PASSWORD)" if password is None else ""
+        how = " (--etcd-password-file, or ELASTICD_ETCD_PASSWORD)" if password is None else ""
         raise ValueError(f"an etcd {given} is given without a {missing}{how}")
     if username is not None and not tls:
         raise ValueError("an etcd password would be sent in the clear over http://; use https:// endpoints")
@@ -175,8 +175,10 @@ def _shown(text: str) -> str:
 def _check_readable(name: str, path: Path) -> None:
     try:
         with path.open("rb") as file:
-            file.read(1)
+            empty = not file.read(1)
     except FileNotFoundError:
         raise ValueError(f"the etcd {name} {path} does not exist") from None
     except OSError as error:
         raise ValueError(f"the etcd {name} {path} cannot be read: {error.strerror}") from error
+    if empty:  # of which gRPC would abort the process
+        raise ValueError(f"the etcd {name} {path} is empty")

@@ -17,6 +17,8 @@ from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import (
     Compacted,
     LeaseGone,
+    NoLogins,
+    NoSuchName,
     StoreError,
     StoreFull,
     StoreRefused,
@@ -26,6 +28,7 @@ from elasticd.etcd.errors import (
 )
 
 RETRY_PAUSE_S = 0.1  # between attempts that certainly had no effect
+_ROLES_CHANGED = ("revision of auth store is old", "revision in header is old")
 
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),  # etcd disconnects who pings more often than every 5 s
@@ -93,6 +96,7 @@ class Connection:
                 logged_in_again = True
                 continue
             again = isinstance(failure, StoreUnavailable) and (idempotent or not failure.sent) and tries != 0
+            again = again or isinstance(failure, TokenExpired)
             again = again and not isinstance(failure, StoreFull)
             if not again or deadline - time.monotonic() < RETRY_PAUSE_S or self._closed.wait(RETRY_PAUSE_S):
                 raise failure
@@ -207,10 +211,14 @@ def translate(error: Exception, endpoint: str) -> StoreError:
         return StoreRefused(f"etcd at {endpoint} denies access: {details}")
     if code is status.INVALID_ARGUMENT and "user name is empty" in details:
         return StoreRefused(f"etcd at {endpoint} asks for a user name and password, or a client certificate")
-    if code is status.INVALID_ARGUMENT and "authentication failed" in details:
+    if code in (status.INVALID_ARGUMENT, status.UNKNOWN) and "authentication failed" in details:
         return StoreRefused(f"etcd at {endpoint} does not accept this user name and password")
     if code is status.FAILED_PRECONDITION and "authentication is not enabled" in details:
-        return StoreRefused(f"etcd at {endpoint} has no logins enabled; leave out the user name and password")
+        return NoLogins(f"etcd at {endpoint} has no logins enabled; leave out the user name and password")
+    if any(words in details for words in _ROLES_CHANGED):
+        return TokenExpired(f"users or roles of etcd at {endpoint} have just changed ({details})")
+    if code is status.FAILED_PRECONDITION and details in ("user name not found", "role name not found"):
+        return NoSuchName(f"etcd at {endpoint} knows no such name: {details}")
     if code is status.NOT_FOUND and "lease not found" in details:
         return LeaseGone("the lease is gone")
     if code is status.OUT_OF_RANGE and "compacted" in details:

@@ -35,7 +35,16 @@ class StoreRefused(StoreError):
 
 
 class TokenExpired(StoreRefused):
-    """The token of a password login is no longer known (etcd restarted). Log in again."""
+    """The token of a password login is no longer known (etcd restarted), or users or roles have changed since
+    it was looked at. Log in again."""
+
+
+class NoLogins(StoreRefused):
+    """etcd asks nobody who they are."""
+
+
+class NoSuchName(StoreRefused):
+    """There is no user, or no role, of this name."""
 
 
 class WrongEndpoint(StoreError):

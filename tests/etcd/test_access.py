@@ -74,7 +74,7 @@ def test_no_error_shows_a_password_typed_into_an_endpoint() -> None:
 
 def test_tls_options_without_a_scheme_mean_https(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
-    ca.touch()
+    ca.write_text("x")
     assert parse_endpoints("a:1", cacert=ca) == EtcdAccess(("a:1",), tls=True, cacert=ca)
 
 
@@ -86,12 +86,15 @@ def test_tls_options_without_a_scheme_mean_https(tmp_path: Path) -> None:
         ({"key": "there.pem"}, "client key is given without its certificate"),
         ({"cert": "there.pem", "key": "missing.pem"}, "client key .*missing.pem does not exist"),
         ({"cacert": "."}, "cannot be read"),
-        ({"username": "me"}, "user name is given without a password .as ELASTICD_ETCD_PASSWORD"),
+        ({"cacert": "empty.pem"}, "CA certificate .*empty.pem is empty"),
+        ({"cert": "there.pem", "key": "empty.pem"}, "client key .*empty.pem is empty"),
+        ({"username": "me"}, "user name is given without a password .--etcd-password-file, or"),
         ({"password": "s3cret"}, "password is given without a user name"),
     ],
 )
 def test_bad_tls_options_get_one_sentence(options: dict[str, str], says: str, tmp_path: Path) -> None:
-    (tmp_path / "there.pem").touch()
+    (tmp_path / "there.pem").write_text("x")
+    (tmp_path / "empty.pem").touch()
     paths: dict[str, Any] = {
         name: value if name in ("username", "password") else tmp_path / value
         for name, value in options.items()

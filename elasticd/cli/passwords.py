@@ -1,0 +1,84 @@
+"""Passwords come from a file, a pipe or the environment, and never from a command line."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elasticd.cli.complaint import Complaint
+
+VARIABLE = "ELASTICD_ETCD_PASSWORD"
+MOST = 72  # bytes: of what is longer, bcrypt, which etcd uses, ignores the rest or refuses it all
+_READ_MAX = 4096
+
+
+def of_login(options: Mapping[str, Any]) -> str | None:
+    """What goes with --etcd-user. ``options``: click's values of ``etcd_options``. Raises Complaint."""
+    file = options.get("etcd_password_file")
+    if not options.get("etcd_user"):
+        if file is not None:
+            raise Complaint(f"--etcd-password-file {file} is given without --etcd-user.")
+        return None  # one in the environment serves those commands that name its user
+    return os.environ.get(VARIABLE) if file is None else read(file)
+
+
+def read(file: Path) -> str:
+    """The line in the file; ``-`` is standard input. Raises Complaint."""
+    shown = "standard input" if str(file) == "-" else str(file)
+    try:
+        if str(file) == "-":
+            if sys.stdin.isatty():
+                return _checked(click.prompt("Password", hide_input=True, err=True), shown)
+            return _checked(sys.stdin.read(_READ_MAX), shown)
+        with file.open(encoding="utf-8") as opened:
+            return _checked(opened.read(_READ_MAX), shown)
+    except OSError as error:
+        raise Complaint(f"the password cannot be read from {shown}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise Complaint(f"the password in {shown} is not text in UTF-8.") from error
+
+
+def _checked(text: str, shown: str) -> str:
+    password = text.removesuffix("\n").removesuffix("\r")
+    if not password:
+        raise Complaint(f"there is no password in {shown}: it is empty.")
+    if not password.isprintable():
+        raise Complaint(
+            f"the password in {shown} is more than one line, or has characters that cannot be seen."
+        )
+    return password
+
+
+def check_length(password: str) -> str:
+    """The password, if etcd can tell it from all others. Raises Complaint."""
+    if (length := len(password.encode())) > MOST:
+        raise Complaint(
+            f"the password is {length} bytes long, and etcd looks at {MOST} at most: take a shorter one."
+        )
+    return password
+
+
+def make(file: Path) -> str:
+    """A new one, in a new file that its owner alone may read. Raises Complaint, FileExistsError."""
+    password = secrets.token_urlsafe(32)
+    try:
+        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(number, "w") as opened:
+                opened.write(f"{password}\n")
+                opened.flush()
+                os.fsync(number)
+        except BaseException:
+            file.unlink()
+            raise
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise Complaint(f"the password cannot be written to {file}: {error.strerror}.") from error
+    return password

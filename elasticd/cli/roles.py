@@ -1,0 +1,252 @@
+"""``elasticd etcd-role``: a role and a user in etcd that may do everything with one job, and nothing else."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elasticd.cli import passwords
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.control import answering, named_etcd
+from elasticd.cli.meeting import check_name
+from elasticd.cli.options import etcd_options
+from elasticd.cli.say import say
+from elasticd.etcd.errors import NoLogins, StoreRefused
+from elasticd.etcd.names import job_prefix
+from elasticd.telemetry import words
+
+if TYPE_CHECKING:
+    from elasticd.etcd.access import EtcdAccess
+    from elasticd.etcd.roles import Roles
+
+_COMMON_NAME_MAX = 64  # of a certificate
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """``password`` is read from ``password_file``, or made and written there (``generate``); without one the
+    user logs in with a certificate."""
+
+    prefix: str
+    user: str
+    password_file: Path | None
+    generate: bool
+
+    @property
+    def role(self) -> str:
+        return self.prefix.strip("/")
+
+
+@click.command("etcd-role")
+@click.argument("job")
+@click.option("--user", help="The user in etcd: the common name of its certificate.  [JOB]")
+@click.option(
+    "--password-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The user logs in with the password in FILE (-: standard input) rather than with a certificate.",
+)
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="Make that password, into FILE, for its owner alone to read; one that is there is kept.",
+)
+@click.option(
+    "--torchrun", is_flag=True, help="JOB is the --rdzv-id of plain torchrun with the back end etcd-v3."
+)
+@click.option("--remove", is_flag=True, help="Take the role away, and the user if it has no other.")
+@click.option("--print", "only_print", is_flag=True, help="Print what to tell etcdctl, and do nothing.")
+@etcd_options
+def etcd_role(
+    job: str,
+    user: str | None,
+    password_file: Path | None,
+    generate: bool,
+    torchrun: bool,
+    remove: bool,
+    only_print: bool,
+    **etcd: Any,
+) -> None:
+    """Make a role in etcd that is limited to JOB, and a user who has it.
+
+    The login options are those of etcd's root. Doing it again changes nothing.
+
+    Exit codes: 0, it is so; 2, bad usage, or etcd refuses (it asks nobody who they are, or this user is not
+    its root); 4, etcd cannot be reached.
+    """
+    wanted = _wanted(job, user, password_file, generate, torchrun)
+    if remove and password_file is not None:
+        raise Complaint("--remove needs no --password-file.")
+    if only_print:
+        if generate:
+            raise Complaint("--generate makes a password, and --print makes nothing: give one of them.")
+        say(*(_removal_lines(wanted) if remove else _lines(wanted)))
+        return
+    access = named_etcd(etcd)
+    if access is None:
+        raise Complaint("give --etcd: the etcd of a standalone run serves its own user, and has no roles.")
+    with _as_root(access) as roles:
+        if remove:
+            _remove(roles, wanted)
+        else:
+            _make(roles, wanted)
+
+
+def _wanted(job: str, user: str | None, password_file: Path | None, generate: bool, torchrun: bool) -> Wanted:
+    if generate and (password_file is None or str(password_file) == "-"):
+        raise Complaint("--generate needs --password-file FILE: where the password is to be written.")
+    if torchrun:
+        from elasticd.torchrun.records import prefix_of
+
+        if job in ("", "none"):
+            raise Complaint("torchrun's --rdzv-id is to be an id of the job's own.")
+        prefix = prefix_of(job)
+    else:
+        prefix = job_prefix(check_name("job", job)).decode()
+    name = check_name("user", job if user is None else user)
+    otherwise = "give the job's user another name with --user"
+    if name == "root":
+        raise Complaint(f"the user root may do everything in etcd: {otherwise}.")
+    if password_file is None and len(name) > _COMMON_NAME_MAX:
+        raise Complaint(
+            f"{name} is longer than the {_COMMON_NAME_MAX} characters of a certificate's common name: "
+            f"{otherwise}."
+        )
+    return Wanted(prefix, name, password_file, generate)
+
+
+# ---------------------------------------------------------------- in words for etcdctl
+
+
+def _lines(wanted: Wanted) -> list[str]:
+    role, user, prefix = (shlex.quote(word) for word in (wanted.role, wanted.user, wanted.prefix))
+    how = "--no-password"
+    if wanted.password_file is not None:
+        piped = str(wanted.password_file) == "-"
+        how = "--interactive=false" + ("" if piped else f" < {shlex.quote(str(wanted.password_file))}")
+    return [
+        f"etcdctl role add {role}",
+        f"etcdctl role grant-permission {role} --prefix=true readwrite {prefix}",
+        f"etcdctl user add {user} {how}",
+        f"etcdctl user grant-role {user} {role}",
+    ]
+
+
+def _removal_lines(wanted: Wanted) -> list[str]:
+    return [
+        f"etcdctl user delete {shlex.quote(wanted.user)}",
+        f"etcdctl role delete {shlex.quote(wanted.role)}",
+    ]
+
+
+# ---------------------------------------------------------------- in etcd
+
+
+@contextmanager
+def _as_root(access: EtcdAccess) -> Iterator[Roles]:
+    from elasticd.etcd.client import Client
+    from elasticd.etcd.roles import Roles
+
+    with answering(), Client(access) as client, Roles(access) as roles:
+        try:
+            client.check()
+            if not roles.asks_who_one_is():
+                raise NoLogins("")
+            yield roles
+        except NoLogins as error:
+            raise Complaint(
+                f"etcd at {access.url} asks nobody who they are, so a role would keep nobody out: enable its "
+                "logins first (etcdctl user add root; etcdctl auth enable), then do this again as that user."
+            ) from error
+        except StoreRefused as error:
+            if "permission denied" not in str(error):
+                raise
+            raise Complaint(f"{error}: only a user with the role root may make and remove roles.") from error
+
+
+def _make(roles: Roles, wanted: Wanted) -> None:
+    from elasticd.etcd.roles import all_below
+
+    role, user = wanted.role, wanted.user
+    allowed, own = all_below(wanted.prefix), roles.roles_of(user)
+    if own is not None and "root" in own:
+        raise Complaint(
+            f"the user {user} has the role root, and so may do everything: give another with --user."
+        )
+    there = roles.allows(role)
+    if there is not None and set(there) - {allowed}:
+        raise Complaint(
+            f"there is a role {role} that allows something else than {wanted.prefix}: look with "
+            f"`etcdctl role get {shlex.quote(role)}`, and take it away with --remove."
+        )
+    password = _password(wanted)
+    if there is None:
+        roles.add_role(role)
+    if there != (allowed,):
+        roles.allow(role, allowed)
+        say(f"The role {role} is made: it may read and write below {wanted.prefix}, and nowhere else.")
+    else:
+        say(f"The role {role} is there already, for what is below {wanted.prefix} alone.")
+    if own is None:
+        roles.add_user(user, password)
+        how = "with a certificate of that common name" if password is None else _from(wanted)
+        say(f"The user {user} is made, who logs in {how}.")
+    elif password is None or roles.takes(user, password):
+        say(f"The user {user} is there already.")
+    else:
+        roles.set_password(user, password)
+        if not roles.takes(user, password):
+            raise Complaint(
+                f"the user {user} was made to log in with a certificate, and takes no password: take it away "
+                "with --remove first, or give another with --user."
+            )
+        say(f"The user {user} logs in {_from(wanted)} from now on, and with no other.")
+    if own is None or role not in own:
+        roles.grant(user, role)
+        say(f"The user {user} has the role {role} now.")
+    else:
+        say(f"The user {user} has the role {role} already.")
+    if others := [other for other in own or () if other != role]:
+        say(f"The user {user} has, besides: {words.listing(others)}.")
+
+
+def _password(wanted: Wanted) -> str | None:
+    file = wanted.password_file
+    if file is None:
+        return None
+    if wanted.generate:
+        try:
+            return passwords.make(file)
+        except FileExistsError:
+            pass  # as the last time
+    return passwords.check_length(passwords.read(file))
+
+
+def _from(wanted: Wanted) -> str:
+    piped = str(wanted.password_file) == "-"
+    return "with the password given" if piped else f"with the password in {wanted.password_file}"
+
+
+def _remove(roles: Roles, wanted: Wanted) -> None:
+    role, user = wanted.role, wanted.user
+    own = roles.roles_of(user)
+    if own is None:
+        say(f"There is no user {user}.")
+    elif own == (role,):
+        roles.delete_user(user)
+        say(f"The user {user} is gone.")
+    elif others := [other for other in own if other != role]:
+        say(f"The user {user} stays, for the sake of {words.listing(others)}.")
+    else:
+        say(f"The user {user} stays, who never had the role {role}.")
+    if roles.allows(role) is None:
+        say(f"There is no role {role}.")
+    else:
+        roles.delete_role(role)  # and etcd takes it from all who have it
+        say(f"The role {role} is gone.")
