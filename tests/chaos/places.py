@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from tests.k8s.network import UNDER_US, Network
 
 SPACES: Final = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -103,9 +105,12 @@ class Node(Host):
         """All but process 1, as this machine numbers them; zombies are none."""
         found = []
         for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 if folder.name.isdecimal() and os.readlink(folder / "ns" / "pid") == self._space:
-                    found.append(int(folder.name))
+                    pid = int(folder.name)
+                    # One that was killed while its parent is stopped stays a zombie until that goes on.
+                    if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                        found.append(pid)
         return [pid for pid in found if pid != self.pid]
 
     def numbered(self, inside: int) -> int | None:
