@@ -34,6 +34,8 @@ MADE: Final = (
     23  # 1 + the steps that the optimizer counted before this process's first: the heartbeat's to write
 )
 
+DELAY_NS: Final = 24  # outside these waits, in which it was ready to run and had no processor
+
 VALUES: Final = 32  # what the script tells by names of its own: the name, and a double
 VALUES_MAX: Final = 12
 NAME_WORDS: Final = 5
@@ -81,6 +83,7 @@ class Told:
     stepped_at: float = 0.0  # seconds of CLOCK_MONOTONIC
     wait_s: float = 0.0
     waits: int = 0
+    delay_s: float = 0.0
     fatal: Fatal | None = None
     astray: int | None = None
     commits: int = 0

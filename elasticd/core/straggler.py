@@ -4,6 +4,11 @@ In lock-step training all ranks take the same time for a step, whoever is slow: 
 So what is compared is the time without what was spent waiting for other ranks. One period's own times
 say little; a worker is named when it was slower than its peers for most of a window of them.
 
+Nor does the time count in which a worker was ready to run and other processes had the processors: on a
+machine that has too few, chance decides who waits longest for one, and nobody is slow by itself. Where a
+quota of the workers' control group held them up, the time counts: elsewhere they would not be held up. A
+quota holds up all workers of its node, so each is charged alike, with no more than any of them was delayed.
+
 Nothing here depends on a clock: a period is what the caller says is one.
 """
 
@@ -25,21 +30,34 @@ SURE = 3.0  # standard errors of the median
 @dataclass(frozen=True, slots=True)
 class Strides:
     """A worker's steps up to now. ``at``: when the last was made; ``wait_s``: how long it has waited for
-    other ranks in all these, as far as that was measured, ``waits`` times."""
+    other ranks in all these, as far as that was measured, ``waits`` times; ``delay_s``: for how long it was
+    ready to run, outside these waits, and had no processor."""
 
     steps: int
     at: float
     wait_s: float
     waits: int
+    delay_s: float = 0.0
 
 
-def own_s(before: Strides, after: Strides) -> float | None:
+def own_times(
+    before: Mapping[int, Strides], after: Mapping[int, Strides], throttled_s: float
+) -> dict[int, float]:
+    """Of the workers of one node, by slot, as far as they are known. ``throttled_s``: for how long a
+    quota has held up anything on this node meanwhile."""
+    charged_s = min([throttled_s, *(after[slot].delay_s - before[slot].delay_s for slot in after)])
+    known = {slot: own_s(before[slot], after[slot], charged_s) for slot in after}
+    return {slot: s for slot, s in known.items() if s is not None}
+
+
+def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | None:
     """Its own time for one of the steps between; None where there was none, or no wait was measured:
-    then its time is not known from the others'."""
+    then its time is not known from the others'. ``charged_s``: of its delay, what counts."""
     steps = after.steps - before.steps
     if steps < 1 or after.waits <= before.waits:
         return None
-    return max(0.0, (after.at - before.at) - (after.wait_s - before.wait_s)) / steps
+    took_s, waited_s = after.at - before.at, after.wait_s - before.wait_s
+    return max(0.0, took_s - waited_s - (after.delay_s - before.delay_s) + charged_s) / steps
 
 
 @dataclass(frozen=True, slots=True)

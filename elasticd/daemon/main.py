@@ -36,6 +36,7 @@ from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import Link
 from elasticd.procs.keeper import Warden
+from elasticd.procs.quota import throttled_s
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log, runs
 from elasticd.telemetry.events import EventFile
@@ -149,7 +150,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             lambda: saver.footprint,
         )
         timekeeper = Timekeeper(config, driver, store, procs.step_times, began_at)
-        comparison = Comparison(driver, store, procs.told, say)
+        comparison = Comparison(driver, store, procs.told, say, throttled_s)
         pages = Pages(clock)
         publisher = Publisher(
             config,

@@ -16,7 +16,7 @@ from elasticd.core.facts import BadSlot, Laggard, Paces, Phase, Round, SlotPace,
 from elasticd.core.page import Told
 from elasticd.core.ports import Entry, Listing, Put, Seen, StillThere, Store
 from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
-from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_s
+from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_times
 from elasticd.daemon.driver import Driver
 from elasticd.telemetry.gpus import GpuReading, trouble
 
@@ -37,13 +37,23 @@ class Standing:
 
 class Comparison:
     """``routine(now)`` does what is due and returns when the next is. ``standings``: of this node's slots,
-    as last known; ``bad``: those with a GPU that is, and why."""
+    as last known; ``bad``: those with a GPU that is, and why. ``throttled_s``: for how long a quota has held
+    up this node's processes so far."""
 
-    def __init__(self, driver: Driver, store: Store, hear: HearRound, say: Callable[[Reason], None]) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        store: Store,
+        hear: HearRound,
+        say: Callable[[Reason], None],
+        throttled_s: Callable[[], float],
+    ) -> None:
         self._driver = driver
         self._store = store
         self._hear = hear
         self._say = say
+        self._throttled_s = throttled_s
+        self._throttled_before_s = 0.0
         self.standings: Mapping[int, Standing] = {}
         self.bad: Mapping[int, str] = {}
         self._spoilt_before: dict[int, int] = {}
@@ -88,17 +98,17 @@ class Comparison:
                 return
         assert crew is not None
         told = {slot: t for slot, t in self._hear(self._round).items() if slot in crew.alive}
-        strides = {s: Strides(t.steps, t.stepped_at, t.wait_s, t.waits) for s, t in told.items()}
+        strides = {s: Strides(t.steps, t.stepped_at, t.wait_s, t.waits, t.delay_s) for s, t in told.items()}
         slots: tuple[SlotPace, ...] = ()
         if strides.keys() != self._first.keys():
             self._first, self._before = strides, {}
         elif not self._before:
             if all(strides[s].steps >= self._first[s].steps + FIRST_STEPS for s in strides):
-                self._before = strides
+                self._before, self._throttled_before_s = strides, self._throttled_s()
         elif all(strides[slot].steps > self._before[slot].steps for slot in strides):
-            known = {slot: own_s(self._before[slot], strides[slot]) for slot in strides}
-            self._before = strides
-            self._own = {slot: s for slot, s in known.items() if s is not None}
+            throttled_s = self._throttled_s()
+            self._own = own_times(self._before, strides, throttled_s - self._throttled_before_s)
+            self._before, self._throttled_before_s = strides, throttled_s
             slots = tuple(SlotPace(s, crew.member.rank_of(s), o) for s, o in sorted(self._own.items()))
         bad = tuple(
             BadSlot(s, crew.member.rank_of(s), w) for s, w in self.bad.items() if s in crew.member.slots

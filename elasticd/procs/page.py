@@ -127,6 +127,7 @@ class Page:
                 stepped_at=words[at.LAST_NS] / 1e9,
                 wait_s=words[at.WAIT_NS] / 1e9,
                 waits=words[at.WAITS],
+                delay_s=words[at.DELAY_NS] / 1e9,
                 fatal=at.FATALS[fatal] if fatal < len(at.FATALS) else None,
                 astray=words[at.ASTRAY] - 1 if words[at.ASTRAY] else None,
                 commits=words[at.COMMITS],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_s
+from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_s, own_times
 
 # Own times of each step of three ranks that do the same, in units of 10 microseconds, on a machine
 # with six processes for each of its cores.
@@ -149,6 +149,31 @@ def test_without_a_step_or_a_measured_wait_its_own_time_is_not_known() -> None:
     begun = Strides(10, 100.0, 3.0, 10)
     assert own_s(begun, Strides(10, 100.0, 3.0, 11)) is None
     assert own_s(begun, Strides(20, 110.0, 3.0, 10)) is None
+
+
+# Ten steps of 1 s each. For how long each slot waited for others and was delayed in all, how long a
+# quota held up anything on the node, and each slot's own time for a step.
+CASES = {
+    "one computes, one waits": ({0: (0.0, 0.0), 1: (4.0, 0.0)}, 0.0, {0: 1.0, 1: 0.6}),
+    "one is starved by neighbours, one waits for it": ({0: (0.0, 4.0), 1: (4.0, 0.0)}, 0.0, {0: 0.6, 1: 0.6}),
+    "both are starved": ({0: (1.0, 5.0), 1: (4.0, 2.0)}, 0.0, {0: 0.4, 1: 0.4}),
+    "the slow one is starved least": ({0: (0.0, 2.0), 1: (3.0, 3.0)}, 0.0, {0: 0.8, 1: 0.4}),
+    "a quota holds up the only worker": ({0: (0.0, 4.0)}, 3.0, {0: 0.9}),
+    "a quota that has held up others for longer": ({0: (0.0, 4.0)}, 9.0, {0: 1.0}),
+    "a quota holds up all alike": ({0: (0.0, 5.0), 1: (3.0, 2.0)}, 9.0, {0: 0.7, 1: 0.7}),
+    "one of two has not waited": ({0: (None, 4.0), 1: (4.0, 0.0)}, 0.0, {1: 0.6}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_time_without_a_processor_is_not_its_own_but_for_a_quota_s(case: str) -> None:
+    slots, throttled_s, own = CASES[case]
+    before = {slot: Strides(10, 100.0, 3.0, 10, 2.0) for slot in slots}
+    after = {
+        slot: Strides(20, 110.0, 3.0 + (waited_s or 0.0), 10 if waited_s is None else 20, 2.0 + delay_s)
+        for slot, (waited_s, delay_s) in slots.items()
+    }
+    assert own_times(before, after, throttled_s) == pytest.approx(own)
 
 
 def test_a_tolerance_calms_down_half_way() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from elasticd.core.facts import (
     Cause,
     Leadership,
@@ -59,6 +61,7 @@ class Agent:
         self.member = next(m for m in members if m.node == name)
         self.own_s = dict(own_s)
         self.steps, self.waited_s = 0, dict.fromkeys(own_s, 0.0)
+        self.delayed_s, self.throttled_s = dict.fromkeys(own_s, 0.0), 0.0
         self.said: list[Reason] = []
         round = Round(3, Phase.LIVE, members, "s:1", Cause.START, 0.0)
         node = Node(name, f"{name}#1", "h", self.member.slots, 2, 1, 1, "h")
@@ -79,11 +82,20 @@ class Agent:
             policy_source=SimpleNamespace(policy=Policy()),
         )
         self.driver = SimpleNamespace(state=state)
-        self.of = Comparison(cast(Any, self.driver), cast(Any, store), self.hear, self.said.append)
+        self.of = Comparison(
+            cast(Any, self.driver), cast(Any, store), self.hear, self.said.append, lambda: self.throttled_s
+        )
 
     def hear(self, round_number: int) -> Mapping[int, Told]:
         return {
-            slot: Told(1, self.steps, stepped_at=self.at, wait_s=waited_s, waits=self.steps)
+            slot: Told(
+                1,
+                self.steps,
+                stepped_at=self.at,
+                wait_s=waited_s,
+                waits=self.steps,
+                delay_s=self.delayed_s[slot],
+            )
             for slot, waited_s in self.waited_s.items()
         }
 
@@ -122,6 +134,22 @@ def test_the_slow_worker_of_another_node_is_named_by_the_leader_and_known_on_its
     assert not any(stands.straggling for stands in a.of.standings.values())
     found = store.written(Stragglers)[-1]
     assert found.round == 3 and [(x.node, x.slot, x.ratio) for x in found.slow] == [("b", 1, 1.3)]
+
+
+@pytest.mark.parametrize(("throttled_s", "named"), [(0.0, []), (1.0, [("b", 0), ("b", 1)])])
+def test_a_node_that_neighbours_starve_is_not_named_and_one_that_its_quota_holds_up_is(
+    throttled_s: float, named: list[tuple[str, int]]
+) -> None:
+    store = Store()
+    agents = [Agent(n, members("a", "b", "c"), store, {0: 0.05, 1: 0.05}) for n in ("a", "b", "c")]
+    b = agents[1]
+    b.own_s = {0: 0.065, 1: 0.065}  # with the time that it has no processor
+    for period in range(PERIODS + 3):
+        b.throttled_s += throttled_s
+        for slot in b.delayed_s:
+            b.delayed_s[slot] += 0.015 * (FIRST_STEPS if period == 0 else STEPS)
+        live(agents, 1, since=period)
+    assert [(r.node, r.slot) for r in agents[0].said if isinstance(r, WorkerStraggling)] == named
 
 
 def test_who_catches_up_is_said_to() -> None:

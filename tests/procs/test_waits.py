@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elasticd.procs.page import BOOT_DIR
 
 PROGRAM = """
@@ -148,6 +150,45 @@ if other:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
+STARVED = """
+import json, os, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist
+from elasticd_waits import Waits
+
+NEIGHBOURS, CPU_S = 3, 0.3
+torch.set_num_threads(1)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+def compute():
+    end = time.thread_time() + CPU_S
+    while time.thread_time() < end:
+        pass
+
+torch._C._distributed_c10d.Work.wait = lambda work, *args: compute()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+waits = Waits()
+waits.follow(optimizer)
+
+def delayed_while(does):
+    began, delay_ns, waited_ns = time.monotonic(), waits.delayed_ns(), waits.total_ns
+    does()
+    took_s = time.monotonic() - began - (waits.total_ns - waited_ns) / 1e9
+    return took_s, (waits.delayed_ns() - delay_ns) / 1e9
+
+parent = os.getpid()
+for _ in range(NEIGHBOURS):
+    if os.fork() == 0:
+        while os.getppid() == parent:
+            pass
+        os._exit(0)
+work = dist.all_reduce(torch.ones(1), async_op=True)
+seen = {"own": delayed_while(compute), "waiting": delayed_while(work.wait)}
+seen["asleep"] = delayed_while(lambda: time.sleep(CPU_S))
+print(json.dumps(seen))
+"""
+
 
 def test_what_a_worker_waits_for_is_told_from_its_own_work() -> None:
     done = subprocess.run(
@@ -179,3 +220,18 @@ def test_what_fsdp2_waits_for_is_measured_in_those_who_wait_and_not_in_the_one_w
     assert early["hooks"] == late["hooks"] == 0, (
         "with one, FSDP2 would hold gradients up on their way to the host"
     )
+
+
+def test_the_time_without_a_processor_is_told_but_for_what_falls_into_waits() -> None:
+    """On one processor, with three others that never leave it."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARVED, BOOT_DIR], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    took_s, delayed_s = seen["own"]
+    assert delayed_s > 0.3 and took_s - delayed_s == pytest.approx(0.3, rel=0.1)
+    took_s, delayed_s = seen["waiting"]
+    assert took_s - delayed_s == pytest.approx(0.0, abs=0.1), "the delay in the wait counts as waiting"
+    took_s, delayed_s = seen["asleep"]
+    assert took_s - delayed_s >= 0.29, "sleep is its own"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOOKED = "torch.optim.optimizer"
 # Of 8 bytes, each stored by one instruction.
 _PID, _STEPS, _LAST_NS, _PHASE, _STACKS, _ENDED_WELL = 2, 3, 4, 5, 6, 7
-_WAIT_NS, _WAITS, _MADE = 17, 18, 23  # see elasticd/core/page.py
+_WAIT_NS, _WAITS, _MADE, _DELAY_NS = 17, 18, 23, 24  # see elasticd/core/page.py
 _TIMES, _TIMES_MASK = 256, 255  # when the last 256 steps were: the second half of the page
 _SIGNAL = 47  # of real time, so that nobody's program means anything by it; see elasticd/procs/stacks.py
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
@@ -175,6 +175,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
             fields[_LAST_NS] = fields[_TIMES + (steps & _TIMES_MASK)] = now_ns()
             fields[_WAIT_NS] = waits.total_ns
             fields[_WAITS] = waits.count
+            fields[_DELAY_NS] = waits.delayed_ns()
             fields[_STEPS] = steps
             fields[_PHASE] = _STEPPING
             if steps == 1:

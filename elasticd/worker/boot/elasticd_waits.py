@@ -12,11 +12,16 @@ On GPUs all this only enqueues, and takes no time. There it is the GPU that wait
 DistributedDataParallel's wait leaves marks in the stream that the sums are waited for in (which is the one
 that ``backward`` was called in: the engine sees to that), and the GPU's clock tells the time between them, a
 little later. Collectives that Python code calls are not measured there, and so FSDP2 is not.
+
+A worker whose machine has too few processors is often ready to run and does not: that is no slowness of its
+own. The kernel counts that time for each thread; here it is read before and after each wait, so that what
+falls into a wait is not counted twice. On GPUs it is not measured: the GPU works on meanwhile.
 """
 
 from __future__ import annotations
 
 import _thread
+import os
 import sys
 import time
 
@@ -42,6 +47,13 @@ class Waits:
         self._hooked: set[int] = set()
         self._wrapped = False
         self._gpu: GpuClock | None = None
+        self._delay: _Delay | None = None
+        self._delay_in_waits_ns = 0
+        self._delay_began = 0
+
+    def delayed_ns(self) -> int:
+        """For how long this thread was ready to run and did not, but for what fell into its waits."""
+        return max(0, self._delay.read() - self._delay_in_waits_ns) if self._delay is not None else 0
 
     def catch_up(self) -> None:
         if self._gpu is not None:
@@ -59,6 +71,8 @@ class Waits:
                         if parameter.is_cuda:
                             self._watch_on_gpu(parameter)
                         else:
+                            if self._delay is None or self._delay.thread != self._thread:
+                                self._delay, self._delay_in_waits_ns = _Delay(self._thread), 0
                             self._wrap_collectives()
                             self._watch(parameter, self._begin, self._end)
                         return
@@ -98,24 +112,24 @@ class Waits:
             return
         self._wrapped = True
         wait = c10d.Work.wait
-        waits, now, thread = self, _now, _thread.get_ident
+        waits, thread = self, _thread.get_ident
 
         def measured(self: Any, *args: Any, **kwargs: Any) -> Any:  # dozens of times a step
             if waits._began or thread() != waits._thread:
                 return wait(self, *args, **kwargs)
-            waits._began = began = now()
+            waits._begin()
             try:
                 return wait(self, *args, **kwargs)
             finally:
-                waits.total_ns += now() - began
-                waits.count += 1
-                waits._began = 0
+                waits._end()
 
         measured._torchdynamo_disable = True
         measured.__doc__, measured.__name__ = wait.__doc__, "wait"
         c10d.Work.wait = measured
 
     def _begin(self) -> None:
+        if self._delay is not None:
+            self._delay_began = self._delay.read()
         self._began = _now()
 
     def _end(self) -> None:
@@ -123,6 +137,29 @@ class Waits:
             self.total_ns += _now() - self._began
             self.count += 1
             self._began = 0
+            if self._delay is not None:
+                self._delay_in_waits_ns += self._delay.read() - self._delay_began
+
+
+class _Delay:
+    """Of the thread that makes it."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self._ns = 0
+        try:
+            path = f"/proc/self/task/{_thread.get_native_id()}/schedstat"
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # a kernel that does not tell
+            self._fd = -1
+
+    def read(self) -> int:
+        if self._fd >= 0:
+            try:
+                self._ns = int(os.pread(self._fd, 64, 0).split()[1])
+            except (OSError, ValueError, IndexError):  # the script has closed it
+                self._fd = -1
+        return self._ns
 
 
 def _is_part(parameter: Any) -> bool:

@@ -1,7 +1,10 @@
 """Trains with plain DistributedDataParallel or FSDP2; while FOLDER/slow is there, the rank that is named
 takes so many times as long for its own part of a step, in the forward and in the backward pass:
-uneven.py ddp|gpu|fsdp2 RANK TIMES FOLDER. Ends once FOLDER/end is there. With gpu, parameters say that they
-are on one, whose clock is the processor's and tells what it knows two steps later."""
+uneven.py ddp|busy|gpu|fsdp2 RANK TIMES FOLDER. Ends once FOLDER/end is there. With busy, the part is
+computing, else it is sleep. With gpu, parameters say that they are on one, whose clock is the processor's and
+tells what it knows two steps later.
+
+It prints the process of each rank, and a line for each step."""
 
 from __future__ import annotations
 
@@ -21,17 +24,27 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 slot = int(os.environ["LOCAL_RANK"]) if dist.get_world_size() == 3 else -1
 pace = 1.0  # of this step
+print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
+
+
+def work(s: float) -> None:
+    if how == "busy":
+        end = time.thread_time() + s
+        while time.thread_time() < end:
+            pass
+    else:
+        time.sleep(s)
 
 
 class Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        time.sleep(pace * FORWARD_S)
+        work(pace * FORWARD_S)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(pace * 2 * FORWARD_S)
+        work(pace * 2 * FORWARD_S)
         return grad
 
 
@@ -86,4 +99,6 @@ while True:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    if dist.get_rank() == 0:
+        print("a step", flush=True)
 dist.destroy_process_group()
