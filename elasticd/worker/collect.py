@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
 from elasticd.worker.trace import is_plain
+from elasticd.worker.wrapping import is_flattened
 
 Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
@@ -37,6 +38,13 @@ class Flat:
 def flatten(state: Mapping[str, Any]) -> Flat:
     """``state``: by name a module, an optimizer (of a module that is there too), anything that has
     ``state_dict`` and ``load_state_dict``, a tensor, a nest of those, or a plain object."""
+    for name, value in state.items():
+        if isinstance(value, nn.Module) and is_flattened(value):
+            raise TypeError(
+                f"{name} cannot be saved or loaded, as it is in FullyShardedDataParallel, which has its "
+                "optimizer keep pieces that do not say what they are of: shard it with "
+                "torch.distributed.fsdp.fully_shard"
+            )
     nested = {name: _state_of(value, state) for name, value in state.items()}
     try:
         leaves, paths = flatten_state_dict(nested)

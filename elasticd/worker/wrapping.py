@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
@@ -30,6 +31,13 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel:
     already, so nothing is sent."""
     first = next(model.parameters())
     return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
+
+
+def is_flattened(module: nn.Module) -> bool:
+    """Whether some of it is in torch's first FSDP, FullyShardedDataParallel, which shards parameters and does
+    not say which piece of what a rank has."""
+    first = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return first is not None and any(isinstance(m, first.FullyShardedDataParallel) for m in module.modules())
 
 
 def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:
@@ -66,6 +74,10 @@ class Wrapped:
         """Whether the same are to be trained now."""
         return [p.requires_grad for p in self._parameters] == self._flags
 
+    @property
+    def is_frozen(self) -> bool:
+        return not any(self._flags)
+
     def unfrozen(self) -> str:
         """One that has a gradient now, and was not to be trained; empty if there is none."""
         if self.as_it_was:
@@ -82,7 +94,8 @@ class Wrapped:
         ``sums_per_step``: not each backward pass ends in a sum over the workers, only the step's last."""
         mine = [(id(p), p.shape) for p in self._parameters]
         wrapped = wrap(self._module)
-        if [(id(p), p.shape) for p in self._module.parameters()] != mine:
+        now = [(id(p), p.shape) for p in self._module.parameters()]
+        if now != mine or (isinstance(wrapped, nn.Module) and is_flattened(wrapped)):
             raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {SHARDED}")
         if sums_per_step and getattr(wrapped, "static_graph", False):
             raise TypeError(

@@ -1,14 +1,16 @@
-"""Modules whose ``state_dict`` gives copies of their tensors."""
+"""Modules whose ``state_dict`` gives copies of their tensors, or what is no tensor of theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from elasticd.worker.checkpoint import Checkpoints
+from tests.worker.worlds import in_world
 
 
 class Renaming(nn.Linear):
@@ -38,3 +40,27 @@ def test_a_module_that_gives_copies_is_loaded_all_the_same(opened: Callable[...,
     for name, module in made.items():
         for mine, other in zip(module.parameters(), fresh[name].parameters(), strict=True):
             assert torch.equal(mine, other), name
+
+
+def test_a_model_that_is_flattened_and_sharded_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Its own state would be whole, and its optimizer's that of one rank."""
+    for said in in_world(2, tmp_path, flattened, str(tmp_path / "run")):
+        assert len(said) == 2
+        for sentence in said:
+            assert "model cannot be saved or loaded, as it is in FullyShardedDataParallel" in sentence
+
+
+def flattened(folder: str) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(8, 4), device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(folder)
+    said = []
+    for state in ({"model": model, "optimizer": optimizer}, {"model": nn.Sequential(model)}):
+        try:
+            checkpoints.save(state, 1)
+        except TypeError as error:
+            said.append(str(error))
+    checkpoints.close()
+    return said

@@ -409,20 +409,24 @@ def test_who_lacks_a_group_of_parameters_that_the_others_have_says_so_and_takes_
 
 
 def test_models_that_cannot_be_kept_or_added_up_are_refused_in_a_sentence(tmp_path):
-    sharded, wrapped, static = in_world(1, tmp_path, refusals)[0]
-    assert sharded.startswith("State cannot keep model, as pieces of a sharded model (FSDP) are lost")
-    assert wrapped.startswith("wrap= gives the model other parameters, which State cannot keep, as pieces")
+    *sharded, static = in_world(1, tmp_path, refusals)[0]
+    for given, wrapped in (sharded[:2], sharded[2:]):
+        assert given.startswith("State cannot keep model, as pieces of a sharded model (FSDP) are lost")
+        assert wrapped.startswith("wrap= gives the model other parameters, which State cannot keep")
     assert static.startswith("static_graph=True wants the same of every backward pass")
 
 
 def refusals() -> list[str]:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     def whole() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 
     def shard(model: nn.Module) -> nn.Module:
         return fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+    def flatten(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 
     def static(model: nn.Module) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, static_graph=True)
@@ -437,7 +441,9 @@ def refusals() -> list[str]:
             return str(error)
         return "nothing"
 
-    return [said(shard(whole())), said(whole(), wrap=shard), said(whole(), wrap=static)]
+    sharded = [said(model, **wrap) for how in (shard, flatten)
+               for model, wrap in ((how(whole()), {}), (whole(), {"wrap": how}))]  # fmt: skip
+    return [*sharded, said(whole(), wrap=static)]
 
 
 def test_a_script_without_an_agent_runs_in_a_world_of_one_and_begins_where_restore_says():
