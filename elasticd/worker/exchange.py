@@ -112,9 +112,10 @@ def agree(state: State, world: World) -> Source:
 def _why_lost(step: int) -> str:
     never = "; state.commit() was never called" if step == 0 else ""
     return (
-        "no worker has a whole state any more: each had begun to read a checkpoint, or an optimizer's step "
-        f"after committed step {step}, that it could neither end nor undo{never}. Call state.commit() right "
-        "after the optimizer's step, with nothing in between that talks to other workers, or give State "
+        "no worker has a whole state any more: each had begun to read a checkpoint, an optimizer's step or "
+        f"another change of weights after committed step {step}, that it could neither end nor undo{never}. "
+        "Call state.commit() right after the optimizer's step, with nothing in between that talks to other "
+        "workers, have workers not talk to each other while other weights are swapped in, or give State "
         "undo=True, which keeps a copy at each commit, or a restore= that loads a checkpoint"
     )
 

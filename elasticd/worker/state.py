@@ -37,7 +37,16 @@ from elasticd.worker.step import Micro, Step
 from elasticd.worker.trace import Trace
 from elasticd.worker.undo import Undo
 from elasticd.worker.world import World, WorldChanged
-from elasticd.worker.wrapping import SHARDED, Calls, Wrap, Wrapped, data_parallel, to_wrap, without_sums
+from elasticd.worker.wrapping import (
+    SHARDED,
+    Calls,
+    Wrap,
+    Wrapped,
+    data_parallel,
+    is_flattened,
+    to_wrap,
+    without_sums,
+)
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
@@ -127,6 +136,7 @@ class State:
         self._looked = 0  # for what was changed after a commit
         self._said_late = False
         self._used = 0  # samples of the steps that are over and not committed
+        self._evaluated = 0  # forward passes without gradients since the last commit
         self._tried: list[int] = []  # of how many parameters each optimizer's state was found sendable
         self._recorder: Recorder | None = None
         given = {"model": model, "optimizer": optimizer, "data": data}
@@ -165,7 +175,7 @@ class State:
                 "State wraps the model itself, for each world anew: give it the module, not its DDP"
             )
         if isinstance(value, nn.Module):
-            if any(hasattr(p, "device_mesh") for p in value.parameters()):
+            if any(hasattr(p, "device_mesh") for p in value.parameters()) or is_flattened(value):
                 raise TypeError(f"State cannot keep {name}, as {SHARDED}")
             self._modules[name] = value
         elif isinstance(value, Optimizer):
@@ -221,20 +231,27 @@ class State:
 
     def _called(self, name: str) -> Any:
         """A module as it is called in the present world: wrapped for the parameters that are trained now."""
-        if name not in self._wraps:
-            return self._modules[name]
-        if not self._as_wrapped[name].as_it_was:
-            Averaged([self._wraps.pop(name)]).close()
+        if name in self._as_wrapped and not self._as_wrapped[name].as_it_was:
+            if name in self._wraps:
+                Averaged([self._wraps.pop(name)]).close()
             self._wrap_for(name)
-            self._calls.leave_out(self._wraps[name])
+            self._calls.leave_out(self._wraps.get(name))
+        if name not in self._wraps:
+            self._see_swapped()
+            return self._modules[name]
         return self._wraps[name]
 
     def _wrap_for(self, name: str) -> None:
+        """Unless all of it is frozen, and has no gradient to add up."""
         assert self._wrap is not None
         self._as_wrapped[name] = Wrapped(self._modules[name])
+        if self._as_wrapped[name].is_frozen:
+            return
         self._wraps[name] = self._as_wrapped[name].wrapped_in(
             self._wrap, self._world, sums_per_step=self._data is not None
         )
+        if isinstance(self._wraps[name], nn.Module):  # no method, which would be copied with a copy of it
+            self._wraps[name].register_forward_pre_hook(lambda *_: self._see_swapped())
 
     def steps(self, until: int | None = None, *, accumulate: int = 1) -> Iterator[Any]:
         """The steps that are still to be made, from the last committed one, until there are ``until``. With
@@ -493,6 +510,7 @@ class State:
         self._undo.keep()
         self._trace.note()
         self._stepped.clear()
+        self._evaluated = 0
         self._torn = False
 
     def _require_sendable(self) -> None:
@@ -582,6 +600,7 @@ class State:
         self._reduction.close()
         self._reduction = Averaged(())
         self._wraps.clear()
+        self._as_wrapped.clear()
         for module in self._modules.values():
             for parameter in module.parameters():
                 parameter.grad = None
@@ -813,6 +832,16 @@ class State:
             told.not_finite("a gradient is NaN or infinite")
         self._stepped.add(name)
 
+    def _see_swapped(self) -> None:
+        """Before a forward pass: other weights may have been swapped in for an evaluation, and be gone again
+        at the next step. Looked for in the first such pass after a commit, the second, the fourth and so
+        on."""
+        if self._world is None or self._stepped or torch.is_grad_enabled():
+            return
+        self._evaluated += 1
+        if self._evaluated.bit_count() == 1 and (outside := self._changed_outside(contents=True)):
+            self._undo_from_now_on(outside, set())
+
     def _undo_from_now_on(self, parameters: set[int], optimizers: set[str]) -> None:
         """They have changed before the last sum of a step: a death in that sum leaves no worker whole."""
         owned = [self._owned[name] for name in optimizers]
@@ -847,7 +876,7 @@ class State:
 
     def _refuse_unfrozen(self) -> None:
         for name, wrapped in self._as_wrapped.items():
-            if name in self._wraps and (late := wrapped.unfrozen()):
+            if late := wrapped.unfrozen():
                 raise RuntimeError(
                     f"{late} was unfrozen after State had wrapped {name} for this world, so the workers do "
                     f"not add up its gradient: call state.{name}, which is wrapped anew then, in place of a "

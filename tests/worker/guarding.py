@@ -4,6 +4,7 @@ the script changes itself."""
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,11 @@ class Script:
     def make(self) -> worker.State:
         raise NotImplementedError
 
-    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+    def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
         raise NotImplementedError
+
+    def after(self, state: worker.State) -> None:
+        """The commit."""
 
 
 class TwoModules(Script):
@@ -162,18 +166,96 @@ class Swapped(Closure):
         super().step(state, batch, lambda _: None)
 
 
+class Averages(Closure):
+    """Evaluated with exponential averages in place of the weights, after each other step, in which somebody
+    dies. The weights lie in a copy meanwhile."""
+
+    def make(self) -> worker.State:
+        model = linear(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        averages = copy.deepcopy(model).requires_grad_(False)
+        return worker.State(model=model, averages=averages, optimizer=optimizer)
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        mine, averages = (list(state._modules[name].parameters()) for name in ("model", "averages"))
+        if state.step % 2:
+            copies = [p.data.clone() for p in mine]
+            self.swap_in(mine, averages)
+            with torch.no_grad():
+                loss = state.model(batch).mean()
+            at("forward")
+            dist.all_reduce(loss)
+            self.swap_in(mine, copies)
+        super().step(state, batch, lambda _: None)
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, mine, 0.25)
+
+    def swap_in(self, parameters: list[Any], values: list[Any]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data.copy_(value)
+
+
+class Sharp(Script):
+    """Sharpness-aware: the gradient is of where the loss is largest nearby, and the weights are there when
+    somebody dies."""
+
+    def make(self) -> worker.State:
+        model = linear(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return worker.State(model=model, optimizer=optimizer)
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        parameters = list(state._modules["model"].parameters())
+        state.model(batch).square().mean().backward()
+        away = [0.05 * p.grad / p.grad.norm() for p in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, away)
+        state.optimizer.zero_grad()
+        loss = state.model(batch).square().mean()
+        at("forward")
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, away)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+
+class Scaled(Script):
+    """Gradients are unscaled, and clipped by a norm that all workers find together; there somebody dies."""
+
+    def make(self) -> worker.State:
+        model = linear(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        return worker.State(model=model, optimizer=optimizer, scaler=scaler)
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        state.optimizer.zero_grad()
+        state.scaler.scale(state.model(batch).square().mean()).backward()
+        state.scaler.unscale_(state.optimizer)
+        gradients = [p.grad for p in state._modules["model"].parameters()]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        at("forward")
+        dist.all_reduce(norm, dist.ReduceOp.MAX)
+        torch._foreach_mul_(gradients, float(0.5 / norm.clamp(min=0.5)))
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+
+
 class Unfrozen(Script):
-    """The first layer is trained from the fourth step on."""
+    """The first layer is trained from the fourth step on. Each worker has its own part of a batch, so that
+    gradients which are not added up would differ."""
 
     def make(self) -> worker.State:
         model = nn.Sequential(linear(1), nn.Tanh(), linear(2))
         model[0].requires_grad_(False)
-        return worker.State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05))
+        return worker.State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         state._modules["model"][0].requires_grad_(state.step >= 3)
         state.optimizer.zero_grad()
-        loss = self.model(state)(batch).square().mean()
+        mine = self.model(state)(batch[worker.rank() :: worker.world_size()])
+        loss = mine.square().sum() / len(batch) * worker.world_size()
         at("forward")
         loss.backward()
         state.optimizer.step()
@@ -188,6 +270,123 @@ class Stale(Unfrozen):
     def model(self, state: worker.State) -> Any:
         self.first = getattr(self, "first", None) or state.model
         return self.first
+
+
+class Beginning(Script):
+    """A second optimizer begins with the fourth step, after a checkpoint, and steps before the other's sums.
+    Nothing is copied to undo that with, so survivors go back to that checkpoint."""
+
+    def make(self) -> worker.State:
+        model, late = linear(1), linear(2)
+        late.requires_grad_(False)
+        return worker.State(
+            model=model,
+            late=late,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            second=torch.optim.Adam(late.parameters(), lr=0.05, eps=1e-3),
+            undo=False,
+        )
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        if state.step >= 3:
+            state._lasting._checkpoints.wait()  # type: ignore[union-attr]
+            state._modules["late"].requires_grad_(True)
+            state.second.zero_grad()
+            state.late(batch).square().mean().backward()
+            state.second.step()
+        state.optimizer.zero_grad()
+        loss = state.model(batch).square().mean()
+        at("forward")
+        loss.backward()
+        state.optimizer.step()
+
+
+class Embedded(Script):
+    """Its gradients are sparse, and so small a part of the weights that their copies would be dear."""
+
+    def make(self) -> worker.State:
+        torch.manual_seed(1)
+        model = nn.EmbeddingBag(40, 6, sparse=True)
+        return worker.State(model=model, optimizer=torch.optim.SparseAdam(model.parameters(), lr=0.05))
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        state.optimizer.zero_grad()
+        loss = state.model((batch.abs() * 20).long() % 40).square().mean()
+        at("forward")
+        loss.backward()
+        state.optimizer.step()
+
+
+class Late(Closure):
+    """Its scheduler steps after the commit."""
+
+    def make(self) -> worker.State:
+        model = linear(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return worker.State(model=model, optimizer=optimizer, schedule=schedule)
+
+    def after(self, state: worker.State) -> None:
+        state.schedule.step()
+
+
+class Lengths(Closure):
+    """From the fifth step on, each rank has a queue of another length."""
+
+    def make(self) -> worker.State:
+        model = linear(1)
+        return worker.State(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), queue=torch.zeros(3)
+        )
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        super().step(state, batch, at)
+        if state.step >= 5:
+            state.queue = torch.zeros(3 + worker.rank())
+
+
+class WithData(Script):
+    """Each step is one of ``worker.Data``."""
+
+    samples, virtual_ranks = 64, 6
+
+    def make(self) -> worker.State:
+        model = nn.Sequential(linear(1), nn.BatchNorm1d(6))
+        data = worker.Data(
+            [torch.full((6,), n / 9) for n in range(self.samples)],
+            global_batch=12,
+            virtual_ranks=self.virtual_ranks,
+            shuffle=False,
+        )
+        return worker.State(model, torch.optim.SGD(model.parameters(), lr=0.05), data=data)
+
+    def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
+        for x in batch:
+            y = state.model(x)
+            at("forward")
+            batch.backward(self.loss(y))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+
+class Contrastive(WithData):
+    """Each batch is compared with those of the other workers, of which four have as many as each other."""
+
+    virtual_ranks = 4
+
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        others = y.detach().mean()
+        dist.all_reduce(others)
+        return (y - others).square().mean()
+
+
+class LoneSample(WithData):
+    """The last batch of the epoch leaves a virtual rank one sample."""
+
+    samples = 12 * 6 + 7
 
 
 class Accumulated(Script):
@@ -255,16 +454,17 @@ class Codes(nn.Module):
 SCRIPTS: dict[str, type[Script]] = {
     kind.__name__: kind
     for kind in (
-        TwoModules, Apart, Adversaries, Closure, Lbfgs, Momentum, Swapped, Unfrozen, Stale, Accumulated,
-        Extra, Codebook,
+        TwoModules, Apart, Adversaries, Closure, Lbfgs, Momentum, Swapped, Averages, Sharp, Scaled, Unfrozen,
+        Beginning, Embedded, Late, Lengths, Contrastive, LoneSample, Stale, Accumulated, Extra, Codebook,
     )
 }  # fmt: skip
 STEPS = 8
 
 
-def guarded(address: str, folder: str, name: str, kind: str, accident: Accident) -> None:
+def guarded(address: str, folder: str, name: str, kind: str, accident: Accident, **environment: str) -> None:
     """A whole script of that kind."""
     begin(address, folder, name)
+    os.environ.update(environment)
     journal = Journal(folder, name)
     script = SCRIPTS[kind]()
     state = script.make()
@@ -273,8 +473,11 @@ def guarded(address: str, folder: str, name: str, kind: str, accident: Accident)
     def run(state: worker.State) -> None:
         journal.write(entered=state.step, world=worker.world_size())
         for step in state.steps(STEPS):
-            script.step(state, batch_of(step), lambda point, step=step: accident(point, step))
+            number = getattr(step, "number", step)
+            batch = batch_of(step) if step is number else step
+            script.step(state, batch, lambda point, number=number: accident(point, number))
             commit(state, journal)
+            script.after(state)
 
     run(state)
     tensors = [t for m in state._modules.values() for t in m.state_dict().values() if torch.is_tensor(t)]

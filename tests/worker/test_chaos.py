@@ -16,6 +16,21 @@ def test_a_disturbed_training_ends_as_an_undisturbed_one_does(seed):
     assert chaos.run(seed) == [], f"{chaos.replay(seed)}: {chaos.draw(seed)}"
 
 
+NAMED = {
+    "a stream that deals itself out to loading processes": Plan(
+        Script(data="sharding", loaders=2, checkpoints=True),
+        2,
+        (Fault("kill", 1, "forward", 3), Fault("kill", 0, "summed", 6)),
+        again=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_a_training_in_which_workers_are_killed_ends_as_an_undisturbed_one_does(what):
+    assert chaos.run(0, NAMED[what]) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", range(4))

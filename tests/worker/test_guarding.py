@@ -1,21 +1,37 @@
 """Steps out of the ordinary: a death in their midst is survived without a step lost or made twice, or the
 script is refused in a sentence."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew
 from tests.worker.guarding import STEPS, guarded
-from tests.worker.jobs import NOTHING, Accident, reads
+from tests.worker.jobs import NOTHING, Accident, Gate, reads
 
 POINTS = {"Adversaries": "between"}
+SURVIVED = (
+    "TwoModules", "Adversaries", "Closure", "Lbfgs", "Momentum", "Swapped", "Averages", "Sharp", "Scaled",
+    "Unfrozen", "Embedded", "Extra", "Codebook",
+)  # fmt: skip
 
 
-def train(crew: Crew, folder: Path, kind: str, accidents: list[Accident]) -> list[int | None]:
+@pytest.fixture
+def savers() -> Iterator[Helper]:
+    with Helper("forker.py") as helper:
+        yield helper
+
+
+def train(
+    crew: Crew, folder: Path, kind: str, accidents: list[Accident], **environment: str
+) -> list[int | None]:
     folder.mkdir()
     before = len(crew.hands)
-    hands = [crew.start(guarded, str(folder), str(i), kind, a) for i, a in enumerate(accidents)]
+    hands = [
+        crew.start(guarded, str(folder), str(i), kind, a, **environment) for i, a in enumerate(accidents)
+    ]
     crew.all_waiting(*hands)
     crew.form(*hands)
     crew.until(lambda: all(h.status is not None for h in crew.hands[before:]))
@@ -24,7 +40,7 @@ def train(crew: Crew, folder: Path, kind: str, accidents: list[Accident]) -> lis
 
 @pytest.mark.parametrize(
     "kind",
-    ["TwoModules", "Adversaries", "Closure", "Lbfgs", "Momentum", "Swapped", "Unfrozen", "Extra", "Codebook"],
+    SURVIVED,
 )
 def test_a_death_within_a_step_leaves_the_survivors_with_what_was_committed(crew, tmp_path, kind):
     point = POINTS.get(kind, "forward")
@@ -55,3 +71,70 @@ def test_a_death_within_a_step_leaves_the_survivors_with_what_was_committed(crew
 def test_what_would_be_silently_wrong_is_refused_in_a_sentence(crew, tmp_path, kind, sentence):
     assert 1 in train(crew, tmp_path / "refused", kind, [NOTHING, NOTHING])
     assert any(sentence in (tmp_path / "refused" / f"{i}.err").read_text() for i in range(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("Lengths", "queue cannot be saved, as it is float32 [3] on rank 0 and float32 [4] on rank 1"),
+        ("Contrastive", "the model or its loss talks to the other workers for each batch"),
+        ("LoneSample", "BatchNorm was given a single sample"),
+    ],
+)
+def test_what_a_world_of_survivors_cannot_go_on_with_is_refused_in_a_sentence(
+    crew, tmp_path, savers, kind, sentence
+):
+    """Of four, one dies; nobody is taken down by a signal."""
+    statuses = train(
+        crew,
+        tmp_path / "refused",
+        kind,
+        [NOTHING, NOTHING, NOTHING, Accident("forward", 4)],
+        ELASTICD_SAVER=savers.saver(linger_s=None)[0],
+        ELASTICD_CHECKPOINTS=str(tmp_path / "run"),
+    )
+    errors = [(tmp_path / "refused" / f"{i}.err").read_text() for i in range(3)]
+    assert statuses[3] == -9 and 1 in statuses and {*statuses[:3]} <= {0, 1}, errors
+    assert any(sentence in text for text in errors), errors
+    assert reads(tmp_path / "refused", "0", "entered")[:2] == [0, 4]
+
+
+def test_who_comes_after_a_layer_was_unfrozen_trains_it_with_the_others(crew, tmp_path):
+    """To that worker the layer was frozen when State wrapped the model."""
+    gate = Gate(tmp_path / "gate")
+    for name, accident in (("0", Accident("forward", 5, gate.wait)), ("1", Accident("forward", 4))):
+        crew.start(guarded, str(tmp_path), name, "Unfrozen", accident)
+    crew.all_waiting(*crew.hands)
+    crew.form(*crew.hands)
+    crew.until(lambda: crew.round == 2)
+    gate.until_somebody_waits()
+    crew.grow(crew.start(guarded, str(tmp_path), "2", "Unfrozen", NOTHING))
+    gate.open()
+    crew.all_ended()
+    assert [hand.status for hand in crew.hands] == [0, -9, 0], (tmp_path / "2.err").read_text()
+    assert reads(tmp_path, "2", "entered") == [6]
+    assert reads(tmp_path, "0", "weights") == reads(tmp_path, "2", "weights")
+
+
+def test_what_a_script_changes_after_the_commit_is_said_before_a_kill_loses_it(crew, tmp_path):
+    assert train(crew, tmp_path / "late", "Late", [NOTHING, Accident("forward", 5)]) == [0, -9]
+    assert (
+        "lr of optimizer was changed between state.commit() and the next step"
+        in (tmp_path / "late" / "0.err").read_text()
+    )
+
+
+def test_survivors_go_back_to_a_checkpoint_from_before_an_optimizer_began(crew, tmp_path, savers):
+    wants = {"ELASTICD_SAVER": savers.saver(linger_s=None)[0], "ELASTICD_CHECKPOINTS": str(tmp_path / "run")}
+    folder = tmp_path / "disturbed"
+    statuses = train(crew, folder, "Beginning", [NOTHING, NOTHING, Accident("forward", 3)], **wants)
+    assert statuses == [0, 0, -9], (folder / "0.err").read_text()
+    [_, entered] = reads(folder, "0", "entered")
+    assert 0 < entered <= 3
+    with Crew() as other:
+        wants["ELASTICD_CHECKPOINTS"] += " of others"
+        assert train(other, tmp_path / "undisturbed", "Beginning", [NOTHING], **wants) == [0]
+    [undisturbed] = reads(tmp_path / "undisturbed", "0", "weights")
+    for name in "01":
+        [weights] = reads(folder, name, "weights")
+        assert weights == [pytest.approx(e, rel=1e-3, abs=1e-4) for e in undisturbed]
