@@ -16,7 +16,7 @@ OLDEST: Final = (2, 8)
 CHECKED: Final = ("2.8.0", "2.13.0", "2.15.0")  # releases on which all of this was seen to work
 
 
-class Part(NamedTuple):
+class Private(NamedTuple):
     """``of``: where it is, from ``torch`` on. ``takes``: its first parameters, where it is called or
     replaced with these. ``since``: the first release that has it; older ones do without."""
 
@@ -30,94 +30,96 @@ _C10D: Final = "torch.distributed.distributed_c10d"
 _BUILT: Final = "torch._C._distributed_c10d"
 
 REPLACED: Final = (
-    Part(
+    Private(
         f"{_C10D}._new_process_group_helper",
         "worker/world.py: notes the sockets that gloo opens while a group is made, so as to shut them when a "
         "peer is lost. That these are all of its connections, opened by then, is gloo's own business.",
         ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
     ),
-    Part(
+    Private(
         f"{_C10D}._world.group_count",
         "worker/world.py: set to 0 between worlds, since groups find each other by names counted from it.",
     ),
-    Part("torch.distributed.ProcessGroup.send", "worker/messages.py: waits with the group's own timeout."),
-    Part("torch.distributed.ProcessGroup.recv", "worker/messages.py: the same."),
-    Part("torch.distributed.ProcessGroup.recv_anysource", "worker/messages.py: the same, in a thread."),
-    Part(f"{_BUILT}.Work.wait", "worker/boot/elasticd_waits.py: measures how long collectives wait."),
-    Part(
+    Private("torch.distributed.ProcessGroup.send", "worker/messages.py: waits with the group's own timeout."),
+    Private("torch.distributed.ProcessGroup.recv", "worker/messages.py: the same."),
+    Private("torch.distributed.ProcessGroup.recv_anysource", "worker/messages.py: the same, in a thread."),
+    Private(f"{_BUILT}.Work.wait", "worker/boot/elasticd_waits.py: measures how long collectives wait."),
+    Private(
         "torch.nn.parallel.DistributedDataParallel._run_ddp_forward",
         "worker/reduction.py: a pass that adds nothing to the sums.",
         ("self",),
     ),
-    Part(
+    Private(
         "torch.nn.parallel.DistributedDataParallel._pre_forward",
         "worker/wrapping.py: its collectives are not counted for the script's.",
         ("self",),
     ),
-    Part(
+    Private(
         "torch.utils.data._utils.worker._worker_info",
         "worker/loading.py: what a stream goes by that deals itself out to loading processes.",
     ),
 )
 
 USED: Final = (
-    Part(f"{_C10D}._abort_process_group", "worker/world.py: takes a group down that is broken.", ("group",)),
-    Part(f"{_C10D}._world.pg_names", "worker/world.py: groups, the youngest first."),
-    Part(
+    Private(
+        f"{_C10D}._abort_process_group", "worker/world.py: takes a group down that is broken.", ("group",)
+    ),
+    Private(f"{_C10D}._world.pg_names", "worker/world.py: groups, the youngest first."),
+    Private(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "worker/wrapping.py: whether collectives were called.",
     ),
-    Part("torch.utils.data._utils.worker.WorkerInfo", "worker/loading.py: made for a dataset to go by."),
-    Part("torch.distributed.ProcessGroup._get_backend", "worker/world.py, messages.py: gloo's or NCCL's."),
-    Part(f"{_BUILT}.ProcessGroupGloo._set_default_timeout", "worker/world.py: how long collectives wait."),
-    Part(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world.py: aborts communicators as one."),
-    Part(f"{_BUILT}.ProcessGroupNCCL._group_end", "worker/world.py: the same."),
-    Part(f"{_BUILT}._dump_nccl_trace_json", "worker/boot/elasticd_recorder.py: NCCL's flight recorder."),
-    Part(
+    Private("torch.utils.data._utils.worker.WorkerInfo", "worker/loading.py: made for a dataset to go by."),
+    Private("torch.distributed.ProcessGroup._get_backend", "worker/world.py, messages.py: gloo's or NCCL's."),
+    Private(f"{_BUILT}.ProcessGroupGloo._set_default_timeout", "worker/world.py: how long collectives wait."),
+    Private(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world.py: aborts communicators as one."),
+    Private(f"{_BUILT}.ProcessGroupNCCL._group_end", "worker/world.py: the same."),
+    Private(f"{_BUILT}._dump_nccl_trace_json", "worker/boot/elasticd_recorder.py: NCCL's flight recorder."),
+    Private(
         f"{_BUILT}._dump_fr_trace_json",
         "worker/boot/elasticd_recorder.py: that of gloo and the others.",
         since=(2, 9),
     ),
-    Part(
+    Private(
         "torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks",
         "worker/reduction.py: undoes a wrapper.",
         ("self",),
     ),
-    Part(
+    Private(
         "torch.nn.parallel.distributed._find_tensors",
         "worker/wrapping.py: the tensors that a loss is made of.",
         ("obj",),
     ),
-    Part(
+    Private(
         "torch.autograd.Variable._execution_engine.queue_callback",
         "worker/wrapping.py, worker/boot/elasticd_waits.py: called at the end of a backward pass, in turn.",
     ),
-    Part("torch._foreach_add_", "worker/buckets.py: many tensors in one call."),
-    Part("torch._foreach_copy_", "worker: many tensors in one call."),
-    Part("torch._foreach_norm", "worker/finite.py: many tensors in one call."),
-    Part(
+    Private("torch._foreach_add_", "worker/buckets.py: many tensors in one call."),
+    Private("torch._foreach_copy_", "worker: many tensors in one call."),
+    Private("torch._foreach_norm", "worker/finite.py: many tensors in one call."),
+    Private(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
         "worker/collect.py: the names DCP gives to what is nested.",
         ("state_dict",),
     ),
-    Part(
+    Private(
         "torch.distributed.checkpoint._traverse.set_element",
         "worker/collect.py, plaindcp.py: the way back.",
         ("root_dict", "path", "value"),
     ),
-    Part(
+    Private(
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "checkpoint/metadata.py: where DCP finds a tensor in a file.",
         ("relative_path", "offset", "length"),
     ),
-    Part(
+    Private(
         "torch.distributed.checkpoint.filesystem.CURRENT_DCP_VERSION",
         "checkpoint/metadata.py: the version of DCP's format.",
         since=(2, 9),
     ),
-    Part("torch._utils._rebuild_tensor_v3", "checkpoint/frames.py: what a pickled tensor names."),
-    Part("torch._C._get_privateuse1_backend_name", "cli/machine.py: the name of another kind of device."),
-    Part(
+    Private("torch._utils._rebuild_tensor_v3", "checkpoint/frames.py: what a pickled tensor names."),
+    Private("torch._C._get_privateuse1_backend_name", "cli/machine.py: the name of another kind of device."),
+    Private(
         "torch.numa.binding._maybe_wrap_command_args_with_numa_binding",
         "daemon/command.py: --numa-binding, as torchrun does it.",
         ("command_args",),

@@ -9,9 +9,9 @@ import socket
 import sys
 from typing import Any, Final
 
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.report import Report, sentence
+from elasticd.checkpoint.report import SaveReport, sentence
 from elasticd.checkpoint.saver import Saver
 
 _NICE: Final = 19
@@ -45,11 +45,11 @@ def main(fd: int, options: str = "{}") -> None:
     given: dict[str, Any] = json.loads(options)
     be_modest()
     bytes_s = given.get("bytes_s")
-    pace = Pace(bytes_s) if bytes_s else None
+    pace = RateLimit(bytes_s) if bytes_s else None
     listener = socket.socket(fileno=fd)
     secret = sys.stdin.read()
 
-    def tell(report: Report) -> None:
+    def tell(report: SaveReport) -> None:
         if words := sentence(report):
             say(words)
 

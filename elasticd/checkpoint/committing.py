@@ -13,14 +13,14 @@ import msgspec
 
 from elasticd.checkpoint.handover import Memory
 from elasticd.checkpoint.manifest import MANIFEST, METADATA, BadCheckpoint, File, digest, encode, shard_name
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.reading import is_finished
-from elasticd.checkpoint.store import Store, told
-from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.checkpoint.store import CheckpointStore, told
+from elasticd.checkpoint.worlds import Gathering, SavingWorld
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import parse_folder
-from elasticd.core.retention import Commit, Keep, Refused
+from elasticd.core.retention import Commit, CommitRefused, Keep
 
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
@@ -39,7 +39,7 @@ class Committer(Protocol):
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
         """``in_time``: it was handed over before the round that came after ``fence`` began. Raises
-        ``retention.Refused``, BadCheckpoint: it is not committed, nor will it be; OSError: nobody knows."""
+        ``CommitRefused``, BadCheckpoint: it is not committed, nor will it be; OSError: nobody knows."""
 
     def settle(self) -> Checkpoint:
         """What is committed, once all go by that: for what ``commit`` left unsettled. Raises as that."""
@@ -63,8 +63,8 @@ class Committing:
 
     def __init__(
         self,
-        committer_of: Callable[[Store], Committer],
-        pace: Pace | None = None,
+        committer_of: Callable[[CheckpointStore], Committer],
+        pace: RateLimit | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._committer_of = committer_of
@@ -72,7 +72,9 @@ class Committing:
         self._pace = pace
         self._say = say
         self._begun: set[str] = set()  # stores that have their pointer
-        self._unswept: dict[str, tuple[Store, Commit]] = {}  # where older ones could not be removed yet
+        self._unswept: dict[
+            str, tuple[CheckpointStore, Commit]
+        ] = {}  # where older ones could not be removed yet
 
     def close(self) -> list[tuple[Saved, str]]:
         """No more are committed. Those that are and that whoever comes later will not know of, and why."""
@@ -81,34 +83,34 @@ class Committing:
             committer.close()
         return untold
 
-    def _committer(self, store: Store) -> Committer:
+    def _committer(self, store: CheckpointStore) -> Committer:
         return self._committers.get(store.url) or self._committers.setdefault(
             store.url, self._committer_of(store)
         )
 
-    def known(self, store: Store, own: bool) -> Checkpoint:
+    def known(self, store: CheckpointStore, own: bool) -> Checkpoint:
         return self._committer(store).known(own=own)
 
-    def open(self, world: World) -> None:
+    def open(self, world: SavingWorld) -> None:
         """What there is to be prepared, before it is waited for."""
         self._committer(world.store).witness(world.fence)
 
-    def witness(self, world: World) -> bool:
+    def witness(self, world: SavingWorld) -> bool:
         """To be asked when a checkpoint has been handed over: workers that live on when the next
         round has begun can have nothing committed, but what they handed over before it did counts,
         however long it takes to write it and whatever has become of them."""
         return self._committer(world.store).witness(world.fence)
 
-    def write(self, world: World, name: str, rank: int, memory: Memory) -> File:
+    def write(self, world: SavingWorld, name: str, rank: int, memory: Memory) -> File:
         """A shard of the checkpoint of that name. Raises OSError."""
         return world.store.write(f"{name}/{shard_name(rank)}", memory.view, self._pace)
 
-    def hand_in(self, world: World, gathering: Gathering) -> None:
+    def hand_in(self, world: SavingWorld, gathering: Gathering) -> None:
         """Tell the one that commits that all shards of this node are written. Raises OSError."""
         world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(gathering.files)))
 
-    def commit(self, world: World, gathering: Gathering) -> Saved:
-        """Once all shards of this node are written. Raises ``retention.Refused``, BadCheckpoint,
+    def commit(self, world: SavingWorld, gathering: Gathering) -> Saved:
+        """Once all shards of this node are written. Raises ``CommitRefused``, BadCheckpoint,
         TimeoutError, OSError; then it is not committed, but for what ``tried`` says of the gathering."""
         store, name = world.store, gathering.name
         files = gathering.files | self._elsewhere(world, gathering)
@@ -136,23 +138,23 @@ class Committing:
         gathering.tried = True
         try:
             made = committer.commit(saved, world.keep, world.fence, in_time=in_time)
-        except (Refused, BadCheckpoint):
+        except (CommitRefused, BadCheckpoint):
             gathering.tried = False
             raise
         self._sweep(store, made)
         return saved
 
-    def refuse(self, world: World, gathering: Gathering) -> None:
+    def refuse(self, world: SavingWorld, gathering: Gathering) -> None:
         """Tell the one that commits that it need not wait for this node."""
         with contextlib.suppress(OSError):  # then it waits in vain, until a later one is here
             world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(why=gathering.why)))
 
-    def discard(self, world: World, gathering: Gathering) -> None:
+    def discard(self, world: SavingWorld, gathering: Gathering) -> None:
         """What was written of one that came to nothing. That may be the room that was wanted before."""
         world.store.remove(gathering.name)
         self._sweep_again()
 
-    def _elsewhere(self, world: World, gathering: Gathering) -> dict[int, File]:
+    def _elsewhere(self, world: SavingWorld, gathering: Gathering) -> dict[int, File]:
         """What other nodes' savers say of their shards, once it is all there. It is found by listing the
         folder and read side by side, as there may be many nodes and the store be far."""
         files: dict[int, File] = {}
@@ -191,7 +193,7 @@ class Committing:
         world.store.unlink(f"{gathering.name}/{receipt}" for receipt in read)
         return files
 
-    def _sweep(self, store: Store, made: Commit) -> None:
+    def _sweep(self, store: CheckpointStore, made: Commit) -> None:
         """Remove what is kept no longer, and what was begun and can never be committed any more. What is
         finished and came further than the newest stays: whatever is said to be committed, it may be all
         that is left of the work. It is committed whatever fails here, which is for the next time."""
@@ -225,7 +227,7 @@ class Committing:
         for store, made in list(self._unswept.values()):
             try:
                 known = self._committer(store).settle()
-            except (Refused, BadCheckpoint, OSError) as error:
+            except (CommitRefused, BadCheckpoint, OSError) as error:
                 if made.unsettled and made.checkpoint.newest is not None:
                     untold.append((made.checkpoint.newest, told(error)))
             else:
@@ -233,12 +235,12 @@ class Committing:
         return untold
 
 
-def _receipt(world: World, gathering: Gathering) -> str:
+def _receipt(world: SavingWorld, gathering: Gathering) -> str:
     """Of this node."""
     return f"{gathering.name}/{shard_name(min(world.locals))}{_RECEIPT}"
 
 
-def _receipts(store: Store, folder: str) -> set[str]:
+def _receipts(store: CheckpointStore, folder: str) -> set[str]:
     """The names of those that are there."""
     try:
         return {name for name in store.sizes(folder) if name.endswith(_RECEIPT)}

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from elasticd.checkpoint.manifest import BLOCK, File, block_digest, fresh_name
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 
 _LARGE: Final = 1 << 20  # bytes
 
 
 class Disk:
-    """A folder as a ``store.Store``."""
+    """A folder as a ``CheckpointStore``."""
 
     look_s: Final = 0.1
     fenced: Final = True
@@ -32,7 +32,7 @@ class Disk:
     def url(self) -> str:
         return str(self.path)
 
-    def write(self, name: str, content: memoryview, pace: Pace | None = None) -> File:
+    def write(self, name: str, content: memoryview, pace: RateLimit | None = None) -> File:
         path = self.path / name
         make_folder(path.parent)
         return write_file(path, content, pace)
@@ -111,7 +111,7 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_file(path: Path, content: memoryview, pace: Pace | None = None) -> File:
+def write_file(path: Path, content: memoryview, pace: RateLimit | None = None) -> File:
     """A new file; returns what to check it by. Its folder is yet to be synced.
 
     The checksums are of what is in memory, so that nothing that goes wrong on the way to the disk

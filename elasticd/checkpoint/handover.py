@@ -56,11 +56,11 @@ class Gone(ConnectionError):
     """The other end is gone."""
 
 
-class Silent(Gone):
+class SaverSilent(Gone):
     """The other end is there, and gives no sign of life: it is stopped, or stuck."""
 
 
-class Line:
+class SaverSocket:
     """One end of a conversation. Files that are sent are dup'ed; received ones are the caller's."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -118,7 +118,7 @@ class Line:
         while True:
             if not readable.poll(SILENCE_S / 2 * 1000):
                 if asked:
-                    raise Silent(f"it has said nothing for {SILENCE_S:g} s")
+                    raise SaverSilent(f"it has said nothing for {SILENCE_S:g} s")
                 self.send({"is": "there"}, wait=False)
                 asked = True
             elif (heard := self.receive()) is not None:
@@ -140,7 +140,7 @@ def listen(name: str = "") -> tuple[socket.socket, str]:
     return sock, name
 
 
-def connect(name: str, secret: str = "") -> Line:
+def connect(name: str, secret: str = "") -> SaverSocket:
     """``secret``: what a saver without an agent asks for. Raises Gone where nobody listens by that name, or
     somebody else's process does."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -152,7 +152,7 @@ def connect(name: str, secret: str = "") -> Line:
     if not is_ours(sock):
         sock.close()
         raise Gone(f"the saver {name} is of another user")
-    line = Line(sock)
+    line = SaverSocket(sock)
     if secret:
         line.send({"is": "key", "key": secret})
     return line
@@ -191,7 +191,7 @@ class Paper:
     metadata: bytes
 
     def file(self) -> int:
-        """In memory, for ``Line.send``; the caller closes it."""
+        """In memory, for ``SaverSocket.send``; the caller closes it."""
         fd = os.memfd_create("elasticd-plan", os.MFD_CLOEXEC)
         with open(fd, "wb", closefd=False) as file:
             file.write(_LENGTHS.pack(len(self.index), len(self.metadata)) + self.index + self.metadata)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Pace:
+class RateLimit:
     """Holds writers, all of them together, to a bandwidth in bytes per second. Threads may share it."""
 
     def __init__(

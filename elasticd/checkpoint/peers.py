@@ -101,7 +101,7 @@ def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
 # ------------------------------------------------------------ who asks
 
 
-class Peer:
+class PeerSaver:
     """A conversation with another node's saver. Everything raises PeerGone, also where it refuses."""
 
     def __init__(self, holder: Holder) -> None:

@@ -15,10 +15,10 @@ import msgspec
 
 from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable, digest, is_fresh
 from elasticd.checkpoint.reading import finished_in, whole_in
-from elasticd.checkpoint.store import Overtaken, Store, store_at, told
+from elasticd.checkpoint.store import CheckpointStore, Overtaken, store_at, told
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import parse_folder
-from elasticd.core.retention import Commit, Keep, Refused, commit
+from elasticd.core.retention import Commit, CommitRefused, Keep, commit
 
 POINTER: Final = "committed.json"
 VERSION: Final = 1
@@ -28,11 +28,11 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)  # so that not even its place was
 _SEALED: Final = re.compile(rb'(?P<said>.*),"seal":"(?P<seal>[0-9a-f]{32})"\}', re.DOTALL)
 
 
-class _Version(msgspec.Struct, frozen=True):
+class _PointerVersion(msgspec.Struct, frozen=True):
     v: int
 
 
-class _Record(_Version, frozen=True):
+class _Record(_PointerVersion, frozen=True):
     saved: tuple[Saved, ...]
 
 
@@ -41,7 +41,7 @@ class _Unsealed(_Record, frozen=True, forbid_unknown_fields=True):
 
 
 # Made before there are threads: msgspec crashes where two of them are the first to decode a class.
-_VERSIONS: Final = msgspec.json.Decoder(_Version)
+_VERSIONS: Final = msgspec.json.Decoder(_PointerVersion)
 _RECORDS: Final = msgspec.json.Decoder(_Record)
 _UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
 
@@ -63,7 +63,7 @@ class FilePointer:
     """
 
     def __init__(
-        self, store: Store | str | os.PathLike[str], say: Callable[[str], None] = lambda _: None
+        self, store: CheckpointStore | str | os.PathLike[str], say: Callable[[str], None] = lambda _: None
     ) -> None:
         self._store = store_at(store) if isinstance(store, str | os.PathLike) else store
         self._say = say
@@ -151,7 +151,7 @@ class FilePointer:
 
     def commit(self, new: Saved, keep: Keep, fence: int = 0, *, in_time: bool = False) -> Commit:
         """Both ``fence`` and ``in_time`` are of rounds, which a file knows nothing of. Raises
-        ``retention.Refused``, BadCheckpoint; then nothing has changed. After an OSError it may have."""
+        ``CommitRefused``, BadCheckpoint; then nothing has changed. After an OSError it may have."""
         with self._store.locked(_LOCK):
             while True:
                 known, version = self._before(new)
@@ -167,7 +167,7 @@ class FilePointer:
                     if self.before(new) == made.checkpoint:  # in place, and may be gone after a power cut
                         return replace(made, unsettled=told(error))
                     if error.errno in _NO_ROOM:
-                        raise Refused(f"it could not be committed: {told(error)}") from error
+                        raise CommitRefused(f"it could not be committed: {told(error)}") from error
                     raise
                 return made
 
@@ -207,7 +207,7 @@ class FilePointer:
         """There is nothing open."""
 
     def write(self, checkpoint: Checkpoint, over: str | None = None) -> None:
-        """``over``: see ``Store.replace``."""
+        """``over``: see ``CheckpointStore.replace``."""
         said = msgspec.json.encode(_Record(VERSION, checkpoint.saved)).removesuffix(b"}")
         self._store.replace(POINTER, b'%b,"seal":"%b"}' % (said, digest(said).encode()), over=over)
 

@@ -24,7 +24,7 @@ from elasticd.checkpoint.manifest import (
     digest,
     is_intact,
 )
-from elasticd.checkpoint.store import Opened, Store
+from elasticd.checkpoint.store import CheckpointStore, Opened
 from elasticd.core.facts import Saved
 from elasticd.core.naming import parse_folder
 
@@ -47,7 +47,7 @@ class Wish:
         return self.at + len(self.into)
 
 
-def open_manifest(store: Store, saved: Saved) -> Manifest:
+def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
     """The manifest of a committed checkpoint in ``store``, and every file there in full length.
 
     Raises BadCheckpoint, which names the file.
@@ -76,7 +76,7 @@ def open_manifest(store: Store, saved: Saved) -> Manifest:
     return manifest
 
 
-def is_finished(store: Store, name: str) -> bool:
+def is_finished(store: CheckpointStore, name: str) -> bool:
     """Whether the manifest, which is written last, is there, whole or not. Raises OSError."""
     try:
         return MANIFEST in store.sizes(name)
@@ -84,12 +84,12 @@ def is_finished(store: Store, name: str) -> bool:
         return False
 
 
-def finished_in(store: Store) -> bool:
+def finished_in(store: CheckpointStore) -> bool:
     """Whether there is a checkpoint that was written to its end. Raises OSError."""
     return any(is_finished(store, name) for name in _folders(store))
 
 
-def whole_in(store: Store) -> tuple[Saved, ...]:
+def whole_in(store: CheckpointStore) -> tuple[Saved, ...]:
     """The checkpoints whose manifests are intact, and every file there in full length; oldest first. It is
     for where nothing says any more which of them were committed. Raises OSError; Unreadable where an error
     that may pass hides whether one is whole."""
@@ -111,13 +111,13 @@ def whole_in(store: Store) -> tuple[Saved, ...]:
     return tuple(sorted(found, key=lambda saved: (saved.round, saved.step)))
 
 
-def _folders(store: Store) -> list[str]:
+def _folders(store: CheckpointStore) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return [name for name in store.names() if parse_folder(name)]
     return []
 
 
-def _read_manifest(store: Store, name: str) -> bytes:
+def _read_manifest(store: CheckpointStore, name: str) -> bytes:
     return _patiently(where := f"{name}/{MANIFEST}", lambda: store.read(where))
 
 
@@ -126,7 +126,7 @@ def _silent(_: int) -> None:
 
 
 def fill(
-    store: Store,
+    store: CheckpointStore,
     manifest: Manifest,
     wishes: Iterable[Wish],
     progress: Callable[[int], None] = _silent,
@@ -161,7 +161,7 @@ def fill(
 
 
 def verify(
-    store: Store, manifest: Manifest, progress: Callable[[int], None] = _silent
+    store: CheckpointStore, manifest: Manifest, progress: Callable[[int], None] = _silent
 ) -> Iterator[tuple[File, list[str]]]:
     """Read all of each file; what is wrong with it, in words, nothing if it is as it was saved."""
     scratch = memoryview(bytearray(manifest.block))
@@ -209,7 +209,7 @@ def _length(file: File, number: int, block: int) -> int:
 
 
 def _read_blocks(
-    store: Store, manifest: Manifest, tasks: Sequence[_Task], progress: Callable[[int], None]
+    store: CheckpointStore, manifest: Manifest, tasks: Sequence[_Task], progress: Callable[[int], None]
 ) -> None:
     scratch: memoryview | None = None
     shard = _Shard(store, "")
@@ -244,7 +244,7 @@ def _read_blocks(
 class _Shard:
     """A file that is read here and there, and opened anew where that fails."""
 
-    store: Store
+    store: CheckpointStore
     where: str
     _opened: Opened | None = None
 

@@ -19,7 +19,7 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from elasticd.checkpoint.manifest import BLOCK, File, block_digest, fresh_name
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 from elasticd.checkpoint.store import BadStore, Overtaken
 
 PART: Final = 16 << 20  # bytes; at most 10,000 parts to a file on S3, so files up to 160 GB
@@ -31,7 +31,7 @@ _NO_CONDITIONS: Final = {"NotImplemented", "501", "ParamValidationError"}  # of 
 
 
 class Remote:
-    """A folder of fsspec's as a ``store.Store``. ``root``: as the file system itself names it."""
+    """A folder of fsspec's as a ``CheckpointStore``. ``root``: as the file system itself names it."""
 
     look_s: Final = 1.0
 
@@ -58,7 +58,7 @@ class Remote:
             raise BadStore(f"{url} is no address to keep checkpoints at: {_clause(error)}") from error
         return cls(fs, root, url, flat=scheme in _FLAT)
 
-    def write(self, name: str, content: memoryview, pace: Pace | None = None) -> File:
+    def write(self, name: str, content: memoryview, pace: RateLimit | None = None) -> File:
         digests = []
         part = max(PART, -(-len(content) // _PARTS_MAX))
         with self._plainly(name):

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from elasticd.checkpoint.available import available
 from elasticd.checkpoint.handover import Memory
 from elasticd.checkpoint.jobs import Jobs
-from elasticd.checkpoint.peers import WAIT, Host, Peer, Peers, serve
+from elasticd.checkpoint.peers import WAIT, Host, Peers, PeerSaver, serve
 from elasticd.checkpoint.replicas import Label, Replica, Replicas, offers
 from elasticd.checkpoint.wire import SILENCE_S, PeerGone, Wire
 from elasticd.core.facts import Holder
@@ -82,7 +82,7 @@ class Replication:
         assert self._jobs is not None
 
         def send() -> None:
-            with Peer(self._peers.find(node)) as peer:
+            with PeerSaver(self._peers.find(node)) as peer:
                 peer.hold(label, index, memory.view)
 
         def sent(outcome: BaseException | None) -> None:
@@ -97,7 +97,7 @@ class Replication:
 
         def ask(holder: Holder) -> list[Offer]:
             try:
-                with Peer(holder) as peer:
+                with PeerSaver(holder) as peer:
                     return [offer for offer in peer.offers(path) if offer.node == holder.node]
             except PeerGone:
                 return []  # it is gone, and what it has with it

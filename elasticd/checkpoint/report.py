@@ -16,7 +16,7 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SaveReport:
     """``blocked_s``: for how long the training waited for the copy. ``took_s``: from the copy until it
     was committed. ``size``: bytes of all ranks. ``why``: it failed, one clause."""
 
@@ -46,16 +46,16 @@ class Footprint:
         return msgspec.json.encode(self) + b"\n"
 
 
-def from_line(line: bytes) -> Report | Footprint | None:
+def from_line(line: bytes) -> SaveReport | Footprint | None:
     """None for whatever else a process writes."""
     try:
         said = msgspec.json.decode(line, type=dict)
-        return msgspec.convert(said, Report) if "fate" in said else msgspec.convert(said, Footprint)
+        return msgspec.convert(said, SaveReport) if "fate" in said else msgspec.convert(said, Footprint)
     except (msgspec.DecodeError, ValueError):
         return None
 
 
-def sentence(report: Report) -> str:
+def sentence(report: SaveReport) -> str:
     """For people; empty where it is not worth their while."""
     match report.fate:
         case Fate.COMMITTED:

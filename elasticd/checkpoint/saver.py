@@ -19,17 +19,17 @@ from typing import Final
 import msgspec
 
 from elasticd.checkpoint.committing import Committer, Committing
-from elasticd.checkpoint.handover import Gone, Line, Memory, Message, Paper, is_of, is_ours
+from elasticd.checkpoint.handover import Gone, Memory, Message, Paper, SaverSocket, is_of, is_ours
 from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica, offers
 from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.report import Fate, Footprint, Report
-from elasticd.checkpoint.store import Store, store_at, told
+from elasticd.checkpoint.report import Fate, Footprint, SaveReport
+from elasticd.checkpoint.store import CheckpointStore, store_at, told
 from elasticd.checkpoint.underway import Underway
-from elasticd.checkpoint.worlds import Plan, World
+from elasticd.checkpoint.worlds import SavingWorld, ShardPlan
 from elasticd.core.facts import Checkpoint, Holder
 from elasticd.core.naming import require_name
 from elasticd.core.replicas import Offer
@@ -40,10 +40,10 @@ _UNSETTLED: Final = 2  # worlds before one that others may not have come as far 
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    line: Line
-    world: World | None = None
+    line: SaverSocket
+    world: SavingWorld | None = None
     rank: int = -1
-    plan: Plan | None = None
+    plan: ShardPlan | None = None
     number: int = -1
     waits: bool = False  # training does, until what was handed over is durable
     admitted: bool = True
@@ -60,14 +60,14 @@ class Saver:
         self,
         listener: socket.socket,
         *,
-        committer_of: Callable[[Store], Committer] = FilePointer,
+        committer_of: Callable[[CheckpointStore], Committer] = FilePointer,
         agent: int | None = None,
         secret: str = "",
-        pace: Pace | None = None,
+        pace: RateLimit | None = None,
         linger_s: float | None = 0.0,
         first_s: float = 60.0,
         say: Callable[[str], None] = lambda _: None,
-        report: Callable[[Report], None] = lambda _: None,
+        report: Callable[[SaveReport], None] = lambda _: None,
         occupies: Callable[[Footprint], None] = lambda _: None,
         replication: Replication | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class Saver:
         self._replication = replication
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
-        self._worlds: list[World] = []
+        self._worlds: list[SavingWorld] = []
         self._jobs = Jobs()
         self._underway = Underway(self._jobs, Committing(committer_of, pace, say), report)
         self._pace = pace
@@ -164,7 +164,7 @@ class Saver:
                     self._say("a process that is no worker of this job was turned away")
                     sock.close()
                     continue
-                client = _Client(Line(sock), admitted=not self._secret)
+                client = _Client(SaverSocket(sock), admitted=not self._secret)
                 self._met = self._met or client.admitted
                 self._clients.add(client)
                 self._selector.register(sock, selectors.EVENT_READ, client)
@@ -213,7 +213,7 @@ class Saver:
             keep = Keep(int(message["last"]), int(message["every"]))
             locals_ = frozenset(map(int, message["locals"]))
             round_, fence = int(message["round"]), int(message["fence"])
-            world = World(store, token, round_, fence, int(message["world"]), locals_, keep)
+            world = SavingWorld(store, token, round_, fence, int(message["world"]), locals_, keep)
             world.holder = str(message.get("holder", "")) if self._replication is not None else ""
             self._worlds.append(world)
             self._underway.open(world)
@@ -223,7 +223,7 @@ class Saver:
 
     def _hear_plan(self, client: _Client, message: Message, files: list[int]) -> None:
         [fd] = files
-        plan = Plan(int(message["size"]), Paper.of(fd), fd)
+        plan = ShardPlan(int(message["size"]), Paper.of(fd), fd)
         client.plan, client.number = plan, int(message["plan"])
         if client.world is not None:
             client.world.plans[client.rank] = plan
@@ -252,7 +252,7 @@ class Saver:
         self._forget_older(world)
         gathering = self._underway.gathering(world, name, step, float(message["at"]), plan.paper)
         if rank == min(world.locals):
-            self._report(Report(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
+            self._report(SaveReport(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
         gathering.heard.add(rank)
         if rank == 0:
             gathering.paper = plan.paper
@@ -296,7 +296,7 @@ class Saver:
 
     def _hear_skip(self, client: _Client, message: Message, _: list[int]) -> None:
         if client.world is not None and client.world.commits and client.rank == 0:
-            self._report(Report(Fate.SKIPPED, int(message["step"])))
+            self._report(SaveReport(Fate.SKIPPED, int(message["step"])))
 
     def _hear_wait(self, client: _Client, message: Message, _: list[int]) -> None:
         client.waits = bool(message["on"])
@@ -371,14 +371,14 @@ class Saver:
             self._underway.miss_those_gone(world, gathering)
             self._underway.settle_if_failed(world, gathering)
 
-    def _plan(self, client: _Client, message: Message) -> Plan:
+    def _plan(self, client: _Client, message: Message) -> ShardPlan:
         if client.plan is None or client.number != message["plan"]:
             raise ValueError(f"plan {message['plan']} is not known")
         return client.plan
 
     # ------------------------------------------------------------ memory
 
-    def _forget_older(self, newest: World) -> None:
+    def _forget_older(self, newest: SavingWorld) -> None:
         """Once a world has handed over, the memory of those before it is given back: all of it, or, until
         others surely have come as far, of all but the last two that hold anything."""
         before = [w for w in self._worlds if w.store.url == newest.store.url and w.round <= newest.round]
@@ -391,7 +391,7 @@ class Saver:
             self._replication.forget(newest.store.url, before=oldest.round)
 
 
-def _reply_at_length(line: Line, message: Message, what: object) -> None:
+def _reply_at_length(line: SaverSocket, message: Message, what: object) -> None:
     """In a file: of a large job it may be more than a socket holds."""
     file = Paper(msgspec.json.encode(what), b"").file()
     try:

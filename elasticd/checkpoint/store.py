@@ -15,7 +15,7 @@ from typing import Protocol
 
 from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.manifest import File
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 
 _LOCAL = ("file", "local")
 
@@ -29,7 +29,7 @@ class Opened(Protocol):
     def close(self) -> None: ...
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """Whatever is written is durable once the call returns, where not said otherwise. All raise OSError,
     whose ``strerror`` is one clause for people; FileNotFoundError where that is all."""
 
@@ -46,7 +46,7 @@ class Store(Protocol):
     def look_s(self) -> float:
         """How often to look for what others write here, which nobody tells."""
 
-    def write(self, name: str, content: memoryview, pace: Pace | None = None) -> File:
+    def write(self, name: str, content: memoryview, pace: RateLimit | None = None) -> File:
         """A new file, in folders that may be missing; returns what to check it by. Its folder is yet
         to be synced. The checksums are of what is in memory, so that nothing that goes wrong on the
         way can be missed."""
@@ -100,7 +100,7 @@ class BadStore(ValueError):
     """There can be no store at such an address. The message is one sentence."""
 
 
-def store_at(where: str | os.PathLike[str]) -> Store:
+def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
     """``where``: a path, or an URL that fsspec knows, such as ``s3://bucket/folder``. Nothing is
     touched yet. Raises BadStore."""
     text = os.fspath(where)
@@ -122,7 +122,7 @@ def store_at(where: str | os.PathLike[str]) -> Store:
 
 
 @cache
-def _remote(url: str, _: int) -> Store:
+def _remote(url: str, _: int) -> CheckpointStore:
     """One for each process: what is open there does not live on in forked ones."""
     from elasticd.checkpoint.remote import Remote  # late: only who needs it pays for it
 

@@ -13,17 +13,17 @@ from elasticd.checkpoint.handover import Memory, Message, Paper
 from elasticd.checkpoint.jobs import Jobs
 from elasticd.checkpoint.manifest import BadCheckpoint, File
 from elasticd.checkpoint.pointer import POINTER
-from elasticd.checkpoint.report import Fate, Report
-from elasticd.checkpoint.store import Store, told
-from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.checkpoint.report import Fate, SaveReport
+from elasticd.checkpoint.store import CheckpointStore, told
+from elasticd.checkpoint.worlds import Gathering, SavingWorld
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.retention import Refused
+from elasticd.core.retention import CommitRefused
 
 
 class Underway:
     """Whatever blocks is done in threads, by ``jobs``; all that is here is called by their loop."""
 
-    def __init__(self, jobs: Jobs, committing: Committing, report: Callable[[Report], None]) -> None:
+    def __init__(self, jobs: Jobs, committing: Committing, report: Callable[[SaveReport], None]) -> None:
         self._jobs = jobs
         self._committing = committing
         self._report = report
@@ -38,32 +38,34 @@ class Underway:
             pool.shutdown(cancel_futures=True)
         for saved, why in self._committing.close():
             said = f"it is committed, but {POINTER} could not be made to say so: {why}"
-            self._report(Report(Fate.FAILED, saved.step, saved.name, why=said))
+            self._report(SaveReport(Fate.FAILED, saved.step, saved.name, why=said))
 
-    def open(self, world: World) -> None:
+    def open(self, world: SavingWorld) -> None:
         """It is going to hand over."""
         if world.commits:
             self._witnesses.submit(self._committing.open, world)
 
-    def known(self, store: Store, own: bool, then: Callable[[Checkpoint | BaseException], None]) -> None:
+    def known(
+        self, store: CheckpointStore, own: bool, then: Callable[[Checkpoint | BaseException], None]
+    ) -> None:
         """What is committed there; ``own``: by this job. It may have been committed, and the copy of that
         not yet written where workers can read it."""
         self._jobs.run(self._witnesses, lambda: self._committing.known(store, own), then)
 
-    def gathering(self, world: World, name: str, step: int, at: float, paper: Paper) -> Gathering:
+    def gathering(self, world: SavingWorld, name: str, step: int, at: float, paper: Paper) -> Gathering:
         """The checkpoint of that name, begun if nobody has spoken of it yet."""
         if name not in world.gatherings:
             world.gatherings[name] = Gathering(name, step, at, time.monotonic(), paper)
         return world.gatherings[name]
 
-    def miss_those_gone(self, world: World, gathering: Gathering) -> None:
+    def miss_those_gone(self, world: SavingWorld, gathering: Gathering) -> None:
         """Whoever is gone and has not handed over never will."""
         missed = world.gone - gathering.files.keys() - gathering.writing
         if missed and not gathering.why:
             gathering.why = f"rank {min(missed)} was gone before it had handed over"
 
     def write(
-        self, world: World, gathering: Gathering, rank: int, memory: Memory, done: Callable[[], None]
+        self, world: SavingWorld, gathering: Gathering, rank: int, memory: Memory, done: Callable[[], None]
     ) -> None:
         """This rank's shard; ``done`` is called once its memory is not read any more."""
         gathering.writing.add(rank)
@@ -87,7 +89,7 @@ class Underway:
 
         self._jobs.run(self._writers, write, written)
 
-    def _advance(self, world: World) -> None:
+    def _advance(self, world: SavingWorld) -> None:
         """Commit the oldest if all of it is here: in order, or the older one would be refused."""
         first = next(iter(world.gatherings.values()), None)
         if first is None or first.why or first.committing or not world.locals <= first.files.keys():
@@ -111,9 +113,9 @@ class Underway:
             lambda outcome: self._settle(world, first, outcome),
         )
 
-    def _settle(self, world: World, gathering: Gathering, outcome: Saved | BaseException) -> None:
+    def _settle(self, world: SavingWorld, gathering: Gathering, outcome: Saved | BaseException) -> None:
         if isinstance(outcome, BaseException):
-            refused = isinstance(outcome, Refused | BadCheckpoint | TimeoutError)
+            refused = isinstance(outcome, CommitRefused | BadCheckpoint | TimeoutError)
             gathering.why = str(outcome) if refused else f"it could not be committed: {told(outcome)}"
             self.settle_if_failed(world, gathering)
             return
@@ -129,9 +131,9 @@ class Underway:
                 "size": outcome.size,
             },
         )
-        self._report(Report(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
+        self._report(SaveReport(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
 
-    def settle_if_failed(self, world: World, gathering: Gathering) -> None:
+    def settle_if_failed(self, world: SavingWorld, gathering: Gathering) -> None:
         """Say so once nothing writes there any more. Once no rank here will come with it, what was written
         is removed, unless it may be committed after all, and it is the turn of the next."""
         if not gathering.why or gathering.writing:
@@ -141,7 +143,7 @@ class Underway:
             failed = {"name": gathering.name, "step": gathering.step, "why": gathering.why}
             self._tell(world, {"is": "failed", **failed})
             if world.commits:
-                self._report(Report(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
+                self._report(SaveReport(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
             else:
                 self._jobs.run(
                     self._writers, lambda: self._committing.refuse(world, gathering), lambda _: None
@@ -157,10 +159,10 @@ class Underway:
             else:
                 self._forget(world, gathering)
 
-    def _forget(self, world: World, gathering: Gathering) -> None:
+    def _forget(self, world: SavingWorld, gathering: Gathering) -> None:
         world.gatherings.pop(gathering.name, None)
         self._advance(world)
 
-    def _tell(self, world: World, message: Message) -> None:
+    def _tell(self, world: SavingWorld, message: Message) -> None:
         for line in world.lines.values():
             line.reply(message)

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from elasticd.checkpoint.handover import Line, Memory, Paper
+from elasticd.checkpoint.handover import Memory, Paper, SaverSocket
 from elasticd.checkpoint.manifest import File
 from elasticd.checkpoint.replicas import Label, Replica
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.retention import Keep
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class ShardPlan:
     """How one rank's shard is laid out, and the memory it comes in."""
 
     size: int
@@ -49,18 +49,18 @@ class Gathering:
 
 
 @dataclass(slots=True, eq=False)
-class World:
+class SavingWorld:
     """Those who save together, as far as they are served here."""
 
-    store: Store
+    store: CheckpointStore
     token: str
     round: int
     fence: int
     size: int
     locals: frozenset[int]
     keep: Keep
-    lines: dict[int, Line] = field(default_factory=dict)  # to its workers, by rank, while they are there
-    plans: dict[int, Plan] = field(default_factory=dict)
+    lines: dict[int, SaverSocket] = field(default_factory=dict)  # to the workers that are there, by rank
+    plans: dict[int, ShardPlan] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     gatherings: dict[str, Gathering] = field(default_factory=dict)
     holder: str = ""  # the node that is to hold copies

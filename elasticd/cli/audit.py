@@ -9,7 +9,7 @@ import click
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
-from elasticd.core.audit import Verdict, compare, judge
+from elasticd.core.audit import AuditVerdict, compare, judge
 from elasticd.telemetry import auditfiles, runs, words
 from elasticd.telemetry import auditwords as told
 
@@ -46,7 +46,7 @@ def audit(run: tuple[str, ...], against: tuple[str, ...]) -> int:
     return 0 if proved else NOT_PROVED
 
 
-def _judged(names: tuple[str, ...]) -> Verdict:
+def _judged(names: tuple[str, ...]) -> AuditVerdict:
     folders = [folder for name in names for folder in _folders(name)]
     try:
         notes = auditfiles.read(folders)

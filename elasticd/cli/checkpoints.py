@@ -17,7 +17,7 @@ from elasticd.checkpoint import disk, reading
 from elasticd.checkpoint.disk import Disk
 from elasticd.checkpoint.manifest import BadCheckpoint, Manifest
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.store import BadStore, Store, store_at
+from elasticd.checkpoint.store import BadStore, CheckpointStore, store_at
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
 from elasticd.core.facts import Checkpoint, Saved
@@ -27,7 +27,7 @@ from elasticd.telemetry import words
 NOT_WHOLE = 5
 
 
-def _opened(ctx: click.Context, param: click.Parameter, value: str) -> Store:
+def _opened(ctx: click.Context, param: click.Parameter, value: str) -> CheckpointStore:
     """A folder that is there, or the address of a store."""
     try:
         store = store_at(value)
@@ -76,7 +76,7 @@ class _Looked:
 @ckpt.command()
 @_folder
 @_json
-def ls(store: Store, as_json: bool) -> None:
+def ls(store: CheckpointStore, as_json: bool) -> None:
     """List the committed checkpoints, oldest first.
 
     Whole means here that nothing is missing or short; `verify` reads every byte. Each world that saves in
@@ -108,7 +108,7 @@ def ls(store: Store, as_json: bool) -> None:
 @_folder
 @_which
 @_json
-def show(store: Store, which: str | None, as_json: bool) -> None:
+def show(store: CheckpointStore, which: str | None, as_json: bool) -> None:
     """Show what a checkpoint holds: its shards, tensors and objects."""
     manifest = _whole(store, which)
     index = manifest.index
@@ -140,7 +140,7 @@ def show(store: Store, which: str | None, as_json: bool) -> None:
 @_folder
 @_which
 @click.option("--all", "every", is_flag=True, help="All of them, not one.")
-def verify(store: Store, which: str | None, every: bool) -> int:
+def verify(store: CheckpointStore, which: str | None, every: bool) -> int:
     """Read every byte of a checkpoint and compare it with its checksums.
 
     Exits with 5 if anything is damaged, and names it.
@@ -169,7 +169,7 @@ def verify(store: Store, which: str | None, every: bool) -> int:
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @_which
 @click.option("--only", multiple=True, metavar="NAME", help="Only this part of the state, such as model.")
-def export(store: Store, out: Path, which: str | None, only: tuple[str, ...]) -> None:
+def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str, ...]) -> None:
     """Write a checkpoint into one file: OUT.safetensors, or OUT.pt for torch.load.
 
     Every byte is verified on the way. A safetensors file holds the tensors only; a torch file is a
@@ -213,7 +213,7 @@ def export(store: Store, out: Path, which: str | None, only: tuple[str, ...]) ->
 @_folder
 @click.argument("which", metavar="STEP|NAME")
 @click.option("--force", is_flag=True, help="Even the one that a job would go on from.")
-def rm(store: Store, which: str, force: bool) -> None:
+def rm(store: CheckpointStore, which: str, force: bool) -> None:
     """Remove a checkpoint. The newest that is whole stays, unless forced: a job that runs here may need it.
 
     Such a job names one that it has saved itself, as missing, until it would have removed it anyway.
@@ -236,7 +236,7 @@ def rm(store: Store, which: str, force: bool) -> None:
 # ---------------------------------------------------------------- looking
 
 
-def _known(store: Store) -> Checkpoint:
+def _known(store: CheckpointStore) -> Checkpoint:
     try:
         return FilePointer(store, lambda said: say(f"elasticd: {said}.", err=True)).read()
     except BadCheckpoint as error:
@@ -245,7 +245,7 @@ def _known(store: Store) -> Checkpoint:
         raise _unreadable(store, error) from error
 
 
-def _names(store: Store) -> Sequence[str]:
+def _names(store: CheckpointStore) -> Sequence[str]:
     try:
         return store.names()
     except FileNotFoundError:
@@ -254,7 +254,7 @@ def _names(store: Store) -> Sequence[str]:
         raise _unreadable(store, error) from error
 
 
-def _unreadable(store: Store, error: OSError) -> Complaint:
+def _unreadable(store: CheckpointStore, error: OSError) -> Complaint:
     return Complaint(f"{error.filename or store.url} cannot be read: {error.strerror}")
 
 
@@ -271,14 +271,14 @@ def _find(known: Checkpoint, which: str | None) -> Saved:
     raise Complaint(f"there is no checkpoint {which} in {known.path}; there are those of the steps {steps}")
 
 
-def _look(store: Store, saved: Saved) -> _Looked:
+def _look(store: CheckpointStore, saved: Saved) -> _Looked:
     try:
         return _Looked(saved, reading.open_manifest(store, saved), "")
     except BadCheckpoint as error:
         return _Looked(saved, None, str(error))
 
 
-def _whole(store: Store, which: str | None) -> Manifest:
+def _whole(store: CheckpointStore, which: str | None) -> Manifest:
     looked = _look(store, _find(_known(store), which))
     if looked.manifest is None:
         raise Complaint(looked.wrong, NOT_WHOLE)

@@ -12,7 +12,7 @@ from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.core.facts import Fact
 from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
-from elasticd.etcd.errors import BadRecord, StoreError, StoreFull, StoreRefused, StoreUnavailable
+from elasticd.etcd.errors import BadRecord, NoSpace, StoreError, StoreRefused, StoreUnavailable
 from elasticd.etcd.names import check_name
 from elasticd.telemetry import runs, words
 
@@ -129,7 +129,7 @@ def answering() -> Iterator[None]:
     """Turns what etcd may answer into complaints: unreachable is 4, all else the input's fault."""
     try:
         yield
-    except StoreFull as error:
+    except NoSpace as error:
         raise Complaint(f"{error}.", ETCD_UNREACHABLE) from error
     except StoreUnavailable as error:
         raise Complaint(f"etcd cannot be reached: {error}.", ETCD_UNREACHABLE) from error

@@ -147,7 +147,7 @@ class JobReport:
 
 
 @dataclass(slots=True)
-class Pace:
+class StepRate:
     """Steps per second of each slot: between two heartbeats once there were two, before that on
     average since the round formed."""
 
@@ -172,7 +172,7 @@ class Pace:
         return now.step / lived_s if now.step > 0 and lived_s > 0 else None
 
 
-def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = None) -> JobReport:
+def report(job: str, facts: Mapping[str, Fact], now: float, pace: StepRate | None = None) -> JobReport:
     """The job from its keys (below ``/elasticd/<job>/``). ``now``: seconds since the epoch."""
     spec, round_, budget, leader = (facts.get(k) for k in ("spec", "round", "budget", "leader"))
     assert spec is None or isinstance(spec, Spec)
@@ -180,7 +180,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: Pace | None = 
     budget = budget if isinstance(budget, Budget) else Budget()
     nodes = {f.name: f for key, f in sorted(facts.items()) if isinstance(f, Node)}
     progress = {f.node: f for f in facts.values() if isinstance(f, Progress)}
-    pace = pace or Pace()
+    pace = pace or StepRate()
     if round_ is not None and round_.phase is Phase.CLOSING and not nodes:
         round_ = replace(round_, phase=Phase.WAITING)  # who would have told that it is closed is gone
     live = round_ if round_ is not None and round_.phase is Phase.LIVE else None

@@ -8,7 +8,7 @@ import queue
 import threading
 from typing import Final
 
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import CheckpointStore
 from elasticd.cli.complaint import Complaint
 
 WITHIN_S: Final = 15.0
@@ -23,7 +23,7 @@ _FOR_GOOD: Final = {
 }
 
 
-def reached(store: Store, within_s: float = WITHIN_S) -> str:
+def reached(store: CheckpointStore, within_s: float = WITHIN_S) -> str:
     """Nothing, or a note where the store does not answer: it may by the time it is needed, and training
     goes on without. Raises Complaint where there is none, or no right to write to it."""
     answers: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()

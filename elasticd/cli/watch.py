@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import Place, facts_of, unusable
-from elasticd.cli.report import JobReport, Pace, report
+from elasticd.cli.report import JobReport, StepRate, report
 from elasticd.cli.say import say
 from elasticd.core.facts import Fact, Round
 from elasticd.core.ports import Listing, Seen
@@ -30,7 +30,7 @@ class _Watch:
         self._place, self._job, self._show = place, job, show
         self._news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
         self._facts: dict[str, Fact] = {}
-        self._pace = Pace()
+        self._pace = StepRate()
         self._begun = place.shared  # a standalone run is known before it has written anything
         self._changed = False  # since it was shown
         self._shown: object = None  # the round and the phase that were shown

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticd.core.auditlog import BadNote, Committed, Entered, Gap, Note, Took, Weights, unpack
+from elasticd.core.auditlog import BadNote, CommitNote, EntryNote, Gap, Note, Took, Weights, unpack
 from elasticd.core.order import Order, known
 
 NAMED_MAX = 20  # samples by name; of the rest the positions are enough
@@ -23,7 +23,7 @@ Round = tuple[str, int]  # its series and its number
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostSamples:
     """Positions of an epoch that no committed step used; ``samples``: the first of what lies there,
     where that is known."""
 
@@ -79,7 +79,7 @@ class Disagreed:
 
 
 @dataclass(frozen=True, slots=True)
-class Diverged:
+class DivergedRuns:
     """Ranks whose weights differ after the same step."""
 
     step: int
@@ -105,7 +105,9 @@ class Interrupted:
     why: str
 
 
-Finding = Lost | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | Diverged | Damaged | Interrupted
+Finding = (
+    LostSamples | Repeated | Mistaken | Unrecorded | Jumped | Disagreed | DivergedRuns | Damaged | Interrupted
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditVerdict:
     """``steps``: those that are committed; ``rounds``: in how many, and ``worlds`` of which sizes;
     ``again``: how many steps were made anew after having been committed by somebody.
     ``losses`` and ``weights``: by step."""
@@ -146,13 +148,13 @@ class Verdict:
 class _Life:
     """What one worker noted in one round."""
 
-    entered: Entered
+    entered: EntryNote
     took: dict[int, list[Took]] = field(default_factory=lambda: defaultdict(list))
-    committed: dict[int, Committed] = field(default_factory=dict)
+    committed: dict[int, CommitNote] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
 
 
-def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> Verdict:
+def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> AuditVerdict:
     """``files``: the numbered notes of each worker, by the name of its file."""
     findings: list[Finding] = []
     rounds: dict[Round, list[_Life]] = defaultdict(list)
@@ -173,7 +175,7 @@ def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> Verdict:
     epochs: tuple[Epoch, ...] = ()
     if data is not None and first is not None:
         epochs = tuple(_epochs(taken, first, data, findings))
-    return Verdict(
+    return AuditVerdict(
         findings=tuple(findings),
         epochs=epochs,
         steps=steps,
@@ -195,7 +197,7 @@ def _lives(
             findings.append(Damaged(name, number, str(note)))
         elif isinstance(note, Gap):
             findings.append(Interrupted(name, note.step, note.notes, note.why))
-        elif isinstance(note, Entered):
+        elif isinstance(note, EntryNote):
             if life is not None:
                 yield life
             life = _Life(note)
@@ -207,7 +209,7 @@ def _lives(
                     if turn == 0:  # begun anew, without ever having been committed
                         life.took[step].clear()
                     life.took[step].append(note)
-                case Committed(step):
+                case CommitNote(step):
                     life.committed[step] = note
                 case Weights(step, digest):
                     life.weights[step] = digest
@@ -217,9 +219,9 @@ def _lives(
 
 def _lineage(
     rounds: Mapping[Round, Sequence[_Life]], findings: list[Finding]
-) -> tuple[dict[int, tuple[Round, Committed]], int]:
+) -> tuple[dict[int, tuple[Round, CommitNote]], int]:
     """The commits that count, and in which round each was made; how many steps were made that do not."""
-    made: dict[int, tuple[Round, Committed]] = {}
+    made: dict[int, tuple[Round, CommitNote]] = {}
     again = 0
     for key in sorted(rounds):
         lives = rounds[key]
@@ -241,7 +243,7 @@ def _lineage(
     return made, again
 
 
-def _of_commit(commit: Committed, lives: Sequence[_Life], findings: list[Finding]) -> list[Took]:
+def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Finding]) -> list[Took]:
     """What all workers together took of what is committed, as if one had: a Took for each global batch."""
     world = lives[0].entered.world
     if not commit.covers or all(life.entered.data is None for life in lives):
@@ -264,7 +266,7 @@ def _of_commit(commit: Committed, lives: Sequence[_Life], findings: list[Finding
 def _weights(step: int, lives: Sequence[_Life], findings: list[Finding]) -> str:
     digests = {life.entered.rank: life.weights[step] for life in lives if step in life.weights}
     if len(set(digests.values())) > 1:
-        findings.append(Diverged(step, digests))
+        findings.append(DivergedRuns(step, digests))
     return digests[min(digests)] if digests else ""
 
 
@@ -287,7 +289,7 @@ def _loss(batches: Sequence[Took]) -> float | None:
 
 
 def _epochs(
-    taken: Mapping[int, Sequence[Took]], first: Entered, data: Mapping[str, Any], findings: list[Finding]
+    taken: Mapping[int, Sequence[Took]], first: EntryNote, data: Mapping[str, Any], findings: list[Finding]
 ) -> Iterator[Epoch]:
     order = known(data["order"])
     length = data["order"].get("length")
@@ -342,8 +344,8 @@ def _should(order: Order | None, data: Mapping[str, Any], epoch: int, positions:
     return list(positions) if data["order"]["kind"] == "stream" else None
 
 
-def _lost(order: Order | None, epoch: int, positions: range) -> Lost:
-    return Lost(epoch, positions, _at(order, epoch, positions))
+def _lost(order: Order | None, epoch: int, positions: range) -> LostSamples:
+    return LostSamples(epoch, positions, _at(order, epoch, positions))
 
 
 def _at(order: Order | None, epoch: int, positions: range) -> tuple[int, ...]:
@@ -364,7 +366,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """``losses`` and ``weights``: how many were there in both, up to the first difference."""
 
     difference: Difference | None
@@ -372,7 +374,7 @@ class Comparison:
     weights: int
 
 
-def compare(one: Verdict, other: Verdict) -> Comparison:
+def compare(one: AuditVerdict, other: AuditVerdict) -> RunComparison:
     """Step by step, bit by bit."""
     losses = weights = 0
     for step in sorted(one.losses.keys() & other.losses.keys() | one.weights.keys() & other.weights.keys()):
@@ -380,10 +382,10 @@ def compare(one: Verdict, other: Verdict) -> Comparison:
             losses += 1
             mine, theirs = one.losses[step], other.losses[step]
             if mine.hex() != theirs.hex():
-                return Comparison(Difference(step, "loss", mine, theirs), losses, weights)
+                return RunComparison(Difference(step, "loss", mine, theirs), losses, weights)
         if step in one.weights and step in other.weights:
             weights += 1
             if one.weights[step] != other.weights[step]:
                 found = Difference(step, "weights", one.weights[step], other.weights[step])
-                return Comparison(found, losses, weights)
-    return Comparison(None, losses, weights)
+                return RunComparison(found, losses, weights)
+    return RunComparison(None, losses, weights)

@@ -26,7 +26,7 @@ class BadNote(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class EntryNote:
     """A worker takes part in a round, with ``step`` steps committed and the data at that position.
 
     ``series`` tells apart, in order of time, rounds of one number: those of an etcd that was thrown away
@@ -62,7 +62,7 @@ class Took:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommitNote:
     """So many steps are committed; ``covers``: how many of them by this, maybe none."""
 
     step: int
@@ -91,20 +91,20 @@ class Gap:
     why: str
 
 
-Note = Entered | Took | Committed | Weights | Gap
+Note = EntryNote | Took | CommitNote | Weights | Gap
 
 
 def encode(note: Note) -> bytes:
     """One line, newline included."""
     said: dict[str, Any]
     match note:
-        case Entered():
-            said = {name: getattr(note, name) for name in Entered.__slots__}
+        case EntryNote():
+            said = {name: getattr(note, name) for name in EntryNote.__slots__}
             said = {"is": "entered", "v": VERSION, **said, "data": note.data and dict(note.data)}
         case Took():
             parts = [[start, count, loss.hex()] for start, count, loss in note.parts]
             said = {"is": "took", **{name: getattr(note, name) for name in Took.__slots__}, "parts": parts}
-        case Committed(step, covers):
+        case CommitNote(step, covers):
             said = {"is": "committed", "step": step, "covers": covers}
         case Weights(step, digest):
             said = {"is": "weights", "step": step, "digest": digest}
@@ -121,7 +121,7 @@ def decode(line: bytes) -> Note:
             case {"is": "entered", "v": int(version)}:
                 if version != VERSION:
                     raise BadNote(f"a note of version {version}, and this elasticd reads {VERSION}")
-                return _checked(Entered(**{name: said[name] for name in Entered.__slots__}))
+                return _checked(EntryNote(**{name: said[name] for name in EntryNote.__slots__}))
             case {"is": "took", "parts": list(parts)}:
                 exact = tuple((int(start), int(count), float.fromhex(loss)) for start, count, loss in parts)
                 return _checked(Took(**{**{name: said[name] for name in Took.__slots__}, "parts": exact}))
@@ -129,7 +129,7 @@ def decode(line: bytes) -> Note:
                 covers = said.get("covers", 1)
                 if type(covers) is not int or not 0 <= covers <= step:
                     raise ValueError(covers)
-                return Committed(step, covers)
+                return CommitNote(step, covers)
             case {"is": "weights", "step": int(step), "digest": str(digest)}:
                 return Weights(step, digest)
             case {"is": "gap", "step": int(step), "notes": int(notes), "why": str(why)}:
@@ -140,7 +140,7 @@ def decode(line: bytes) -> Note:
     raise BadNote(f"not a note for an audit: {line[:80]!r}")
 
 
-def _checked(note: Entered | Took) -> Entered | Took:
+def _checked(note: EntryNote | Took) -> EntryNote | Took:
     texts = {"series", "ids"}
     for name in set(note.__slots__) - {"data", "parts"}:
         if type(getattr(note, name)) is not (str if name in texts else int):
@@ -179,14 +179,14 @@ def as_of(files: Mapping[str, tuple[bytes, int]]) -> dict[str, Numbered]:
         for number, note in _by_round(notes):
             if number > newest:
                 newest, last = number, 0
-            if number == newest and isinstance(note, Committed):
+            if number == newest and isinstance(note, CommitNote):
                 last = max(last, note.step)
     for name, notes in later.items():
         before = next((n for n, _ in reversed(list(_by_round(seen[name])))), ("", 0))
         for i, (number, note) in enumerate(_by_round(notes, before)):
             if number > newest:
                 break
-            if number < newest or isinstance(note, BadNote | Entered | Took | Gap) or note.step <= last:
+            if number < newest or isinstance(note, BadNote | EntryNote | Took | Gap) or note.step <= last:
                 seen[name].append(notes[i])
     return seen
 
@@ -195,7 +195,7 @@ def _by_round(
     notes: Numbered, number: tuple[str, int] = ("", 0)
 ) -> Iterator[tuple[tuple[str, int], Note | BadNote]]:
     for _, note in notes:
-        if isinstance(note, Entered):
+        if isinstance(note, EntryNote):
             number = note.series, note.round
         yield number, note
 

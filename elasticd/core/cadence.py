@@ -70,20 +70,20 @@ def interval_s(cadence: EverySeconds | Auto, cost_s: float, durable_s: float, be
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CadenceLook:
     """``save`` now; and with which step to ask again."""
 
     save: bool
     next: int
 
 
-def look(step: int, now: float, due: float, step_s: float | None) -> Look:
+def look(step: int, now: float, due: float, step_s: float | None) -> CadenceLook:
     """All ranks must save at the same step, and only one clock can say when: this is asked seldom, the
     more so the longer there is time, and everybody goes by the answer. ``step_s``: how long steps
     take, if that is known."""
     if step_s is None:
-        return Look(False, step + 1)
+        return CadenceLook(False, step + 1)
     left = (due - now) / max(step_s, 1e-9)
     if left < 0.5:
-        return Look(True, step + 1)
-    return Look(False, step + max(1, int(left / 2)))
+        return CadenceLook(True, step + 1)
+    return CadenceLook(False, step + max(1, int(left / 2)))

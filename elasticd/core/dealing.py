@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Portion:
     """What a worker's model sees at once: samples of one virtual rank.
 
     ``samples``: which of the global batch, counted from its first. ``weight``: what a mean over them
@@ -64,7 +64,9 @@ def deal(virtual_ranks: int, world: int) -> tuple[range, ...]:
     return cut(virtual_ranks, world)
 
 
-def parts_of(rank: int, world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1) -> list[Part]:
+def parts_of(
+    rank: int, world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1
+) -> list[Portion]:
     """What the worker of that rank computes of a global batch of ``samples``, in order; nothing where
     the batch is too short to reach all. Each virtual rank's samples come in ``accumulate`` pieces.
 
@@ -77,6 +79,6 @@ def parts_of(rank: int, world: int, *, samples: int, virtual_ranks: int, accumul
         pieces = [range(first + p.start, first + p.stop) for p in cut(len(batch[v]), accumulate) if p]
         cuts += [(v, piece, piece is pieces[0], piece is pieces[-1]) for piece in pieces]
     return [
-        Part(v, piece, len(piece) / samples, opens, closes, last=i == len(cuts) - 1)
+        Portion(v, piece, len(piece) / samples, opens, closes, last=i == len(cuts) - 1)
         for i, (v, piece, opens, closes) in enumerate(cuts)
     ]

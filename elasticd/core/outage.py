@@ -18,7 +18,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
+class Outage:
     """What is known of the present one, if there is one. Times are seconds since the epoch.
 
     ``number``: the newest round seen live. ``last_step_at``: of the round before, 0 for none.
@@ -32,7 +32,7 @@ class Standstill:
     planned: bool = False
     fault_at: float | None = None
 
-    def see(self, round: Round, last_step_at: float) -> Standstill:
+    def see(self, round: Round, last_step_at: float) -> Outage:
         """``last_step_at``: of this node's workers in the round that was live last, 0 for none."""
         if round.number < self.number:
             return self
@@ -58,18 +58,18 @@ class Standstill:
                 now = replace(now, fault_at=_fault(now, round))
         return now
 
-    def first_step(self, at: float) -> tuple[Standstill, Recovery | None]:
+    def first_step(self, at: float) -> tuple[Outage, Recovery | None]:
         """The first step of the live round was made at ``at``."""
         if self.stepped:
             return self, None
-        after = Standstill(self.number, stepped=True)
+        after = Outage(self.number, stepped=True)
         if self.cause is None or self.fault_at is None:
             return after, None
         detect_s = None if self.planned else max(0.0, self.decided_at - self.fault_at)
         return after, Recovery(self.cause, detect_s, max(0.0, at - self.fault_at))
 
 
-def _fault(still: Standstill, formed: Round) -> float:
+def _fault(still: Outage, formed: Round) -> float:
     """When it began: a worker's exit where that was it, else the last step that was made."""
     if still.planned:
         return still.decided_at

@@ -35,7 +35,7 @@ def kept(saved: Sequence[Saved], keep: Keep) -> tuple[Saved, ...]:
     return tuple(s for s in saved if s.name in stay)
 
 
-class Refused(ValueError):
+class CommitRefused(ValueError):
     """A checkpoint may not be committed. The message is one sentence."""
 
 
@@ -55,9 +55,9 @@ def commit(known: Checkpoint, new: Saved, keep: Keep) -> Commit:
     newest = known.newest
     if newest is not None:
         if new.round < newest.round:
-            raise Refused(
+            raise CommitRefused(
                 f"step {new.step} is of round {new.round}, and round {newest.round} has committed since"
             )
         if new.round == newest.round and new.step <= newest.step:
-            raise Refused(f"step {new.step} is not newer than step {newest.step} of the same round")
+            raise CommitRefused(f"step {new.step} is not newer than step {newest.step} of the same round")
     return Commit(replace(known, saved=kept((*known.saved, new), keep)))

@@ -16,7 +16,7 @@ from elasticd.daemon.door import Door
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.pages import Pages
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
-from elasticd.etcd.store import EtcdStore, Link
+from elasticd.etcd.store import EtcdLink, EtcdStore
 from elasticd.procs.keeper import Warden
 from elasticd.procs.logdest import Reify
 from elasticd.procs.output import Output
@@ -28,7 +28,9 @@ from elasticd.telemetry.view import View
 LEASE_ALONE_S = 30 * 86_400.0
 
 
-def store(config: RunConfig, link: Link, post: Callable[[StoreComplained | StoreFilled], None]) -> EtcdStore:
+def store(
+    config: RunConfig, link: EtcdLink, post: Callable[[StoreComplained | StoreFilled], None]
+) -> EtcdStore:
     """The job in etcd. Complaints are logged, and those told to the agent that it cannot go on with."""
     logged = ""
 

@@ -12,10 +12,10 @@ from typing import Final
 from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.reading import is_finished
-from elasticd.checkpoint.store import BadStore, Store, store_at, told
+from elasticd.checkpoint.store import BadStore, CheckpointStore, store_at, told
 from elasticd.core.facts import Checkpoint, Round, Saved
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unchanged, Unknown
-from elasticd.core.retention import Commit, Keep, Refused, commit
+from elasticd.core.retention import Commit, CommitRefused, Keep, commit
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
@@ -38,7 +38,7 @@ class EtcdPointer:
         self,
         access: EtcdAccess,
         job: str,
-        store: Store,
+        store: CheckpointStore,
         *,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -81,7 +81,7 @@ class EtcdPointer:
         return False
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        """Raises ``retention.Refused``, BadCheckpoint; TimeoutError where etcd took it, perhaps, and does not
+        """Raises ``CommitRefused``, BadCheckpoint; TimeoutError where etcd took it, perhaps, and does not
         say so any more; OSError."""
         deadline = self._clock() + self._patience_s
         taken = False
@@ -103,7 +103,7 @@ class EtcdPointer:
     def settle(self, made: Checkpoint | None = None) -> Checkpoint:
         """Bring the file up to etcd, which is asked while nobody else writes it: another world of the job may
         have committed since. ``made``: what etcd had, should it be of another folder by now. Raises
-        ``retention.Refused``, BadCheckpoint, OSError."""
+        ``CommitRefused``, BadCheckpoint, OSError."""
 
         def etcds(files: Checkpoint) -> Checkpoint:
             named = self._file.newest()  # first: what we have committed until then, etcd knows
@@ -121,7 +121,7 @@ class EtcdPointer:
     def _copied(self, made: Commit) -> Commit:
         try:
             return replace(made, checkpoint=self.settle(made.checkpoint))
-        except (Refused, BadCheckpoint, OSError) as error:
+        except (CommitRefused, BadCheckpoint, OSError) as error:
             return replace(made, unsettled=told(error))
 
     def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | Answer:
@@ -134,7 +134,7 @@ class EtcdPointer:
         self._require_alone(named, known)
         number = self._number(round_)
         if number != fence and not in_time:
-            raise Refused(f"step {new.step} was saved in round {fence}, and now it is round {number}")
+            raise CommitRefused(f"step {new.step} was saved in round {fence}, and now it is round {number}")
         made = commit(known, new, keep)
         guards = (
             Unchanged("round", round_.revision if round_ else 0),
@@ -148,7 +148,7 @@ class EtcdPointer:
         if named is None or named.name in {saved.name for saved in known.saved}:
             return
         if known.newest is None or (named.round, named.step) > (known.newest.round, known.newest.step):
-            raise Refused(
+            raise CommitRefused(
                 f"another job has committed step {named.step} to {self._url} since this one did; "
                 "give each job a folder of its own"
             )
@@ -166,12 +166,12 @@ class EtcdPointer:
 
 def _lost(taken: bool, why: str) -> Exception:
     """It is not committed; or, where etcd has perhaps taken it before, nobody knows."""
-    return TimeoutError(f"{why}; it may be committed all the same") if taken else Refused(why)
+    return TimeoutError(f"{why}; it may be committed all the same") if taken else CommitRefused(why)
 
 
 def settle(access: EtcdAccess, job: str) -> None:
     """Bring the file up to etcd, in case a saver died between the two."""
-    with contextlib.suppress(StoreError, Refused, BadCheckpoint, BadStore, OSError):
+    with contextlib.suppress(StoreError, CommitRefused, BadCheckpoint, BadStore, OSError):
         with Client(access) as client:
             there = client.get(job, _KEY)
         known = there.fact if there is not None else None

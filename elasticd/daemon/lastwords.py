@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from elasticd import __version__
-from elasticd.checkpoint.report import Report
+from elasticd.checkpoint.report import SaveReport
 from elasticd.core.facts import NodeLedger, Phase, Round
 from elasticd.core.ledger import totals
 from elasticd.core.messages import Leave
@@ -104,7 +104,7 @@ def last_words(
     return f"elasticd: {left.why}."
 
 
-def kept(config: RunConfig, logs: Path | None, newest: Report | None, snapshot: str) -> list[str]:
+def kept(config: RunConfig, logs: Path | None, newest: SaveReport | None, snapshot: str) -> list[str]:
     """What there is to go on from, once all has ended well: a line each. ``newest``: the checkpoint committed
     last, as this node's saver knows; ``snapshot``: the last that the script has told of."""
     lines = [f"Report: elasticd report {config.job}"]

@@ -34,7 +34,7 @@ from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.etcd.clock import SteadyClock
-from elasticd.etcd.store import Link
+from elasticd.etcd.store import EtcdLink
 from elasticd.procs.keeper import Warden
 from elasticd.procs.quota import throttled_s
 from elasticd.procs.workers import LocalProcs
@@ -86,7 +86,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
 
         access = standalone.wait_until_ready() if standalone else config.etcd
         assert access is not None
-        link = Link(access, clock)
+        link = EtcdLink(access, clock)
         cleanup.callback(link.close)
         etcd = edges.store(config, link, inbox.post)
         cleanup.callback(etcd.close)

@@ -7,11 +7,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elasticd.checkpoint.report import Fate, Footprint, Report
+from elasticd.checkpoint.report import Fate, Footprint, SaveReport
 from elasticd.core.agent import State
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger
-from elasticd.core.outage import Standstill
+from elasticd.core.outage import Outage
 from elasticd.core.page import Told
 from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
@@ -86,12 +86,13 @@ class Meter:
         store: TimedStore,
         step_times: StepTimes,
         began_at: float,
-        saves: deque[Report] | None = None,
+        saves: deque[SaveReport] | None = None,
         hear: Hear = dict,
         footprint: Callable[[], Footprint] = Footprint,
     ) -> None:
-        self._saves: deque[Report] = deque() if saves is None else saves
-        self.on_save: Callable[[Report, float], None] = lambda report, now: None  # told of each once counted
+        self._saves: deque[SaveReport] = deque() if saves is None else saves
+        # Called with each report once it is counted.
+        self.on_save: Callable[[SaveReport, float], None] = lambda report, now: None
         self._step_times = step_times
         self._hear = hear
         self._footprint = footprint
@@ -100,7 +101,7 @@ class Meter:
         self._store = store
         self._workers: dict[int, _Worker] = {}
         self._started: set[int] = set()  # slots that have had a worker
-        self._still = Standstill()
+        self._still = Outage()
         self._last_step_at = 0.0
         self._own_cpu_s = 0.0
         self._checkpoint: Checkpoint | None = None

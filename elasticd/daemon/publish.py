@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from elasticd.checkpoint.report import Fate, Report, sentence
+from elasticd.checkpoint.report import Fate, SaveReport, sentence
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
 from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
@@ -121,7 +121,7 @@ class Publisher:
         self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
         self._chronicle.note(snapshot, self._timekeeper.ledger, self._meter.book, now, last=True)
 
-    def _saved(self, report: Report, now: float) -> None:
+    def _saved(self, report: SaveReport, now: float) -> None:
         """An event of what became of a checkpoint; none is younger than the agent's last."""
         if report.fate is Fate.COPIED:
             return

@@ -20,9 +20,9 @@ import msgspec
 
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.alone import be_modest, say
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.report import Fate, Footprint, Report, from_line
+from elasticd.checkpoint.report import Fate, Footprint, SaveReport, from_line
 from elasticd.checkpoint.saver import Saver
 from elasticd.core.facts import Holder
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
@@ -67,9 +67,9 @@ class SaverService:
     ) -> None:
         self._warden = warden
         self._also = [holding[0]] if holding is not None else []
-        self.reports: deque[Report] = deque(maxlen=_REPORTS_MAX)
+        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS_MAX)
         self.footprint = Footprint()
-        self.newest: Report | None = None  # that was committed
+        self.newest: SaveReport | None = None  # that was committed
         self.unsaved = ""  # of checkpoints that came to nothing, in words
         self._failures = 0
         self._listener, self.name = handover.listen()
@@ -250,7 +250,7 @@ def main() -> None:
         me = msgspec.json.Decoder(Holder).decode(os.environ[_HOLDER])
         replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
 
-    def tell(report: Report | Footprint) -> None:
+    def tell(report: SaveReport | Footprint) -> None:
         with contextlib.suppress(OSError):  # the agent does not listen
             os.write(1, report.line())
 
@@ -258,7 +258,7 @@ def main() -> None:
         listener,
         committer_of=lambda store: EtcdPointer(access, job, store, say=say),
         agent=options["agent"],
-        pace=Pace(bytes_s) if bytes_s else None,
+        pace=RateLimit(bytes_s) if bytes_s else None,
         linger_s=None,
         say=say,
         report=tell,

@@ -18,9 +18,9 @@ from elasticd.etcd.errors import (
     Compacted,
     LeaseGone,
     NoLogins,
+    NoSpace,
     NoSuchName,
     StoreError,
-    StoreFull,
     StoreRefused,
     StoreUnavailable,
     TokenExpired,
@@ -97,7 +97,7 @@ class Connection:
                 continue
             again = isinstance(failure, StoreUnavailable) and (idempotent or not failure.sent) and tries != 0
             again = again or isinstance(failure, TokenExpired)
-            again = again and not isinstance(failure, StoreFull)
+            again = again and not isinstance(failure, NoSpace)
             if not again or deadline - time.monotonic() < RETRY_PAUSE_S or self._closed.wait(RETRY_PAUSE_S):
                 raise failure
 
@@ -183,7 +183,7 @@ class Connection:
         """The typed error; a bad endpoint is turned away from, a stale token forgotten."""
         failure = translate(error, self.access.endpoints[index])
         failure.__cause__ = error
-        if isinstance(failure, StoreUnavailable) and not isinstance(failure, StoreFull):
+        if isinstance(failure, StoreUnavailable) and not isinstance(failure, NoSpace):
             self._turn_from(index)
         elif isinstance(failure, TokenExpired):
             self._tokens.pop(index, None)
@@ -224,7 +224,7 @@ def translate(error: Exception, endpoint: str) -> StoreError:
     if code is status.OUT_OF_RANGE and "compacted" in details:
         return Compacted("the revision is no longer kept")
     if code is status.RESOURCE_EXHAUSTED and "space exceeded" in details:
-        return StoreFull(endpoint)
+        return NoSpace(endpoint)
     if code is status.RESOURCE_EXHAUSTED:
         return StoreUnavailable(f"etcd at {endpoint} cannot take more: {details}", sent=False)
     if code in (status.INVALID_ARGUMENT, status.FAILED_PRECONDITION):

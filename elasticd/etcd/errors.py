@@ -18,7 +18,7 @@ class StoreUnavailable(StoreError):
         self.sent = sent
 
 
-class StoreFull(StoreUnavailable):
+class NoSpace(StoreUnavailable):
     """etcd has used up its quota of space: it answers, and takes no more writes until somebody makes room.
     Deletions outside transactions and keep-alives still work."""
 

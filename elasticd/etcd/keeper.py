@@ -16,7 +16,7 @@ from elasticd.core.ports import Held, LeaseNews, Lost, Silent
 from elasticd.etcd._client3 import rpc
 from elasticd.etcd.clerk import Clerk
 from elasticd.etcd.connection import Connection
-from elasticd.etcd.errors import LeaseGone, StoreError, StoreFull, StoreUnavailable, TokenExpired
+from elasticd.etcd.errors import LeaseGone, NoSpace, StoreError, StoreUnavailable, TokenExpired
 from elasticd.etcd.reach import Lookout
 
 RETRY_S = 0.2
@@ -204,7 +204,7 @@ class Keeper:
     def _unanswered(self, lease: Lease, sent_at: float, error: StoreError) -> None:
         lease._due = self._clock() + RETRY_S
         lease._asked_last = sent_at
-        if isinstance(error, StoreFull):  # it answers, and gives no new lease
+        if isinstance(error, NoSpace):  # it answers, and gives no new lease
             lease._due = self._clock() + FULL_RETRY_S
             lease._failed(error)
             return

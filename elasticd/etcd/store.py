@@ -29,7 +29,7 @@ from elasticd.etcd import kv, records
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.connection import Connection
-from elasticd.etcd.errors import BadRecord, LeaseGone, StoreError, StoreFull, StoreUnavailable
+from elasticd.etcd.errors import BadRecord, LeaseGone, NoSpace, StoreError, StoreUnavailable
 from elasticd.etcd.keeper import Keeper, Lease
 from elasticd.etcd.kv import KeyValue, Range
 from elasticd.etcd.names import job_prefix
@@ -45,7 +45,7 @@ def log_problem(error: StoreError) -> None:
     _log.warning("%s", error)
 
 
-class Link:
+class EtcdLink:
     """One process's connections to etcd: one for transactions, one for watches, one for leases, so
     that none holds up another. Any number of stores share it (a thousand fake agents, say)."""
 
@@ -79,7 +79,7 @@ class EtcdStore:
 
     def __init__(
         self,
-        access: EtcdAccess | Link,
+        access: EtcdAccess | EtcdLink,
         job: str,
         ttl_s: float = 5.0,
         *,
@@ -88,8 +88,8 @@ class EtcdStore:
         problems: Callable[[StoreError], None] = log_problem,
         full: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self._own_link = not isinstance(access, Link)
-        self._link = access if isinstance(access, Link) else Link(access, clock)
+        self._own_link = not isinstance(access, EtcdLink)
+        self._link = access if isinstance(access, EtcdLink) else EtcdLink(access, clock)
         self._prefix = job_prefix(job)
         self._ttl_s = ttl_s
         self._lasts_s = lasts_s
@@ -166,7 +166,7 @@ class EtcdStore:
             self._link.keeper.check(self._lease)
             return Refused()
         except StoreError as error:
-            if isinstance(error, StoreFull) or not isinstance(error, StoreUnavailable):
+            if isinstance(error, NoSpace) or not isinstance(error, StoreUnavailable):
                 self._complain(error)
             return Unknown(str(error))
         if self._is_full and any(isinstance(w, Put) for w in transaction.writes):
@@ -175,7 +175,7 @@ class EtcdStore:
         return Applied(response.header.revision) if response.succeeded else Refused()
 
     def _complain(self, error: StoreError) -> None:
-        if not isinstance(error, StoreFull):
+        if not isinstance(error, NoSpace):
             self._problems(error)
         elif not self._is_full:
             self._is_full = True

@@ -69,7 +69,7 @@ class _State(Enum):
     OPEN = auto()
 
 
-class Watch:
+class KeyWatch:
     """One watch of a key, or of all keys that start with it."""
 
     def __init__(self, key: bytes, prefix: bool, follower: Follower) -> None:
@@ -90,8 +90,8 @@ class _Stream:
 
     def __init__(self, connection: Connection, tell: Callable[..., None]) -> None:
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.opening: deque[Watch] = deque()  # etcd answers in the order it was asked
-        self.open: dict[int, Watch] = {}
+        self.opening: deque[KeyWatch] = deque()  # etcd answers in the order it was asked
+        self.open: dict[int, KeyWatch] = {}
         self.heard_at = time.monotonic()
         self.asked_at: float | None = None
         self._tell = tell
@@ -119,8 +119,8 @@ class Watcher:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._clerk = Clerk("etcd-watch", self._handle, self._act, self._idle_s, self._leave)
-        self._watches: dict[Watch, None] = {}
-        self._waiting: dict[Watch, None] = {}  # those to be listed or opened when it is time
+        self._watches: dict[KeyWatch, None] = {}
+        self._waiting: dict[KeyWatch, None] = {}  # those to be listed or opened when it is time
         self._stream: _Stream | None = None
         self._stream_retries = 0
         self._stream_at = 0.0
@@ -128,7 +128,7 @@ class Watcher:
 
     def watch(self, key: bytes, prefix: bool, follower: Follower) -> Callable[[], None]:
         """Start a watch; returns the call that ends it."""
-        watch = Watch(key, prefix, follower)
+        watch = KeyWatch(key, prefix, follower)
         self._clerk.tell("add", watch, None)
 
         def end() -> None:
@@ -190,7 +190,7 @@ class Watcher:
             else:
                 self._open(watch, now)
 
-    def _become(self, watch: Watch, state: _State) -> None:
+    def _become(self, watch: KeyWatch, state: _State) -> None:
         watch._state = state
         if state in (_State.TO_LIST, _State.TO_OPEN):
             self._waiting[watch] = None
@@ -211,7 +211,7 @@ class Watcher:
 
     # ---- listing
 
-    def _list(self, watch: Watch) -> None:
+    def _list(self, watch: KeyWatch) -> None:
         self._become(watch, _State.LISTING)
         self._connection.start(
             "range",
@@ -220,7 +220,7 @@ class Watcher:
             done=lambda result: self._clerk.tell("listed", watch, result),
         )
 
-    def _listed(self, watch: Watch, result: Any) -> None:
+    def _listed(self, watch: KeyWatch, result: Any) -> None:
         if watch._ended:
             return
         if isinstance(result, StoreError):
@@ -239,7 +239,7 @@ class Watcher:
 
     # ---- following
 
-    def _open(self, watch: Watch, now: float) -> None:
+    def _open(self, watch: KeyWatch, now: float) -> None:
         if self._stream is None:
             if now < self._stream_at:
                 return
@@ -281,7 +281,7 @@ class Watcher:
         if response.watch_id in stream.open:  # else progress, or of a watch that has ended
             self._heard_of(stream, stream.open[response.watch_id], response)
 
-    def _heard_of(self, stream: _Stream, watch: Watch, response: Any) -> None:
+    def _heard_of(self, stream: _Stream, watch: KeyWatch, response: Any) -> None:
         if response.canceled:
             del stream.open[response.watch_id]
             self._canceled(watch, response)
@@ -293,7 +293,7 @@ class Watcher:
             watch._revision = items[-1].revision
             self._deliver(watch, Events(items))
 
-    def _canceled(self, watch: Watch, response: Any) -> None:
+    def _canceled(self, watch: KeyWatch, response: Any) -> None:
         """etcd ended this one watch, and says why."""
         if watch._ended:
             return
@@ -310,7 +310,7 @@ class Watcher:
         else:
             self._retry(watch, StoreUnavailable(f"etcd ended the watch ({reason or 'without a reason'})"))
 
-    def _relist(self, watch: Watch) -> None:
+    def _relist(self, watch: KeyWatch) -> None:
         self._become(watch, _State.TO_LIST)
         watch._retry_at = 0.0
 
@@ -327,7 +327,7 @@ class Watcher:
             if watch._state is _State.TO_OPEN:
                 self._tell(watch, failure)
 
-    def _forget(self, watch: Watch) -> None:
+    def _forget(self, watch: KeyWatch) -> None:
         self._watches.pop(watch, None)
         self._waiting.pop(watch, None)
         stream = self._stream
@@ -340,12 +340,12 @@ class Watcher:
 
     # ---- telling
 
-    def _retry(self, watch: Watch, error: StoreError) -> None:
+    def _retry(self, watch: KeyWatch, error: StoreError) -> None:
         watch._retries += 1
         watch._retry_at = time.monotonic() + _pause_s(watch._retries)
         self._tell(watch, error)
 
-    def _tell(self, watch: Watch, error: StoreError) -> None:
+    def _tell(self, watch: KeyWatch, error: StoreError) -> None:
         if isinstance(error, (StoreUnavailable, Compacted, TokenExpired)) or watch._told == str(error):
             return
         if watch._ended:
@@ -356,7 +356,7 @@ class Watcher:
         except Exception:  # noqa: BLE001  (nothing may end this thread)
             _log.exception("a follower of etcd failed; going on")
 
-    def _deliver(self, watch: Watch, what: Range | Events) -> None:
+    def _deliver(self, watch: KeyWatch, what: Range | Events) -> None:
         if watch._ended:
             return
         try:

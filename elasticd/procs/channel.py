@@ -18,7 +18,7 @@ _FDS_MAX = 16
 _CHUNK_BYTES = 1 << 18
 
 
-class Closed(Exception):
+class ChannelClosed(Exception):
     """The other end is gone."""
 
 
@@ -61,7 +61,7 @@ class Channel:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise Closed(str(error)) from error
+                raise ChannelClosed(str(error)) from error
             for fd in fds:  # they went with the first byte
                 os.close(fd)
             if sent < len(data):
@@ -77,14 +77,14 @@ class Channel:
         except BlockingIOError:
             return []
         except OSError as error:
-            raise Closed(str(error)) from error
+            raise ChannelClosed(str(error)) from error
         for level, kind, payload in attached:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._unclaimed_fds.extend(fds)
         if not data:
-            raise Closed("end of file")
+            raise ChannelClosed("end of file")
         self._unread += data
         return self._whole_messages()
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from elasticd.procs.channel import Channel, Closed, Message
+from elasticd.procs.channel import Channel, ChannelClosed, Message
 from elasticd.procs.linux import (
     adopt_orphans,
     came_from,
@@ -364,7 +364,7 @@ class Warden:
                 return
             try:
                 self._channel.send(message, fds)
-            except Closed:
+            except ChannelClosed:
                 pass  # the listening thread sees the same, and reports it
             pending = self._channel.pending
         if pending:
@@ -387,7 +387,7 @@ class Warden:
                     else:
                         self._exchange(events)
                 self._call_those_waiting()
-        except Closed:
+        except ChannelClosed:
             selector.unregister(self._channel)  # while it has its number, which another file may get
             self._lose()
         finally:

@@ -25,7 +25,7 @@ _CHUNK_BYTES = 1 << 16
 _EARLY_MAX = 64
 
 
-class Line:
+class WorkerLine:
     """One worker's link, from before the worker is started until after it has ended.
 
     ``heard`` is called with what it says, ``lost`` with the reason when the link ends other than by
@@ -123,17 +123,17 @@ class Switchboard:
     def __init__(self, warden: Warden) -> None:
         self._warden = warden
         self.address = f"elasticd-link-{secrets.token_hex(16)}"
-        self._unborn: set[Line] = set()  # whose process is not known yet
-        self._lines: dict[int, Line] = {}
+        self._unborn: set[WorkerLine] = set()  # whose process is not known yet
+        self._lines: dict[int, WorkerLine] = {}
         self._early: dict[int, socket.socket] = {}  # who called before we heard whether we know it
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(128)
         warden.watch(self._socket, self._answer)
 
-    def line(self, heard: Callable[[Message], None], lost: Callable[[str], None]) -> Line:
+    def line(self, heard: Callable[[Message], None], lost: Callable[[str], None]) -> WorkerLine:
         """One for a worker that is about to be started."""
-        line = Line(self, heard, lost)
+        line = WorkerLine(self, heard, lost)
         self._unborn.add(line)
         return line
 
@@ -163,7 +163,7 @@ class Switchboard:
         else:
             caller.close()
 
-    def _is_known(self, line: Line) -> None:
+    def _is_known(self, line: WorkerLine) -> None:
         self._unborn.discard(line)
         self._lines[line.pid] = line
         caller = self._early.pop(line.pid, None)
@@ -174,7 +174,7 @@ class Switchboard:
         if not self._unborn:
             self._refuse_early()
 
-    def _forget(self, line: Line) -> None:
+    def _forget(self, line: WorkerLine) -> None:
         self._unborn.discard(line)
         if self._lines.get(line.pid) is line:
             del self._lines[line.pid]

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from elasticd.procs.channel import Channel, Closed, Message
+from elasticd.procs.channel import Channel, ChannelClosed, Message
 from elasticd.procs.launch import CANNOT_RUN, launch, why_not
 from elasticd.procs.linux import (
     adopt_orphans,
@@ -41,7 +41,7 @@ from elasticd.procs.linux import (
     steady_now,
     tidies_up,
 )
-from elasticd.procs.zygote import Fork, Zygote
+from elasticd.procs.zygote import Fork, ZygoteProcess
 
 _REMEMBERED = 1024  # ended workers whose late orphans are still known for theirs
 _TIDYING_S = 2.0  # for what removes the shared memory that a killed worker has left, and ends by itself
@@ -74,7 +74,7 @@ class WardenProcess:
         self._agent: Channel | None = Channel(sock)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
-        self._zygote: Zygote | None = None
+        self._zygote: ZygoteProcess | None = None
         self._fresh_at = 0.0  # when a worker was last started that imports all itself
         self._fresh_s: float | None = None  # what that took, to its first step
         self._ended_early: dict[int, int] = {}  # exit codes of forked ones that were not taken yet
@@ -135,7 +135,7 @@ class WardenProcess:
             if events & selectors.EVENT_READ:
                 for message, fds in self._agent.receive():
                     self._obey(message, fds)
-        except Closed:
+        except ChannelClosed:
             self._lose_agent()
 
     def _obey(self, message: Message, fds: list[int]) -> None:
@@ -165,7 +165,7 @@ class WardenProcess:
             return
         try:
             self._agent.send(message)
-        except Closed:
+        except ChannelClosed:
             self._lose_agent()
 
     def _want_writes(self) -> None:
@@ -347,14 +347,14 @@ class WardenProcess:
             return
         if self._fresh_s is None:  # the first zygote comes with the first step
             self._fresh_s = steady_now() - self._fresh_at
-        self._zygote = Zygote(message["id"], pid, ours, self._fresh_s)
+        self._zygote = ZygoteProcess(message["id"], pid, ours, self._fresh_s)
         self._selector.register(self._zygote.channel, selectors.EVENT_READ, "zygote")
 
-    def _ask_zygote(self, ask: Callable[[Zygote], None]) -> None:
+    def _ask_zygote(self, ask: Callable[[ZygoteProcess], None]) -> None:
         if self._zygote is not None:
             try:
                 ask(self._zygote)
-            except Closed:
+            except ChannelClosed:
                 self._lose_zygote()
 
     def _hear_zygote(self, events: int) -> None:
@@ -365,7 +365,7 @@ class WardenProcess:
             if events & selectors.EVENT_WRITE:
                 zygote.channel.flush()
             messages = zygote.channel.receive() if events & selectors.EVENT_READ else []
-        except Closed:
+        except ChannelClosed:
             self._lose_zygote()
             return
         for message, _ in messages:

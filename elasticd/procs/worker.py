@@ -15,7 +15,7 @@ from elasticd.core.ports import Assignment
 from elasticd.procs.conversation import Conversation
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.keeper import Ended
-from elasticd.procs.link import Line
+from elasticd.procs.link import WorkerLine
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
 from elasticd.procs.page import Heartbeat, Page, WorkerPhase
@@ -47,7 +47,7 @@ class Worker:
     feeds: tuple[Feed, ...] = ()
     id: int = 0
     pid: int = 0
-    line: Line | None = None
+    line: WorkerLine | None = None
     talk: Conversation = field(default_factory=Conversation)
     alive: bool = True
     acts: bool = False

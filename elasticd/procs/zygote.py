@@ -46,8 +46,8 @@ class Fork:
         _close((*self.fds, self.link))
 
 
-class Zygote:
-    """Raises ``channel.Closed`` where the process is gone. ``start_s``: what the start of a worker took
+class ZygoteProcess:
+    """Raises ``ChannelClosed`` where the process is gone. ``start_s``: what the start of a worker took
     that had to import all itself."""
 
     def __init__(self, id: int, pid: int, sock: socket.socket, start_s: float) -> None:

@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import assert_never
 
 from elasticd.core.audit import (
-    Comparison,
+    AuditVerdict,
     Damaged,
     Disagreed,
-    Diverged,
+    DivergedRuns,
     Epoch,
     Finding,
     Interrupted,
     Jumped,
-    Lost,
+    LostSamples,
     Mistaken,
     Repeated,
+    RunComparison,
     Unrecorded,
-    Verdict,
 )
 from elasticd.telemetry.words import count, listing
 
 _NAMED = 10
 
 
-def summary(verdict: Verdict) -> Iterator[str]:
+def summary(verdict: AuditVerdict) -> Iterator[str]:
     """What there is, and what became of each epoch."""
     if not verdict.steps:
         yield "no step is committed"
@@ -59,7 +59,7 @@ def _used(epoch: Epoch, kind: str) -> str:
 
 def finding(found: Finding) -> str:
     match found:
-        case Lost(epoch, positions, samples):
+        case LostSamples(epoch, positions, samples):
             return f"epoch {epoch}: {_samples(positions, samples)} lost"
         case Repeated(epoch, positions, step, samples):
             return f"epoch {epoch}: {_samples(positions, samples)} used again, in step {step}"
@@ -77,7 +77,7 @@ def finding(found: Finding) -> str:
             return f"round {round} goes on after step {after}, but notes end with step {last}"
         case Disagreed(round, step, about):
             return f"workers of round {round} do not agree at step {step} {about}"
-        case Diverged(step, digests):
+        case DivergedRuns(step, digests):
             return f"after step {step} weights differ between ranks: {_by_digest(digests)}"
         case Damaged(file, line, why):
             return f"{Path(file).name}, line {line}: {why}"
@@ -89,7 +89,7 @@ def finding(found: Finding) -> str:
             assert_never(found)
 
 
-def comparison(compared: Comparison) -> str:
+def comparison(compared: RunComparison) -> str:
     found = compared.difference
     if found is not None:
         one, other = (f"{v!r}" if isinstance(v, float) else v[:16] for v in (found.one, found.other))

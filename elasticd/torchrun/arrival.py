@@ -7,7 +7,7 @@ import threading
 
 from torch.distributed import Store
 
-from elasticd.torchrun.records import Round
+from elasticd.torchrun.records import RendezvousRound
 from elasticd.torchrun.store import arrive, break_up, connect, host, wait_for_all
 
 
@@ -18,7 +18,7 @@ class Arrival:
 
     def __init__(
         self,
-        round_: Round,
+        round_: RendezvousRound,
         rank: int,
         listener: socket.socket,
         timeout_s: float,

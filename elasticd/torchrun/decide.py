@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elasticd.torchrun.records import NodeRecord, Round, Seat
+from elasticd.torchrun.records import NodeRecord, RendezvousRound, Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RendezvousView:
     """What one node sees: the last round, if there was any, and the nodes alive."""
 
-    round: Round | None
+    round: RendezvousRound | None
     nodes: Mapping[str, Seen]
 
 
@@ -48,10 +48,10 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
+class EnterRound:
     """This node is in a new round."""
 
-    round: Round
+    round: RendezvousRound
     rank: int
 
 
@@ -59,7 +59,7 @@ class Enter:
 class Form:
     """Write this round, if the last one is still what it was."""
 
-    round: Round
+    round: RendezvousRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Rejected:
     """The rendezvous is closed."""
 
-    round: Round
+    round: RendezvousRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Unreachable:
     address: str
 
 
-Verdict = Register | Enter | Form | Wait | Refused | Unreachable
+Verdict = Register | EnterRound | Form | Wait | Rejected | Unreachable
 
 
-def decide(me: str, address: str, view: View, rules: Rules, now: float) -> Verdict:
+def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float) -> Verdict:
     """What ``me``, a node at ``address`` that wants to be in a round, does next."""
     last = view.round
     if last is not None and last.closed is not None and (not last.closed.failed or living(view)):
-        return Refused(last)  # a failed attempt is over once its nodes are gone; the next starts afresh
+        return Rejected(last)  # a failed attempt is over once its nodes are gone; the next starts afresh
     mine = view.nodes.get(me)
     for node, seen in view.nodes.items():
         older = mine is None or seen.created < mine.created
@@ -106,7 +106,7 @@ def decide(me: str, address: str, view: View, rules: Rules, now: float) -> Verdi
     if last is not None and last.closed is None and last.number > mine.record.after:
         rank = last.rank_of(me)
         if rank is not None:
-            return Enter(last, rank)
+            return EnterRound(last, rank)
 
     alive = living(view)
     busy = [node for node in alive if not is_waiting(node, view)]
@@ -128,10 +128,10 @@ def decide(me: str, address: str, view: View, rules: Rules, now: float) -> Verdi
     if leader != me:
         return Wait(f"for {leader} to form the round", redundant=me not in chosen)
     seats = tuple(Seat(n, view.nodes[n].record.address, view.nodes[n].record.port) for n in chosen)
-    return Form(Round((last.number if last else 0) + 1, seats))
+    return Form(RendezvousRound((last.number if last else 0) + 1, seats))
 
 
-def changes_pending(me: str, entered: int, view: View, rules: Rules) -> int:
+def changes_pending(me: str, entered: int, view: RendezvousView, rules: Rules) -> int:
     """How many changes of membership make the world of round ``entered`` outdated; 0: train on.
 
     Counted are members lost, members and newcomers waiting for the next round, and this node
@@ -152,7 +152,7 @@ def changes_pending(me: str, entered: int, view: View, rules: Rules) -> int:
     return lost + returning + min(len(view.nodes) - len(alive), room)
 
 
-def lost_members(round_: Round, view: View) -> list[str]:
+def lost_members(round_: RendezvousRound, view: RendezvousView) -> list[str]:
     """Members of ``round_`` that will never arrive in it: gone, or already waiting for another."""
     return [
         seat.node
@@ -161,12 +161,12 @@ def lost_members(round_: Round, view: View) -> list[str]:
     ]
 
 
-def living(view: View) -> list[str]:
+def living(view: RendezvousView) -> list[str]:
     """The members of the last round that still live, in the order of their ranks."""
     return [seat.node for seat in view.round.seats if seat.node in view.nodes] if view.round else []
 
 
-def is_waiting(node: str, view: View) -> bool:
+def is_waiting(node: str, view: RendezvousView) -> bool:
     """Whether a living node has come for a round after the last one."""
     return view.round is None or (
         view.round.rank_of(node) is None or view.nodes[node].record.after >= view.round.number
@@ -177,7 +177,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
-def _patience_ends(chosen: list[str], newcomers: list[str], view: View, rules: Rules) -> float:
+def _patience_ends(chosen: list[str], newcomers: list[str], view: RendezvousView, rules: Rules) -> float:
     """Survivors of the last round wait for nobody; newcomers rarely come alone."""
     if len(chosen) >= rules.max_nodes:
         return float("-inf")

@@ -36,10 +36,10 @@ from elasticd.torchrun import BACKEND
 from elasticd.torchrun.address import own_address
 from elasticd.torchrun.arrival import Arrival
 from elasticd.torchrun.decide import (
-    Enter,
+    EnterRound,
     Form,
-    Refused,
     Register,
+    Rejected,
     Unreachable,
     Wait,
     changes_pending,
@@ -48,7 +48,7 @@ from elasticd.torchrun.decide import (
 )
 from elasticd.torchrun.guard import Guard, boot_time_s
 from elasticd.torchrun.membership import Membership, Sight
-from elasticd.torchrun.records import Closed, CorruptError, NodeRecord, Round, decode
+from elasticd.torchrun.records import CorruptError, NodeRecord, RendezvousClosed, RendezvousRound, decode
 from elasticd.torchrun.settings import Settings
 from elasticd.torchrun.store import listen
 
@@ -72,7 +72,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         self._membership: Membership | None = None
         self._guard: Guard | None = None
         self._sure_until_s = float("inf")  # boot time; what the guard was last told
-        self._live: Round | None = None  # the round this node is in
+        self._live: RendezvousRound | None = None  # the round this node is in
         self._entered = 0  # the newest round it has been in
         self._ended = False  # its round was closed as finished
         self._store: Store | None = None
@@ -127,7 +127,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 match decide(self._node, self._address, sight.view, self._settings.rules, now):
                     case Register():
                         self._try(membership, sight, partial(membership.put, record, sight.own_token))
-                    case Enter(round_, rank):
+                    case EnterRound(round_, rank):
                         self._entered = round_.number
                         info = self._enter(membership, round_, rank, listener)
                         if info is not None:
@@ -148,7 +148,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                                 f"{self._settings.join_timeout_s:g} s; waiting {why}"
                             )
                         self._wait(membership, sight, deadline if until is None else min(until, deadline))
-                    case Refused(round_):
+                    case Rejected(round_):
                         raise self._refusal(round_, redundant)
                     case Unreachable(node, address):
                         raise RendezvousConnectionError(
@@ -202,7 +202,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         if not written:
             membership.wait(sight, RETRY_S)
 
-    def _refusal(self, round_: Round, redundant: bool) -> RendezvousError:
+    def _refusal(self, round_: RendezvousRound, redundant: bool) -> RendezvousError:
         closed = round_.closed
         assert closed is not None
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(closed.at))
@@ -219,7 +219,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     # ---- being in a round
 
     def _enter(
-        self, membership: Membership, round_: Round, rank: int, listener: socket.socket
+        self, membership: Membership, round_: RendezvousRound, rank: int, listener: socket.socket
     ) -> RendezvousInfo | None:
         """Meet the other members at the round's store. None if one of them will not come."""
         arrival = Arrival(round_, rank, listener, self._settings.silence_s, membership.changed)
@@ -242,7 +242,9 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             where = RendezvousStoreInfo.build(rank, store, local_addr=self._address)
         return RendezvousInfo(store, rank, len(round_.seats), where)
 
-    def _find_lost_member(self, membership: Membership, round_: Round, error: Exception | None) -> None:
+    def _find_lost_member(
+        self, membership: Membership, round_: RendezvousRound, error: Exception | None
+    ) -> None:
         """The store fails before etcd tells of the lost member that is to blame. Raises
         RendezvousConnectionError if there is none."""
         deadline = time.monotonic() + 2 * self._settings.ttl_s
@@ -318,10 +320,10 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         deadline = time.monotonic() + self._settings.close_timeout_s
         while True:
             try:
-                round_, token = self._read_round(membership) or (Round(0), 0)
+                round_, token = self._read_round(membership) or (RendezvousRound(0), 0)
                 if round_.closed is not None or (as_member and round_.rank_of(self._node) is None):
                     return
-                closed = replace(round_, closed=Closed(self._node, time.time(), failed))
+                closed = replace(round_, closed=RendezvousClosed(self._node, time.time(), failed))
                 if membership.close_round(closed, token, self._settings.closed_s, as_member=as_member):
                     self._record("closed the rendezvous", NodeState.SUCCEEDED)
                     return
@@ -334,12 +336,12 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 raise problem
             membership.wait(membership.sight(), RETRY_S)
 
-    def _read_round(self, membership: Membership) -> tuple[Round, int] | None:
+    def _read_round(self, membership: Membership) -> tuple[RendezvousRound, int] | None:
         found = membership.backend.get_state()
         if found is None:
             return None
         try:
-            return decode(Round, found[0], "round"), found[1]
+            return decode(RendezvousRound, found[0], "round"), found[1]
         except CorruptError as error:
             raise RendezvousStateError(str(error)) from error
 

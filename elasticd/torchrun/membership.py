@@ -17,12 +17,12 @@ from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.errors import LeaseGone, StoreError, StoreUnavailable
 from elasticd.etcd.kv import KeyValue, Range
-from elasticd.etcd.store import Link
+from elasticd.etcd.store import EtcdLink
 from elasticd.etcd.watcher import Events
 from elasticd.torchrun.backend import EtcdV3RendezvousBackend, unwrap
-from elasticd.torchrun.decide import Seen, View
+from elasticd.torchrun.decide import RendezvousView, Seen
 from elasticd.torchrun.guard import boot_time_s
-from elasticd.torchrun.records import CorruptError, NodeRecord, Round, decode, encode, prefix_of
+from elasticd.torchrun.records import CorruptError, NodeRecord, RendezvousRound, decode, encode, prefix_of
 
 log = logging.getLogger("elasticd.torchrun")
 
@@ -31,7 +31,7 @@ log = logging.getLogger("elasticd.torchrun")
 class Sight:
     """A view as of a revision, and those that guard what is decided on it (0: no such key)."""
 
-    view: View
+    view: RendezvousView
     revision: int
     round_token: int
     own_token: int
@@ -55,14 +55,14 @@ class Membership:
         self._access = access
         self._held = held
         self._items: dict[bytes, KeyValue] = {}
-        self._round: Round | None = None
+        self._round: RendezvousRound | None = None
         self._nodes: dict[str, Seen] = {}
         self._revision = 0  # of what was seen
         self._wrote = 0  # what was seen must be at least as new as this
         self._heard_at = time.monotonic()
         self._problem: Exception | None = None
         self._silence: Silent | None = None
-        self._link = Link(access, boot_time_s)
+        self._link = EtcdLink(access, boot_time_s)
         self.backend = EtcdV3RendezvousBackend(self._link.calls, self._prefix + b"round")
         self._unwatch = self._link.watcher.watch(self._prefix, True, self)
         self._lease = self._link.keeper.hold(ttl_s, self._lease_news, self.failed)
@@ -80,7 +80,7 @@ class Membership:
             own = self._items.get(self._key)
             state = self._items.get(self._prefix + b"round")
             return Sight(
-                View(self._round, dict(self._nodes)),
+                RendezvousView(self._round, dict(self._nodes)),
                 self._revision,
                 round_token=state.revision if state else 0,
                 own_token=own.revision if own else 0,
@@ -140,7 +140,7 @@ class Membership:
             self._items[item.key] = item
         name = item.key.removeprefix(self._prefix).decode(errors="replace")
         if name == "round":
-            self._round = decode(Round, unwrap(item.value, item.key), name) if item.value else None
+            self._round = decode(RendezvousRound, unwrap(item.value, item.key), name) if item.value else None
         elif name.startswith("nodes/"):
             node = name.removeprefix("nodes/")
             if item.value is None:
@@ -172,7 +172,7 @@ class Membership:
                 self._wrote = max(self._wrote, response.header.revision)
         return bool(response.succeeded)
 
-    def form(self, round_: Round, sight: Sight) -> bool:
+    def form(self, round_: RendezvousRound, sight: Sight) -> bool:
         """Write the round if the last one is what was seen, and this node's lease lives. Raises
         RendezvousConnectionError, after which it may or may not have been written."""
         mine = kv.if_created(self._key, sight.own_created)
@@ -181,7 +181,7 @@ class Membership:
             self._wrote = max(self._wrote, wrote)
         return bool(wrote)
 
-    def close_round(self, round_: Round, token: int, keep_s: float, *, as_member: bool) -> bool:
+    def close_round(self, round_: RendezvousRound, token: int, keep_s: float, *, as_member: bool) -> bool:
         """Replace the round by its closed form, which etcd forgets after ``keep_s`` seconds. With
         ``as_member`` only if this node's lease lives. Returns whether it was written. Raises
         RendezvousConnectionError."""

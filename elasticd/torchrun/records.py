@@ -1,7 +1,7 @@
 """What the nodes of a rendezvous write into etcd, and how: plain JSON, never pickle.
 
 Keys below ``/elasticd.torchrun/<run id>/``: ``nodes/<node>`` on the node's lease holds a
-``NodeRecord``; ``round`` holds a ``Round``.
+``NodeRecord``; ``round`` holds a ``RendezvousRound``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class RendezvousClosed:
     """Why no node may join any more. ``by``: the node that closed it; ``at``: seconds since the
     epoch. ``failed``: its workers failed for good, so that the others cannot go on either."""
 
@@ -52,13 +52,13 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RendezvousRound:
     """The numbered life of one world. The number only grows. The first seat hosts the store."""
 
     number: int
     seats: tuple[Seat, ...] = ()
     formed_at: float = 0.0
-    closed: Closed | None = None
+    closed: RendezvousClosed | None = None
     version: int = VERSION
 
     def rank_of(self, node: str) -> int | None:
@@ -72,16 +72,16 @@ class CorruptError(ValueError):
     """A value that is not what elasticd writes."""
 
 
-def encode(record: NodeRecord | Round) -> bytes:
+def encode(record: NodeRecord | RendezvousRound) -> bytes:
     return msgspec.json.encode(record)
 
 
-Record = TypeVar("Record", NodeRecord, Round)
+Record = TypeVar("Record", NodeRecord, RendezvousRound)
 
 
 # Made before there are threads: msgspec crashes where two of them are the first to decode a class.
 _DECODERS: Final[dict[type[Any], msgspec.json.Decoder[Any]]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (NodeRecord, Round)
+    kind: msgspec.json.Decoder(kind) for kind in (NodeRecord, RendezvousRound)
 }
 
 
@@ -98,7 +98,8 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
         )
     try:
         check(record)
-        if isinstance(record, Round) and len({seat.node for seat in record.seats}) < len(record.seats):
+        seats = record.seats if isinstance(record, RendezvousRound) else ()
+        if len({seat.node for seat in seats}) < len(seats):
             raise ValueError("a node has two seats")
     except ValueError as error:
         raise CorruptError(f"the value of {key} in etcd cannot be true: {error}") from error

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elasticd.core.dealing import Part, deal
+from elasticd.core.dealing import Portion, deal
 from elasticd.worker import chance
 from elasticd.worker.buckets import Bucket, Exchange, fill
 from elasticd.worker.buffers import Buffers
@@ -58,7 +58,7 @@ class Consistent:
     # ------------------------------------------------------------ what a step asks for
 
     @contextlib.contextmanager
-    def part(self, part: Part) -> Iterator[None]:
+    def part(self, part: Portion) -> Iterator[None]:
         if not self._under_way:
             self._begin()
         if part.opens:
@@ -72,14 +72,14 @@ class Consistent:
             self._add(range(len(self._buckets)))
             self._loss = None
 
-    def backward(self, loss: torch.Tensor, part: Part) -> None:
+    def backward(self, loss: torch.Tensor, part: Portion) -> None:
         weighted = loss * part.weight
         mine = weighted.detach()
         self._loss = mine if self._loss is None else self._loss + mine
         self._is_last = part.closes and part.virtual_rank == self._block[-1]
         weighted.backward()  # type: ignore[no-untyped-call]
 
-    def finish(self, parts: list[Part]) -> None:
+    def finish(self, parts: list[Portion]) -> None:
         if not self._under_way:
             self._begin()
         self._is_last = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from elasticd.core.dealing import Batch, Part, next_batch, parts_of
+from elasticd.core.dealing import Batch, Portion, next_batch, parts_of
 from elasticd.core.page import Fatal, Use
 from elasticd.worker import loading, told
 from elasticd.worker.loading import Fetched, Indexed, Requests, Share, Stream
@@ -255,7 +255,7 @@ class Data:
                 yield batch
                 at = batch.epoch, batch.end
 
-        def parts(batch: Batch) -> list[Part]:
+        def parts(batch: Batch) -> list[Portion]:
             return parts_of(rank, world, samples=batch.samples, virtual_ranks=ranks, accumulate=accumulate)
 
         def requests() -> Iterator[Fetched]:

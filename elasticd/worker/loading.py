@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
-from elasticd.core.dealing import Batch, Part, parts_of
+from elasticd.core.dealing import Batch, Portion, parts_of
 from elasticd.core.order import chance_of
 from elasticd.worker.chance import Aside
 
@@ -32,7 +32,7 @@ class Fetched(NamedTuple):
     epoch: int
     first: int
     samples: int
-    part: Part | None
+    part: Portion | None
     ids: Sequence[int]
     values: Any = None
     read: int = 0
@@ -47,7 +47,7 @@ class Share:
     """One worker's part in one global batch, of which ``loaded`` has the parts next."""
 
     batch: Batch
-    parts: list[Part]
+    parts: list[Portion]
     loaded: Iterator[Fetched]
 
     def fetch(self) -> Iterator[Fetched]:

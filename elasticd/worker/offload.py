@@ -27,13 +27,13 @@ from elasticd.worker.collect import Flat
 from elasticd.worker.target import local_of
 
 
-class Event(Protocol):
+class GpuEvent(Protocol):
     @property
     def device(self) -> torch.device | None: ...
     def synchronize(self) -> None: ...
 
 
-class Gpu:
+class GpuCopier:
     """``torch.cuda``, as far as copying needs it."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Gpu:
         with contextlib.suppress(RuntimeError):  # CUDA keeps the error for whoever asks it for something next
             torch.ones(1, device="cuda")
 
-    def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> Event:
+    def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> GpuEvent:
         """Begin to, after all that was asked of this GPU; they are of one."""
         device = sources[0].device
         if device not in self._streams:
@@ -67,11 +67,11 @@ class Gpu:
         event.record(stream)
         return event
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: GpuEvent) -> None:
         """What is asked of the GPU from now on waits for it."""
         torch.cuda.current_stream(event.device).wait_event(event)  # type: ignore[arg-type]
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: GpuEvent) -> None:
         """In a thread of its own, which has no GPU yet, and must not make itself at home on the first one."""
         with torch.cuda.device(event.device):
             event.synchronize()
@@ -82,8 +82,8 @@ class Flight:
     """Copies under way, of ``tensors`` that nothing but an optimizer's step is to change meanwhile.
     ``memory``, which they are copied into, is kept until they are done."""
 
-    gpu: Gpu
-    event: Event
+    gpu: GpuCopier
+    event: GpuEvent
     tensors: Sequence[torch.Tensor]
     memory: Memory | None
     _versions: list[int] = field(default_factory=list)
@@ -119,7 +119,7 @@ _landing = ThreadPoolExecutor(
 
 
 def offload(
-    gpu: Gpu,
+    gpu: GpuCopier,
     into: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
     lasting: Iterable[bool],

@@ -12,9 +12,9 @@ from typing import TypeVar
 import msgspec
 
 from elasticd.checkpoint import handover
-from elasticd.checkpoint.handover import Gone, Line, Paper, Silent
+from elasticd.checkpoint.handover import Gone, Paper, SaverSilent, SaverSocket
 from elasticd.checkpoint.manifest import BadCheckpoint, Index, decode_index
-from elasticd.checkpoint.peers import Peer
+from elasticd.checkpoint.peers import PeerSaver
 from elasticd.checkpoint.reading import Wish
 from elasticd.checkpoint.wire import PeerGone
 from elasticd.core.facts import Checkpoint, Holder
@@ -76,7 +76,7 @@ class Recalled:
 
     def _read_there(self, holder: Holder, wishes: Sequence[Wish]) -> None:
         try:
-            with Peer(holder) as peer:
+            with PeerSaver(holder) as peer:
                 peer.read(self.path, self.name, wishes)
         except PeerGone as error:
             raise HolderLost(holder.node, str(error)) from error
@@ -90,7 +90,7 @@ class Memories:
 
     def __init__(self, saver: str, path: str) -> None:
         self._saver, self._path = saver, path
-        self._line: Line | None = None
+        self._line: SaverSocket | None = None
         self._silent = False
 
     def survey(self) -> list[Offer]:
@@ -156,7 +156,7 @@ class Memories:
 
     def _index_of(self, name: str, holder: Holder) -> Index:
         try:
-            with Peer(holder) as peer:
+            with PeerSaver(holder) as peer:
                 return decode_index(peer.index(self._path, name))
         except (PeerGone, ValueError) as error:
             raise HolderLost(holder.node, str(error)) from error
@@ -171,7 +171,7 @@ class Memories:
             self._line.send(question)
             while True:
                 yield self._line.answer()
-        except Silent as error:
+        except SaverSilent as error:
             self._silent = True
             self.close()
             said = "the saver of this node is stopped or stuck (%s): what is in memory here is done without"

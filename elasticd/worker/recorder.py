@@ -24,8 +24,8 @@ from elasticd.core.auditlog import (
     SERIES,
     SUFFIX,
     VARIABLE,
-    Committed,
-    Entered,
+    CommitNote,
+    EntryNote,
     Gap,
     Note,
     Took,
@@ -46,7 +46,7 @@ class Recorder:
         self._file: int | None = None
         self._turn = 0
         self._path = folder / f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
-        self._round: Entered | None = None  # that notes belong to, where it is not written yet
+        self._round: EntryNote | None = None  # that notes belong to, where it is not written yet
         self._lost, self._why = 0, ""  # notes since the last that could be written
         try:
             self._open()
@@ -58,7 +58,7 @@ class Recorder:
     ) -> None:
         """``data``: epoch, position and facts."""
         epoch, position, facts = data or (0, 0, None)
-        self._note(Entered(round, rank, world, step, self._series, epoch, position, facts), step)
+        self._note(EntryNote(round, rank, world, step, self._series, epoch, position, facts), step)
 
     def took(self, step: int, turn: int, share: Share, lost: Iterable[tuple[Fetched, torch.Tensor]]) -> None:
         """Before anybody can commit it. ``step``: the first that is not committed; ``turn``: how many batches
@@ -74,7 +74,7 @@ class Recorder:
 
     def committed(self, step: int, learned: Iterable[torch.Tensor], covers: int = 1) -> None:
         """``covers``: how many steps the commit is of; with it so many are committed as ``step`` says."""
-        self._note(Committed(step, covers), step)
+        self._note(CommitNote(step, covers), step)
         if step // self._every > (step - max(1, covers)) // self._every:
             self.learned(step, learned)
 
@@ -85,7 +85,7 @@ class Recorder:
 
     def _note(self, note: Note, step: int) -> None:
         """What the disk would not take is missing, which is noted as soon as it takes something again."""
-        if isinstance(note, Entered):
+        if isinstance(note, EntryNote):
             self._round = note
         behind = [Gap(step, self._lost, self._why)] if self._lost else []
         of_round = [self._round] if self._round is not None and self._round is not note else []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.core.dealing import Part
+from elasticd.core.dealing import Portion
 
 
 class Reduction(Protocol):
@@ -31,11 +31,11 @@ class Reduction(Protocol):
 
     loss: torch.Tensor | None
 
-    def part(self, part: Part) -> contextlib.AbstractContextManager[None]: ...
+    def part(self, part: Portion) -> contextlib.AbstractContextManager[None]: ...
 
-    def backward(self, loss: torch.Tensor, part: Part) -> None: ...
+    def backward(self, loss: torch.Tensor, part: Portion) -> None: ...
 
-    def finish(self, parts: list[Part]) -> None: ...
+    def finish(self, parts: list[Portion]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -55,17 +55,17 @@ class Averaged:
         return [model for model in self._models if isinstance(model, DistributedDataParallel)]
 
     @contextlib.contextmanager
-    def part(self, part: Part) -> Iterator[None]:
+    def part(self, part: Portion) -> Iterator[None]:
         with contextlib.ExitStack() as inside:
             for model in self._parallel if not part.last else ():
                 inside.enter_context(model.no_sync())
             yield
 
-    def backward(self, loss: torch.Tensor, part: Part) -> None:
+    def backward(self, loss: torch.Tensor, part: Portion) -> None:
         world = dist.get_world_size() if self._parallel else 1
         (loss * (part.weight * world)).backward()  # type: ignore[no-untyped-call]
 
-    def finish(self, parts: list[Part]) -> None:
+    def finish(self, parts: list[Portion]) -> None:
         if not parts and self._parallel:
             torch.stack([_of_nothing(model) for model in self._parallel]).sum().backward()  # type: ignore[no-untyped-call]
 

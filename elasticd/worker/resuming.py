@@ -12,7 +12,7 @@ import msgspec
 from elasticd.checkpoint.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.reading import fill, open_manifest
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page import Fatal
@@ -43,7 +43,7 @@ class Resuming:
     """Of one ``state``, by all ranks together. ``tier``: where it came from, once it did. ``overwrote``:
     whether anything was read into it, whole or not."""
 
-    def __init__(self, store: Store, together: Together, state: dict[str, Any]) -> None:
+    def __init__(self, store: CheckpointStore, together: Together, state: dict[str, Any]) -> None:
         self._store, self._together, self._state = store, together, state
         self._file = FilePointer(store, _log.warning)
         self._memories = Memories(saver_name(), store.url)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticd.checkpoint import handover
-from elasticd.checkpoint.handover import Gone, Line, Message
+from elasticd.checkpoint.handover import Gone, Message, SaverSocket
 from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.store import Store, told
+from elasticd.checkpoint.store import CheckpointStore, told
 from elasticd.core import bandwidth
 from elasticd.core.replicas import holders
 from elasticd.core.retention import Keep
@@ -47,14 +47,14 @@ class SaverLine:
 
     def __init__(self, take: Callable[[Message], None], lost: Callable[[Gone], None]) -> None:
         self._take, self._lost = take, lost
-        self._line: Line | None = None
+        self._line: SaverSocket | None = None
         self.why = ""  # it is not open
 
     @property
     def is_open(self) -> bool:
         return self._line is not None
 
-    def open(self, together: Together, store: Store, keep: Keep) -> Terms:
+    def open(self, together: Together, store: CheckpointStore, keep: Keep) -> Terms:
         """All ranks: find or start the savers, and introduce ourselves. Whether that came to something,
         ``is_open`` says, and ``why`` not."""
         self.close()

@@ -15,7 +15,7 @@ import msgspec
 from elasticd.checkpoint.frames import room_for
 from elasticd.checkpoint.handover import Gone, Message, Paper
 from elasticd.checkpoint.manifest import Index, encode_index
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
 from elasticd.core.retention import Keep
@@ -23,10 +23,10 @@ from elasticd.worker import futile, told
 from elasticd.worker.collect import Flat, buffers_of, flatten
 from elasticd.worker.finite import any_nan
 from elasticd.worker.layout import Held, Shard, lay_out
-from elasticd.worker.offload import Gpu
+from elasticd.worker.offload import GpuCopier
 from elasticd.worker.saverline import SaverLine, Terms
 from elasticd.worker.schedule import Schedule
-from elasticd.worker.staging import Plan, pickled, shape_of
+from elasticd.worker.staging import CopyPlan, pickled, shape_of
 from elasticd.worker.target import parts_of
 from elasticd.worker.together import Together
 
@@ -49,13 +49,13 @@ class Saving:
     """What one ``Checkpoints`` saves, in one world after the other, and what became of it. ``schedule`` is
     told what a save costs."""
 
-    def __init__(self, store: Store, keep: Keep, schedule: Schedule) -> None:
+    def __init__(self, store: CheckpointStore, keep: Keep, schedule: Schedule) -> None:
         self._store, self._keep, self._schedule = store, keep, schedule
         self._line = SaverLine(self._take, self._lost)
-        self._gpu = Gpu()
+        self._gpu = GpuCopier()
         self._terms = Terms("", 0, copies=False)
         self._together: Together | None = None
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._blobs: dict[str, bytes] = {}  # as they were when they were last looked at
         self._plans = 0
         self._seq = 0
@@ -147,7 +147,7 @@ class Saving:
         rooms = _rooms(blobs)
         shards, index = _lay_out(together, state, flat, rooms)
         self._plans += 1
-        self._plan = Plan(self._plans, shape, shards[together.rank], rooms, self._gpu)
+        self._plan = CopyPlan(self._plans, shape, shards[together.rank], rooms, self._gpu)
         metadata = b""
         if together.rank == 0:
             from elasticd.checkpoint import metadata as dcp

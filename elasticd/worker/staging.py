@@ -14,7 +14,7 @@ from elasticd.checkpoint.frames import padded_blob
 from elasticd.checkpoint.handover import Memory
 from elasticd.worker.collect import Flat
 from elasticd.worker.layout import Shard
-from elasticd.worker.offload import Gpu, offload, stepped
+from elasticd.worker.offload import GpuCopier, offload, stepped
 from elasticd.worker.plain import loaded, packed
 from elasticd.worker.target import box
 
@@ -49,7 +49,7 @@ class Buffer:
 
 
 @dataclass(slots=True)
-class Plan:
+class CopyPlan:
     """How this rank's shard is laid out, and the two buffers that it is copied into by turns.
 
     ``shape``: of the state that it was made for (see ``shape_of``). ``rooms``: bytes set aside for each
@@ -59,7 +59,7 @@ class Plan:
     shape: tuple[Any, ...]
     shard: Shard
     rooms: Mapping[str, int]
-    gpu: Gpu
+    gpu: GpuCopier
     buffers: list[Buffer] = field(default_factory=list)
     turn: int = 0
     landed: Future[str] | None = None  # of what is still being copied; what spoilt it, if anything did

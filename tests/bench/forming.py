@@ -32,7 +32,7 @@ from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.clock import SteadyClock
-from elasticd.etcd.store import EtcdStore, Link
+from elasticd.etcd.store import EtcdLink, EtcdStore
 from tests.etcd.cluster import EtcdOnPorts
 
 PROCESSES_MAX = 8
@@ -78,7 +78,7 @@ class _NoStore:
 class _Fleet:
     """Agents of one process, served by one thread."""
 
-    link: Link
+    link: EtcdLink
     job: str
     total: int
     inbox: queue.SimpleQueue[tuple[int, object]] = field(default_factory=queue.SimpleQueue)
@@ -131,7 +131,7 @@ class _Fleet:
 
 
 def fleet_main(endpoint: str, job: str, total: int, first: int, count: int) -> None:
-    link = Link(EtcdAccess((endpoint,)), SteadyClock())
+    link = EtcdLink(EtcdAccess((endpoint,)), SteadyClock())
     with Client(link.access) as client:
         client.check()  # imports done, etcd reached: only the forming is measured
     print("ready", flush=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elasticd.checkpoint.handover import Memory
-from elasticd.worker.offload import Event, Gpu
+from elasticd.worker.offload import GpuCopier, GpuEvent
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Copy:
         assert self.done.wait(60.0)
 
 
-class Lazy(Gpu):
+class Lazy(GpuCopier):
     """Copies nothing before it has to."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Lazy(Gpu):
         for copy in self.copies[: self.copies.index(event) + 1]:
             copy.run()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: GpuEvent) -> None:
         event.synchronize()
 
     def pin(self, memory: Memory) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.checkpoint import disk, handover, reading
-from elasticd.checkpoint.handover import Line, Memory, Paper
+from elasticd.checkpoint.handover import Memory, Paper, SaverSocket
 from elasticd.checkpoint.manifest import Index, encode_index, shard_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.report import Footprint
@@ -447,7 +447,7 @@ def joins(
     token: str = "0000000a",
     round: int = 1,
     locals_: Iterable[int] = (),
-) -> Line:
+) -> SaverSocket:
     """``locals_``: the ranks that this saver serves, unless it serves all."""
     line = handover.connect(name)
     who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round, "fence": round}
@@ -460,11 +460,11 @@ def joins(
     return line
 
 
-def hands_over(line: Line, step: int, name: str, buffer: int = 0) -> None:
+def hands_over(line: SaverSocket, step: int, name: str, buffer: int = 0) -> None:
     line.send({"is": "save", "plan": 1, "buffer": buffer, "step": step, "name": name, "at": 1.0})
 
 
-def hears(line: Line, what: str) -> handover.Message:
+def hears(line: SaverSocket, what: str) -> handover.Message:
     while heard := line.receive():
         if heard[0]["is"] == what:
             return heard[0]
@@ -600,7 +600,7 @@ def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and
 
 def test_what_was_said_last_is_heard_though_the_one_who_said_it_left_without_listening():
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    saver, worker = Line(ours), Line(its)
+    saver, worker = SaverSocket(ours), SaverSocket(its)
     saver.send({"is": "committed"})
     for said in ("torn", "save"):
         worker.send({"is": said})

@@ -17,16 +17,16 @@ from elasticd.checkpoint.handover import Paper
 from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, Index, Unreadable, encode_index, shard_name
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.remote import Remote
-from elasticd.checkpoint.store import Store
-from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.checkpoint.store import CheckpointStore
+from elasticd.checkpoint.worlds import Gathering, SavingWorld
 from elasticd.core.naming import folder_name
-from elasticd.core.retention import Keep, Refused
+from elasticd.core.retention import CommitRefused, Keep
 
 INDEX = encode_index(Index([shard_name(0)], {}, {}, {}))
 
 
 @pytest.fixture(params=["disk", "foldered", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     match request.param:
         case "disk":
             return Disk(tmp_path / "run")
@@ -39,10 +39,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 class Job:
     """Commits checkpoints of one round, as a saver does."""
 
-    def __init__(self, store: Store, round_: int = 1, last: int = 3) -> None:
+    def __init__(self, store: CheckpointStore, round_: int = 1, last: int = 3) -> None:
         self.store, self.said = store, list[str]()
         self.committing = Committing(lambda its: FilePointer(its, self.said.append), say=self.said.append)
-        self.world = World(store, "0000000a", round_, round_, 1, frozenset({0}), Keep(last))
+        self.world = SavingWorld(store, "0000000a", round_, round_, 1, frozenset({0}), Keep(last))
 
     def commit(self, *steps: int) -> None:
         for step in steps:
@@ -52,20 +52,20 @@ class Job:
             self.committing.commit(self.world, gathering)
 
 
-def committed(store: Store, say: Callable[[str], None] = lambda _: None) -> list[int]:
+def committed(store: CheckpointStore, say: Callable[[str], None] = lambda _: None) -> list[int]:
     return [saved.step for saved in FilePointer(store, say).read().saved]
 
 
-def there(store: Store) -> list[int]:
+def there(store: CheckpointStore) -> list[int]:
     """The steps of all folders."""
     return sorted(int(name[5:15]) for name in store.names() if name.startswith("step-"))
 
 
-def lost(store: Store) -> None:
+def lost(store: CheckpointStore) -> None:
     store.unlink([POINTER])
 
 
-def missing(store: Store) -> str:
+def missing(store: CheckpointStore) -> str:
     return f"{store.url}/{POINTER} is missing; the checkpoints beside it that are whole count as committed"
 
 
@@ -182,7 +182,7 @@ def test_a_disk_that_hides_what_is_whole_beside_a_lost_record_costs_commits_and_
         with pytest.raises(Unreadable, match="Input/output error"):
             committed(store)
         assert FilePointer(store).last_round() == 1
-        with pytest.raises((Refused, BadCheckpoint)):
+        with pytest.raises((CommitRefused, BadCheckpoint)):
             Job(store, round_=2).commit(3)
     Job(store, round_=2, last=9).commit(4)
     assert {1, 2, 4} <= set(committed(store))

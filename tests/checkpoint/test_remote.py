@@ -18,7 +18,7 @@ from elasticd.checkpoint.handover import Paper
 from elasticd.checkpoint.manifest import File, Index, encode_index, shard_name
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import store_at
-from elasticd.checkpoint.worlds import Gathering, World
+from elasticd.checkpoint.worlds import Gathering, SavingWorld
 from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.retention import Keep
 from elasticd.worker.checkpoint import Checkpoints
@@ -253,9 +253,9 @@ def test_what_other_nodes_have_written_is_asked_for_once_a_node(s3, where):
     store, name = store_at(where), folder_name(5, 1, "0000000a", 1)
     committing = Committing(FilePointer)
 
-    def node(n: int) -> tuple[World, Gathering]:
+    def node(n: int) -> tuple[SavingWorld, Gathering]:
         ranks = range(n * slots, (n + 1) * slots)
-        world = World(store, "0000000a", 1, 1, nodes * slots, frozenset(ranks), Keep(3))
+        world = SavingWorld(store, "0000000a", 1, 1, nodes * slots, frozenset(ranks), Keep(3))
         gathering = Gathering(
             name, 5, 1.0, time.monotonic(), Paper(encode_index(Index([], {}, {}, {})), b"x")
         )

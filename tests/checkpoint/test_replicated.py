@@ -25,7 +25,7 @@ import pytest
 
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.handover import Memory
-from elasticd.checkpoint.peers import Peer
+from elasticd.checkpoint.peers import PeerSaver
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.replicas import Label, Replica
 from elasticd.checkpoint.replication import Replication
@@ -137,8 +137,8 @@ def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
     nodes.run("a", "b", saves=1)
     holder = nodes.holder("a")
     with pytest.raises(PeerGone):
-        Peer(replace(holder, secret="guessed"))
-    with Peer(holder) as peer:  # who knows the secret is told
+        PeerSaver(replace(holder, secret="guessed"))
+    with PeerSaver(holder) as peer:  # who knows the secret is told
         [offer] = peer.offers(str(nodes.path))
         assert offer.step == 1 and 1 in offer.ranks
     for nonsense in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200)):
@@ -150,7 +150,7 @@ def test_strangers_are_told_nothing_and_damage_on_the_way_is_noticed(nodes):
                 while some := stranger.recv(4096):
                     answer += some
             assert len(answer) <= 32  # what it has drawn, and no more
-    with Peer(holder) as peer, pytest.raises(PeerGone):
+    with PeerSaver(holder) as peer, pytest.raises(PeerGone):
         peer.index(str(nodes.path), "../../etc/passwd")
     assert {tier for _, tier in nodes.run("a", "b", saves=1)} == {"memory"}, "it serves on"
 
@@ -185,7 +185,7 @@ def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
     here, me = holding.listen("a", "127.0.0.1")
     with served(Replication(me, here, Alone())), ExitStack() as lines:
         strangers = [lines.enter_context(socket.create_connection((me.host, me.port))) for _ in range(140)]
-        with Peer(me) as peer:
+        with PeerSaver(me) as peer:
             assert peer.offers("/anywhere") == []
         for stranger in strangers[:-8]:
             stranger.settimeout(60.0)
@@ -199,12 +199,12 @@ def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.replication.SILENCE_S", 0.04)
     here, me = holding.listen("a", "127.0.0.1")
     with served(Replication(me, here, Alone())), ThreadPoolExecutor(1) as thread:
-        first = Peer(me)
+        first = PeerSaver(me)
         assert first.offers("/anywhere") == []  # and stays
         with Wire.connect(me.host, me.port, me.secret) as second:
             second.say({"do": "offers", "path": "/anywhere"})
             assert [second.hear() for _ in range(3)] == [{"wait": True}] * 3
-        third = thread.submit(lambda: Peer(me).offers("/anywhere"))
+        third = thread.submit(lambda: PeerSaver(me).offers("/anywhere"))
         first.close()
         assert third.result(60.0) == []
 

@@ -24,10 +24,10 @@ from elasticd.checkpoint.disk import Disk, write_file
 from elasticd.checkpoint.manifest import BLOCK, block_digest
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.remote import Remote
-from elasticd.checkpoint.store import BadStore, Store, store_at
+from elasticd.checkpoint.store import BadStore, CheckpointStore, store_at
 from elasticd.core.facts import Saved
 from elasticd.core.naming import folder_name
-from elasticd.core.retention import Keep, Refused
+from elasticd.core.retention import CommitRefused, Keep
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 
 BIG = bytes(range(256)) * (24 << 12)  # 24 MiB: two parts on S3
@@ -40,7 +40,7 @@ def s3() -> Iterator[S3Server]:
 
 
 @pytest.fixture(params=["disk", "foldered", "memory", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     match request.param:
         case "disk":
             return Disk(tmp_path / "run")
@@ -144,7 +144,7 @@ def test_of_those_who_commit_to_s3_at_once_none_undoes_what_another_has_done(s3,
     def commit(n: int) -> list[int]:
         made = []
         for step in range(n, 40, len(writers)):
-            with suppress(Refused):  # another has committed a later step
+            with suppress(CommitRefused):  # another has committed a later step
                 writers[n].commit(saved(step, 1), Keep(last=100))
                 made.append(step)
         return made
@@ -169,7 +169,7 @@ def test_a_world_of_an_older_round_cannot_commit_to_s3_over_a_later_one_that_it_
         return seen
 
     monkeypatch.setattr(Remote, "look", overtaken)
-    with pytest.raises(Refused, match="round 2 has committed since"):
+    with pytest.raises(CommitRefused, match="round 2 has committed since"):
         old.commit(saved(9, 1), Keep())
     assert [s.step for s in new.read().saved] == [1, 2]
 
@@ -203,12 +203,12 @@ def test_where_two_commits_at_one_moment_are_not_told_apart_that_is_said_once(st
 
 
 @pytest.fixture
-def bucket(s3, tmp_path) -> Iterator[Store]:
+def bucket(s3, tmp_path) -> Iterator[CheckpointStore]:
     yield store_at(f"s3://bucket/{tmp_path.name}")
     s3.mends()
 
 
-def uploads(bucket: Store) -> list[str]:
+def uploads(bucket: CheckpointStore) -> list[str]:
     """That were begun in parts and are not finished."""
     begun = boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads", [])
     return [u["Key"] for u in begun if u["Key"].startswith(bucket.url.removeprefix("s3://bucket/"))]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from elasticd.cli.audit import audit
 from elasticd.cli.complaint import Complaint
-from elasticd.core.auditlog import FOLDER, Committed, Entered, Note, Took, Weights, encode, pack
+from elasticd.core.auditlog import FOLDER, CommitNote, EntryNote, Note, Took, Weights, encode, pack
 from elasticd.core.order import Shuffled
 from elasticd.telemetry import events, runs
 
@@ -24,11 +24,11 @@ DATA = {
 
 
 def training(steps: int = 3) -> list[Note]:
-    notes: list[Note] = [Entered(1, 0, 1, 0, data=DATA)]
+    notes: list[Note] = [EntryNote(1, 0, 1, 0, data=DATA)]
     for step in range(1, steps + 1):
         first = 4 * step - 4
         ids = pack(Shuffled(12, 3).at(0, range(first, first + 4)))
-        notes += [Took(step, 0, 0, first, 4, ((0, 4, 1 / step),), ids), Committed(step)]
+        notes += [Took(step, 0, 0, first, 4, ((0, 4, 1 / step),), ids), CommitNote(step)]
     return [*notes, Weights(steps, "ab" * 32)]
 
 
@@ -69,8 +69,8 @@ def test_a_run_is_found_by_its_folder_or_by_the_name_of_its_job(folder):
 
 def test_of_a_stream_no_more_is_claimed_than_positions_prove(folder):
     data = {**DATA, "order": {"kind": "stream"}}
-    notes: list[Note] = [Entered(1, 0, 1, 0, data=data)]
-    notes += [Took(1, 0, 0, 0, 4, ((0, 4, 1.0),), pack(range(4))), Committed(1)]
+    notes: list[Note] = [EntryNote(1, 0, 1, 0, data=data)]
+    notes += [Took(1, 0, 0, 0, 4, ((0, 4, 1.0),), pack(range(4))), CommitNote(1)]
     code, said = say(write(folder, notes))
     assert code == 0 and said[-1].startswith(
         "proved: each position of the stream was used once; which sample"

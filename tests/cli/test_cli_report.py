@@ -6,7 +6,7 @@ import json
 from dataclasses import fields, replace
 
 from elasticd.cli.fitting import fitted
-from elasticd.cli.report import JobReport, Need, Pace, as_text, report
+from elasticd.cli.report import JobReport, Need, StepRate, as_text, report
 from elasticd.core.facts import (
     Budget,
     Cause,
@@ -208,7 +208,7 @@ def test_nothing_but_a_node_is_a_job_that_starts() -> None:
 
 
 def test_the_pace_is_that_between_two_heartbeats_once_there_were_two() -> None:
-    pace = Pace()
+    pace = StepRate()
     assert pace.of("a", SlotProgress(0, 0, 7, 0, 0.0), 10.0) is None  # no heartbeat yet
     assert pace.of("a", SlotProgress(0, 0, 7, 10, 20.0), 10.0) == 1.0  # on average
     assert pace.of("a", SlotProgress(0, 0, 7, 30, 25.0), 10.0) == 4.0

@@ -12,23 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.core.audit import (
+    AuditVerdict,
     Damaged,
     Difference,
     Disagreed,
-    Diverged,
+    DivergedRuns,
     Jumped,
-    Lost,
+    LostSamples,
     Mistaken,
     Repeated,
     Unrecorded,
-    Verdict,
     compare,
     judge,
 )
 from elasticd.core.auditlog import (
     BadNote,
-    Committed,
-    Entered,
+    CommitNote,
+    EntryNote,
     Note,
     Took,
     Weights,
@@ -79,7 +79,7 @@ def train(
         workers = (workers + [f"worker{len(files) + i}" for i in range(world)])[:world]
         for rank, name in enumerate(workers):
             position = states[-1]
-            entered = Entered(number, rank, world, len(states) - 1, "", *position, data)
+            entered = EntryNote(number, rank, world, len(states) - 1, "", *position, data)
             files.setdefault(name, []).append(entered)
         while True:
             epoch, position = states[-1]
@@ -110,7 +110,7 @@ def train(
             committed = [w for w in workers if not early and w not in left_behind]
             survivors = [w for w in workers if w not in dead]
             for name in committed:
-                files[name].append(Committed(step))
+                files[name].append(CommitNote(step))
                 if step % 2 == 0:
                     files[name].append(Weights(step, f"digest {step}"))
             if any(w in committed for w in survivors):
@@ -126,14 +126,14 @@ def train(
 def in_order(files: Files) -> Happened:
     """An order in which it may have happened: what is committed was taken by all before, a round begins
     after what it goes on from, and each file is written in its own order."""
-    rounds = sorted({n.round for notes in files.values() for n in notes if isinstance(n, Entered)})
+    rounds = sorted({n.round for notes in files.values() for n in notes if isinstance(n, EntryNote)})
     happened: Happened = []
     for number in rounds:
         lives = {name: life for name, notes in files.items() if (life := life_of(notes, number))}
         happened += [(name, life.pop(0)) for name, life in lives.items()]
         while any(lives.values()):
             step = min(life[0].step for life in lives.values() if life)
-            for kind in (Took, Committed, Weights):
+            for kind in (Took, CommitNote, Weights):
                 for name, life in lives.items():
                     while life and life[0].step == step and isinstance(life[0], kind):
                         happened.append((name, life.pop(0)))
@@ -142,7 +142,7 @@ def in_order(files: Files) -> Happened:
 
 
 def life_of(notes: list[Note], number: int) -> list[Note]:
-    begins = [i for i, n in enumerate(notes) if isinstance(n, Entered)] + [len(notes)]
+    begins = [i for i, n in enumerate(notes) if isinstance(n, EntryNote)] + [len(notes)]
     return next((notes[a:b] for a, b in pairwise(begins) if notes[a].round == number), [])
 
 
@@ -150,7 +150,7 @@ def loss(step: int, samples: range) -> float:
     return 1.0 / step + 0.1 * samples.start
 
 
-def verdict_of(files: Files) -> Verdict:
+def verdict_of(files: Files) -> AuditVerdict:
     return judge({name: enumerate(notes, start=1) for name, notes in files.items()})
 
 
@@ -194,20 +194,20 @@ def test_commits_of_several_steps_and_of_none_are_proved_like_others():
 
     files: Files = {
         f"worker{rank}": [
-            Entered(1, rank, 2, 0, "", 0, 0, data),
+            EntryNote(1, rank, 2, 0, "", 0, 0, data),
             *(took(1, turn, 6 * turn, 6, rank, 2) for turn in range(3)),
-            Committed(3, 3),
-            Committed(4, 0),
+            CommitNote(3, 3),
+            CommitNote(4, 0),
             took(5, 0, 18, 5, rank, 2),
         ]
         for rank in range(2)
     }
-    files["worker0"] += [Entered(2, 0, 1, 4, "", 0, 18, data), took(5, 0, 18, 5, 0, 1), Committed(5)]
+    files["worker0"] += [EntryNote(2, 0, 1, 4, "", 0, 18, data), took(5, 0, 18, 5, 0, 1), CommitNote(5)]
     found = verdict_of(files)
     assert found.findings == () and found.steps == range(1, 6) and found.again == 0
     assert [(e.used, e.over) for e in found.epochs] == [(23, True)]
-    files["worker1"].remove(Committed(3, 3))
-    files["worker1"].insert(4, Committed(3, 2))
+    files["worker1"].remove(CommitNote(3, 3))
+    files["worker1"].insert(4, CommitNote(3, 2))
     assert verdict_of(files).findings == (Disagreed(1, 3, "how many steps are committed with it"),)
     del files["worker1"][2:]
     assert any(isinstance(f, Unrecorded) for f in verdict_of(files).findings)
@@ -285,11 +285,11 @@ def test_a_sample_that_was_fetched_in_place_of_another_is_named():
 
 def test_a_step_that_was_left_out_is_named_with_its_samples():
     files = {
-        name: [n for n in notes if getattr(n, "step", 0) != 2 or isinstance(n, Entered)]
+        name: [n for n in notes if getattr(n, "step", 0) != 2 or isinstance(n, EntryNote)]
         for name, notes in undisturbed().items()
     }
     found = verdict_of(files)
-    assert Lost(0, range(6, 12), tuple(Shuffled(23, 0).at(0, range(6, 12)))) in found.findings
+    assert LostSamples(0, range(6, 12), tuple(Shuffled(23, 0).at(0, range(6, 12)))) in found.findings
 
 
 def test_a_batch_that_was_used_in_two_steps_is_named():
@@ -301,20 +301,22 @@ def test_a_batch_that_was_used_in_two_steps_is_named():
         files = change(files, lambda n: took(2)(n) and n.first == 6, again)
     found = verdict_of(files).findings
     assert any(isinstance(f, Repeated) and f.step == 2 for f in found)
-    assert any(isinstance(f, Lost) for f in found)
+    assert any(isinstance(f, LostSamples) for f in found)
 
 
 def test_the_end_of_an_epoch_that_was_never_used_is_lost():
     files = {
         name: [
             dataclasses.replace(n, data={**n.data, "order": Shuffled(30, 0).facts})
-            if isinstance(n, Entered)
+            if isinstance(n, EntryNote)
             else n
             for n in notes
         ]
         for name, notes in train(random.Random(2), fails=0).items()
     }
-    assert any(isinstance(f, Lost) and f.positions == range(23, 30) for f in verdict_of(files).findings)
+    assert any(
+        isinstance(f, LostSamples) and f.positions == range(23, 30) for f in verdict_of(files).findings
+    )
 
 
 def test_a_missing_note_is_not_taken_for_granted():
@@ -343,7 +345,7 @@ def test_workers_that_disagree_about_a_batch_are_named():
 def test_weights_that_differ_between_ranks_are_named():
     files = change(undisturbed(), lambda n: isinstance(n, Weights), lambda n: Weights(n.step, "another"))
     [diverged] = verdict_of(files).findings
-    assert isinstance(diverged, Diverged) and set(diverged.digests.values()) == {"digest 2", "another"}
+    assert isinstance(diverged, DivergedRuns) and set(diverged.digests.values()) == {"digest 2", "another"}
 
 
 def test_the_first_difference_of_two_runs_is_named():
@@ -362,7 +364,7 @@ def test_the_first_difference_of_two_runs_is_named():
 
 def test_a_stream_is_proved_by_its_positions_and_ends_where_it_ends():
     def streamed(note: Note) -> Note:
-        if isinstance(note, Entered):
+        if isinstance(note, EntryNote):
             return dataclasses.replace(note, data={**note.data, "order": {"kind": "stream"}})
         if isinstance(note, Took):
             ids = [note.first + start + i for start, count, _ in note.parts for i in range(count)]
@@ -383,7 +385,7 @@ def test_rounds_are_counted_anew_by_another_etcd():
         return lambda n: dataclasses.replace(n, series=series, step=step, position=6 * step, round=5 - step)
 
     first = {
-        n: [begun("1", 0)(x) if isinstance(x, Entered) else x for x in notes] for n, notes in files.items()
+        n: [begun("1", 0)(x) if isinstance(x, EntryNote) else x for x in notes] for n, notes in files.items()
     }
     second = {
         f"{n} later": [begun("2", 2)(notes[0]), *(x for x in notes[1:] if x.step > 2)]
@@ -397,11 +399,11 @@ def test_rounds_are_counted_anew_by_another_etcd():
 
 
 NOTES: list[Note] = [
-    Entered(3, 1, 4, 17, "5.5", 1, 96, facts(23, 6)),
-    Entered(1, 0, 1, 0),
+    EntryNote(3, 1, 4, 17, "5.5", 1, 96, facts(23, 6)),
+    EntryNote(1, 0, 1, 0),
     Took(18, 1, 1, 96, 32, ((8, 2, 0.1), (10, 3, float("inf"))), pack([5, 3, 10**12])),
-    Committed(18),
-    Committed(18, 4),
+    CommitNote(18),
+    CommitNote(18, 4),
     Weights(100, "abc"),
 ]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.dealing import Part, cut, deal, parts_of
+from elasticd.core.dealing import Portion, cut, deal, parts_of
 
 counts = st.integers(1, 40)
 
@@ -27,7 +27,7 @@ def test_virtual_ranks_are_dealt_by_rank_in_blocks():
 
 @given(counts, counts, st.integers(1, 60), st.integers(1, 4))
 def test_any_world_computes_the_same_parts_of_a_batch(virtual_ranks, world, samples, accumulate):
-    def computed(world: int) -> list[Part]:
+    def computed(world: int) -> list[Portion]:
         return [
             part
             for rank in range(world)
@@ -36,7 +36,7 @@ def test_any_world_computes_the_same_parts_of_a_batch(virtual_ranks, world, samp
             )
         ]
 
-    def seen(parts: list[Part]) -> list[tuple[object, ...]]:
+    def seen(parts: list[Portion]) -> list[tuple[object, ...]]:
         return [(p.virtual_rank, p.samples, p.weight, p.opens, p.closes) for p in parts]
 
     parts = computed(world)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.facts import Cause, Exit, Failure, Phase, Round
-from elasticd.core.outage import Recovery, Standstill
+from elasticd.core.outage import Outage, Recovery
 from tests.core import build
 
 NOW = build.NOW
@@ -17,8 +17,8 @@ def closing(number: int, why: Cause, at: float, *, planned: bool = False) -> Rou
     return replace(live(number), phase=Phase.CLOSING, closing=why, planned=planned, since=at)
 
 
-def trained(number: int = 1) -> Standstill:
-    still, recovery = Standstill().see(live(number), 0.0).first_step(NOW + 1)
+def trained(number: int = 1) -> Outage:
+    still, recovery = Outage().see(live(number), 0.0).first_step(NOW + 1)
     assert recovery is None, "a job that starts recovers from nothing"
     return still
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import folder_name
-from elasticd.core.retention import Keep, Refused, commit, kept
+from elasticd.core.retention import CommitRefused, Keep, commit, kept
 
 
 def saved(step: int, round: int = 1) -> Saved:
@@ -44,7 +44,7 @@ def test_keep_last_drops_the_oldest():
 
 def test_an_older_round_cannot_commit():
     known = Checkpoint("p", (saved(10, round=3),))
-    with pytest.raises(Refused, match="round 2, and round 3 has committed since"):
+    with pytest.raises(CommitRefused, match="round 2, and round 3 has committed since"):
         commit(known, saved(99, round=2), Keep())
 
 
@@ -56,7 +56,7 @@ def test_a_later_round_may_have_gone_back():
 
 @pytest.mark.parametrize("step", [9, 10])
 def test_within_a_round_steps_only_grow(step):
-    with pytest.raises(Refused, match="not newer than step 10"):
+    with pytest.raises(CommitRefused, match="not newer than step 10"):
         commit(Checkpoint("p", (saved(10),)), saved(step), Keep())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint.report import Fate, Report
+from elasticd.checkpoint.report import Fate, SaveReport
 from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
 from elasticd.core.messages import Leave
@@ -92,7 +92,7 @@ def test_the_newest_checkpoint_is_named_with_its_place(place: str | None, line: 
     env = {"ELASTICD_CHECKPOINTS": place} if place else {}
     command = Command(CommandKind.SCRIPT, "job.py")
     config = RunConfig("j", "n", "127.0.0.1", Limits(1, 1), 1, command, fingerprint="f", env=env)
-    newest = Report(Fate.COMMITTED, 40, "step-40")
+    newest = SaveReport(Fate.COMMITTED, 40, "step-40")
     assert kept(config, None, newest, "") == ["Report: elasticd report j", line]
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from elasticd.checkpoint.report import Fate, Footprint, Report
+from elasticd.checkpoint.report import Fate, Footprint, SaveReport
 from elasticd.core import agent
 from elasticd.core.agent.state import Crew
 from elasticd.core.facts import (
@@ -148,12 +148,12 @@ def test_what_the_saver_reports_is_counted() -> None:
     made, _ = meter()
     made._saves.extend(
         [
-            Report(Fate.COPIED, 1, blocked_s=0.03),
-            Report(Fate.COPIED, 2, blocked_s=0.05),
-            Report(Fate.COMMITTED, 1, took_s=0.7),
-            Report(Fate.FAILED, 2, why="it was full"),
-            Report(Fate.SKIPPED, 3),
-            Report(Fate.SKIPPED, 4),
+            SaveReport(Fate.COPIED, 1, blocked_s=0.03),
+            SaveReport(Fate.COPIED, 2, blocked_s=0.05),
+            SaveReport(Fate.COMMITTED, 1, took_s=0.7),
+            SaveReport(Fate.FAILED, 2, why="it was full"),
+            SaveReport(Fate.SKIPPED, 3),
+            SaveReport(Fate.SKIPPED, 4),
         ]
     )
     told: list[tuple[Fate, float]] = []

@@ -21,7 +21,7 @@ import pytest
 from elasticd import daemon
 from elasticd.checkpoint import disk, handover
 from elasticd.checkpoint.disk import Disk
-from elasticd.checkpoint.handover import Line, Memory, Paper
+from elasticd.checkpoint.handover import Memory, Paper, SaverSocket
 from elasticd.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -35,13 +35,13 @@ from elasticd.checkpoint.manifest import (
 )
 from elasticd.checkpoint.pointer import POINTER, FilePointer
 from elasticd.checkpoint.reading import open_manifest
-from elasticd.checkpoint.report import Fate, Report
+from elasticd.checkpoint.report import Fate, SaveReport
 from elasticd.checkpoint.saver import Saver
-from elasticd.checkpoint.store import Store
+from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
-from elasticd.core.retention import Commit, Keep, Refused
+from elasticd.core.retention import Commit, CommitRefused, Keep
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.daemon.saver import FINISH_S_MAX, SaverService
 from elasticd.etcd.access import EtcdAccess
@@ -104,7 +104,7 @@ def test_once_the_next_round_has_begun_those_of_the_last_cannot_commit(server, c
     round_is(client, 3, Phase.CLOSING)
     pointer.commit(saved(5, 3), Keep(), 3)  # its workers may be dead: what they handed over counts
     round_is(client, 4)
-    with pytest.raises(Refused, match="saved in round 3, and now it is round 4"):
+    with pytest.raises(CommitRefused, match="saved in round 3, and now it is round 4"):
         pointer.commit(saved(6, 3), Keep(), 3)
     assert committed(client) == [5]
 
@@ -192,7 +192,7 @@ def test_a_commit_waits_for_an_etcd_that_is_away_and_gives_up_in_the_end(tmp_pat
 
     nobody = EtcdAccess(("127.0.0.1:9",), timeout_s=0.1)
     pointer = EtcdPointer(nobody, "j", Disk(tmp_path), patience_s=1.2, clock=lambda: now[0], sleep=sleep)
-    with pytest.raises(Refused, match="etcd cannot be reached"):
+    with pytest.raises(CommitRefused, match="etcd cannot be reached"):
         pointer.commit(saved(1, 1), Keep(), 1)
     assert now[0] >= 1.2
     assert not FilePointer(tmp_path).read().saved
@@ -223,7 +223,7 @@ def test_what_was_handed_over_in_time_is_committed_though_the_next_round_has_beg
     assert committed(client) == [6]
     assert not pointer.witness(3)  # whoever of that round lives on comes too late
     pointer.commit(saved(2, 5), Keep(), 5)
-    with pytest.raises(Refused, match="round 5 has committed since"):
+    with pytest.raises(CommitRefused, match="round 5 has committed since"):
         pointer.commit(saved(7, 3), Keep(), 3, in_time=True)
     assert committed(client) == [6, 2]
     pointer.close()
@@ -279,7 +279,7 @@ def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server,
         now[0] += 100 * seconds
 
     listener, name = handover.listen()
-    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path), clock=lambda: now[0], sleep=sleep)
     round_is(client, 3)
     saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
@@ -303,7 +303,7 @@ def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server,
 
 def test_a_saver_commits_once_an_etcd_that_stood_still_goes_on(server, client, tmp_path):
     listener, name = handover.listen()
-    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     asked_again = threading.Event()
 
     def sleep(seconds: float) -> None:
@@ -388,7 +388,7 @@ def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
     there_is_room = threading.Event()
     monkeypatch.setattr(Disk, "replace", full)
     listener, name = handover.listen()
-    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     said: list[str] = []
     round_is(client, 3)
     saver = Saver(
@@ -430,7 +430,7 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
     mine.commit(whole(tmp_path, 5, 3), Keep(), 3)
     other.commit(saved(2, 4), Keep(), 3)
     mentioned = FilePointer(tmp_path).read()
-    with pytest.raises(Refused, match="another job has committed step 2 to .*; give each job a folder"):
+    with pytest.raises(CommitRefused, match="another job has committed step 2 to .*; give each job a folder"):
         mine.commit(saved(9, 5), Keep(), 3)
     settle(server.access, "j")
     assert FilePointer(tmp_path).read() == mentioned and [s.step for s in mentioned.saved] == [5, 2]
@@ -439,7 +439,7 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
         pointer.close()
 
 
-def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> Line:
+def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> SaverSocket:
     """A world of one worker. ``last``: how many are kept."""
     line = handover.connect(saver)
     line.send({"is": "open", "path": store, "token": f"{step:08x}", "rank": 0, "world": 1, "round": round,
@@ -453,7 +453,7 @@ def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) 
     return line
 
 
-def hands_over_more(line: Line, round: int, step: int) -> None:
+def hands_over_more(line: SaverSocket, round: int, step: int) -> None:
     name = folder_name(step, round, f"{step:08x}", 1)
     line.send({"is": "save", "plan": 1, "buffer": 0, "step": step, "name": name, "at": 1.0})
 
@@ -461,7 +461,7 @@ def hands_over_more(line: Line, round: int, step: int) -> None:
 class Watched(EtcdPointer):
     """Says when it has asked for the round, and commits only when it may."""
 
-    def __init__(self, access: EtcdAccess, store: Store) -> None:
+    def __init__(self, access: EtcdAccess, store: CheckpointStore) -> None:
         super().__init__(access, "j", store)
         self.witnessed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.may_commit = threading.Event()
@@ -476,7 +476,7 @@ class Watched(EtcdPointer):
         return super().commit(new, keep, fence, in_time=in_time)
 
 
-def fate(told: queue.SimpleQueue[Report]) -> Report:
+def fate(told: queue.SimpleQueue[SaveReport]) -> SaveReport:
     while (report := told.get(timeout=60.0)).fate is Fate.COPIED:
         pass
     return report
@@ -484,7 +484,7 @@ def fate(told: queue.SimpleQueue[Report]) -> Report:
 
 def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(server, client, tmp_path):
     listener, name = handover.listen()
-    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     pointer = Watched(server.access, Disk(tmp_path))
     saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
     thread = threading.Thread(target=saver.serve)

@@ -11,7 +11,7 @@ from elasticd.cli.doctor.command import as_object, as_text, exit_code
 from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,
-    Gpu,
+    GpuFacts,
     HttpFacts,
     ImportFacts,
     Interface,
@@ -19,7 +19,7 @@ from elasticd.cli.doctor.facts import (
     MemoryFacts,
     Missing,
     NetworkFacts,
-    Peer,
+    PeerFacts,
     PortFacts,
     TorchFacts,
 )
@@ -201,7 +201,7 @@ ETH = Interface("eth0", up=True, loopback=False, addresses=("10.0.0.7",))
             "one cannot listen on 10.9.9.9 and connect to it: Cannot assign requested address",
         ),
         (
-            AddressFacts("10.0.0.7", True, False, False, peers=(Peer("b", "10.0.0.8:31", "timed out"),)),
+            AddressFacts("10.0.0.7", True, False, False, peers=(PeerFacts("b", "10.0.0.8:31", "timed out"),)),
             Grade.WRONG,
             "node b of the job cannot be reached at 10.0.0.8:31 from here: timed out",
         ),
@@ -324,7 +324,7 @@ def test_files_and_tasks_suffice(facts: LimitFacts, grade: Grade) -> None:
 
 # ---------------------------------------------------------------- GPUs, torch, imports
 
-H100 = Gpu("NVIDIA H100", 80 * GIB)
+H100 = GpuFacts("NVIDIA H100", 80 * GIB)
 CPU_TORCH = TorchFacts("python", "2.13.0+cpu")
 CUDA_TORCH = TorchFacts("python", "2.13.0", cuda="13.0", nccl_version="2.28.9", devices=2)
 

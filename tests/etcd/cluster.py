@@ -23,7 +23,7 @@ from elasticd.etcd._client3 import grpc, rpc
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
-from elasticd.etcd.errors import StoreError, StoreFull
+from elasticd.etcd.errors import NoSpace, StoreError
 
 
 class Authority:
@@ -202,7 +202,7 @@ def fill(access: EtcdAccess) -> None:
         for number in range(10_000):
             try:
                 client.swap_raw(b"/junk/%d" % number, bytes(100_000), 0)
-            except StoreFull:
+            except NoSpace:
                 return
     raise AssertionError("it takes everything")
 

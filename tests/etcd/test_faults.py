@@ -19,7 +19,7 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import BadRecord, NewerRecord, StoreError
-from elasticd.etcd.store import EtcdStore, Link
+from elasticd.etcd.store import EtcdLink, EtcdStore
 
 from .cluster import Cluster, freeze
 from .conftest import Heard, Proxy
@@ -308,7 +308,7 @@ def test_closing_while_etcd_is_away_takes_a_few_seconds_and_answers_everything(
 
 
 def test_many_stores_share_one_link(etcd: Embedded, heard: Heard) -> None:
-    link = Link(etcd.access)
+    link = EtcdLink(etcd.access)
     try:
         stores = [EtcdStore(link, "job", 5) for _ in range(50)]
         threads = threading.active_count()

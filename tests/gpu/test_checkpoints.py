@@ -13,7 +13,7 @@ import torch
 
 from elasticd.checkpoint.handover import Memory
 from elasticd.telemetry.gpus import Gpus
-from elasticd.worker.offload import Gpu
+from elasticd.worker.offload import GpuCopier
 from tests.checkpoint.conftest import assert_same, tensors_of
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_what_fsdp2_has_on_the_gpu_is_saved_while_it_is_busy(tmp_path: Path) -> 
 
 
 def test_memory_that_is_pinned_is_let_go_with_it_and_a_refusal_hurts_nobody() -> None:
-    gpu, memory = Gpu(), Memory.make(1 << 20)
+    gpu, memory = GpuCopier(), Memory.make(1 << 20)
     torch.ones(1, device="cuda")
     image = torch.frombuffer(memory.map, dtype=torch.uint8)
     gpu.pin(memory)

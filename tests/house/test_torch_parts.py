@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elasticd import torchparts
-from elasticd.torchparts import MARKS, REPLACED, USED, Part
+from elasticd.torchparts import MARKS, REPLACED, USED, Private
 
 ROOT = Path(__file__).parents[2]
 TREES = {module: ast.parse(module.read_text()) for module in sorted((ROOT / "elasticd").rglob("*.py"))}
@@ -41,7 +41,7 @@ def found(of: str) -> Any:
     return thing
 
 
-def is_there(part: Part) -> bool:
+def is_there(part: Private) -> bool:
     """Whether this torch should have it: NCCL's parts are in builds for CUDA alone."""
     import torch
 
@@ -51,7 +51,7 @@ def is_there(part: Part) -> bool:
 
 
 @pytest.mark.parametrize("part", [*REPLACED, *USED], ids=lambda part: part.of)
-def test_torch_still_has_each_part_as_it_is_listed(part: Part) -> None:
+def test_torch_still_has_each_part_as_it_is_listed(part: Private) -> None:
     if not is_there(part):
         pytest.skip("not in this build of torch")
     thing = found(part.of)
@@ -94,7 +94,7 @@ def test_no_private_part_of_torch_is_used_that_is_not_listed() -> None:
 
 
 @pytest.mark.parametrize("part", [*REPLACED, *USED], ids=lambda part: part.of)
-def test_each_listed_part_is_used(part: Part) -> None:
+def test_each_listed_part_is_used(part: Private) -> None:
     last = part.of.rpartition(".")[2]
     texts = [m.read_text() for m in TREES if m.name != "torchparts.py"]
     assert any(last in text for text in texts)

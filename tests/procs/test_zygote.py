@@ -16,7 +16,7 @@ import pytest
 from elasticd.procs.launch import why_not
 from elasticd.procs.linux import children, steady_now
 from elasticd.procs.workers import LocalProcs
-from elasticd.procs.zygote import Zygote
+from elasticd.procs.zygote import ZygoteProcess
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench, named, wait_until_ready
 from tests.procs.forked import run
@@ -321,7 +321,7 @@ def test_workers_do_not_wait_for_a_zygote_for_longer_than_they_take_without(
 def test_one_that_imports_may_take_until_a_fresh_worker_would_have_been_there() -> None:
     ours, theirs = socket.socketpair()
     request = {"id": 7, "argv": [], "env": {}, "cwd": "/"}
-    zygote = Zygote(1, 0, ours, start_s=1000.0)
+    zygote = ZygoteProcess(1, 0, ours, start_s=1000.0)
     began = steady_now()
     zygote.preload({"do": "preload"})
     zygote.fork(request, [])

@@ -7,20 +7,20 @@ import random
 import pytest
 
 from elasticd.torchrun.decide import (
-    Enter,
+    EnterRound,
     Form,
-    Refused,
     Register,
+    Rejected,
+    RendezvousView,
     Rules,
     Seen,
     Unreachable,
-    View,
     Wait,
     changes_pending,
     decide,
     lost_members,
 )
-from elasticd.torchrun.records import Closed, NodeRecord, Round, Seat
+from elasticd.torchrun.records import NodeRecord, RendezvousClosed, RendezvousRound, Seat
 
 ADDRESS = "10.0.0.1"
 NOW = 100.0
@@ -36,8 +36,8 @@ def seen(
     return Seen(NodeRecord(after=after, address=address, port=port), created, since)
 
 
-def round_of(number: int, *nodes: str, closed: Closed | None = None) -> Round:
-    return Round(number, tuple(Seat(n, ADDRESS, 1) for n in nodes), closed=closed)
+def round_of(number: int, *nodes: str, closed: RendezvousClosed | None = None) -> RendezvousRound:
+    return RendezvousRound(number, tuple(Seat(n, ADDRESS, 1) for n in nodes), closed=closed)
 
 
 def rules(low: int, high: int, last_call_s: float | None = None) -> Rules:
@@ -50,33 +50,33 @@ def formed(verdict: object) -> tuple[int, list[str]]:
 
 
 def test_a_node_unknown_to_etcd_registers_first() -> None:
-    assert decide("a", ADDRESS, View(None, {}), rules(1, 1), NOW) == Register()
+    assert decide("a", ADDRESS, RendezvousView(None, {}), rules(1, 1), NOW) == Register()
 
 
 def test_the_first_round_forms_at_once_when_everybody_is_there() -> None:
-    view = View(None, {"b": seen(2, since=NOW), "a": seen(1, since=NOW)})
+    view = RendezvousView(None, {"b": seen(2, since=NOW), "a": seen(1, since=NOW)})
     assert formed(decide("a", ADDRESS, view, rules(1, 2), NOW)) == (1, ["a", "b"])
 
 
 def test_only_the_oldest_node_forms() -> None:
-    view = View(None, {"a": seen(1), "b": seen(2)})
+    view = RendezvousView(None, {"a": seen(1), "b": seen(2)})
     assert isinstance(decide("b", ADDRESS, view, rules(1, 2), NOW), Wait)
 
 
 def test_below_the_minimum_it_waits_without_end() -> None:
-    verdict = decide("a", ADDRESS, View(None, {"a": seen(1)}), rules(2, 2), NOW)
+    verdict = decide("a", ADDRESS, RendezvousView(None, {"a": seen(1)}), rules(2, 2), NOW)
     assert isinstance(verdict, Wait) and verdict.until is None
 
 
 def test_newcomers_are_given_company_for_a_moment() -> None:
-    view = View(None, {"a": seen(1, since=NOW - 5), "b": seen(2, since=NOW - 0.25)})
+    view = RendezvousView(None, {"a": seen(1, since=NOW - 5), "b": seen(2, since=NOW - 0.25)})
     verdict = decide("a", ADDRESS, view, rules(1, 3), NOW)
     assert isinstance(verdict, Wait) and verdict.until == NOW + 0.75
     assert formed(decide("a", ADDRESS, view, rules(1, 3), NOW + 1)) == (1, ["a", "b"])
 
 
 def test_a_last_call_is_waited_for_only_if_it_was_asked_for() -> None:
-    view = View(None, {"a": seen(1, since=NOW - 20), "b": seen(2, since=NOW - 10)})
+    view = RendezvousView(None, {"a": seen(1, since=NOW - 20), "b": seen(2, since=NOW - 10)})
     assert formed(decide("a", ADDRESS, view, rules(2, 3), NOW)) == (1, ["a", "b"])
     verdict = decide("a", ADDRESS, view, rules(2, 3, last_call_s=30), NOW)
     assert isinstance(verdict, Wait) and verdict.until == NOW + 20
@@ -84,55 +84,55 @@ def test_a_last_call_is_waited_for_only_if_it_was_asked_for() -> None:
 
 def test_survivors_form_at_once_and_keep_their_order() -> None:
     nodes = {"a": seen(9, after=4, since=NOW), "c": seen(3, after=4, since=NOW)}
-    view = View(round_of(4, "a", "b", "c"), nodes)
+    view = RendezvousView(round_of(4, "a", "b", "c"), nodes)
     assert formed(decide("c", ADDRESS, view, rules(1, 3), NOW)) == (5, ["a", "c"])
 
 
 def test_a_member_that_lives_is_waited_for() -> None:
-    view = View(round_of(4, "a", "b"), {"a": seen(1, after=4), "b": seen(2, after=3)})
+    view = RendezvousView(round_of(4, "a", "b"), {"a": seen(1, after=4), "b": seen(2, after=3)})
     verdict = decide("a", ADDRESS, view, rules(1, 2), NOW)
     assert isinstance(verdict, Wait) and "b" in verdict.why and not verdict.redundant
 
 
 def test_newcomers_come_after_survivors_and_the_oldest_first() -> None:
     nodes = {n: seen(c, after=1) for n, c in {"b": 4, "x": 2, "y": 1, "z": 3}.items()}
-    view = View(round_of(1, "a", "b"), nodes)
+    view = RendezvousView(round_of(1, "a", "b"), nodes)
     assert formed(decide("y", ADDRESS, view, rules(1, 3), NOW)) == (2, ["b", "y", "x"])
 
 
 def test_a_member_of_a_newer_round_enters_it() -> None:
-    view = View(round_of(5, "b", "a"), {"a": seen(1, after=4), "b": seen(2, after=4)})
+    view = RendezvousView(round_of(5, "b", "a"), {"a": seen(1, after=4), "b": seen(2, after=4)})
     verdict = decide("a", ADDRESS, view, rules(1, 2), NOW)
-    assert isinstance(verdict, Enter) and (verdict.round.number, verdict.rank) == (5, 1)
+    assert isinstance(verdict, EnterRound) and (verdict.round.number, verdict.rank) == (5, 1)
 
 
 def test_a_node_that_does_not_fit_is_redundant_and_becomes_eligible_when_a_member_is_lost() -> None:
     nodes = {"a": seen(1), "b": seen(2), "c": seen(3, after=1)}
-    verdict = decide("c", ADDRESS, View(round_of(1, "a", "b"), nodes), rules(1, 2), NOW)
+    verdict = decide("c", ADDRESS, RendezvousView(round_of(1, "a", "b"), nodes), rules(1, 2), NOW)
     assert isinstance(verdict, Wait) and verdict.redundant
     del nodes["b"]
-    verdict = decide("c", ADDRESS, View(round_of(1, "a", "b"), nodes), rules(1, 2), NOW)
+    verdict = decide("c", ADDRESS, RendezvousView(round_of(1, "a", "b"), nodes), rules(1, 2), NOW)
     assert isinstance(verdict, Wait) and not verdict.redundant
 
 
 def test_nobody_joins_a_closed_rendezvous() -> None:
-    closed = round_of(3, "a", closed=Closed("a", 0.0))
-    assert decide("b", ADDRESS, View(closed, {}), rules(1, 2), NOW) == Refused(closed)
+    closed = round_of(3, "a", closed=RendezvousClosed("a", 0.0))
+    assert decide("b", ADDRESS, RendezvousView(closed, {}), rules(1, 2), NOW) == Rejected(closed)
 
 
 def test_a_failed_attempt_refuses_while_its_nodes_live_and_is_forgotten_afterwards() -> None:
-    closed = round_of(3, "a", "b", closed=Closed("a", 0.0, failed=True))
+    closed = round_of(3, "a", "b", closed=RendezvousClosed("a", 0.0, failed=True))
     nodes = {"b": seen(1, after=3), "c": seen(2, after=3)}
-    assert decide("c", ADDRESS, View(closed, nodes), rules(1, 2), NOW) == Refused(closed)
+    assert decide("c", ADDRESS, RendezvousView(closed, nodes), rules(1, 2), NOW) == Rejected(closed)
     del nodes["b"]
-    assert formed(decide("c", ADDRESS, View(closed, nodes), rules(1, 2), NOW)) == (
+    assert formed(decide("c", ADDRESS, RendezvousView(closed, nodes), rules(1, 2), NOW)) == (
         4,
         ["c"],
     )
 
 
 def test_a_node_that_others_cannot_reach_is_told_before_it_disturbs_them() -> None:
-    view = View(round_of(1, "a"), {"a": seen(1)})
+    view = RendezvousView(round_of(1, "a"), {"a": seen(1)})
     assert decide("b", "127.0.0.1", view, rules(1, 2), NOW) == Unreachable("a", ADDRESS)
     assert changes_pending("a", 1, view, rules(1, 2)) == 0
 
@@ -158,23 +158,25 @@ def test_a_node_that_others_cannot_reach_is_told_before_it_disturbs_them() -> No
     ],
 )
 def test_changes_of_membership_are_seen(what: str, nodes: dict[str, Seen], pending: int) -> None:
-    assert changes_pending("a", 1, View(round_of(1, "a", "b"), nodes), rules(1, 3)) == pending
+    assert changes_pending("a", 1, RendezvousView(round_of(1, "a", "b"), nodes), rules(1, 3)) == pending
 
 
 def test_a_superseded_member_must_go_even_if_the_new_world_is_full() -> None:
-    view = View(round_of(2, "b", "c"), {"a": seen(1), "b": seen(2), "c": seen(3)})
+    view = RendezvousView(round_of(2, "b", "c"), {"a": seen(1), "b": seen(2), "c": seen(3)})
     assert changes_pending("a", 1, view, rules(1, 2)) == 1
 
 
 def test_a_finished_job_lets_the_others_end_and_a_failed_one_does_not() -> None:
-    finished = View(round_of(1, "a", "b", closed=Closed("b", 0.0)), {"a": seen(1)})
-    failed = View(round_of(1, "a", "b", closed=Closed("b", 0.0, failed=True)), {"a": seen(1)})
+    finished = RendezvousView(round_of(1, "a", "b", closed=RendezvousClosed("b", 0.0)), {"a": seen(1)})
+    failed = RendezvousView(
+        round_of(1, "a", "b", closed=RendezvousClosed("b", 0.0, failed=True)), {"a": seen(1)}
+    )
     assert changes_pending("a", 1, finished, rules(1, 2)) == 0
     assert changes_pending("a", 1, failed, rules(1, 2)) == 1
 
 
 def test_a_member_that_went_on_to_another_round_never_arrives_in_this_one() -> None:
-    view = View(round_of(2, "a", "b", "c"), {"a": seen(1, after=1), "b": seen(2, after=2)})
+    view = RendezvousView(round_of(2, "a", "b", "c"), {"a": seen(1, after=1), "b": seen(2, after=2)})
     assert lost_members(round_of(2, "a", "b", "c"), view) == ["b", "c"]
 
 
@@ -186,23 +188,25 @@ class Rehearsal:
         self.rules = rules(self.rng.randint(1, 3), self.rng.randint(3, 5))
         self.names = [f"n{i}" for i in range(6)]
         self.nodes: dict[str, Seen] = {}
-        self.round: Round | None = None
+        self.round: RendezvousRound | None = None
         self.revision = 1
         self.round_revision = 0
         self.joining: set[str] = set()
         self.inside: dict[str, int] = {}
         self.wrote: dict[str, int] = {}  # a node never looks at a view older than its own last write
-        self.history: list[tuple[int, int, View]] = []
+        self.history: list[tuple[int, int, RendezvousView]] = []
         self.now = 0.0
 
-    def look(self, name: str, age: int = 0) -> tuple[int, View]:
-        self.history.append((self.revision, self.round_revision, View(self.round, dict(self.nodes))))
+    def look(self, name: str, age: int = 0) -> tuple[int, RendezvousView]:
+        self.history.append(
+            (self.revision, self.round_revision, RendezvousView(self.round, dict(self.nodes)))
+        )
         revision, round_revision, view = self.history[max(-1 - age, -len(self.history))]
         if revision < self.wrote.get(name, 0):
             _, round_revision, view = self.history[-1]
         return round_revision, view
 
-    def put(self, name: str, view: View) -> None:
+    def put(self, name: str, view: RendezvousView) -> None:
         self.revision += 1
         self.wrote[name] = self.revision
         after = max(self.inside.get(name, 0), view.round.number if view.round else 0)
@@ -229,7 +233,7 @@ class Rehearsal:
         match decide(name, ADDRESS, view, self.rules, self.now):
             case Register():
                 self.put(name, view)
-            case Enter(round_):
+            case EnterRound(round_):
                 self.joining.discard(name)
                 self.inside[name] = round_.number
             case Form(round_) if round_revision == self.round_revision and name in self.nodes:
@@ -237,7 +241,7 @@ class Rehearsal:
             case _:
                 pass
 
-    def form(self, round_: Round) -> None:
+    def form(self, round_: RendezvousRound) -> None:
         last = self.round.number if self.round else 0
         assert round_.number == last + 1
         assert self.rules.min_nodes <= len(round_.seats) <= self.rules.max_nodes

@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
-from elasticd.torchrun.records import Closed, CorruptError, NodeRecord, Round, Seat, decode, encode
+from elasticd.torchrun.records import (
+    CorruptError,
+    NodeRecord,
+    RendezvousClosed,
+    RendezvousRound,
+    Seat,
+    decode,
+    encode,
+)
 
 NODE = NodeRecord(after=1, address="10.0.0.1", port=29500, pid=7, host="h")
 SEAT = Seat("a", "fd00::1", 29500)
-ROUND = Round(2, (SEAT, Seat("b", "node-b.local", 1)), 1.0, Closed("a", 2.0))
+ROUND = RendezvousRound(2, (SEAT, Seat("b", "node-b.local", 1)), 1.0, RendezvousClosed("a", 2.0))
 
 
 @pytest.mark.parametrize("record", [NODE, ROUND])

@@ -11,7 +11,7 @@ import torch
 
 from elasticd.checkpoint.handover import Memory
 from elasticd.worker.collect import flatten
-from elasticd.worker.offload import Gpu, offload, stepped
+from elasticd.worker.offload import GpuCopier, offload, stepped
 from tests.checkpoint.lazygpu import Lazy
 
 
@@ -99,7 +99,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind_for_the_training(
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
     monkeypatch.setattr(torch, "ones", launch)
-    Gpu().pin(Memory.make(4096))
+    GpuCopier().pin(Memory.make(4096))
     assert not kept
 
 
@@ -117,6 +117,6 @@ def test_the_gpu_that_waits_and_is_waited_for_is_the_one_that_copies(monkeypatch
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda which: used.append(which) or stream)
     event = SimpleNamespace(device=second, synchronize=lambda: used.append("waited"))
-    Gpu().hold(event)
-    Gpu().wait(event)
+    GpuCopier().hold(event)
+    GpuCopier().wait(event)
     assert used == [second, "held", second, "waited", "back"]

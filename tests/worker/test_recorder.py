@@ -19,8 +19,8 @@ from elasticd.core.audit import judge
 from elasticd.core.auditlog import (
     FOLDER,
     VARIABLE,
-    Committed,
-    Entered,
+    CommitNote,
+    EntryNote,
     Gap,
     Note,
     Took,
@@ -84,9 +84,9 @@ def test_what_is_taken_is_noted_before_it_is_committed_and_weights_now_and_then(
     data = Data(Numbers(), global_batch=4, virtual_ranks=2, accumulate=2, shuffle=False)
     state = train(data, wrap=None)
     entered, *rest = noted(folder)
-    assert entered == Entered(1, 0, 1, 0, "", 0, 0, data.facts)
+    assert entered == EntryNote(1, 0, 1, 0, "", 0, 0, data.facts)
     kinds = [type(note) for note in rest]
-    assert kinds == [Took, Committed, Took, Committed, Weights, Took, Committed, Weights]
+    assert kinds == [Took, CommitNote, Took, CommitNote, Weights, Took, CommitNote, Weights]
     took = [note for note in rest if isinstance(note, Took)]
     assert [list(unpack(t.ids)) for t in took] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [(start, count) for start, count, _ in took[0].parts] == [(0, 1), (1, 1), (2, 1), (3, 1)]
@@ -116,7 +116,7 @@ def test_without_data_the_commits_are_noted(folder):
     state.agree(1)
     state.enter(None)
     state.commit()
-    assert [type(note) for note in noted(folder)] == [Entered, Committed]
+    assert [type(note) for note in noted(folder)] == [EntryNote, CommitNote]
 
 
 def test_a_full_disk_leaves_a_gap_that_is_told_and_no_torn_line(tmp_path, monkeypatch, caplog):
@@ -128,18 +128,18 @@ def test_a_full_disk_leaves_a_gap_that_is_told_and_no_torn_line(tmp_path, monkey
         for step in (1, 2):
             notes.committed(step, [])
         notes.entered(2, 0, 1, 2, None)
-    assert noted(tmp_path) == [Entered(1, 0, 1, 0)], "half a line is none, and is not left there"
+    assert noted(tmp_path) == [EntryNote(1, 0, 1, 0)], "half a line is none, and is not left there"
     monkeypatch.undo()
     with caplog.at_level(logging.WARNING):
         notes.committed(3, [])
         notes.committed(4, [])
     full = os.strerror(errno.ENOSPC)
     assert noted(tmp_path) == [
-        Entered(1, 0, 1, 0),
-        Entered(2, 0, 1, 2),
+        EntryNote(1, 0, 1, 0),
+        EntryNote(2, 0, 1, 2),
         Gap(3, 3, full),
-        Committed(3),
-        Committed(4),
+        CommitNote(3),
+        CommitNote(4),
     ]
     told = [record.getMessage() for record in caplog.records]
     assert told == [
@@ -193,9 +193,9 @@ def test_a_folder_that_can_be_made_later_only_is_used_from_then_on(tmp_path, cap
     (tmp_path / "file").unlink()
     notes.committed(1, [])
     assert noted(tmp_path / "file" / FOLDER) == [
-        Entered(1, 0, 1, 0),
+        EntryNote(1, 0, 1, 0),
         Gap(1, 1, os.strerror(errno.ENOTDIR)),
-        Committed(1),
+        CommitNote(1),
     ]
 
 

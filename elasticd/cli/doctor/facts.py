@@ -8,7 +8,7 @@ from elasticd.cli.interfaces import Interface
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerFacts:
     """Another node of the job, tried from here. ``error``: why it could not be reached, or empty."""
 
     node: str
@@ -28,7 +28,7 @@ class AddressFacts:
     etcd_is_local: bool
     loopback: bool
     error: str = ""
-    peers: tuple[Peer, ...] = ()
+    peers: tuple[PeerFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class NetworkFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuFacts:
     name: str
     memory_bytes: int
 
@@ -92,7 +92,7 @@ class DriverFacts:
 
     nodes: int
     version: str = ""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
     error: str = ""
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,
-    Gpu,
+    GpuFacts,
     HttpFacts,
     LimitFacts,
     MemoryFacts,
     NetworkFacts,
-    Peer,
+    PeerFacts,
     PortFacts,
 )
 from elasticd.cli.interfaces import host_addresses, interfaces, is_loopback
@@ -39,7 +39,7 @@ def look_at_address(
     tried = []
     for node, place in peers:
         host, _, port = place.rpartition(":")
-        tried.append(Peer(node, place, _connect(host.strip("[]"), int(port))))
+        tried.append(PeerFacts(node, place, _connect(host.strip("[]"), int(port))))
     return AddressFacts(
         address=address,
         shared=bool(endpoints),
@@ -193,10 +193,10 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu:
+def _gpu(nvml: ctypes.CDLL, index: int) -> GpuFacts:
     handle, name, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _Memory()
     if failed := nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
-        return Gpu(f"GPU {index}: {nvml.nvmlErrorString(failed).decode()}", 0)
+        return GpuFacts(f"GPU {index}: {nvml.nvmlErrorString(failed).decode()}", 0)
     nvml.nvmlDeviceGetName(handle, name, 96)
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    return Gpu(name.value.decode(errors="replace"), memory.total)
+    return GpuFacts(name.value.decode(errors="replace"), memory.total)

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from elasticd.checkpoint import handover
-from elasticd.checkpoint.pace import Pace
+from elasticd.checkpoint.pace import RateLimit
 from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.report import Report, sentence
+from elasticd.checkpoint.report import SaveReport, sentence
 from elasticd.checkpoint.saver import Saver
 from elasticd.checkpoint.wire import PeerGone
 from elasticd.core.facts import Holder
@@ -33,7 +33,7 @@ def say(sentence: str) -> None:
     _write(1, f"{sentence}\n".encode())
 
 
-def tell(report: Report) -> None:
+def tell(report: SaveReport) -> None:
     if words := sentence(report):
         say(words)
 
@@ -85,7 +85,7 @@ class FilePeers:
 
 def saver(options: dict[str, Any]) -> None:
     listener, name = handover.listen()
-    pace = Pace(options["bytes_s"]) if "bytes_s" in options else None
+    pace = RateLimit(options["bytes_s"]) if "bytes_s" in options else None
     linger_s = options.get("linger_s", 0.0)
     replication = None
     if "node" in options:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[4])]
 import instants  # noqa: E402
 
-from elasticd.checkpoint.handover import Line  # noqa: E402
+from elasticd.checkpoint.handover import SaverSocket  # noqa: E402
 from elasticd.worker import Checkpoints, rank  # noqa: E402
 from tests.checkpoint.faults import check, state_of, whole  # noqa: E402
 
@@ -26,7 +26,9 @@ dist.init_process_group("gloo")
 WHO = f"worker@{os.environ['E2E_NODE']}.{os.environ['LOCAL_RANK']}"
 
 
-def send(self: Line, message: dict[str, Any], *more: Any, real: Any = Line.send, **options: Any) -> None:
+def send(
+    self: SaverSocket, message: dict[str, Any], *more: Any, real: Any = SaverSocket.send, **options: Any
+) -> None:
     instants.instant(WHO, f"say {message['is']}")
     real(self, message, *more, **options)
     instants.instant(WHO, f"after say {message['is']}")
@@ -43,7 +45,7 @@ def copy(into: list[Any], sources: list[Any], real: Any = torch._foreach_copy_) 
     real(into, sources)
 
 
-Line.send = send  # type: ignore[method-assign]
+SaverSocket.send = send  # type: ignore[method-assign]
 torch._foreach_copy_ = copy
 kind = ("replicated", "sharded")[int(os.environ["ELASTICD_ROUND"]) % 2]
 checkpoints = Checkpoints(last=2)
