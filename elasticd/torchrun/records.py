@@ -98,7 +98,7 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
         )
     try:
         check(record)
-        seats = record.seats if isinstance(record, RendezvousRound) else ()
+        seats: tuple[Seat, ...] = record.seats if isinstance(record, RendezvousRound) else ()
         if len({seat.node for seat in seats}) < len(seats):
             raise ValueError("a node has two seats")
     except ValueError as error:
