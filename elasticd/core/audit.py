@@ -111,7 +111,7 @@ Finding = (
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class EpochCount:
     """``used``: how many samples; ``begun_at``: the position from which on there are notes;
     ``length``: None where only the data's end says it; ``over``: nothing more of it will come;
     ``left_out``: how many at its end, as asked."""
@@ -131,7 +131,7 @@ class AuditVerdict:
     ``losses`` and ``weights``: by step."""
 
     findings: tuple[Finding, ...]
-    epochs: tuple[Epoch, ...]
+    epochs: tuple[EpochCount, ...]
     steps: range
     rounds: int
     worlds: tuple[int, ...]
@@ -172,7 +172,7 @@ def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> AuditVer
     began = [life.entered for key in sorted(rounds) for life in rounds[key]]
     data = next((e.data for e in reversed(began) if e.data is not None), None)
     first = next((life.entered for life in rounds[made[min(made)][0]]), None) if made else None
-    epochs: tuple[Epoch, ...] = ()
+    epochs: tuple[EpochCount, ...] = ()
     if data is not None and first is not None:
         epochs = tuple(_epochs(taken, first, data, findings))
     return AuditVerdict(
@@ -290,7 +290,7 @@ def _loss(batches: Sequence[Took]) -> float | None:
 
 def _epochs(
     taken: Mapping[int, Sequence[Took]], first: EntryNote, data: Mapping[str, Any], findings: list[Finding]
-) -> Iterator[Epoch]:
+) -> Iterator[EpochCount]:
     order = known(data["order"])
     length = data["order"].get("length")
     used: dict[int, list[Took]] = defaultdict(list)
@@ -324,7 +324,7 @@ def _epochs(
         over = epoch < last or (length is not None and left == left_out)
         if over and left > left_out:
             findings.append(_lost(order, epoch, range(position, position + left)))
-        yield Epoch(epoch, begun_at, count, length, over, left_out)
+        yield EpochCount(epoch, begun_at, count, length, over, left_out)
 
 
 def _spans(batches: Iterable[Took]) -> Iterator[tuple[int, int, list[int], int]]:

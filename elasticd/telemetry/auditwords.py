@@ -11,7 +11,7 @@ from elasticd.core.audit import (
     Damaged,
     Disagreed,
     DivergedRuns,
-    Epoch,
+    EpochCount,
     Finding,
     Interrupted,
     Jumped,
@@ -49,7 +49,7 @@ def proved(kind: str) -> str:
     return "proved: each was used once"
 
 
-def _used(epoch: Epoch, kind: str) -> str:
+def _used(epoch: EpochCount, kind: str) -> str:
     what = "draw" if kind == "weighted" else "sample"
     of = f" of {epoch.length}" if epoch.length is not None else ""
     start = f" from position {epoch.begun_at} on" if epoch.begun_at else ""

@@ -12,6 +12,7 @@ TWICE = {
     "Choice",
     "Committed",
     "Doing",
+    "Progress",
     "Held",
     "Leave",
     "Part",
