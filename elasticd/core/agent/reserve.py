@@ -55,7 +55,7 @@ def _wanted_at_all(state: State) -> bool:
         and not state.over
         and state.departure is None
         and state.exiting is None
-        and not (state.crew is not None and state.crew.finished)
+        and not (state.crew is not None and (state.crew.returned or state.crew.finished))
     )
 
 

@@ -55,7 +55,9 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if broken:
         return close(view, round, Cause.WORLD_BROKEN, False, now, nodes=broken)
 
-    leaving = [m.node for m in round.members if is_present(view, m) and is_leaving(view, spec, m)]
+    # A node whose workers have finished may leave, unless the others may still need its store.
+    needed = [m for m in round.members if m.node not in finished or m is round.members[0]]
+    leaving = [m.node for m in needed if is_present(view, m) and is_leaving(view, spec, m)]
     if leaving:
         wait = None if returned else _await_heirs(view, spec, round, tuple(leaving), now)
         plan = wait or close(view, round, Cause.NODE_DRAINED, True, now, nodes=tuple(leaving))
@@ -93,7 +95,7 @@ def _at_a_checkpoint(
         return plan
     if not round.resizes_by or now + wait_s < round.resizes_by:
         by = now + wait_s
-        return write(view, replace(round, resizes_by=by), view.budget, (AwaitingCheckpoint(by),))
+        return write(view, replace(round, resizes_by=by), view.budget)
     if now >= round.resizes_by:
         return plan
     return Plan(wake_at=round.resizes_by, reasons=(AwaitingCheckpoint(round.resizes_by),))
