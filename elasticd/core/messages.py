@@ -31,7 +31,7 @@ class Tag(StrEnum):
 
     SPEC = "spec"
     NODE = "node"
-    EVICT = "evict"
+    SUCCEED = "succeed"
     LEAD = "lead"
     REPORT = "report"
     INPLACE = "inplace"

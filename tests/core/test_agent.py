@@ -286,14 +286,19 @@ def test_a_name_becomes_free_when_its_lease_runs_out() -> None:
     one.wrote(Tag.NODE)
 
 
-def test_an_earlier_agent_on_this_machine_is_evicted_if_its_process_is_gone() -> None:
+def test_an_agent_takes_the_place_of_an_earlier_one_on_its_machine_whose_process_is_gone() -> None:
     one = taken()
     assert one.one(CheckProcess) == CheckProcess(4711, life("a", 0))
+    one.sees("leader", Leadership("a", life("a", 0)))
+    leads_at = one.revision
     one.told(ProcessGone(life("a", 0)))
-    write = one.wrote(Tag.EVICT)
-    assert (write.guards, write.writes) == ((Unchanged("nodes/a", one.revision),), (Delete("nodes/a"),))
-    one.answered(Tag.EVICT)
-    one.wrote(Tag.NODE)
+    write = one.wrote(Tag.SUCCEED)
+    assert write.guards == (Unchanged("nodes/a", leads_at - 1), Unchanged("leader", leads_at))
+    made, unled = write.writes
+    record = put(made)
+    assert isinstance(record, Node) and record.incarnation == life("a") and unled == Delete("leader")
+    one.answered(Tag.SUCCEED)
+    assert one.state.registered and one.wrote(Tag.LEAD)
 
 
 def test_no_name_is_called_taken_while_the_store_is_silent() -> None:

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from elasticd.core.agent.crew import part, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
-from elasticd.core.agent.membership import evict
+from elasticd.core.agent.membership import succeed
 from elasticd.core.agent.reserve import lost_from_reserve
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Departure, Doing
 from elasticd.core.facts import Node, Report
@@ -107,7 +107,7 @@ def absorb(do: Doing, event: Event) -> None:
         case ProcessGone(incarnation):
             key = state.seen.get(state.me.key)
             if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
-                evict(do, key, key.fact)
+                succeed(do, key, key.fact)
         case Exhausted(why):
             do.set(exiting=state.exiting or Leave(3, why))
         case KeeperLost():

@@ -8,7 +8,7 @@ from elasticd.core.agent.crew import unreported
 from elasticd.core.agent.state import Doing, State
 from elasticd.core.facts import Leadership, Node, Outcome, Round, Spec
 from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
-from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged
+from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
 from elasticd.core.reasons import NameTaken, PolicyDiffers
 
 CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for etcd
@@ -244,14 +244,18 @@ def _wait_for_name(do: Doing, holder: Node) -> None:
     do.wakes.append(do.state.name_taken_until)
 
 
-def evict(do: Doing, key: Entry, dead: Node) -> None:
-    """What a dead agent of this node has on its lease, which nobody else need wait out."""
-    guards, writes = [Unchanged(key.key, key.revision)], [Delete(key.key)]
+def succeed(do: Doing, key: Entry, dead: Node) -> None:
+    """Take the place of a dead agent of this node: nobody need wait until its lease runs out. One write does it,
+    so that no round is formed between the end of its record and the beginning of ours."""
+    if do.state.lease_until is None:
+        return
+    guards: list[Guard] = [Unchanged(key.key, key.revision)]
+    writes: list[Write] = [Put(key.key, _record(do.state), leased=True)]
     leader = do.state.seen.get("leader")
     if leader and leader.fact == Leadership(dead.name, dead.incarnation):
         guards.append(Unchanged("leader", leader.revision))
         writes.append(Delete("leader"))
-    do.transact(Tag.EVICT, tuple(guards), tuple(writes))
+    do.transact(Tag.SUCCEED, tuple(guards), tuple(writes))
 
 
 def campaign(do: Doing) -> None:
