@@ -101,6 +101,14 @@ def charge(
     return replace(budget, charges=(*recent, new), total=budget.total + 1)
 
 
+def get_on(budget: Budget) -> Budget:
+    """The budget after a round that was of use and ended without a failure: the job has made progress."""
+    if not budget.charges or budget.charges[-1].progressed:
+        return budget
+    last = replace(budget.charges[-1], progressed=True)
+    return replace(budget, charges=(*budget.charges[:-1], last))
+
+
 def go_back(budget: Budget, step: int) -> Budget:
     """The budget after the training has come to what is NaN or infinite at this step of the job."""
     before = budget.astray

@@ -366,8 +366,8 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One failure of the user's code, charged to the budget. ``progressed``: its round was of use, or nobody
-    can tell. ``step``: the committed one that the job goes on
+    """One failure of the user's code, charged to the budget. ``progressed``: its round was of use, or
+    one after it, or nobody can tell. ``step``: the committed one that the job goes on
     from, where workers have it in memory."""
 
     at: float

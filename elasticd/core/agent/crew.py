@@ -155,7 +155,10 @@ def note_report(do: Doing) -> None:
     if crew is None:
         return
     was_held = before is not None and before.round == crew.round.number and before.checkpointed
-    if not (crew.failures or crew.finished or crew.returned or crew.broken or crew.held or was_held):
+    stepped = not crew.alive and crew.steps > 0
+    if not (
+        crew.failures or crew.finished or crew.returned or crew.broken or crew.held or was_held or stepped
+    ):
         return
     me = do.state.me
     report = Report(

@@ -245,8 +245,8 @@ def _wait_for_name(do: Doing, holder: Node) -> None:
 
 
 def succeed(do: Doing, key: Entry, dead: Node) -> None:
-    """Take the place of a dead agent of this node: nobody need wait until its lease runs out. One write does it,
-    so that no round is formed between the end of its record and the beginning of ours."""
+    """Take the place of a dead agent of this node: nobody need wait until its lease runs out. One write
+    does it, so that no round is formed between the end of its record and the beginning of ours."""
     if do.state.lease_until is None:
         return
     guards: list[Guard] = [Unchanged(key.key, key.revision)]

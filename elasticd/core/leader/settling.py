@@ -85,6 +85,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         why = unrunnable or budgets.exhausted(budget, spec.policy, commits=spec.inplace)
         if why is not None:
             return end(view, round, now, Outcome.FAILED, why, reasons)
+    elif budgets.progressed(round, reports, round.lived_s, commits=spec.inplace):
+        budget = budgets.get_on(budget)
     if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
         budget = budgets.come_apart(budget, goes_on_from, now)
         if (why := budgets.hopeless(budget, spec.policy, now)) is not None:
