@@ -79,6 +79,9 @@ class RunOptions:
     checkpoint_rate: str | None = None
     resume: str = "auto"
     http: str | None = None
+    http_cert: Path | None = None
+    http_key: Path | None = None
+    http_token_file: Path | None = None
     plain: bool = False
     log_format: str = "auto"
     termination_log: Path | None = None
@@ -310,6 +313,13 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--http",
         help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",
         metavar="HOST:PORT|off",
+    ),
+    _ours("--http-cert", _FILE, "Certificate to serve them over https with."),
+    _ours("--http-key", _FILE, "Key of that certificate."),
+    _ours(
+        "--http-token-file",
+        _FILE,
+        "File with the token that metrics and status are shown for; /healthz and /readyz need none.",
     ),
     _our_switch("--plain", "No live view, even on a terminal."),
     _ours(

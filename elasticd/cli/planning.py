@@ -18,6 +18,7 @@ from elasticd.cli.meeting import check_name, meeting
 from elasticd.cli.options import RunOptions, Said, flag
 from elasticd.cli.outputs import logs, signals
 from elasticd.cli.policy import first, patience, policy
+from elasticd.cli.serving import http_note, http_place, http_tls, http_token
 from elasticd.cli.sizes import nodes, sizes
 from elasticd.core import bandwidth, cadence
 from elasticd.core.facts import Limits, Resume
@@ -32,7 +33,6 @@ _MEANS_NOTHING: Mapping[str, str] = {
     "master_addr": "the store of each round is hosted by an agent, and MASTER_ADDR tells the workers where",
 }
 _OFTEN = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nnodes", "--nproc-per-node")
-HTTP_DEFAULT = ("127.0.0.1", 9408)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,8 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         replicate=options.replicate,
         checkpoint_rate=_checkpoint_rate(options),
         http=http_place(options.http),
+        http_tls=http_tls(options),
+        http_token=http_token(options),
         patience=patience(options),
         audit=_audit(options),
         door=_door(options, address),
@@ -106,6 +108,8 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     )
     if met.job is None and met.etcd is not None and config.limits.max > config.slots:
         notes.append(f"--job was not given, so other nodes join this one only with --job {config.job}")
+    if note := http_note(config.http, config.http_tls, config.http_token):
+        notes.append(note)
     return Planned(config, tuple(notes))
 
 
@@ -220,24 +224,6 @@ def _door(options: RunOptions, address: str) -> tuple[tuple[str, ...], int] | No
         raise Complaint(f"--master-port {port} is not a port: give a number from 1 to 65535.")
     named = options.master_addr or address
     return tuple({address, "127.0.0.1", named if is_ours(named) else address}), port
-
-
-def http_place(asked: str | None) -> tuple[str, int] | None:
-    """Host and port of what --http says, None for off. Raises Complaint.
-
-    Loopback unless somebody says otherwise: what is served tells of paths, hosts and errors.
-    """
-    if asked is None:
-        return HTTP_DEFAULT
-    if asked.strip().lower() in ("off", "none", ""):
-        return None
-    host, _, port = asked.strip().rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise Complaint(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
-    if not is_ours(host):
-        raise Complaint(f"--http {asked}: {host} is not an address of this machine.")
-    return host, int(port)
 
 
 def _audit(options: RunOptions) -> int | None:

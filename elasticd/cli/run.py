@@ -21,6 +21,16 @@ from elasticd.cli.storecheck import reached
 from elasticd.daemon.config import RunConfig
 from elasticd.telemetry.termination import TerminationLog
 
+# Workers, which run what others wrote, are not to know them.
+_FOR_THE_AGENT_ALONE = (
+    "ETCD_PASSWORD",
+    "ETCD_PASSWORD_FILE",
+    "ETCD_KEY",
+    "ETCD_CERT",
+    "HTTP_KEY",
+    "HTTP_TOKEN_FILE",
+)
+
 
 @click.command(context_settings=CONTEXT_SETTINGS)
 @run_options
@@ -31,13 +41,8 @@ def run(ctx: click.Context, /, **_: object) -> int:
     Takes torchrun's options as well as its own. They end at SCRIPT; what follows is the script's.
     """
     options = collect(ctx, passwords.of_login(ctx.params))
-    for name in (
-        "PASSWORD",
-        "PASSWORD_FILE",
-        "KEY",
-        "CERT",
-    ):  # for this process alone: workers run what others wrote
-        os.environ.pop(f"ELASTICD_ETCD_{name}", None)
+    for name in _FOR_THE_AGENT_ALONE:
+        os.environ.pop(f"ELASTICD_{name}", None)
     last_words = TerminationLog(options.termination_log)
     try:
         if gone := nowhere():  # torch and the script would each fail in a way of their own

@@ -10,6 +10,7 @@ from pathlib import Path
 from elasticd.core.facts import Limits, Policy
 from elasticd.core.hang import Patience
 from elasticd.etcd.access import EtcdAccess
+from elasticd.telemetry.http import Tls
 
 
 class CommandKind(StrEnum):
@@ -49,7 +50,8 @@ class RunConfig:
     ``slots`` is how many workers this node offers to run. ``etcd_grace_s``: how long etcd may be
     away before the agent gives up with exit code 4; ``etcd_wait_s``: the same before it has joined,
     where None is a few seconds and exit code 2. ``env``: added to every worker's environment.
-    ``http``: the host and port that metrics are served at; None for nowhere.
+    ``http``: the host and port that metrics are served at; None for nowhere. ``http_tls``: with these files;
+    ``http_token``: to who knows it.
     ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
     is forked from a process that has imported what it imports. ``spares``: how many of the slots are
     for workers that wait to replace others. ``replicate``: how many other nodes hold a copy of this
@@ -81,6 +83,8 @@ class RunConfig:
     replicate: int = 0
     checkpoint_rate: int | None = None
     http: tuple[str, int] | None = None
+    http_tls: Tls | None = None
+    http_token: str | None = field(default=None, repr=False)
     patience: Patience | None = Patience()
     audit: int | None = None
     door: tuple[tuple[str, ...], int] | None = None

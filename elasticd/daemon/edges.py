@@ -22,7 +22,7 @@ from elasticd.procs.logdest import Reify
 from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log
-from elasticd.telemetry.http import HttpServer
+from elasticd.telemetry.http import HttpServer, Site
 from elasticd.telemetry.view import View
 
 LEASE_ALONE_S = 30 * 86_400.0
@@ -91,10 +91,14 @@ def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
         return "off"
     host, port = config.http
     try:
-        names = (config.node, socket.gethostname())
-        server = cleanup.enter_context(
-            HttpServer(host, port, pages.by_path(), guarded=("/", "/status"), names=names)
+        site = Site(
+            pages.by_path(),
+            guarded=("/", "/status"),
+            names=(config.node, socket.gethostname()),
+            private=("/", "/status", "/metrics"),
+            token=config.http_token,
         )
+        server = cleanup.enter_context(HttpServer(host, port, site, config.http_tls))
     except OSError as error:
         log.get("elasticd.agent").warning("http.off", host=host, port=port, why=str(error))
         return "off"

@@ -22,6 +22,8 @@ from elasticd.cli.run import run
 from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
+from elasticd.telemetry.http import Tls
+from tests.etcd.cluster import Authority
 
 
 @dataclass(frozen=True)
@@ -599,6 +601,36 @@ def test_where_nothing_can_be_served_is_refused_with_an_example(job: str, asked:
 
 def test_metrics_are_not_promised_at_an_address_of_another_machine(job: str) -> None:
     assert "203.0.113.9 is not an address of this machine" in complaint("--http", "203.0.113.9:80", job)
+
+
+@pytest.mark.parametrize(
+    ("where", "tls", "token", "note"),
+    [
+        ("0.0.0.0:0", False, False, "without --http-token-file, --http-cert and --http-key"),
+        ("[::]:0", True, False, "without --http-token-file"),
+        ("0.0.0.0:0", False, True, "in the clear without --http-cert, --http-key"),
+        ("0.0.0.0:0", True, True, None),
+        ("127.0.0.1:0", False, False, None),
+        ("localhost:0", False, True, None),
+        ("[::1]:0", False, False, None),
+        ("off", False, False, None),
+    ],
+)
+def test_who_serves_beyond_loopback_is_told_who_can_read(
+    job: str, where: str, tls: bool, token: bool, note: str | None, tmp_path: Path
+) -> None:
+    cert, key = Authority(tmp_path, "us").issue("agent", "127.0.0.1")
+    secret = tmp_path / "token"
+    secret.write_text("s3cret\n")
+    options = [f"--http={where}"]
+    options += [f"--http-cert={cert}", f"--http-key={key}"] if tls else []
+    options += [f"--http-token-file={secret}"] if token else []
+    made = planned(*options, job)
+    assert made.config.http_tls == (Tls(cert, key) if tls else None)
+    assert made.config.http_token == ("s3cret" if token else None)
+    assert "s3cret" not in repr(made)
+    notes = [said for said in made.notes if "--http-" in said]
+    assert len(notes) == (note is not None) and all(said.endswith(note or "") for said in notes)
 
 
 def test_hangs_are_judged_as_asked(job: str) -> None:

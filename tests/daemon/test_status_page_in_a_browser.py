@@ -11,7 +11,7 @@ import pytest
 from elasticd.core.facts import Limits
 from elasticd.daemon.pages import Pages, Published
 from elasticd.telemetry.book import Book
-from elasticd.telemetry.http import HttpServer
+from elasticd.telemetry.http import HttpServer, Site
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from tests.browser import Browser, needs_chromium
 
@@ -47,7 +47,7 @@ def server() -> Iterator[HttpServer]:
     spent = {"productive": 7000.0, "restarting": 150.0, "rendezvous": 65.0}
     unready = "this node is not registered in etcd"
     pages.publish(Published(crowded(LONG), Book().copy(), spent, unready, time.time()))
-    with HttpServer("127.0.0.1", 0, pages.by_path()) as server:
+    with HttpServer("127.0.0.1", 0, Site(pages.by_path())) as server:
         yield server
 
 

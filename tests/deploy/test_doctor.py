@@ -30,7 +30,7 @@ from elasticd.core.ports import Applied, Put
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.examine import examine
-from elasticd.telemetry.http import Answer, HttpServer
+from elasticd.telemetry.http import Answer, HttpServer, Site, Tls
 from tests.etcd.cluster import Authority, Cluster, EtcdOnPorts
 from tests.etcd.conftest import Proxy
 
@@ -367,8 +367,10 @@ def test_a_port_for_metrics_that_somebody_else_holds_is_told() -> None:
     assert not look_at_http("127.0.0.1", port).error, "once it is free"
 
 
-def test_an_agent_that_serves_metrics_already_is_known_for_one() -> None:
-    with HttpServer("127.0.0.1", 0, {"/healthz": lambda _: Answer(b"ok")}) as server:
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_agent_that_serves_metrics_already_is_known_for_one(secure: bool, tmp_path: Path) -> None:
+    tls = Tls(*Authority(tmp_path, "us").issue("agent", "127.0.0.1")) if secure else None
+    with HttpServer("127.0.0.1", 0, Site({"/healthz": lambda _: Answer(b"ok")}), tls) as server:
         assert look_at_http("127.0.0.1", server.port).agent
 
 

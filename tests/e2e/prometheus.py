@@ -147,9 +147,9 @@ class Answer:
 
 
 class Prometheus:
-    """Listens on loopback; keeps all below ``folder``."""
+    """Listens on loopback; keeps all below ``folder``. ``how``: more for its scrape config."""
 
-    def __init__(self, folder: Path, by: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, by: Mapping[str, Any], how: Mapping[str, Any] = {}) -> None:
         assert SERVER is not None
         folder.mkdir()
         self.began_at = time.time()
@@ -167,7 +167,7 @@ class Prometheus:
             "rule_files": ["rules.yml"],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": [self.alerts.address]}]}]},
             "scrape_configs": [
-                {"job_name": "elasticd", "file_sd_configs": [{"files": ["targets.json"]}]},
+                {"job_name": "elasticd", "file_sd_configs": [{"files": ["targets.json"]}], **how},
             ],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))

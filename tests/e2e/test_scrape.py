@@ -6,10 +6,13 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from elasticd.telemetry import events, runs
 from tests.e2e.conftest import Etcd
 from tests.e2e.harness import PATIENCE_S, Agent, Cluster, World
+from tests.e2e.prometheus import Prometheus, needs_prometheus
+from tests.etcd.cluster import Authority
 from tests.telemetry import promtool
 
 T = TypeVar("T")
@@ -198,6 +203,39 @@ def test_a_scrape_is_answered_while_the_disk_hangs(cluster: Cluster) -> None:
     cluster.finishes(a)
     (part,) = runs.of_job(cluster.folder / "state" / "elasticd", cluster.job)
     assert events.read([part.folder])[-1]["event"] == "agent.ended", "what had waited was written"
+
+
+@needs_prometheus
+def test_prometheus_scrapes_over_tls_with_the_token(cluster: Cluster, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "us")
+    cert, key = authority.issue("agent", "127.0.0.1")
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    cluster.limits = (1, 1)
+    (a,) = cluster.start(
+        "a", options=[f"--http-cert={cert}", f"--http-key={key}", f"--http-token-file={token}"]
+    )
+    cluster.world(1)
+    url, trusting = url_of(a), ssl.create_default_context(cafile=authority.cert)
+
+    def status_of(path: str) -> int:
+        try:
+            with urllib.request.urlopen(f"{url}{path}", context=trusting, timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert [status_of(path) for path in ("", "status", "metrics")] == [401] * 3
+    eventually(lambda: status_of("readyz") == status_of("healthz") == 200)
+    how = {
+        "scheme": "https",
+        "tls_config": {"ca_file": str(authority.cert)},
+        "authorization": {"credentials_file": str(token)},
+    }
+    with closing(Prometheus(tmp_path / "prometheus", {"groups": []}, how)) as prometheus:
+        prometheus.watch(a)
+        prometheus.until("elasticd_world_size == 1", bool)
+    cluster.finishes(a)
 
 
 def test_nothing_is_served_where_nobody_wants_it(cluster: Cluster) -> None:

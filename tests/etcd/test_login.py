@@ -160,7 +160,15 @@ def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_s
 ) -> None:
     root, a = shared
     options = [f"--etcd={a.url}", f"--etcd-cacert={a.cacert}"]
-    secrets = {"ELASTICD_ETCD_CERT": str(a.cert), "ELASTICD_ETCD_KEY": str(a.key)}
+    token = tmp_path / "token"
+    token.write_text("t0ken")
+    secrets = {
+        "ELASTICD_ETCD_CERT": str(a.cert),
+        "ELASTICD_ETCD_KEY": str(a.key),
+        "ELASTICD_HTTP_CERT": str(a.cert),
+        "ELASTICD_HTTP_KEY": str(a.key),
+        "ELASTICD_HTTP_TOKEN_FILE": str(token),
+    }
     state = {"XDG_STATE_HOME": str(tmp_path / "state"), "ELASTICD_ETCD_PASSWORD": "s3cret"}
     go_on = tmp_path / "go_on"
     os.mkfifo(go_on)
@@ -192,7 +200,8 @@ def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_s
         job.wait()
     assert job.returncode == 143, err
     assert "ELASTICD_ROUND" in out
-    assert not any(secret in out for secret in ("ELASTICD_ETCD_", "s3cret", str(a.key))), "of the agent alone"
+    for secret in ("ELASTICD_ETCD_", "s3cret", str(a.key), str(token)):
+        assert secret not in out, "of the agent alone"
     with Client(root) as client:
         client.transact("b", (), (Put("budget", Budget()),))
         assert set(client.jobs()) == {"a", "b"}

@@ -1,12 +1,21 @@
+import base64
+import contextlib
 import http.client
 import socket
+import ssl
+import subprocess
+import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
 from elasticd.telemetry import http as served
-from elasticd.telemetry.http import Answer, HttpServer
+from elasticd.telemetry.http import Answer, HttpServer, Site, Tls
+from tests.etcd.cluster import Authority
 
 
 def fail(_: Mapping[str, str]) -> Answer:
@@ -20,7 +29,7 @@ def server() -> Iterator[HttpServer]:
         "/accept": lambda headers: Answer(headers.get("accept", "nothing").encode()),
         "/broken": fail,
     }
-    with HttpServer("127.0.0.1", 0, pages) as server:
+    with HttpServer("127.0.0.1", 0, Site(pages)) as server:
         yield server
 
 
@@ -103,15 +112,147 @@ def test_however_many_sit_there_each_who_asks_is_answered(server: HttpServer) ->
 
 def test_who_asks_and_does_not_listen_keeps_nobody_out() -> None:
     pages = {"/": lambda _: Answer(b"home\n"), "/big": lambda _: Answer(bytes(32 << 20))}
-    with HttpServer("127.0.0.1", 0, pages) as server:
+    with HttpServer("127.0.0.1", 0, Site(pages)) as server:
         deaf = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(40)]
         try:
             for sock in deaf:
-                sock.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+                sock.sendall(b"GET /big HTTP/1.0\r\n\r\n")
             assert get(server, "/") == (200, b"home\n")
         finally:
             for sock in deaf:
                 sock.close()
+
+
+def test_who_sends_a_byte_now_and_then_is_dropped_all_the_same(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "PATIENCE_S", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        slow.settimeout(0.05)
+        while not dropped(slow):
+            with contextlib.suppress(ConnectionError):
+                slow.sendall(b"y")
+
+
+def dropped(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_what_comes_with_a_request_is_not_read(server: HttpServer) -> None:
+    body = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n" + b"x" * 1000
+    assert raw(server, body).startswith(b"HTTP/1.1 400 ")
+    assert get(server, "/")[0] == 200
+
+
+def test_strangers_do_not_write_our_log(
+    server: HttpServer, tls: Tls, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
+    for nonsense in (b"\r\n\r\n", b"GET /nothing HTTP/1.0\r\n\r\n", b"POST / HTTP/1.0\r\n\r\n"):
+        raw(server, nonsense)
+    with HttpServer("127.0.0.1", 0, Site({}), tls) as secure, contextlib.suppress(ConnectionError):
+        raw(secure, b"GET / HTTP/1.0\r\n\r\n")
+    assert not caplog.records
+    get(server, "/broken")
+    assert [record.message for record in caplog.records] == ["cannot answer /broken"]
+
+
+def test_the_server_is_imported_for_the_first_who_asks() -> None:
+    program = """
+import sys, urllib.request
+from elasticd.telemetry.http import Answer, HttpServer, Site
+
+with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home")})) as server:
+    assert not {"tornado", "asyncio"} & set(sys.modules)
+    assert urllib.request.urlopen(server.url).read() == b"home"
+    assert "tornado" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certs"), "us")
+
+
+@pytest.fixture(scope="module")
+def tls(authority: Authority) -> Tls:
+    return Tls(*authority.issue("agent", "127.0.0.1"))
+
+
+def test_over_tls_who_asks_can_tell_whom(authority: Authority, tls: Tls) -> None:
+    trusting = ssl.create_default_context(cafile=authority.cert)
+    with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home\n")}), tls) as server:
+        assert server.url == f"https://127.0.0.1:{server.port}/"
+        with urllib.request.urlopen(server.url, context=trusting, timeout=30) as answer:
+            assert answer.read() == b"home\n"
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(server.url, timeout=30)
+        with pytest.raises(ConnectionError):
+            get(server, "/")  # in the clear
+
+
+def test_over_tls_idle_connections_keep_nobody_out(authority: Authority, tls: Tls) -> None:
+    trusting = ssl.create_default_context(cafile=authority.cert)
+    with HttpServer("127.0.0.1", 0, Site({"/": lambda _: Answer(b"home\n")}), tls) as server:
+        idle = [
+            socket.create_connection(("127.0.0.1", server.port), timeout=30)
+            for _ in range(2 * served.CONNECTIONS_MAX)
+        ]
+        try:
+            with urllib.request.urlopen(server.url, context=trusting, timeout=30) as answer:
+                assert answer.read() == b"home\n"
+        finally:
+            for sock in idle:
+                sock.close()
+
+
+def test_what_is_no_certificate_is_no_server(tls: Tls, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    for wrong in (Tls(nothing, tls.key), Tls(tls.cert, nothing), Tls(tls.cert, tmp_path / "missing")):
+        with pytest.raises(OSError, match=r"PEM|No such file"):
+            HttpServer("127.0.0.1", 0, Site({}), wrong)
+
+
+def basic(user: str, password: str) -> str:
+    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (None, 401),
+        ("Bearer s3cret", 200),
+        ("bearer  s3cret", 200),
+        (basic("", "s3cret"), 200),
+        (basic("anybody", "s3cret"), 200),
+        ("Bearer", 401),
+        ("Bearer s3cre", 401),
+        ("Bearer s3crets", 401),
+        ("Bearer s\xe4cret", 401),
+        ("s3cret", 401),
+        (basic("s3cret", ""), 401),
+        ("Basic s3cret", 401),
+        ("Basic !", 401),
+        ("Digest s3cret", 401),
+    ],
+)
+def test_a_private_page_is_shown_to_who_knows_the_token(sent: str | None, status: int) -> None:
+    pages = {path: lambda _: Answer(b"ok\n") for path in ("/status", "/healthz")}
+    headers = {} if sent is None else {"Authorization": sent}
+    with HttpServer("127.0.0.1", 0, Site(pages, private=("/status",), token="s3cret")) as server:
+        assert get(server, "/status", **headers)[0] == get(server, "/status", "HEAD", **headers)[0] == status
+        assert get(server, "/healthz")[0] == get(server, "/healthz", **headers)[0] == 200
+        refusal = raw(server, b"GET /status HTTP/1.0\r\n\r\n")
+        assert b"\r\nwww-authenticate: basic " in refusal.lower(), "so that a browser asks for it"
+    assert "s3cret" not in repr(Site(pages, token="s3cret"))
 
 
 @pytest.mark.parametrize(
@@ -131,14 +272,14 @@ def test_who_asks_and_does_not_listen_keeps_nobody_out() -> None:
 )
 def test_a_guarded_page_is_shown_only_to_who_asks_for_this_machine(host: str, status: int) -> None:
     pages = {path: lambda _: Answer(b"ok\n") for path in ("/status", "/healthz")}
-    with HttpServer("127.0.0.1", 0, pages, guarded=("/status",), names=("node-a",)) as server:
+    with HttpServer("127.0.0.1", 0, Site(pages, guarded=("/status",), names=("node-a",))) as server:
         assert get(server, "/status", Host=host)[0] == status
         assert get(server, "/healthz", Host=host)[0] == 200
         assert raw(server, b"GET /status HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_port_that_is_taken_is_no_reason_to_fail(server: HttpServer) -> None:
-    with HttpServer("127.0.0.1", server.port, {"/": lambda _: Answer(b"other\n")}) as other:
+    with HttpServer("127.0.0.1", server.port, Site({"/": lambda _: Answer(b"other\n")})) as other:
         assert other.port != server.port
         assert get(other, "/") == (200, b"other\n")
         assert other.url == f"http://127.0.0.1:{other.port}/"
@@ -146,7 +287,7 @@ def test_a_port_that_is_taken_is_no_reason_to_fail(server: HttpServer) -> None:
 
 def test_an_address_of_another_machine_cannot_be_served() -> None:
     with pytest.raises(OSError, match="assign"):
-        HttpServer("203.0.113.9", 0, {})
+        HttpServer("203.0.113.9", 0, Site({}))
 
 
 def test_it_leaves_no_port_and_no_thread(server: HttpServer) -> None:
@@ -166,5 +307,5 @@ def test_one_that_is_closed_at_once_ends_like_any_other(monkeypatch: pytest.Monk
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     for _ in range(50):
-        HttpServer("127.0.0.1", 0, {}).close()
+        HttpServer("127.0.0.1", 0, Site({})).close()
     assert not failed

@@ -29,8 +29,8 @@ from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
 from elasticd.cli.interfaces import network_environment
 from elasticd.cli.machine import default_node_name, nowhere, routed_address
 from elasticd.cli.options import etcd_options
-from elasticd.cli.planning import http_place
 from elasticd.cli.say import say
+from elasticd.cli.serving import http_place
 from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports

@@ -1,0 +1,88 @@
+"""Where metrics and the status page are served, and to whom: the options that begin with --http."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.interfaces import is_loopback
+from elasticd.cli.machine import is_ours
+from elasticd.cli.options import RunOptions
+from elasticd.telemetry.http import Tls, context
+
+HTTP_DEFAULT = ("127.0.0.1", 9408)
+
+
+def http_place(asked: str | None) -> tuple[str, int] | None:
+    """Host and port of what --http says, None for off. Raises Complaint.
+
+    Loopback unless somebody says otherwise: what is served tells of paths, hosts and errors.
+    """
+    if asked is None:
+        return HTTP_DEFAULT
+    if asked.strip().lower() in ("off", "none", ""):
+        return None
+    host, _, port = asked.strip().rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise Complaint(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
+    if not is_ours(host):
+        raise Complaint(f"--http {asked}: {host} is not an address of this machine.")
+    return host, int(port)
+
+
+def http_tls(options: RunOptions) -> Tls | None:
+    """The files of --http-cert and --http-key, which work together. Raises Complaint."""
+    cert, key = options.http_cert, options.http_key
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        given, missing = ("--http-cert", "--http-key") if key is None else ("--http-key", "--http-cert")
+        raise Complaint(f"{given} is given without {missing}; they only work together.")
+    tls = Tls(cert, key)
+    try:
+        context(tls)
+    except ssl.SSLError as error:
+        raise Complaint(
+            f"--http-cert {cert} and --http-key {key} are no PEM certificate and its unencrypted key"
+            f" ({error.reason or 'not PEM'})."
+        ) from error
+    except OSError as error:
+        raise Complaint(f"--http-cert {cert}, --http-key {key}: {error.strerror}.") from error
+    return tls
+
+
+def http_token(options: RunOptions) -> str | None:
+    """What --http-token-file holds. Raises Complaint."""
+    file = options.http_token_file
+    if file is None:
+        return None
+    try:
+        token = Path(file).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise Complaint(f"--http-token-file {file}: {error.strerror}.") from error
+    except UnicodeDecodeError:
+        token = ""
+    if not token.isprintable() or not token or " " in token:
+        raise Complaint(f"--http-token-file {file} holds no token: one word of ASCII letters and digits.")
+    return token
+
+
+def http_note(place: tuple[str, int] | None, tls: Tls | None, token: str | None) -> str | None:
+    """What to know where others can reach the pages."""
+    if place is None or _is_loopback(place[0]) or (tls and token):
+        return None
+    if token:
+        return (
+            "the token of --http-token-file crosses the network in the clear without --http-cert, --http-key"
+        )
+    more = "--http-token-file" if tls else "--http-token-file, --http-cert and --http-key"
+    return f"whoever reaches {place[0]}:{place[1]} reads this run's metrics, paths and errors without {more}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return is_loopback(host)
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,0 +1,178 @@
+"""A site's pages as tornado serves them. Import this module where somebody asks for a page."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+import re
+import socket
+import ssl
+from http import HTTPStatus
+from typing import Any
+
+from tornado.httpserver import HTTPServer
+from tornado.ioloop import IOLoop
+from tornado.iostream import IOStream
+from tornado.web import Application, HTTPError, RequestHandler
+
+from elasticd.telemetry import http
+from elasticd.telemetry.http import Page, Site
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(site: Site, listener: socket.socket, tls: ssl.SSLContext | None, over: socket.socket) -> None:
+    """Until ``over`` has something to read."""
+    logging.getLogger("tornado").setLevel(logging.ERROR)  # else strangers who send nonsense write our log
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(over, ended.set)
+    listener.setblocking(False)
+    server = _Server(
+        _application(site),
+        ssl_options=tls,
+        no_keep_alive=True,
+        max_header_size=http.REQUEST_MAX_BYTES,
+        max_body_size=0,
+    )
+    server.add_socket(listener)
+    await ended.wait()
+    server.stop()
+    server.drop_all()
+
+
+class _Server(HTTPServer):
+    """Bounds how many connections there are, and how long each of them lasts."""
+
+    def initialize(self, *args: Any, **options: Any) -> None:
+        super().initialize(*args, **options)
+        self._streams: list[IOStream] = []  # the oldest first
+
+    def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
+        self._streams = [s for s in self._streams if not s.closed()] + [stream]
+        if len(self._streams) > http.CONNECTIONS_MAX:
+            self._streams[0].close()
+        IOLoop.current().call_later(http.PATIENCE_S, stream.close)
+        super().handle_stream(stream, address)
+
+    def drop_all(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+
+def _application(site: Site) -> Application:
+    names = {name.lower() for name in ("localhost", *site.names)}
+    here = "\n".join(site.pages)
+    return Application(
+        [
+            (
+                re.escape(path) + "$",
+                _Shown,
+                {
+                    "page": page,
+                    "names": names if path in site.guarded else None,
+                    "token": site.token if path in site.private else None,
+                },
+            )
+            for path, page in site.pages.items()
+        ],
+        default_handler_class=_Missing,
+        default_handler_args={"here": here},
+        log_function=lambda _: None,
+    )
+
+
+class _Plain(RequestHandler):
+    """Answers in plain text, and lets nobody keep or embed what is shown."""
+
+    def set_default_headers(self) -> None:
+        self.clear_header("Server")
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.set_header("Cache-Control", "no-store")
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
+
+    def compute_etag(self) -> str | None:
+        return None  # nobody keeps a copy to compare
+
+    def refuse(self, status: HTTPStatus, why: str) -> None:
+        self.set_status(status)
+        self.finish(f"{why}\n")
+
+    def write_error(self, status_code: int, **_: Any) -> None:
+        """For what this handler has no method for, and for a page that fails."""
+        status = HTTPStatus(status_code)
+        says = {
+            HTTPStatus.METHOD_NOT_ALLOWED: "there is nothing to change here",
+            HTTPStatus.INTERNAL_SERVER_ERROR: "cannot be shown; the agent's log says why",
+        }
+        self.refuse(status, says.get(status, status.phrase))
+
+    def log_exception(self, typ: Any, value: BaseException | None, tb: Any) -> None:
+        if value is not None and not isinstance(value, HTTPError):
+            _log.error("cannot answer %s", self.request.path, exc_info=value)
+
+
+class _Missing(_Plain):
+    def initialize(self, here: str) -> None:
+        self._here = here
+
+    def prepare(self) -> None:
+        self.refuse(HTTPStatus.NOT_FOUND, f"there are:\n{self._here}")
+
+
+class _Shown(_Plain):
+    """``names``: of this machine, where it has to be asked for by one of them. ``token``: what the request
+    has to show, if anything."""
+
+    def initialize(self, page: Page, names: set[str] | None, token: str | None) -> None:
+        self._page = page
+        self._names = names
+        self._token = token
+
+    def prepare(self) -> None:
+        if self._names and not _is_one_of(self._names, self.request.headers.get("Host", "")):
+            names = ", ".join(sorted(self._names))
+            self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"ask for this machine by its address, or as {names}")
+        elif self._token and not self._is_told(self._token):
+            self.set_header("WWW-Authenticate", 'Basic realm="elasticd"')  # a browser asks for the password
+            self.refuse(HTTPStatus.UNAUTHORIZED, "give the token, as Bearer or as the password of any user")
+
+    def _is_told(self, token: str) -> bool:
+        return hmac.compare_digest(_sent(self.request.headers.get("Authorization", "")), token.encode())
+
+    def get(self) -> None:
+        answer = self._page(self.request.headers)
+        self.set_status(answer.status)
+        self.set_header("Content-Type", answer.content_type)
+        self.finish(answer.body)
+
+    head = get
+
+
+def _sent(authorization: str) -> bytes:
+    """The token: after "Bearer", or the password after "Basic" whoever the user is."""
+    scheme, _, credentials = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip().encode()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(credentials, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""
+
+
+def _is_one_of(names: set[str], host: str) -> bool:
+    """Whether it is this machine that is asked for. A browser always says; other programs need not."""
+    name = re.sub(r":\d*$", "", host).lower()
+    if not host or name.rstrip(".") in names:
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
