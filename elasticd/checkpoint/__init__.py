@@ -1,5 +1,5 @@
-"""Checkpoints on disk: the format, the saver that writes it, and reading it back, verified.
+"""Checkpoints on disk: the format, the saver that writes checkpoints, and the verified reading of them.
 
-Knows nothing of the agent or of etcd. Imports torch only where tensors are made or filled, so that
-the saver, which only moves bytes, stays small.
+The package knows nothing of the agent or of etcd. Only the code that makes or fills tensors imports torch, so
+that the saver, which only moves bytes, stays small.
 """

@@ -1,4 +1,4 @@
-"""The saver as a process of its own, where no agent has one."""
+"""The saver as a process of its own, for workers that run without an elasticd agent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from elasticd.checkpoint.report import SaveReport, sentence
 from elasticd.checkpoint.saver import Saver
 
 _NICE: Final = 19
-_SESSION_NICE: Final = 10  # a tenth of a processor that a worker wants too: slow, but never starved
+_SESSION_NICE: Final = 10  # about a tenth of a processor that a worker also uses: slow, but not starved
 
 
 def be_modest() -> None:
-    """Take what processor and disk time the training leaves.
+    """Lower the priority of this process, so that the saver uses only the time that training leaves.
 
-    Where the kernel groups processes by session, ``nice`` counts within a session only: one of our own would
-    get as much as a worker. Then the session has to be nice, too."""
+    Where the kernel groups processes by session, ``nice`` counts only within a session: a saver with a
+    session of its own would get as much time as a worker. This function then lowers the priority of the
+    session too.
+    """
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     with contextlib.suppress(OSError):
@@ -33,15 +35,14 @@ def be_modest() -> None:
 
 
 def say(words: str) -> None:
-    """To whoever looks at what the process writes."""
-    with contextlib.suppress(OSError):  # nobody looks any more
+    """Print a line to standard error."""
+    with contextlib.suppress(OSError):  # the reader has closed the pipe
         print(f"elasticd saver: {words}", file=sys.stderr, flush=True)
 
 
 def main(fd: int, options: str = "{}") -> None:
-    """Serve a listening socket that it was given, those who know the secret that its standard input says.
-    ``options``: JSON of ``linger_s`` and ``bytes_s``
-    (how much to write per second at most)."""
+    """Serve the listening socket ``fd``. A client must name the secret, which is read from standard input.
+    ``options`` is JSON: ``linger_s``, and ``bytes_s``, the most bytes to write per second."""
     given: dict[str, Any] = json.loads(options)
     be_modest()
     bytes_s = given.get("bytes_s")

@@ -1,4 +1,4 @@
-"""How much memory is to be had: of the machine's, and of what a container may use of it."""
+"""Available memory: of the machine, and within the memory limits of the container."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-_RECLAIMED: Final = ("inactive_file", "active_file")  # what was read from disk, which makes room
+_RECLAIMED: Final = ("inactive_file", "active_file")  # page cache, which the kernel frees under pressure
 
 
 def available(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that could be had without swapping, or being killed for it. ``groups``: the control groups that
-    count, as /proc/self/cgroup has them, which are below ``root``."""
+    """Return the bytes that can be allocated without swapping and without the out-of-memory killer.
+    ``groups``: the content of /proc/self/cgroup, by default of this process; ``root``: where the control
+    groups are mounted."""
     if groups is None:
         try:
             groups = Path("/proc/self/cgroup").read_text()
@@ -29,7 +30,8 @@ def _of_machine() -> int:
 
 
 def _of_groups(groups: str, root: Path) -> Iterator[int]:
-    """Each of version 2 and 1 that has a limit, and those around them."""
+    """Yield the bytes left in each control group (version 1 or 2) that has a limit, parent groups
+    included."""
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -52,4 +54,4 @@ def _of_groups(groups: str, root: Path) -> Iterator[int]:
                     freed = sum(int(stat.get(total + kind, 0)) for kind in _RECLAIMED)
                     yield int(most) - int((group / usage).read_text()) + freed
             except (OSError, ValueError):
-                continue  # a container may see nothing of those around it
+                continue  # a container may not see its parent groups

@@ -1,5 +1,5 @@
-"""From memory to a committed checkpoint: shards, then the manifest, then the pointer, each durable
-before the next."""
+"""Commit a checkpoint that is in memory: write the shards, then the manifest, then the pointer. Each is
+durable before the next is written."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ from elasticd.core.retention import Commit, CommitRefused, Keep
 
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
-_OTHERS_S: Final = 600.0  # how long the shards of other nodes may take
-_ALONE_S: Final = 30.0  # the same, once our own workers of that world are gone
+_OTHERS_S: Final = 600.0  # how long to wait for the shards of other nodes
+_ALONE_S: Final = 30.0  # the same, once this node's workers of that world are gone
 
 
 class Committer(Protocol):
-    """Makes a checkpoint that is durable the newest. See ``FilePointer``."""
+    """Makes a durable checkpoint the newest. ``FilePointer`` implements this protocol."""
 
     def known(self, *, own: bool = False) -> Checkpoint:
-        """What is committed; ``own``: by this job. Raises BadCheckpoint, OSError."""
+        """Return the committed checkpoints; with ``own``, only if this job committed them. Raises
+        BadCheckpoint, OSError."""
 
     def witness(self, fence: int) -> bool:
-        """Whether it is still that round. Blocks until that is known, or nobody can tell any more."""
+        """Return whether the job is still in the round ``fence``. Blocks until the answer is known, or can no
+        longer be known."""
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        """``in_time``: it was handed over before the round that came after ``fence`` began. Raises
-        ``CommitRefused``, BadCheckpoint: it is not committed, nor will it be; OSError: nobody knows."""
+        """Make ``new`` the newest checkpoint. ``in_time``: the workers handed it over before the round after
+        ``fence`` began. After ``CommitRefused`` or BadCheckpoint the checkpoint is not committed and never
+        will be; after OSError the outcome is unknown."""
 
     def settle(self) -> Checkpoint:
-        """What is committed, once all go by that: for what ``commit`` left unsettled. Raises as that."""
+        """Return the committed checkpoints once every reader sees them. It finishes a commit that ``commit``
+        returned as unsettled, and raises the same errors."""
 
     def close(self) -> None: ...
 
 
 class _Receipt(msgspec.Struct, frozen=True):
-    """What the saver of another node leaves beside its shards, for the one that commits: those it has
-    written, by rank, or why they are not to be waited for."""
+    """A file that the saver of another node writes beside its shards for the saver that commits. It holds the
+    files by rank, or the reason why their shards will never come."""
 
     files: dict[int, File] = {}
     why: str = ""
@@ -59,7 +63,8 @@ _RECEIPTS: Final = msgspec.json.Decoder(_Receipt)
 
 
 class Committing:
-    """``committer_of``: by the store of the checkpoints. All that is here blocks, and is for threads."""
+    """Writes and commits checkpoints. All methods block and must be called from threads. ``committer_of``
+    returns the committer of a store."""
 
     def __init__(
         self,
@@ -71,13 +76,14 @@ class Committing:
         self._committers: dict[str, Committer] = {}
         self._pace = pace
         self._say = say
-        self._begun: set[str] = set()  # stores that have their pointer
+        self._begun: set[str] = set()  # URLs of stores whose pointer file exists
         self._unswept: dict[
             str, tuple[CheckpointStore, Commit]
-        ] = {}  # where older ones could not be removed yet
+        ] = {}  # by URL: older checkpoints are not removed yet
 
     def close(self) -> list[tuple[Saved, str]]:
-        """No more are committed. Those that are and that whoever comes later will not know of, and why."""
+        """Stop committing. Return the committed checkpoints that the pointer file does not name, each with
+        the reason: a later run will not find them."""
         untold = self._sweep_again()
         for committer in self._committers.values():
             committer.close()
@@ -92,26 +98,28 @@ class Committing:
         return self._committer(store).known(own=own)
 
     def open(self, world: SavingWorld) -> None:
-        """What there is to be prepared, before it is waited for."""
+        """Prepare the committer of the world's store, so that the first commit need not wait."""
         self._committer(world.store).witness(world.fence)
 
     def witness(self, world: SavingWorld) -> bool:
-        """To be asked when a checkpoint has been handed over: workers that live on when the next
-        round has begun can have nothing committed, but what they handed over before it did counts,
-        however long it takes to write it and whatever has become of them."""
+        """Return whether the world's round is still the job's round. Must be called when a checkpoint is
+        handed over: a checkpoint that was handed over before the next round began counts, however long its
+        write takes and even if its workers are gone. A checkpoint that was handed over later does not."""
         return self._committer(world.store).witness(world.fence)
 
     def write(self, world: SavingWorld, name: str, rank: int, memory: Memory) -> File:
-        """A shard of the checkpoint of that name. Raises OSError."""
+        """Write one rank's shard of the checkpoint ``name``. Raises OSError."""
         return world.store.write(f"{name}/{shard_name(rank)}", memory.view, self._pace)
 
     def hand_in(self, world: SavingWorld, gathering: Gathering) -> None:
-        """Tell the one that commits that all shards of this node are written. Raises OSError."""
+        """Write the receipt that tells the committing saver that all shards of this node are written. Raises
+        OSError."""
         world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(gathering.files)))
 
     def commit(self, world: SavingWorld, gathering: Gathering) -> Saved:
-        """Once all shards of this node are written. Raises ``CommitRefused``, BadCheckpoint,
-        TimeoutError, OSError; then it is not committed, but for what ``tried`` says of the gathering."""
+        """Commit the checkpoint, once all shards of this node are written. Raises ``CommitRefused``,
+        BadCheckpoint, TimeoutError or OSError. The checkpoint is then not committed, except that after an
+        OSError with ``gathering.tried`` set it may be."""
         store, name = world.store, gathering.name
         files = gathering.files | self._elsewhere(world, gathering)
         metadata = store.write(f"{name}/{METADATA}", memoryview(gathering.paper.metadata))
@@ -145,25 +153,27 @@ class Committing:
         return saved
 
     def refuse(self, world: SavingWorld, gathering: Gathering) -> None:
-        """Tell the one that commits that it need not wait for this node."""
-        with contextlib.suppress(OSError):  # then it waits in vain, until a later one is here
+        """Tell the committing saver not to wait for this node."""
+        with contextlib.suppress(OSError):  # that saver then waits for a later receipt or its timeout
             world.store.replace(_receipt(world, gathering), msgspec.json.encode(_Receipt(why=gathering.why)))
 
     def discard(self, world: SavingWorld, gathering: Gathering) -> None:
-        """What was written of one that came to nothing. That may be the room that was wanted before."""
+        """Remove the files of a failed checkpoint, and retry removals that failed before: the disk may have
+        been full."""
         world.store.remove(gathering.name)
         self._sweep_again()
 
     def _elsewhere(self, world: SavingWorld, gathering: Gathering) -> dict[int, File]:
-        """What other nodes' savers say of their shards, once it is all there. It is found by listing the
-        folder and read side by side, as there may be many nodes and the store be far."""
+        """Wait for the receipts of the other nodes, and return their files by rank. The folder is listed, and
+        receipts are read in parallel, because there may be many nodes and the store may be slow."""
         files: dict[int, File] = {}
         missing = set(range(world.size)) - gathering.files.keys()
         read: set[str] = set()
         alone_since: float | None = None
         while missing:
             later = [g for g in list(world.gatherings.values()) if g.step > gathering.step]
-            ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}  # first
+            # List later checkpoints first: a node that has a receipt there has none to come here.
+            ahead = {receipt: g.step for g in later for receipt in _receipts(world.store, g.name)}
             there = _receipts(world.store, gathering.name)
             if fresh := sorted(there - read):
                 with ThreadPoolExecutor(min(_READERS, len(fresh)), "receipts") as pool:
@@ -179,7 +189,7 @@ class Committing:
                 missing -= files.keys()
                 continue
             first = min(missing)
-            if lost := ahead.keys() - there:  # each node hands in one after the other
+            if lost := ahead.keys() - there:  # each node writes its receipts in order of step
                 step = ahead[min(lost)]
                 raise TimeoutError(
                     f"the shard of rank {first}, which is on another node, never came, and step {step} has"
@@ -194,9 +204,9 @@ class Committing:
         return files
 
     def _sweep(self, store: CheckpointStore, made: Commit) -> None:
-        """Remove what is kept no longer, and what was begun and can never be committed any more. What is
-        finished and came further than the newest stays: whatever is said to be committed, it may be all
-        that is left of the work. It is committed whatever fails here, which is for the next time."""
+        """Remove the checkpoints that retention drops, and unfinished folders that can no longer be
+        committed. A finished checkpoint with a later step than the newest one stays: it may be the only copy
+        of that work. A failure here does not affect the commit; the next sweep tries again."""
         newest = made.checkpoint.newest
         if newest is None:
             return
@@ -211,7 +221,7 @@ class Committing:
                 there = parse_folder(name)
                 if there is None or name in committed:
                     continue
-                # Whoever still writes there would be refused, by the rule of ``retention.commit``.
+                # ``retention.commit`` would refuse a checkpoint that is still being written there.
                 older = (there.round, there.step) <= (newest.round, newest.step)
                 if older and (there.step <= newest.step or not is_finished(store, name)):
                     store.remove(name)
@@ -222,7 +232,7 @@ class Committing:
             self._unswept.pop(store.url, None)
 
     def _sweep_again(self) -> list[tuple[Saved, str]]:
-        """Where something stopped it before. See ``close``."""
+        """Settle and sweep the stores where that failed before. Return what ``close`` returns."""
         untold = []
         for store, made in list(self._unswept.values()):
             try:
@@ -236,12 +246,12 @@ class Committing:
 
 
 def _receipt(world: SavingWorld, gathering: Gathering) -> str:
-    """Of this node."""
+    """Return the path of this node's receipt."""
     return f"{gathering.name}/{shard_name(min(world.locals))}{_RECEIPT}"
 
 
 def _receipts(store: CheckpointStore, folder: str) -> set[str]:
-    """The names of those that are there."""
+    """Return the names of the receipts in the folder."""
     try:
         return {name for name in store.sizes(folder) if name.endswith(_RECEIPT)}
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The local disk (or whatever is mounted): every write here is durable once it returns."""
+"""Checkpoints on the local disk or a mounted file system: every write is durable when the call returns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Disk:
         sync_folder(self.path / folder)
 
     def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
-        del over  # there are locks
+        del over  # ``locked`` already keeps writers apart
         make_folder((self.path / name).parent)
         replace_file(self.path / name, content)
 
@@ -92,7 +92,7 @@ class OnDisk:
 
 
 def make_folder(path: Path) -> None:
-    """With those above it, and so that they are there after a power cut. It may be there."""
+    """Create a folder and its missing parents durably. The folder may exist already."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -112,10 +112,10 @@ def sync_folder(path: Path) -> None:
 
 
 def write_file(path: Path, content: memoryview, pace: RateLimit | None = None) -> File:
-    """A new file; returns what to check it by. Its folder is yet to be synced.
+    """Write a new file, and return its size and checksums. The caller must sync the folder.
 
-    The checksums are of what is in memory, so that nothing that goes wrong on the way to the disk
-    or on it can be missed.
+    The checksums are computed from memory, so that an error on the way to the disk or on the disk is
+    detected.
     """
     digests = []
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -130,7 +130,7 @@ def write_file(path: Path, content: memoryview, pace: RateLimit | None = None) -
                 except OSError as error:
                     if error.errno != errno.EINVAL or not past_cache:
                         raise
-                    past_cache = _go_past_cache(fd, False)  # the end of the file is no whole page
+                    past_cache = _go_past_cache(fd, False)  # the end of the file does not fill a page
             if pace is not None:
                 pace.wrote(min(BLOCK, len(content) - at))
         os.fsync(fd)
@@ -140,9 +140,8 @@ def write_file(path: Path, content: memoryview, pace: RateLimit | None = None) -
 
 
 def _go_past_cache(fd: int, on: bool = True) -> bool:
-    """Have the disk fetch what is written from where it is, and no copy be kept for who may read it soon: it
-    costs as much processor time as all the rest, and drives what the training reads out of memory. Returns
-    whether it is so now: not every file system can."""
+    """Switch direct I/O on or off, and return whether it is on: not every file system supports it. Writes
+    through the page cache cost much processor time, and push data that the training reads out of memory."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
@@ -152,7 +151,7 @@ def _go_past_cache(fd: int, on: bool = True) -> bool:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """At once, for whoever reads it: the old content or the new."""
+    """Replace a file atomically and durably: a reader sees the old content or the new."""
     fresh = path.with_name(fresh_name(path.name))
     try:
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -172,7 +171,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def settle(fresh: Path, path: Path) -> None:
-    """Put a file that others wrote in its place, durably."""
+    """Sync a file that another process wrote, and rename it durably to ``path``."""
     fd = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -183,14 +182,14 @@ def settle(fresh: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """As far as that goes; what cannot be removed stays."""
+    """Remove a folder. Files that cannot be removed stay."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One at a time, among the processes of this host (and of others, where the disk is shared and
-    keeps locks). The lock is gone with the process."""
+    """Hold an exclusive lock among the processes of this host, and of other hosts where the shared file
+    system supports locks. The lock ends with the process."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""What ``torch.save`` writes around a tensor's bytes, made without them.
+"""The bytes that ``torch.save`` writes around a tensor's data, made without torch.
 
-``torch.distributed.checkpoint`` stores each part of a tensor as such a file within its shard. Here
-the bytes around the data are made once, so that a save has only the data to copy.
+``torch.distributed.checkpoint`` stores each part of a tensor as a ``torch.save`` file within the shard. This
+module makes the bytes around the data once, so that a save copies the data only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
-ALIGNMENT: Final = 64  # bytes; of the data, so that it can be used where it lies
+ALIGNMENT: Final = 64  # bytes; of the data within the file, so that it can be used without a copy
 _LIMIT: Final = (1 << 32) - (1 << 16)
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -21,10 +21,11 @@ _END = struct.Struct("<IHHHHIIH")
 
 
 def tensor_frame(dtype: str, sizes: Sequence[int], nbytes: int) -> tuple[bytes, bytes]:
-    """What comes before and after the data of a contiguous tensor. ``dtype``: such as "float32".
+    """Return the bytes before and after the data of a contiguous tensor. ``dtype``: for example "float32".
 
-    The data begins at a multiple of ``ALIGNMENT`` if the whole does. Its checksum of 32 bits is
-    left 0: torch never looks at it, and we have better ones.
+    The data is aligned to ``ALIGNMENT`` if the file is. The CRC-32 of the data is left 0: torch never checks
+    it, and the manifest has stronger checksums. Raises ValueError if the data is larger than the frame can
+    hold.
     """
     if nbytes > _LIMIT:
         raise ValueError(f"a row of {nbytes} bytes cannot be stored: torch.save's frame holds 4 GiB")
@@ -51,8 +52,8 @@ def tensor_frame(dtype: str, sizes: Sequence[int], nbytes: int) -> tuple[bytes, 
 
 
 def padded_blob(saved: bytes, room: int) -> bytes:
-    """The same file as ``torch.save`` made, ``room`` bytes long: objects change in length, and
-    what is written about them need not. Raises ValueError if it does not fit."""
+    """Return ``saved``, a file made by ``torch.save``, padded to ``room`` bytes: an object's size may change
+    between saves, and the layout of the shard must not. Raises ValueError if the file does not fit."""
     with zipfile.ZipFile(io.BytesIO(saved)) as archive:
         records = [(info.filename, archive.read(info)) for info in archive.infolist()]
 
@@ -60,7 +61,7 @@ def padded_blob(saved: bytes, room: int) -> bytes:
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for name, content in records:
-                # Unpickling stops at the pickle's own end; what follows is never looked at.
+                # Unpickling stops at the end of the pickle, so the padding after it is never read.
                 extra = bytes(padding) if name.endswith("/data.pkl") else b""
                 archive.writestr(zipfile.ZipInfo(name), content + extra)
         return out.getvalue()
@@ -72,7 +73,7 @@ def padded_blob(saved: bytes, room: int) -> bytes:
 
 
 def room_for(saved: bytes) -> int:
-    """Bytes to set aside for a blob, so that it may grow a bit."""
+    """Return the bytes to reserve for a blob, with room for the blob to grow."""
     return -(-(len(saved) * 5 // 4 + 1024) // 1024) * 1024
 
 
@@ -87,7 +88,8 @@ def _entry(name: str, crc: int, size: int, at: int, padding: int) -> tuple[bytes
 
 
 def _tensor_pickle(dtype: str, sizes: Sequence[int], nbytes: int) -> bytes:
-    """``_rebuild_tensor_v3(storage, 0, sizes, strides, False, OrderedDict(), dtype)``, spelled out."""
+    """Return the pickle of ``_rebuild_tensor_v3(storage, 0, sizes, strides, False, OrderedDict(),
+    dtype)``."""
     strides: list[int] = []
     step = 1
     for n in reversed(sizes):

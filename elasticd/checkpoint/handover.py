@@ -1,29 +1,33 @@
-"""How workers and the saver talk: short JSON messages and open files, over a Unix socket.
+"""The protocol between workers and the saver: short JSON messages and open files, over a Unix socket.
 
 Worker to saver:
 
-* ``key``: ``key``. First, to a saver that has no agent: the secret that the ranks share.
-* ``open``: ``path token rank world round fence locals holder last every``. Who it is, in which world, and
-  which ranks of that world are served here; the job's round; which node holds copies; what to keep.
-* ``plan``: ``plan size``, and a file with what is the same for all its saves (``Paper``).
-* ``buffer``: ``plan buffer``, and the memory in which shards will lie.
-* ``torn``: ``buffer``. It is about to be written into.
-* ``skip``: ``step``. It was not copied, since both buffers are still being written.
-* ``save``: ``plan buffer step name at blocked_s``. It holds this rank's whole shard.
-* ``miss``: ``name step why``. This rank will not hand over what others do.
-* ``wait``: ``on``. Training waits for what was handed over, or does so no more.
-* ``known``: ``path``. What is committed there; the answer is ``known`` (``own``: this job has committed
-  there; ``why``: it cannot be told), with a file of it.
-* ``survey``: ``path``. What is held in memory of worlds that are over, here and, where copies are held, by
-  other nodes; the answer is ``offers``, with a file of them.
-* ``there``: asked for a sign of life, while an answer takes long; the answer is ``here``.
-* ``lend``: ``path name nodes``. The shards of that state that are here, each a ``held``, and then where
-  those nodes are to be asked: ``places``, with a file of them.
+* ``key``: ``key``. The first message to a saver without an agent: the secret that the ranks share.
+* ``open``: ``path token rank world round fence locals holder last every``. The worker's rank and world, the
+  ranks of that world on this node, the job's round, the node that holds replicas, and what to keep.
+* ``plan``: ``plan size``, and a file with what all saves of the plan have in common (``Paper``).
+* ``buffer``: ``plan buffer``, and the memory that will hold shards.
+* ``torn``: ``buffer``. The worker is about to write into the buffer.
+* ``skip``: ``step``. The step was not copied, because both buffers are still being written to disk.
+* ``save``: ``plan buffer step name at blocked_s``. The buffer holds this rank's whole shard.
+* ``miss``: ``name step why``. This rank will not hand over its shard of that checkpoint.
+* ``wait``: ``on``. Training waits until the saves are durable, or no longer waits.
+* ``known``: ``path``. Asks for the committed checkpoints. The answer is ``known``, with a file of them
+  (``own``: only if this job committed them; ``why``: the reason that they cannot be read).
+* ``survey``: ``path``. Asks what the memory of this node, and of nodes that hold replicas, has of worlds that
+  are over. The answer is ``offers``, with a file.
+* ``there``: asks for a sign of life while an answer takes long. The answer is ``here``.
+* ``lend``: ``path name nodes``. Asks for the shards of that state. The saver answers with one ``held`` per
+  shard on this node, and then with ``places``, a file of the addresses of the named nodes.
 
-Saver to worker: ``free`` (``plan buffer``: it is on disk and with who holds a copy, or never will be),
-``copied`` (``plan buffer``: the latter), ``committed`` (``name step took_s size``), ``written`` (``name``: as
-far as it is of this node; another one commits), ``failed`` (``name step why``), ``held`` (``rank``, and the
-memory and its paper).
+Saver to worker:
+
+* ``free``: ``plan buffer``. The buffer is written and copied to its holder, or never will be.
+* ``copied``: ``plan buffer``. The holder has its replica, or never will.
+* ``committed``: ``name step took_s size``.
+* ``written``: ``name``. This node's shards are written; the saver of another node commits.
+* ``failed``: ``name step why``.
+* ``held``: ``rank``, and two files: the memory of a shard, and its paper.
 """
 
 from __future__ import annotations
@@ -45,29 +49,30 @@ from elasticd.checkpoint.available import available
 
 Message = dict[str, Any]
 _HUGE: Final = 2 << 20  # bytes of a huge page
-_ASKERS_MAX: Final = 64  # for memory of one container at one instant
+_ASKERS_MAX: Final = 64  # processes that allocate memory of one container at the same time
 _MESSAGE_MAX: Final = 1 << 16  # bytes
 _FILES_MAX: Final = 4
-SILENCE_S: Final = 60.0  # of a saver that is alive: it may be starting, on a busy machine
+SILENCE_S: Final = 60.0  # the longest silence of a live saver: it may be starting on a busy machine
 _LENGTHS = struct.Struct("<QQ")
 
 
 class Gone(ConnectionError):
-    """The other end is gone."""
+    """The process at the other end is gone."""
 
 
 class SaverSilent(Gone):
-    """The other end is there, and gives no sign of life: it is stopped, or stuck."""
+    """The process at the other end exists and gives no sign of life: it is stopped or stuck."""
 
 
 class SaverSocket:
-    """One end of a conversation. Files that are sent are dup'ed; received ones are the caller's."""
+    """One end of a connection between a worker and the saver. Sent files are duplicated; the caller owns
+    received files."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
 
     def send(self, message: Message, files: tuple[int, ...] = (), *, wait: bool = True) -> None:
-        """Raises Gone; also, if told not to wait, where the other end has long not listened."""
+        """Send a message. Raises Gone; with ``wait=False`` also when the other end has stopped reading."""
         raw = json.dumps(message).encode()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
         try:
@@ -76,18 +81,19 @@ class SaverSocket:
             raise Gone(f"the other end does not listen: {error.strerror or error}") from error
 
     def reply(self, message: Message, files: tuple[int, ...] = ()) -> None:
-        """Without waiting. That the other end is gone is noticed where it is read from."""
+        """Send without waiting. A closed connection is ignored here, and noticed by the next ``receive``."""
         with contextlib.suppress(Gone):
             self.send(message, files, wait=False)
 
     def receive(self, *, wait: bool = True) -> tuple[Message, list[int]] | None:
-        """None if there is nothing yet (only if told not to wait). Raises Gone."""
+        """Return the next message and its files. With ``wait=False``, return None if no message is there.
+        Raises Gone."""
         room = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         try:
             try:
                 raw, rights, _, _ = self.socket.recvmsg(_MESSAGE_MAX, room, flags)
-            except ConnectionResetError:  # it left without reading all; what it had said comes after that
+            except ConnectionResetError:  # the peer left messages unread; its own can still be read
                 raw, rights, _, _ = self.socket.recvmsg(_MESSAGE_MAX, room, flags)
         except BlockingIOError:
             return None
@@ -110,8 +116,8 @@ class SaverSocket:
         return message, list(files)
 
     def answer(self) -> tuple[Message, list[int]]:
-        """The next thing a saver has to say to what it was asked, however long that takes, while it gives
-        signs of life. Raises Gone; Silent where it has given none for ``SILENCE_S``."""
+        """Return the saver's next answer, however long that takes, as long as the saver gives signs of life.
+        Raises Gone; SaverSilent after ``SILENCE_S`` of silence."""
         readable = select.poll()
         readable.register(self.socket, select.POLLIN)
         asked = False
@@ -131,8 +137,8 @@ class SaverSocket:
 
 
 def listen(name: str = "") -> tuple[socket.socket, str]:
-    """A socket to be connected to by others of this user and host, and its name (abstract: it is no
-    file, and gone with the process)."""
+    """Return a listening socket and its name. The name is abstract: there is no file, and the name ends with
+    the process."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     name = name or f"elasticd-saver-{os.getpid()}-{os.urandom(8).hex()}"
     sock.bind(f"\0{name}")
@@ -141,8 +147,8 @@ def listen(name: str = "") -> tuple[socket.socket, str]:
 
 
 def connect(name: str, secret: str = "") -> SaverSocket:
-    """``secret``: what a saver without an agent asks for. Raises Gone where nobody listens by that name, or
-    somebody else's process does."""
+    """Connect to the saver ``name``. ``secret``: what a saver without an agent asks for. Raises Gone if no
+    saver listens there, or if the process belongs to another user."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(f"\0{name}")
@@ -159,7 +165,7 @@ def connect(name: str, secret: str = "") -> SaverSocket:
 
 
 def is_ours(sock: socket.socket) -> bool:
-    """Whether the process at the other end is of this user."""
+    """Return whether the process at the other end belongs to this user."""
     return bool(_peer(sock)[1] == os.geteuid())
 
 
@@ -185,13 +191,13 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What is the same for all saves of a plan. ``metadata``: empty but where it is written."""
+    """What all saves of a plan have in common. ``metadata`` is empty except on the rank that writes it."""
 
     index: bytes
     metadata: bytes
 
     def file(self) -> int:
-        """In memory, for ``SaverSocket.send``; the caller closes it."""
+        """Return a file in memory for ``SaverSocket.send``. The caller closes the file."""
         fd = os.memfd_create("elasticd-plan", os.MFD_CLOEXEC)
         with open(fd, "wb", closefd=False) as file:
             file.write(_LENGTHS.pack(len(self.index), len(self.metadata)) + self.index + self.metadata)
@@ -209,20 +215,20 @@ class Paper:
 
 
 class Memory:
-    """A shard's place in memory, which outlives the process that filled it for as long as another
-    holds it, and is gone when nobody does. Not a file, so that it cannot be left behind."""
+    """Shared memory that holds a shard. The memory outlives the process that filled it while another process
+    maps it, and is freed with the last mapping. It has no file name, so it cannot be left behind."""
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
         self.fd = fd
         self.size = size
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)  # pay for the pages now
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)  # allocate the pages now
         self.map = mmap.mmap(fd, max(size, 1), flags=flags, prot=protection)
         self.view = memoryview(self.map)[:size]
 
     @classmethod
     def make(cls, size: int) -> Memory:
-        """Raises OSError where there is not so much."""
+        """Allocate ``size`` bytes. Raises OSError if there is not enough memory."""
         _require(size)
         fd = hugefiles.make_file() if size >= _HUGE else None
         if fd is None:
@@ -234,14 +240,14 @@ class Memory:
             os.close(fd)
             raise
 
-    def __del__(self) -> None:  # whoever still reads or writes it holds its mapping
+    def __del__(self) -> None:  # a view that is still in use keeps the mapping
         if hasattr(self, "map"):
             os.close(self.fd)
 
 
 def _set_aside(fd: int, size: int) -> None:
-    """So much memory for a file; a part at a time, as others ask for as much at the same instant, and whoever
-    passes the limit of a container is killed. Raises OSError."""
+    """Allocate ``size`` bytes for the file, in parts: other processes allocate at the same time, and the
+    kernel kills a process that exceeds its container's limit. Raises OSError."""
     at = 0
     while at < size:
         part = max(_HUGE, _require(size - at) // _ASKERS_MAX // _HUGE * _HUGE)
@@ -250,8 +256,8 @@ def _set_aside(fd: int, size: int) -> None:
 
 
 def _require(size: int) -> int:
-    """That there is so much memory, and enough beside it that others may be a part ahead of what is seen of
-    them; how much there is beside it. Raises OSError."""
+    """Check that ``size`` bytes are available, with a margin for other processes that allocate at the same
+    time. Return the bytes that remain. Raises OSError."""
     there = available()
     if size + min(size, _ASKERS_MAX * _HUGE) > there:
         raise OSError(errno.ENOMEM, f"only {there} bytes are available")

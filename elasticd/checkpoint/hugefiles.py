@@ -1,8 +1,8 @@
-"""Files in memory made of huge pages, where the kernel lends them.
+"""Files in memory made of huge pages, where the kernel supports them.
 
-Shared memory comes in pages of 4 KiB unless the machine's administrator says otherwise, and then reading
-it costs twice what copying the bytes does. A tmpfs of our own may have huge ones whatever the machine's
-default is. It is mounted nowhere: there is a file descriptor, and with it it is gone.
+Shared memory has pages of 4 KiB by default, and reading it then costs twice as much as copying the bytes. A
+private tmpfs can have huge pages whatever the machine's default is. The tmpfs is mounted nowhere: it exists
+only while its file descriptor is open.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from functools import cache
 from typing import Final
 
-_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # the same on all of Linux's machines
+_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # system call numbers; equal on all architectures
 _CLOEXEC, _SET_STRING, _CREATE = 1, 1, 6
 _NEWUSER_AND_NEWNS: Final = 0x10000000 | 0x00020000
 _HELPER_S: Final = 10.0
@@ -26,7 +26,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 
 def make_file() -> int | None:
-    """An open file, empty and without a name; None where there can be none of this kind."""
+    """Return an open, empty file without a name, or None where huge pages are not available."""
     mount = _mount_of(os.getpid())
     if mount is None:
         return None
@@ -38,7 +38,7 @@ def make_file() -> int | None:
 
 @cache
 def _mount_of(_: int) -> int | None:
-    """One for each process."""
+    """Return the mount of this process, made on the first call."""
     try:
         return _mount()
     except PermissionError:
@@ -48,7 +48,7 @@ def _mount_of(_: int) -> int | None:
 
 
 def _mount() -> int:
-    """Raises OSError."""
+    """Create a tmpfs with huge pages. Raises OSError."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     fs = _checked(call(_FSOPEN, b"tmpfs", _CLOEXEC))
     try:
@@ -68,7 +68,8 @@ def _checked(result: int) -> int:
 
 
 def _ask_for_one() -> int | None:
-    """From a process that has a user namespace of its own, in which anybody may mount a tmpfs."""
+    """Get the mount from a helper process with its own user namespace, in which any user may mount a
+    tmpfs."""
     ours, its = socket.socketpair()
     with ours, its:
         try:
@@ -87,7 +88,7 @@ def _ask_for_one() -> int | None:
 
 
 def help_out() -> None:
-    """That process. Its standard input is the socket that the mount is sent by."""
+    """Run the helper process. Standard input is the socket that the mount is sent through."""
     uid, gid = os.geteuid(), os.getegid()
     _checked(ctypes.CDLL(None, use_errno=True).unshare(_NEWUSER_AND_NEWNS))
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):

@@ -1,4 +1,4 @@
-"""Work that may take long, done in threads; what follows from it is done in the loop that gave it away."""
+"""Slow calls run in threads. Their results are handled in the loop that started them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-_ASKED_S: Final = 60.0  # the loop never waits for anything; after this it has ended
+_ASKED_S: Final = 60.0  # the loop never blocks: without an answer by then, it has ended
 _T = TypeVar("_T")
 
 
 class Jobs:
-    """``fd`` is readable when something is done; then ``finish``."""
+    """Calls in progress. ``fd`` becomes readable when one is done; the loop then calls ``finish``."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -21,7 +21,7 @@ class Jobs:
         self._done: deque[Callable[[], None]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether something is yet to be done."""
+        """Return whether a call is in progress."""
         return self._running > 0
 
     def run(
@@ -30,7 +30,7 @@ class Jobs:
         job: Callable[[], _T],
         then: Callable[[_T | BaseException], None],
     ) -> None:
-        """``then`` is given what ``job`` returned or raised."""
+        """Run ``job`` in the pool. ``then`` gets what ``job`` returned or raised."""
 
         def finished(future: Future[_T]) -> None:
             error = future.exception()
@@ -47,13 +47,14 @@ class Jobs:
         pool.submit(job).add_done_callback(finished)
 
     def ask(self, call: Callable[[], _T]) -> _T:
-        """From another thread: have the loop call this, and wait for what it returns or raises."""
+        """Have the loop call ``call``, and return or raise its outcome. Must be called from another
+        thread."""
         answer: Future[_T] = Future()
 
         def do() -> None:
             try:
                 answer.set_result(call())
-            except Exception as error:  # noqa: BLE001  # it is the asker's
+            except Exception as error:  # noqa: BLE001  # the caller gets it
                 answer.set_exception(error)
 
         self._done.append(do)
@@ -61,11 +62,11 @@ class Jobs:
         return answer.result(_ASKED_S)
 
     def wake(self) -> None:
-        """As if something were done."""
+        """Make ``fd`` readable."""
         os.eventfd_write(self.fd, 1)
 
     def finish(self) -> None:
-        """Do what follows from all that is done."""
+        """Handle the results of all calls that are done."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:

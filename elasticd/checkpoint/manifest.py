@@ -1,7 +1,7 @@
-"""What a checkpoint consists of: its files with their checksums, and where each tensor is in them.
+"""The content of a checkpoint: its files with their checksums, and the place of each tensor in them.
 
-``Index`` is the same for all saves of one plan; ``Manifest`` is written last, and what is not
-listed there is not part of the checkpoint. JSON.
+All saves of one plan share one ``Index``. The ``Manifest`` is written last: a file that the manifest does not
+list is not part of the checkpoint. Both are JSON.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from elasticd.core.naming import WORLD_MAX
 VERSION: Final = 1
 MANIFEST: Final = "elasticd.json"
 METADATA: Final = ".metadata"
-BLOCK: Final = 4 << 20  # bytes; each has a checksum of its own, so that a part can be read and verified
+BLOCK: Final = 4 << 20  # bytes; each block has its own checksum, so that a part can be read and verified
 BLOCK_MAX: Final = 1 << 30
 
 
 class BadCheckpoint(ValueError):
-    """It is not whole, or not what was saved. The message names the file and what is wrong."""
+    """A checkpoint is not whole, or differs from what was saved. The message names the file and the fault."""
 
 
 class Unreadable(BadCheckpoint):
-    """An error of the store's that may pass."""
+    """The store returned an error that may be temporary."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a tensor: its file (by index), where its bytes begin there, and which part it is.
+    """A part of a tensor: its file (as an index into ``files``), where its bytes begin, and its place in the
+    tensor.
 
-    ``item`` and ``length``: the ``torch.save`` file around them, which plain DCP reads."""
+    ``item`` and ``length``: the ``torch.save`` file around the bytes, which plain DCP reads.
+    """
 
     file: int
     at: int
@@ -52,7 +54,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Blob(msgspec.Struct, frozen=True, array_like=True):
-    """An object that is no tensor, as ``torch.save`` writes it."""
+    """An object that is not a tensor, as ``torch.save`` writes it."""
 
     file: int
     at: int
@@ -60,7 +62,7 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """``files``: the shards, by rank. ``paths``: where a key came from in the nested state."""
+    """``files``: the shards, by rank. ``paths``: the place of each key in the nested state."""
 
     files: list[str]
     tensors: dict[str, Tensor]
@@ -69,7 +71,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class File(msgspec.Struct, frozen=True):
-    """``digests``: of each ``BLOCK`` bytes, xxh3 of 64 bits."""
+    """``digests``: the 64-bit xxh3 of each block of ``BLOCK`` bytes."""
 
     name: str
     size: int
@@ -77,7 +79,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """``at``: seconds since the epoch. ``files``: the shards as in the index, and ``METADATA``."""
+    """``at``: seconds since the epoch. ``files``: the shards in the order of the index, then ``METADATA``."""
 
     v: int
     name: str
@@ -90,7 +92,8 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class Manifest(_Head, frozen=True):
-    """``seal``: the checksum of all the rest, for where nothing tells that of the whole."""
+    """``seal``: the checksum of the rest of the manifest, for readers that have no record of the whole
+    file's."""
 
     index: Index
     seal: str = ""
@@ -101,31 +104,31 @@ class Manifest(_Head, frozen=True):
 
 
 class _Unread(_Head, frozen=True):
-    """A manifest as the saver writes it: it need not read the index."""
+    """A manifest as the saver writes it: the saver does not decode the index."""
 
     index: msgspec.Raw
     seal: str = ""
 
 
-# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
 _MANIFESTS: Final = msgspec.json.Decoder(Manifest)
 _UNREAD: Final = msgspec.json.Decoder(_Unread)
 _INDEXES: Final = msgspec.json.Decoder(Index)
 
 
 def fresh_name(name: str) -> str:
-    """Of a file that is written whole before it takes the place of ``name``. No two are alike, not even those
-    of processes with one pid on two hosts."""
+    """Return a unique name for a file that is written whole and then renamed to ``name``. Names differ even
+    between processes with the same pid on two hosts."""
     return f".{name}.{os.urandom(4).hex()}.new"
 
 
 def is_fresh(other: str, name: str) -> bool:
-    """Whether ``other`` is such a name."""
+    """Return whether ``fresh_name(name)`` can have made the name ``other``."""
     return re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]+\.new", other) is not None
 
 
 def encode(name: str, step: int, round: int, world: int, at: float, files: list[File], index: bytes) -> bytes:
-    """``index``: an encoded Index."""
+    """Return the encoded manifest. ``index``: an encoded Index."""
     manifest = _Unread(VERSION, name, step, round, world, at, BLOCK, files, msgspec.Raw(index))
     return _sealed(manifest)
 
@@ -136,7 +139,7 @@ def _sealed(manifest: _Unread) -> bytes:
 
 
 def is_intact(raw: bytes) -> bool:
-    """Whether a manifest is as it was written, by its own word."""
+    """Return whether the manifest matches its own seal."""
     try:
         manifest = _UNREAD.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -145,7 +148,7 @@ def is_intact(raw: bytes) -> bool:
 
 
 def decode(raw: bytes, name: str) -> Manifest:
-    """Raises BadCheckpoint."""
+    """Decode and check the manifest of the checkpoint ``name``. Raises BadCheckpoint."""
     try:
         manifest = _MANIFESTS.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -160,7 +163,7 @@ def decode(raw: bytes, name: str) -> Manifest:
 
 
 def _wrong_with(manifest: Manifest) -> str:
-    """Why nothing can be loaded by it; empty if something can."""
+    """Return why the manifest cannot be used, or an empty string."""
     shards = [shard_name(rank) for rank in range(len(manifest.index.files))]
     if [file.name for file in manifest.files] != [*shards, METADATA]:
         return "it names other files than the shards of its ranks"
@@ -173,7 +176,8 @@ def _wrong_with(manifest: Manifest) -> str:
 
 
 def _wrong_with_index(index: Index, sizes: Sequence[int]) -> str:
-    """The same, of this alone. ``sizes``: of the shards; those that are not known are left out."""
+    """Return why the index cannot be used, or an empty string. ``sizes``: of the shards; may be empty if
+    unknown."""
     if index.files != [shard_name(rank) for rank in range(len(index.files))]:
         return "it names other files than the shards of its ranks"
     most = dict(enumerate(sizes))
@@ -216,7 +220,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(raw: bytes) -> Index:
-    """Raises ValueError."""
+    """Decode and check an index. Raises ValueError."""
     index = _INDEXES.decode(raw)
     if wrong := _wrong_with_index(index, ()):
         raise ValueError(wrong)
@@ -228,7 +232,7 @@ def block_digest(block: bytes | bytearray | memoryview) -> str:
 
 
 def digest(whole: bytes) -> str:
-    """Of a manifest, for what points to it."""
+    """Return the checksum of a manifest, for the record of the commit."""
     return xxhash.xxh3_128_hexdigest(whole)
 
 

@@ -1,7 +1,7 @@
-"""DCP's ``.metadata``, a pickle: written for plain ``dcp.load``, read only where no manifest is.
+"""DCP's ``.metadata``, a pickle: written for plain ``dcp.load``, and read only where there is no manifest.
 
-The one file of elasticd that knows pickle. What is read may name DCP's own record types and
-nothing else, so that a checkpoint from elsewhere runs no code here.
+No other module imports pickle. A pickle that is read here may name only DCP's own record types, so that a
+checkpoint from elsewhere runs no code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Restricted(pickle.Unpickler):
 
 
 def read(raw: bytes, where: str) -> Metadata:
-    """``where``: its file, for the error. Raises BadCheckpoint."""
+    """Read the metadata. ``where``: the file's name, for the error message. Raises BadCheckpoint."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
@@ -58,7 +58,7 @@ def read(raw: bytes, where: str) -> Metadata:
 
 
 def made_of(index: Index) -> bytes:
-    """The ``.metadata`` that says of the shards what the index does."""
+    """Return the ``.metadata`` that describes the same shards as the index."""
     import torch
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -88,6 +88,6 @@ def made_of(index: Index) -> bytes:
     metadata = Metadata(
         states, planner_data=dict(index.paths), storage_data=stored, storage_meta=StorageMeta()
     )
-    if version := getattr(filesystem, "CURRENT_DCP_VERSION", None):  # torch before 2.9 counts none
+    if version := getattr(filesystem, "CURRENT_DCP_VERSION", None):  # torch before 2.9 has no version
         metadata.version = version
     return pickle.dumps(metadata)

@@ -1,4 +1,4 @@
-"""How fast to write."""
+"""A limit on the rate of writing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class RateLimit:
-    """Holds writers, all of them together, to a bandwidth in bytes per second. Threads may share it."""
+    """Limits all writers together to a bandwidth in bytes per second. Threads may share a limit."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class RateLimit:
         self._due = 0.0
 
     def wrote(self, size: int) -> None:
-        """Returns when more may be written."""
+        """Count ``size`` written bytes, and block until more may be written."""
         with self._lock:
             now = self._clock()
             due = self._due = now if self._hurry.is_set() else max(self._due, now) + size / self._bytes_s
@@ -32,8 +32,8 @@ class RateLimit:
             self._sleep(due - now)
 
     def hurry(self, on: bool) -> None:
-        """From now on, and for those who wait: as fast as it goes; or no more, and what was written
-        meanwhile does not count."""
+        """Suspend or restore the limit. A suspended limit also releases blocked writers, and bytes written
+        meanwhile do not count."""
         if on:
             self._hurry.set()
         else:
