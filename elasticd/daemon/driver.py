@@ -45,14 +45,16 @@ from elasticd.core.ports import (
     Held,
     Listing,
     Procs,
+    Put,
     RoundStores,
     Seen,
     StillThere,
     Store,
+    Write,
 )
 from elasticd.core.reasons import Reason
 
-LEADER_SCOPES = ("nodes/", "reports/", "budget", "stragglers")
+LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "paces/", "stragglers")
 LEADER_RETRY_S = 0.2
 
 
@@ -77,14 +79,15 @@ Happening = Event | LeaderSaw | LeaderAnswered
 @dataclass(slots=True)
 class _Term:
     """One leadership. ``shown_from``: the view must have reached this revision of the round before
-    the next decision, since our own last write made it. ``retry_at``: not before this time. ``tried``: why
-    the last write was wanted, if it was not done: it is said once, however often it is tried."""
+    the next decision, since our own last write made it. ``asked``: the writes under way. ``retry_at``: not
+    before this time. ``tried``: why the last write was wanted, if it was not done: it is said once, however
+    often it is tried."""
 
     number: int
     created: int
     view: leader.View
     ends: list[Callable[[], None]]
-    asking: bool = False
+    asked: tuple[Write, ...] = ()
     shown_from: int = 0
     retry_at: float = 0.0
     waiting: tuple[Reason, ...] = ()
@@ -139,6 +142,12 @@ class Driver:
 
     # ------------------------------------------------------------ events
 
+    def tell_the_leader(self, put: Put) -> None:
+        """If this agent leads: what need not be written to the store, as no other agent has a part in it."""
+        if self._term:
+            scope = put.key.partition("/")[0] + "/"
+            self._leader_saw(self._term.number, scope, Changes((Entry(put.key, put.fact, 0, 0),)))
+
     def begin(self) -> None:
         """Take a lease and follow the keys that matter to every agent."""
         self._store.hold_lease(lambda news: self._post(LeaseChanged(news)))
@@ -150,8 +159,11 @@ class Driver:
             return
         match event:
             case LeaderSaw(term, scope, seen):
-                if self._term and self._term.number == term:
-                    self._term.view = leader.see(self._term.view, seen, scope, now)
+                if not self._term or self._term.number != term:
+                    return
+                before, self._term.view = self._term.view, leader.see(self._term.view, seen, scope, now)
+                if scope == "paces/" and self._term.view.comparison.found is before.comparison.found:
+                    return  # one node's paces of many, from which nothing follows yet
             case LeaderAnswered(term, answer):
                 if self._term and self._term.number == term:
                     self._leader_answered(self._term, answer, now)
@@ -259,7 +271,7 @@ class Driver:
         if self._term is None:
             self._term = self._start_leading(entry, now)
         term = self._term
-        if term.asking or self.state.silent is not None:
+        if term.asked or self.state.silent is not None:
             return
         if (term.view.round_revision or 0) < term.shown_from:
             return
@@ -267,14 +279,14 @@ class Driver:
             self._wake_by(term.retry_at)
             return
         plan = leader.decide(term.view, now)
-        waiting = () if plan.writes else plan.reasons
-        for reason in plan.reasons:
+        waiting = plan.waiting if plan.writes else plan.reasons
+        for reason in (*plan.waiting, *plan.reasons):
             if reason not in term.waiting and reason not in term.tried:
                 self._say(reason)
         term.waiting = waiting
         self._wake_by(plan.wake_at)
         if plan.writes:
-            term.asking, term.tried = True, plan.reasons
+            term.asked, term.tried = plan.writes, plan.reasons
             guards = (StillThere("leader", term.created), *plan.guards)
             number = term.number
             self._store.transact(
@@ -308,8 +320,14 @@ class Driver:
             self._term = None
 
     def _leader_answered(self, term: _Term, answer: Answer, now: float) -> None:
-        term.asking = False
-        if isinstance(answer, Applied):
-            term.shown_from, term.tried = answer.revision, ()
-        else:
+        writes, term.asked = term.asked, ()
+        if not isinstance(answer, Applied):
             term.retry_at = now + LEADER_RETRY_S
+            return
+        term.tried = ()
+        if any(write.key == "round" for write in writes):
+            term.shown_from = answer.revision
+        for write in writes:
+            if isinstance(write, Put) and write.key in leader.FINDINGS:
+                entry = Entry(write.key, write.fact, answer.revision, answer.revision)
+                term.view = leader.see(term.view, Changes((entry,)), write.key, now)

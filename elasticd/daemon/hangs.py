@@ -116,13 +116,10 @@ class Hangs:
         if at > self._due + LATE_S:
             self._still.aware_since = at
         delay_s = max(ERRAND_S, self._attend(at))
-        if self._stalls.busy:
-            delay_s = min(delay_s, ANSWER_S)
         self._due = at + delay_s
         return now + delay_s
 
     def _attend(self, at: float) -> float:
-        self._stalls.lead(at)
         if self._judged is not None:
             return self._carry_out(at)
         crew = self._driver.state.crew

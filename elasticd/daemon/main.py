@@ -150,7 +150,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             lambda: saver.footprint,
         )
         timekeeper = Timekeeper(config, driver, store, procs.step_times, began_at)
-        comparison = Comparison(driver, store, procs.told, say, throttled_s)
+        comparison = Comparison(driver, store, procs.told, throttled_s)
         pages = Pages(clock)
         publisher = Publisher(
             config,

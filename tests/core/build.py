@@ -163,6 +163,8 @@ def view(
         nodes={n.name: Registered(n, 100 + i, seen_at) for i, n in enumerate(nodes)},
         reports={r.node: r for r in reports},
         absence_counts_from=absence_counts_from,
+        hang_revision=0,
+        stragglers_revision=0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What agents tell each other of their workers' paces, and what the leader makes of it."""
+"""What agents tell the leader of their workers' paces, and what is known of its verdict on each node."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from elasticd.core import leader
 from elasticd.core.facts import (
     Cause,
-    Leadership,
     Member,
     Node,
     Paces,
@@ -25,17 +25,22 @@ from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggli
 from elasticd.core.straggler import PERIODS
 from elasticd.daemon.stragglers import FIRST_STEPS, Comparison
 from elasticd.telemetry.gpus import GpuReading
+from tests.core.build import node, spec, view
 
 PERIOD_S = 5.0
 STEPS = 50  # of a period
 
 
 class Store:
-    """Passes on what one agent writes to all that watch."""
+    """Passes on what one agent writes to all that watch, and to the leader; ``said`` is what the leader says,
+    who writes what it wants to."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: tuple[Member, ...]) -> None:
         self.watches: list[tuple[str, Callable[[Seen], None]]] = []
         self.put: list[Put] = []
+        self.said: list[Reason] = []
+        round = Round(3, Phase.LIVE, members, "s:1", Cause.START, 0.0)
+        self.view = view(spec(1, 4), round, [node(m.node, m.slots, released=2) for m in members])
 
     def watch(self, key: str, seen: Callable[[Seen], None], prefix: bool = False) -> Callable[[], None]:
         self.watches.append((key, seen))
@@ -44,9 +49,18 @@ class Store:
     def transact(self, guards: object, writes: tuple[Put, ...], answered: object) -> None:
         for put in writes:
             self.put.append(put)
-            for key, seen in self.watches:
-                if put.key == key or (key.endswith("/") and put.key.startswith(key)):
-                    seen(Changes((Entry(put.key, put.fact, len(self.put), 1),)))
+            self.show(put)
+
+    def show(self, put: Put) -> None:
+        news = Changes((Entry(put.key, put.fact, len(self.put), 1),))
+        for key, seen in self.watches:
+            if put.key == key:
+                seen(news)
+        self.view = leader.see(self.view, news, put.key, 0.0)
+        plan = leader.decide(self.view, 0.0)
+        self.said += plan.reasons
+        if plan.writes:
+            self.transact((), cast(Any, plan.writes), None)
 
     def written(self, of: type) -> list[Any]:
         return [put.fact for put in self.put if isinstance(put.fact, of)]
@@ -55,17 +69,14 @@ class Store:
 class Agent:
     """Of one node whose workers take so long for their own part of a step, in lock-step with others."""
 
-    def __init__(
-        self, name: str, members: tuple[Member, ...], store: Store, own_s: Mapping[int, float]
-    ) -> None:
+    def __init__(self, name: str, store: Store, own_s: Mapping[int, float]) -> None:
+        assert store.view.round is not None
+        round, members = store.view.round, store.view.round.members
         self.member = next(m for m in members if m.node == name)
         self.own_s = dict(own_s)
         self.steps, self.waited_s = 0, dict.fromkeys(own_s, 0.0)
         self.delayed_s, self.throttled_s = dict.fromkeys(own_s, 0.0), 0.0
-        self.said: list[Reason] = []
-        round = Round(3, Phase.LIVE, members, "s:1", Cause.START, 0.0)
         node = Node(name, f"{name}#1", "h", self.member.slots, 2, 1, 1, "h")
-        leads = name == members[0].node
         state = SimpleNamespace(
             me=SimpleNamespace(node=name, incarnation=f"{name}#1", key=f"nodes/{name}"),
             crew=SimpleNamespace(
@@ -76,15 +87,12 @@ class Agent:
                 fenced=False,
             ),
             round=round,
-            leads=Entry("leader", Leadership(name, f"{name}#1"), 5, 5) if leads else None,
             own=Entry(f"nodes/{name}", node, 4, 4),
             silent=None,
             policy_source=SimpleNamespace(policy=Policy()),
         )
-        self.driver = SimpleNamespace(state=state)
-        self.of = Comparison(
-            cast(Any, self.driver), cast(Any, store), self.hear, self.said.append, lambda: self.throttled_s
-        )
+        self.driver = SimpleNamespace(state=state, tell_the_leader=store.show)
+        self.of = Comparison(cast(Any, self.driver), cast(Any, store), self.hear, lambda: self.throttled_s)
 
     def hear(self, round_number: int) -> Mapping[int, Told]:
         return {
@@ -114,20 +122,20 @@ def live(agents: list[Agent], periods: int, *, since: int = 0) -> None:
     for period in range(since, since + periods):
         for agent in agents:
             agent.live(step_s, period * STEPS * step_s, FIRST_STEPS if period == 0 else STEPS)
-        for agent in reversed(agents):  # the leader last
+        for agent in agents:
             agent.of.routine(period * PERIOD_S)
 
 
 def two_nodes() -> tuple[list[Agent], Store]:
-    store = Store()
+    store = Store(members("a", "b"))
     own = {"a": {0: 0.05, 1: 0.05}, "b": {0: 0.05, 1: 0.065}}
-    return [Agent(n, members("a", "b"), store, own[n]) for n in ("a", "b")], store
+    return [Agent(n, store, own[n]) for n in ("a", "b")], store
 
 
 def test_the_slow_worker_of_another_node_is_named_by_the_leader_and_known_on_its_own() -> None:
     (a, b), store = two_nodes()
     live([a, b], PERIODS + 3)
-    assert a.said == [WorkerStraggling("b", 1, 3, 1.3)] and b.said == []
+    assert store.said == [WorkerStraggling("b", 1, 3, 1.3)]
     b.of.routine(1e6)
     assert b.of.standings[1].straggling and not b.of.standings[0].straggling
     assert (b.of.standings[1].ratio or 0) > 1.25
@@ -140,8 +148,8 @@ def test_the_slow_worker_of_another_node_is_named_by_the_leader_and_known_on_its
 def test_a_node_that_neighbours_starve_is_not_named_and_one_that_its_quota_holds_up_is(
     throttled_s: float, named: list[tuple[str, int]]
 ) -> None:
-    store = Store()
-    agents = [Agent(n, members("a", "b", "c"), store, {0: 0.05, 1: 0.05}) for n in ("a", "b", "c")]
+    store = Store(members("a", "b", "c"))
+    agents = [Agent(n, store, {0: 0.05, 1: 0.05}) for n in ("a", "b", "c")]
     b = agents[1]
     b.own_s = {0: 0.065, 1: 0.065}  # with the time that it has no processor
     for period in range(PERIODS + 3):
@@ -149,15 +157,15 @@ def test_a_node_that_neighbours_starve_is_not_named_and_one_that_its_quota_holds
         for slot in b.delayed_s:
             b.delayed_s[slot] += 0.015 * (FIRST_STEPS if period == 0 else STEPS)
         live(agents, 1, since=period)
-    assert [(r.node, r.slot) for r in agents[0].said if isinstance(r, WorkerStraggling)] == named
+    assert [(r.node, r.slot) for r in store.said if isinstance(r, WorkerStraggling)] == named
 
 
 def test_who_catches_up_is_said_to() -> None:
-    (a, b), _ = two_nodes()
+    (a, b), store = two_nodes()
     live([a, b], PERIODS + 3)
     b.own_s[1] = 0.05
     live([a, b], PERIODS, since=PERIODS + 3)
-    assert a.said[-1] == WorkerKeepsUp("b", 1, 3)
+    assert store.said[-1] == WorkerKeepsUp("b", 1, 3)
 
 
 def test_a_verdict_that_stays_the_same_is_not_written_again() -> None:
@@ -168,10 +176,10 @@ def test_a_verdict_that_stays_the_same_is_not_written_again() -> None:
 
 
 def test_a_job_of_one_node_needs_etcd_for_the_verdict_only() -> None:
-    store = Store()
-    a = Agent("a", members("a"), store, {0: 0.05, 1: 0.07})
+    store = Store(members("a"))
+    a = Agent("a", store, {0: 0.05, 1: 0.07})
     live([a], PERIODS + 3)
-    assert [type(r) for r in a.said] == [WorkerStraggling] and not store.written(Paces)
+    assert [type(r) for r in store.said] == [WorkerStraggling] and not store.written(Paces)
 
 
 def test_nobody_is_named_while_one_of_them_makes_no_steps() -> None:
@@ -181,7 +189,7 @@ def test_nobody_is_named_while_one_of_them_makes_no_steps() -> None:
         a.live(0.1, period * PERIOD_S, STEPS)
         for agent in (b, a):
             agent.of.routine(period * PERIOD_S)
-    assert a.said == [] and not store.written(Stragglers)[-1].slow
+    assert store.said == [] and not store.written(Stragglers)[-1].slow
 
 
 def test_a_gpu_with_an_error_of_its_own_is_told_once_and_one_of_the_programs_is_not() -> None:
@@ -190,7 +198,7 @@ def test_a_gpu_with_an_error_of_its_own_is_told_once_and_one_of_the_programs_is_
     b.of.look_at_gpu(1, GpuReading(xids=(79,)))
     b.of.look_at_gpu(1, GpuReading())
     live([a, b], 5)
-    assert a.said == [SlotBad("b", 1, 3, "its driver reports XID 79")]
+    assert store.said == [SlotBad("b", 1, 3, "its driver reports XID 79")]
     assert b.of.bad == {1: "its driver reports XID 79"}
     assert store.written(Stragglers)[-1].slow[0].why
 

@@ -13,6 +13,6 @@ transaction; the driver adds the guard that this agent still leads.
 
 from elasticd.core.leader.deciding import decide
 from elasticd.core.leader.plan import Plan
-from elasticd.core.leader.view import Registered, View, see
+from elasticd.core.leader.view import FINDINGS, Registered, View, see
 
-__all__ = ["Plan", "Registered", "View", "decide", "see"]
+__all__ = ["FINDINGS", "Plan", "Registered", "View", "decide", "see"]

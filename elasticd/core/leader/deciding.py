@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from elasticd.core.facts import Budget, Cause, Phase, Resume, Round
 from elasticd.core.leader.forming import form_or_wait
+from elasticd.core.leader.hanging import name_the_hung
+from elasticd.core.leader.lagging import name_stragglers
 from elasticd.core.leader.plan import Plan, write
 from elasticd.core.leader.settling import settle
 from elasticd.core.leader.supervising import supervise
@@ -14,9 +16,22 @@ from elasticd.core.ports import Delete, Unchanged
 
 
 def decide(view: View, now: float) -> Plan:
-    """The next step of the job. Pure: the same view at the same time gives the same plan."""
+    """The next step of the job. Pure: the same view at the same time gives the same plan. While the round
+    takes none, it may be time to name who hangs, or who lags behind."""
     if not view.complete:
         return Plan()
+    plan = _of_the_round(view, now)
+    if plan.writes:
+        return plan
+    hung, slow = name_the_hung(view, now), name_stragglers(view)
+    wakes = [at for at in (plan.wake_at, hung.wake_at) if at is not None]
+    named = hung if hung.writes else slow
+    if not named.writes:
+        return replace(plan, wake_at=min(wakes, default=None))
+    return replace(named, wake_at=min(wakes, default=None), waiting=plan.reasons)
+
+
+def _of_the_round(view: View, now: float) -> Plan:
     assert view.spec is not None
     round = view.round
     if round is None or round.phase is Phase.ENDED:

@@ -12,12 +12,14 @@ from elasticd.core.reasons import JobEnded, Reason, RoundClosing
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to write, or until when to wait; ``reasons`` say why either way."""
+    """What to write, or until when to wait; ``reasons`` say why either way. ``waiting``: why the job waits,
+    where what is written is no step of its round."""
 
     guards: tuple[Guard, ...] = ()
     writes: tuple[Write, ...] = ()
     wake_at: float | None = None
     reasons: tuple[Reason, ...] = ()
+    waiting: tuple[Reason, ...] = ()
 
 
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:

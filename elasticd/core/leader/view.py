@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.facts import Budget, Node, Report, Round, Spec, Stragglers
+from elasticd.core.facts import Budget, Hang, Node, Paces, Report, Round, Spec, Stall, Stragglers
+from elasticd.core.leader import comparing
+from elasticd.core.leader.comparing import Comparison
 from elasticd.core.ports import Changes, Entry, Listing, Seen
+
+FINDINGS = ("hang", "stragglers")  # what the leader writes that is no step of the round
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +25,21 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """What an agent told of workers that stand still, and when the leader heard of it."""
+
+    stall: Stall
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """All the leader knows. A revision is None until its key has been listed, 0 if it is absent.
 
     ``absence_counts_from``: before this time a node that is not registered may only be late, since
-    etcd was away and leases ran out that nobody could renew.
+    etcd was away and leases ran out that nobody could renew. ``hang``, ``stragglers``: what a leader wrote
+    last, this one or an earlier, with a revision of -1 until they have been listed; ``hang_at``: when it was
+    seen.
     """
 
     spec: Spec | None = None
@@ -38,6 +52,12 @@ class View:
     reports: Mapping[str, Report] | None = None
     absence_counts_from: float = 0.0
     stragglers: Stragglers | None = None
+    stragglers_revision: int = -1
+    comparison: Comparison = field(default_factory=Comparison)
+    stalls: Mapping[str, Heard] = field(default_factory=dict)
+    hang: Hang | None = None
+    hang_at: float = 0.0
+    hang_revision: int = -1
 
     @property
     def complete(self) -> bool:
@@ -54,8 +74,8 @@ def see(view: View, seen: Seen, scope: str, now: float) -> View:
     """The view after news of ``scope``: a key, or a prefix that ends in a slash."""
     if isinstance(seen, Listing):
         listed = {e.key for e in seen.entries}
-        gone = [Entry(key, None, 0, 0) for key in _known(view, scope) if key not in listed]
-        return _mark_listed(_apply(view, (*gone, *seen.entries), now), scope)
+        gone = [Entry(key, None, seen.revision, 0) for key in _known(view, scope) if key not in listed]
+        return _mark_listed(_apply(view, (*gone, *seen.entries), now), scope, seen.revision)
     if isinstance(seen, Changes):
         return _apply(view, seen.entries, now)
     raise AssertionError(f"not news of the store: {seen!r}")
@@ -63,20 +83,28 @@ def see(view: View, seen: Seen, scope: str, now: float) -> View:
 
 def _known(view: View, scope: str) -> list[str]:
     match scope:
-        case "spec" | "round" | "budget" | "stragglers":
+        case "spec" | "round" | "budget" | "stragglers" | "hang":
             return [scope]
         case "nodes/":
             return [f"nodes/{name}" for name in view.nodes or ()]
         case "reports/":
             return [f"reports/{name}" for name in view.reports or ()]
+        case "stalls/":
+            return [f"stalls/{name}" for name in view.stalls]
+        case "paces/":
+            return [f"paces/{name}" for name in view.comparison.paces]
     raise AssertionError(f"the leader does not watch {scope!r}")
 
 
-def _mark_listed(view: View, scope: str) -> View:
+def _mark_listed(view: View, scope: str, revision: int) -> View:
     if scope == "nodes/" and view.nodes is None:
         return replace(view, nodes={})
     if scope == "reports/" and view.reports is None:
         return replace(view, reports={})
+    if scope == "hang":
+        return replace(view, hang_revision=max(view.hang_revision, revision))
+    if scope == "stragglers":
+        return replace(view, stragglers_revision=max(view.stragglers_revision, revision))
     return view
 
 
@@ -93,8 +121,6 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 view = replace(view, round=fact, round_revision=revision)
             case "budget", (Budget() | None) as fact:
                 view = replace(view, budget=fact or Budget(), budget_revision=revision)
-            case "stragglers", (Stragglers() | None) as fact:
-                view = replace(view, stragglers=fact)
             case "nodes", Node() as node:
                 nodes = {} if nodes is None else nodes
                 old = nodes.get(name)
@@ -110,5 +136,30 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                 if reports is not None:
                     reports.pop(name, None)
             case _:
-                pass  # a key of no interest to the leader
-    return replace(view, nodes=nodes, reports=reports)
+                view = _apply_finding(view, e, name, now)
+    view = replace(view, nodes=nodes, reports=reports)
+    if view.spec is None:
+        return view
+    return replace(view, comparison=comparing.follow(view.comparison, view.round, view.spec.policy))
+
+
+def _apply_finding(view: View, e: Entry, name: str, now: float) -> View:
+    """News of workers that stand still or lag behind. What this leader wrote itself it knows before the watch
+    tells of it, so that an older verdict may come after a newer one."""
+    match e.key.partition("/")[0], e.fact:
+        case "stalls", Stall() as stall:
+            known = view.stalls.get(name)
+            if known is None or known.stall != stall:
+                return replace(view, stalls={**view.stalls, name: Heard(stall, now)})
+        case "stalls", None:
+            return replace(view, stalls={n: heard for n, heard in view.stalls.items() if n != name})
+        case "hang", (Hang() | None) as hang:
+            if e.revision > view.hang_revision:
+                return replace(view, hang=hang, hang_at=now, hang_revision=e.revision)
+        case "stragglers", (Stragglers() | None) as stragglers:
+            if e.revision > view.stragglers_revision:
+                return replace(view, stragglers=stragglers, stragglers_revision=e.revision)
+        case "paces", (Paces() | None) as paces:
+            heard = comparing.hear(view.comparison, name, paces, view.round)
+            return replace(view, comparison=heard)
+    return view

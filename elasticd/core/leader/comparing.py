@@ -1,0 +1,98 @@
+"""The paces that agents tell, put together to periods in which every worker of the round is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
+from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``paces``: the last of each node. ``fresh``: nodes whose last paces are in no period yet.
+    ``taken``: the number of each node's paces in the last period. ``found``: who lags behind in ``round``, as
+    far as ``watch`` knows."""
+
+    paces: Mapping[str, Paces] = field(default_factory=dict)
+    round: int = 0
+    fresh: frozenset[str] = frozenset()
+    taken: Mapping[str, int] = field(default_factory=dict)
+    watch: Watch = field(default_factory=Watch)
+    found: Stragglers | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the window is full: before that, nobody can be said to keep up again."""
+        return len(self.watch.periods) >= PERIODS
+
+
+def hear(known: Comparison, node: str, paces: Paces | None, round: Round | None) -> Comparison:
+    """After a node's news. What they amount to is compared only when a period is whole, or a GPU is found to
+    be bad: the work for one node's news does not grow with the number of nodes."""
+    before = known.paces.get(node)
+    told = dict(known.paces)
+    told.pop(node, None)
+    if paces is not None:
+        told[node] = paces
+    known = replace(known, paces=told, fresh=known.fresh - {node})
+    if paces is not None and paces.round == known.round and _is_fresh(known, paces):
+        known = replace(known, fresh=known.fresh | {node})
+    if round is None or round.phase is not Phase.LIVE or round.number != known.round:
+        return known
+    same_gpus = (before.bad if before is not None else ()) == (paces.bad if paces is not None else ())
+    if same_gpus and len(known.fresh) < len(round.members):
+        return known
+    return _compare(known, round)
+
+
+def follow(known: Comparison, round: Round | None, policy: Policy) -> Comparison:
+    """After news of the round: nothing is known yet of the workers of another."""
+    if round is None or round.phase is not Phase.LIVE or round.number == known.round:
+        return known
+    watch = Watch(tolerance=Tolerance(policy.straggler_ratio))
+    known = Comparison(known.paces, round.number, watch=watch)
+    fresh = (name for name, p in known.paces.items() if p.round == round.number and _is_fresh(known, p))
+    return _compare(replace(known, fresh=frozenset(fresh)), round)
+
+
+def _is_fresh(known: Comparison, paces: Paces) -> bool:
+    return bool(paces.slots) and paces.number > known.taken.get(paces.node, 0)
+
+
+def _compare(known: Comparison, round: Round) -> Comparison:
+    heard = {
+        m.node: p
+        for m in round.members
+        if (p := known.paces.get(m.node)) is not None
+        and (p.round, p.incarnation) == (round.number, m.incarnation)
+    }
+    fresh = {node: p for node, p in heard.items() if node in known.fresh}
+    if len(fresh) == len(round.members):
+        taken = {node: p.number for node, p in fresh.items()}
+        known = replace(known, fresh=frozenset(), taken=taken)
+        times = {(node, slot.slot): slot.own_s for node, p in fresh.items() for slot in p.slots}
+        if len(times) == round.world_size:
+            known = replace(known, watch=known.watch.see(times))
+    return replace(known, found=_found(known.watch, round, heard))
+
+
+def _found(watch: Watch, round: Round, heard: Mapping[str, Paces]) -> Stragglers | None:
+    last = watch.periods[-1] if watch.periods else {}
+    usual_s = median(last.values()) if last else 0.0
+    ratios = watch.ratios if watch.named else {}
+    slow = [Laggard(n, s, _rank(round, (n, s)), _hundredths(ratios[n, s])) for n, s in watch.named]
+    slow += [Laggard(n, b.slot, b.rank, 0.0, b.why) for n, p in heard.items() for b in p.bad]
+    if not slow and not usual_s:
+        return None
+    return Stragglers(round.number, usual_s, tuple(sorted(slow, key=lambda one: one.rank)))
+
+
+def _hundredths(ratio: float) -> float:
+    return int(ratio * 100 + 0.5) / 100
+
+
+def _rank(round: Round, place: Place) -> int:
+    return next((m.rank_of(place[1]) for m in round.members if m.node == place[0]), -1)

@@ -1,0 +1,82 @@
+"""Who hangs, from what the agents of all nodes tell of workers that stand still.
+
+Of a world of several nodes none sees enough: a worker that waits is no worse than the one it waits for,
+wherever that is. So each agent tells, and the leader judges them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+
+from elasticd.core.facts import Hang, Phase
+from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge
+from elasticd.core.leader.members import has_left
+from elasticd.core.leader.plan import Plan
+from elasticd.core.leader.view import Heard, View
+from elasticd.core.ports import Put
+
+LATER_S = 0.01  # a look that is due is surely late enough then, whatever a clock's resolution
+
+
+def name_the_hung(view: View, now: float) -> Plan:
+    """Say who hangs; or ask every agent what its workers do, where one of them hangs for certain and some
+    agents have not told."""
+    round = view.round
+    if (
+        not view.stalls
+        or view.hang_revision < 0
+        or round is None
+        or round.phase not in (Phase.LIVE, Phase.CLOSING)
+    ):
+        return Plan()
+    found = view.hang if view.hang is not None and view.hang.round == round.number else None
+    again_at = view.hang_at + REPEAT_S
+    if found is not None and not found.asks and now < again_at:
+        return Plan(wake_at=again_at)
+    assert view.reports is not None
+    finished = {name for name, r in view.reports.items() if r.round == round.number and r.finished}
+    told: list[Heard] = []
+    silent = False
+    for member in round.members:
+        known = view.stalls.get(member.node)
+        of_this = (round.number, member.incarnation)
+        if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
+            told.append(known)
+        elif member.node not in finished and not has_left(view, member, round.number):
+            silent = True  # it makes steps, or has not said yet
+    if not told:
+        return Plan()
+    if silent and found is not None and now < again_at:  # they have been asked
+        return Plan(wake_at=again_at)
+    looks = _looks(told, now)
+    if silent:  # the others are only asked where somebody hangs for certain
+        looks = [look for look in looks if look.doing is Doing.STOPPED]
+    allowed = _most_patient([heard.stall.allowed for heard in told])
+    verdict = judge(looks, allowed)
+    if verdict is None:
+        return Plan(wake_at=_next_limit(looks, allowed, now))
+    return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
+
+
+def _looks(told: Sequence[Heard], now: float) -> list[Look]:
+    """As old as they are by now."""
+    return [
+        replace(look, still_s=look.still_s + (now - heard.at)) for heard in told for look in heard.stall.looks
+    ]
+
+
+def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
+    return Allowance(
+        stopped_s=max(a.stopped_s for a in allowances),
+        asleep_s=max(a.asleep_s for a in allowances),
+        waiting_s=max(a.waiting_s for a in allowances),
+        busy_s=max(a.busy_s for a in allowances),
+        unasked_s=max(a.unasked_s for a in allowances),
+    )
+
+
+def _next_limit(looks: Sequence[Look], allowed: Allowance, now: float) -> float | None:
+    """When the next of them has stood still for as long as one may that does something."""
+    left = (limit - look.still_s for look in looks for limit in astuple(allowed))
+    return min((now + max(s, LATER_S) for s in left if s > 0), default=None)

@@ -1,0 +1,55 @@
+"""Who lags behind: the verdict that the leader writes for all to see, and says aloud when it changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticd.core.facts import Laggard, Phase, Stragglers
+from elasticd.core.leader.plan import Plan
+from elasticd.core.leader.view import View
+from elasticd.core.ports import Put
+from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
+
+CHANGED = 0.02  # by how much the usual time must differ to be worth a write
+
+
+def name_stragglers(view: View) -> Plan:
+    """Write who lags behind, where that differs from what is written."""
+    round, found = view.round, view.comparison.found
+    if view.stragglers_revision < 0 or round is None or round.phase is not Phase.LIVE:
+        return Plan()
+    if found is None or found.round != round.number:
+        return Plan()
+    before = view.stragglers if view.stragglers and view.stragglers.round == round.number else None
+    if before is not None and not view.comparison.whole:
+        # Named by an earlier leader: this one has yet to see a window of periods.
+        named = {_key(one) for one in found.slow}
+        found = replace(found, slow=(*found.slow, *(o for o in before.slow if _key(o) not in named)))
+    if before is not None and not _differs(before, found):
+        return Plan()
+    return Plan(writes=(Put("stragglers", found, leased=True),), reasons=_said(before, found))
+
+
+def _key(one: Laggard) -> tuple[str, int, str]:
+    return one.node, one.slot, one.why
+
+
+def _said(before: Stragglers | None, found: Stragglers) -> tuple[Reason, ...]:
+    then = {_key(one): one for one in before.slow} if before is not None else {}
+    now = {_key(one): one for one in found.slow}
+    fresh = [
+        SlotBad(one.node, one.slot, one.rank, one.why)
+        if one.why
+        else WorkerStraggling(one.node, one.slot, one.rank, one.ratio)
+        for key, one in now.items()
+        if key not in then
+    ]
+    over = [WorkerKeepsUp(one.node, one.slot, one.rank) for key, one in then.items() if key not in now]
+    return (*fresh, *over)
+
+
+def _differs(one: Stragglers, other: Stragglers) -> bool:
+    """By so much that others should know."""
+    if {_key(x) for x in one.slow} != {_key(x) for x in other.slow}:
+        return True
+    return abs(one.usual_s - other.usual_s) > CHANGED * max(one.usual_s, other.usual_s)
