@@ -40,7 +40,7 @@ class Store:
         self.put: list[Put] = []
         self.said: list[Reason] = []
         round = Round(3, Phase.LIVE, members, "s:1", Cause.START, 0.0)
-        self.view = view(spec(1, 4), round, [node(m.node, m.slots, released=2) for m in members])
+        self.view = view(spec(1, 8), round, [node(m.node, m.slots, released=2) for m in members])
 
     def watch(self, key: str, seen: Callable[[Seen], None], prefix: bool = False) -> Callable[[], None]:
         self.watches.append((key, seen))

@@ -11,7 +11,7 @@ from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PaceComparison:
     """``paces``: the last of each node. ``fresh``: nodes whose last paces are in no period yet.
     ``taken``: the number of each node's paces in the last period. ``found``: who lags behind in ``round``, as
     far as ``watch`` knows."""
@@ -29,7 +29,7 @@ class Comparison:
         return len(self.watch.periods) >= PERIODS
 
 
-def hear(known: Comparison, node: str, paces: Paces | None, round: Round | None) -> Comparison:
+def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | None) -> PaceComparison:
     """After a node's news. What they amount to is compared only when a period is whole, or a GPU is found to
     be bad: the work for one node's news does not grow with the number of nodes."""
     before = known.paces.get(node)
@@ -48,21 +48,21 @@ def hear(known: Comparison, node: str, paces: Paces | None, round: Round | None)
     return _compare(known, round)
 
 
-def follow(known: Comparison, round: Round | None, policy: Policy) -> Comparison:
+def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceComparison:
     """After news of the round: nothing is known yet of the workers of another."""
     if round is None or round.phase is not Phase.LIVE or round.number == known.round:
         return known
     watch = Watch(tolerance=Tolerance(policy.straggler_ratio))
-    known = Comparison(known.paces, round.number, watch=watch)
+    known = PaceComparison(known.paces, round.number, watch=watch)
     fresh = (name for name, p in known.paces.items() if p.round == round.number and _is_fresh(known, p))
     return _compare(replace(known, fresh=frozenset(fresh)), round)
 
 
-def _is_fresh(known: Comparison, paces: Paces) -> bool:
+def _is_fresh(known: PaceComparison, paces: Paces) -> bool:
     return bool(paces.slots) and paces.number > known.taken.get(paces.node, 0)
 
 
-def _compare(known: Comparison, round: Round) -> Comparison:
+def _compare(known: PaceComparison, round: Round) -> PaceComparison:
     heard = {
         m.node: p
         for m in round.members

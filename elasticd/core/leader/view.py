@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.core.facts import Budget, Hang, Node, Paces, Report, Round, Spec, Stall, Stragglers
 from elasticd.core.leader import comparing
-from elasticd.core.leader.comparing import Comparison
+from elasticd.core.leader.comparing import PaceComparison
 from elasticd.core.ports import Changes, Entry, Listing, Seen
 
 FINDINGS = ("hang", "stragglers")  # what the leader writes that is no step of the round
@@ -53,7 +53,7 @@ class View:
     absence_counts_from: float = 0.0
     stragglers: Stragglers | None = None
     stragglers_revision: int = -1
-    comparison: Comparison = field(default_factory=Comparison)
+    comparison: PaceComparison = field(default_factory=PaceComparison)
     stalls: Mapping[str, Heard] = field(default_factory=dict)
     hang: Hang | None = None
     hang_at: float = 0.0
