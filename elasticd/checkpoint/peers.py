@@ -1,5 +1,5 @@
-"""What the savers of a job's nodes ask of each other, and workers of other nodes' savers: what is held in
-memory, to hold more, to read it."""
+"""The protocol between the savers of a job's nodes, also used by workers that read from other nodes' savers.
+A caller lists the shards in memory, stores a replica, or reads shards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from elasticd.core.facts import Holder
 from elasticd.core.naming import require_name
 from elasticd.core.replicas import Offer
 
-WAIT: Final[Message] = {"wait": True}  # said now and then to a caller who is to wait for its turn
-_RANGES_MAX: Final = 4096  # of a shard, in one question
+WAIT: Final[Message] = {"wait": True}  # sent from time to time to a caller that must wait for its turn
+_RANGES_MAX: Final = 4096  # byte ranges of a shard in one request
 _T = TypeVar("_T")
 
 
 class Peers(Protocol):
-    """The savers of the job's other nodes. Both raise PeerGone where that cannot be known."""
+    """The savers of the job's other nodes. Both methods raise PeerGone if the answer cannot be known."""
 
     def find(self, node: str) -> Holder: ...
 
@@ -32,20 +32,20 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a saver does for those who ask; called from their threads. ``room`` raises OSError."""
+    """What the saver does for its callers, called from their threads. ``room`` raises OSError."""
 
     offers: Callable[[str], list[Offer]]
-    find: Callable[[str, str, int | None], Replica | None]  # path, name, and rank or any
+    find: Callable[[str, str, int | None], Replica | None]  # path, name, and rank (None: any)
     room: Callable[[Label, int], Memory]
     keep: Callable[[Replica], None]
     give_up: Callable[[int], None]
 
 
-# ------------------------------------------------------------ who is asked
+# ------------------------------------------------------------ the server
 
 
 def serve(wire: Wire, host: Host) -> None:
-    """Until the other end goes."""
+    """Answer the requests of one caller until the caller disconnects."""
     try:
         while True:
             message = wire.hear()
@@ -98,11 +98,11 @@ def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
     wire.say({"ok": True})
 
 
-# ------------------------------------------------------------ who asks
+# ------------------------------------------------------------ the client
 
 
 class PeerSaver:
-    """A conversation with another node's saver. Everything raises PeerGone, also where it refuses."""
+    """A connection to another node's saver. All methods raise PeerGone, also when the saver refuses."""
 
     def __init__(self, holder: Holder) -> None:
         self.node = holder.node
@@ -122,7 +122,7 @@ class PeerSaver:
         return offered
 
     def hold(self, label: Label, index: bytes, content: memoryview) -> None:
-        """Have it keep a copy; returns when it has it, whole."""
+        """Store a replica on the other node. Returns once the node has the whole replica."""
         self._asks({"do": "hold", "label": msgspec.to_builtins(label), "size": len(content)})
         self._wire.say_raw(index)
         self._wire.send(content)
@@ -133,7 +133,7 @@ class PeerSaver:
         return self._wire.hear_raw()
 
     def read(self, path: str, name: str, wishes: Iterable[Wish]) -> None:
-        """Have wishes about one shard or several come true."""
+        """Read what the wishes name, from one shard or several."""
         by_file: dict[int, list[Wish]] = {}
         for wish in wishes:
             if len(wish.into):
@@ -167,7 +167,7 @@ class PeerSaver:
         return answer
 
 
-for _kind in (Label, Offer):  # before there are threads: see ``etcd.records``
+for _kind in (Label, Offer):  # before any thread starts: see ``etcd.records``
     msgspec.json.Decoder(_kind)
 
 

@@ -1,5 +1,5 @@
-"""What was committed, as a file beside the checkpoints. Where there is an agent, the truth is in etcd,
-and this a copy of it for those who come without."""
+"""The record of committed checkpoints, as a file beside them. With an agent, etcd holds the record, and the
+file is a copy for runs without this etcd."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from elasticd.core.retention import Commit, CommitRefused, Keep, commit
 POINTER: Final = "committed.json"
 VERSION: Final = 1
 _LOCK: Final = f".{POINTER}.lock"
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)  # so that not even its place was touched
-# Whatever the version: the checksum of all before it, at the end.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)  # these errors leave the old file untouched
+# In every version, the file ends with the checksum of the bytes before.
 _SEALED: Final = re.compile(rb'(?P<said>.*),"seal":"(?P<seal>[0-9a-f]{32})"\}', re.DOTALL)
 
 
@@ -37,10 +37,10 @@ class _Record(_PointerVersion, frozen=True):
 
 
 class _Unsealed(_Record, frozen=True, forbid_unknown_fields=True):
-    """As the first releases wrote it."""
+    """The record as the first releases wrote it, without a checksum."""
 
 
-# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
 _VERSIONS: Final = msgspec.json.Decoder(_PointerVersion)
 _RECORDS: Final = msgspec.json.Decoder(_Record)
 _UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
@@ -48,8 +48,8 @@ _UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """``version``: what the file may be written over by. ``damage``: what is wrong with the file; then
-    ``known`` is what is whole beside it."""
+    """``version``: the tag that ``CheckpointStore.replace`` needs to overwrite the file. ``damage``: what is
+    wrong with the file; ``known`` then lists the whole checkpoints beside the file."""
 
     known: Checkpoint
     version: str | None
@@ -57,9 +57,10 @@ class _Seen:
 
 
 class FilePointer:
-    """The file ``committed.json`` in a store, which is given itself or by its path or URL.
+    """The file ``committed.json`` in a store. ``store`` is a store, a path or a URL.
 
-    If it is damaged or lost, ``say`` is told, and those checkpoints beside it that are whole count.
+    If the file is damaged or lost, ``say`` is told, and the whole checkpoints beside the file count as
+    committed.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class FilePointer:
         self._warned = False
 
     def begin(self) -> None:
-        """To be called before the first checkpoint is complete: where the file is missing beside one, it was
-        lost. Raises OSError."""
+        """Create the file if the store holds no checkpoint. Must be called before the first checkpoint is
+        complete: a file that is missing beside a complete checkpoint counts as lost. Raises OSError."""
         with self._store.locked(_LOCK):
             try:
                 self._store.look(POINTER)
@@ -82,8 +83,9 @@ class FilePointer:
                         self.write(Checkpoint(self._store.url), "")
 
     def read(self) -> Checkpoint:
-        """Empty where nothing was ever committed. Raises OSError, and BadCheckpoint where it was written by
-        a newer version, or is damaged or lost and nothing beside it is whole."""
+        """Return the committed checkpoints; none if nothing was ever committed. Raises OSError. Raises
+        BadCheckpoint if a newer version wrote the file, or if the file is damaged or lost and no checkpoint
+        beside it is whole."""
         seen = self._look()
         if seen.damage and not seen.known.saved:
             raise BadCheckpoint(
@@ -93,13 +95,14 @@ class FilePointer:
         return seen.known
 
     def before(self, new: Saved) -> Checkpoint:
-        """What a commit comes after: the same, but empty where nothing else is whole."""
+        """Return the checkpoints committed before ``new``. A damaged file with no whole checkpoint beside it
+        gives none."""
         return self._before(new)[0]
 
     def _before(self, new: Saved) -> tuple[Checkpoint, str | None]:
         seen = self._look()
         known = seen.known
-        if seen.damage:  # it lies there and is whole, and is not yet committed
+        if seen.damage:  # ``new`` is whole on disk, but not yet committed
             known = replace(known, saved=tuple(s for s in known.saved if s != new))
         return known, seen.version
 
@@ -126,36 +129,37 @@ class FilePointer:
         return _Seen(Checkpoint(self._store.url, saved), version, damage)
 
     def newest(self) -> Saved | None:
-        """The newest that it names, whatever else is whole. Raises BadCheckpoint, OSError."""
+        """Return the newest checkpoint that the file names; None if the file is damaged. Raises
+        BadCheckpoint, OSError."""
         seen = self._look()
         return None if seen.damage else seen.known.newest
 
     def known(self, *, own: bool = False) -> Checkpoint:
-        """A file knows nothing of jobs. Raises as ``read``."""
+        """Return what ``read`` returns: a file does not know jobs. Raises as ``read``."""
         del own
         return self.read()
 
     def last_round(self) -> int:
-        """The latest round that has committed here, or has begun to save. Raises BadCheckpoint, OSError."""
+        """Return the latest round that has committed or begun to save here. Raises BadCheckpoint, OSError."""
         begun = 0
         with contextlib.suppress(FileNotFoundError):
             begun = max((there.round for n in self._store.names() if (there := parse_folder(n))), default=0)
-        with contextlib.suppress(Unreadable):  # what lies there and cannot be read now counts by its name
+        with contextlib.suppress(Unreadable):  # an unreadable checkpoint counts by its name
             begun = max(begun, newest.round if (newest := self._look().known.newest) else 0)
         return begun
 
     def witness(self, fence: int) -> bool:
-        """A file knows nothing of rounds."""
+        """Return True: a file does not know rounds."""
         del fence
         return True
 
     def commit(self, new: Saved, keep: Keep, fence: int = 0, *, in_time: bool = False) -> Commit:
-        """Both ``fence`` and ``in_time`` are of rounds, which a file knows nothing of. Raises
-        ``CommitRefused``, BadCheckpoint; then nothing has changed. After an OSError it may have."""
+        """Commit ``new``. ``fence`` and ``in_time`` are ignored, since a file does not know rounds. After
+        ``CommitRefused`` or BadCheckpoint the file is unchanged; after OSError the file may have changed."""
         with self._store.locked(_LOCK):
             while True:
                 known, version = self._before(new)
-                if new in known.saved:  # a former try that was not answered
+                if new in known.saved:  # an earlier try succeeded without an answer
                     return Commit(known)
                 made = commit(known, new, keep)
                 try:
@@ -164,7 +168,7 @@ class FilePointer:
                 except Overtaken:
                     continue
                 except OSError as error:
-                    if self.before(new) == made.checkpoint:  # in place, and may be gone after a power cut
+                    if self.before(new) == made.checkpoint:  # written, but a power cut may undo it
                         return replace(made, unsettled=told(error))
                     if error.errno in _NO_ROOM:
                         raise CommitRefused(f"it could not be committed: {told(error)}") from error
@@ -180,16 +184,16 @@ class FilePointer:
             )
 
     def settle(self) -> Checkpoint:
-        """What it says, once that is durable. Raises as ``update``."""
+        """Rewrite the file durably, and return its content. Raises as ``update``."""
         return self.update(lambda known: known)
 
     def forget(self, name: str) -> None:
-        """It is none of ours any more. Raises BadCheckpoint, OSError."""
+        """Remove a checkpoint from the record. Raises BadCheckpoint, OSError."""
         self.update(lambda known: replace(known, saved=tuple(s for s in known.saved if s.name != name)))
 
     def update(self, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
-        """Have it say what ``change`` returns, which is given what it says while nobody else writes it.
-        Raises BadCheckpoint, OSError, and what ``change`` does."""
+        """Replace the record by what ``change`` returns for it, under the lock. Raises BadCheckpoint,
+        OSError, and what ``change`` raises."""
         with self._store.locked(_LOCK):
             while True:
                 seen = self._look()
@@ -198,23 +202,23 @@ class FilePointer:
                     return changed
 
     def clear(self, names: Iterable[str]) -> None:
-        """Remove those of the store's files that were left by processes killed while they wrote it."""
+        """Remove temporary files of the pointer, left by processes that were killed while they wrote."""
         if begun := [name for name in names if is_fresh(name, POINTER)]:
-            with self._store.locked(_LOCK):  # once nobody writes it, those that were there then are of no use
+            with self._store.locked(_LOCK):  # under the lock nobody writes the listed files
                 self._store.unlink(begun)
 
     def close(self) -> None:
-        """There is nothing open."""
+        """Do nothing: no resource is open."""
 
     def write(self, checkpoint: Checkpoint, over: str | None = None) -> None:
-        """``over``: see ``CheckpointStore.replace``."""
+        """Write the file. ``over``: see ``CheckpointStore.replace``."""
         said = msgspec.json.encode(_Record(VERSION, checkpoint.saved)).removesuffix(b"}")
         self._store.replace(POINTER, b'%b,"seal":"%b"}' % (said, digest(said).encode()), over=over)
 
 
 def _saved_by(raw: bytes, file: str) -> tuple[Saved, ...]:
-    """What the record says. Raises BadCheckpoint where a newer version wrote it; ValueError, which says what
-    is wrong, where it is damaged."""
+    """Return the checkpoints in the record. Raises BadCheckpoint if a newer version wrote the record, and
+    ValueError, with the fault, if the record is damaged."""
     sealed = _SEALED.fullmatch(raw)
     if sealed is None:
         record: _Record = _UNSEALED.decode(raw)

@@ -1,5 +1,5 @@
-"""Reading a checkpoint back: every byte that is used is checked against the manifest first or as it
-is read, in several threads."""
+"""Reading a checkpoint: several threads read, and every byte is checked against the manifest before it is
+used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Bytes of a shard and where they are wanted: ``into`` is filled from ``at`` on."""
+    """A range of bytes that a caller wants from a shard: ``into`` is filled with the bytes from ``at`` on."""
 
     file: int
     at: int
@@ -48,7 +48,7 @@ class Wish:
 
 
 def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
-    """The manifest of a committed checkpoint in ``store``, and every file there in full length.
+    """Return the manifest of a committed checkpoint, after a check that every file is there in full length.
 
     Raises BadCheckpoint, which names the file.
     """
@@ -77,22 +77,23 @@ def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
 
 
 def is_finished(store: CheckpointStore, name: str) -> bool:
-    """Whether the manifest, which is written last, is there, whole or not. Raises OSError."""
+    """Return whether the checkpoint has a manifest, which is written last. The content is not checked. Raises
+    OSError."""
     try:
         return MANIFEST in store.sizes(name)
-    except FileNotFoundError:  # somebody has just removed it
+    except FileNotFoundError:  # another process has just removed the folder
         return False
 
 
 def finished_in(store: CheckpointStore) -> bool:
-    """Whether there is a checkpoint that was written to its end. Raises OSError."""
+    """Return whether the store holds a checkpoint with a manifest. Raises OSError."""
     return any(is_finished(store, name) for name in _folders(store))
 
 
 def whole_in(store: CheckpointStore) -> tuple[Saved, ...]:
-    """The checkpoints whose manifests are intact, and every file there in full length; oldest first. It is
-    for where nothing says any more which of them were committed. Raises OSError; Unreadable where an error
-    that may pass hides whether one is whole."""
+    """Return the checkpoints with an intact manifest and every file in full length, oldest first. Used where
+    the record of commits is lost. Raises OSError; raises Unreadable if a temporary error hides a checkpoint's
+    state."""
     found = []
     for name in _folders(store):
         try:
@@ -122,7 +123,7 @@ def _read_manifest(store: CheckpointStore, name: str) -> bytes:
 
 
 def _silent(_: int) -> None:
-    """Nobody watches."""
+    """Ignore the progress."""
 
 
 def fill(
@@ -133,11 +134,11 @@ def fill(
     *,
     readers: int = 1,
 ) -> None:
-    """Read what is wished for, and verify it. Blocks that lie wholly within a wish are read to where
-    they are wanted. Raises BadCheckpoint; then what was wished for is in no defined state.
+    """Read and verify what the wishes ask for. A block that lies wholly within one wish is read without a
+    copy. After BadCheckpoint the content of the wishes is undefined.
 
-    ``progress``: called, from several threads, with bytes that have been read since. ``readers``: how
-    many processes of this machine read at the same time, and share its processors.
+    ``progress`` is called from several threads with the number of bytes read since the last call.
+    ``readers``: how many processes of this machine read at the same time and share its processors.
     """
     by_file: dict[int, list[Wish]] = {}
     for wish in wishes:
@@ -163,7 +164,8 @@ def fill(
 def verify(
     store: CheckpointStore, manifest: Manifest, progress: Callable[[int], None] = _silent
 ) -> Iterator[tuple[File, list[str]]]:
-    """Read all of each file; what is wrong with it, in words, nothing if it is as it was saved."""
+    """Read each file completely. Yield each file and what is wrong with it: sentences, none if the file is
+    intact."""
     scratch = memoryview(bytearray(manifest.block))
     for file in manifest.files:
         wrong = []
@@ -189,7 +191,7 @@ _Task = tuple[File, int, list[Wish]]
 
 
 def _by_block(wishes: list[Wish], block: int) -> Iterator[tuple[int, list[Wish]]]:
-    """Each block that is needed, with those that want some of it."""
+    """Yield the number of each block that is needed, with the wishes that need it."""
     wishes.sort(key=lambda w: w.at)
     wanted: dict[int, list[Wish]] = {}
     for wish in wishes:
@@ -199,7 +201,7 @@ def _by_block(wishes: list[Wish], block: int) -> Iterator[tuple[int, list[Wish]]
 
 
 def _runs(tasks: Sequence[_Task], count: int) -> list[Sequence[_Task]]:
-    """Cut into about equal runs, each of neighbours."""
+    """Cut the tasks into at most ``count`` runs of neighbours, of about equal length."""
     size = max(1, -(-len(tasks) // count))
     return [tasks[at : at + size] for at in range(0, len(tasks), size)]
 
@@ -242,14 +244,14 @@ def _read_blocks(
 
 @dataclass(slots=True)
 class _Shard:
-    """A file that is read here and there, and opened anew where that fails."""
+    """A file that is read at random places. The file is opened again after an error."""
 
     store: CheckpointStore
     where: str
     _opened: Opened | None = None
 
     def read(self, into: memoryview, at: int) -> None:
-        """Raises BadCheckpoint."""
+        """Read until ``into`` is full. Raises BadCheckpoint."""
         _patiently(self.where, lambda: self._read(into, at))
 
     def _read(self, into: memoryview, at: int) -> None:
@@ -268,8 +270,8 @@ class _Shard:
 
 
 def _patiently(where: str, read: Callable[[], _T]) -> _T:
-    """What is missing stays so; other errors, such as those of a disk across a network, may pass. Raises
-    BadCheckpoint."""
+    """Call ``read``, and repeat the call after errors that may be temporary, such as those of a network disk.
+    A missing file is not tried again. Raises BadCheckpoint."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -284,7 +286,7 @@ def _patiently(where: str, read: Callable[[], _T]) -> _T:
 
 
 def _read_exactly(opened: Opened, into: memoryview, at: int, where: str) -> None:
-    """Raises OSError, and BadCheckpoint where there is not so much."""
+    """Fill ``into`` from ``at`` on. Raises OSError; raises BadCheckpoint if the file ends early."""
     while into:
         read = opened.read_into(into, at)
         if not read:
@@ -293,7 +295,7 @@ def _read_exactly(opened: Opened, into: memoryview, at: int, where: str) -> None
 
 
 def _wrong(manifest: Manifest, file: File, number: int) -> str:
-    """Names the tensors too: that is what people will ask."""
+    """Return a sentence about a damaged block, with the names of its tensors."""
     start = number * manifest.block
     end = start + manifest.block
     index = next((n for n, f in enumerate(manifest.files) if f is file), -1)

@@ -1,7 +1,8 @@
-"""Object storage and whatever else fsspec writes to: large files in parts, retried by its libraries.
+"""Checkpoints on object storage and whatever else fsspec writes to. Large files go in parts; fsspec's
+libraries retry failed requests.
 
-Who may write there is told by the environment (AWS_ACCESS_KEY_ID and its like, roles, files in the home
-folder), as each library has it; nothing of it is read here, logged or sent.
+The libraries take their credentials from the environment (AWS_ACCESS_KEY_ID and the like, roles, files in the
+home folder). This module reads, logs and sends no credentials.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _PARTS_MAX: Final = 9_000
 _FLAT: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "cos", "memory"}  # no folders
 
 _OVERTAKEN: Final = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
-_NO_CONDITIONS: Final = {"NotImplemented", "501", "ParamValidationError"}  # of a server or client that is old
+_NO_CONDITIONS: Final = {"NotImplemented", "501", "ParamValidationError"}  # the server or client is too old
 
 
 class Remote:
-    """A folder of fsspec's as a ``CheckpointStore``. ``root``: as the file system itself names it."""
+    """An fsspec folder as a ``CheckpointStore``. ``root``: the folder's name in the file system."""
 
     look_s: Final = 1.0
 
@@ -45,11 +46,11 @@ class Remote:
 
     @classmethod
     def at(cls, url: str) -> Remote:
-        """Nothing is touched yet. Raises BadStore where fsspec knows no such address, or the package
-        for it is not installed."""
+        """Return the store at ``url``, without any request to it. Raises BadStore if fsspec does not know the
+        scheme, or the package for the scheme is not installed."""
         scheme = url.partition("://")[0]
         try:
-            # Of listings that are remembered, those of others' writes would be wrong.
+            # A cached listing would miss what other processes write.
             fs, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             extra = f": pip install 'elasticd[{scheme}]'" if scheme == "s3" else f" ({_clause(error)})"
@@ -81,7 +82,7 @@ class Remote:
         return File(name.rpartition("/")[2], len(content), digests)
 
     def sync(self, folder: str) -> None:
-        """What is written is there, in such a store."""
+        """Do nothing: such a store keeps every write durably."""
 
     def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
         with self._plainly(name):
@@ -101,7 +102,7 @@ class Remote:
     def look(self, name: str) -> tuple[bytes, str | None]:
         if not self._is_s3:
             return self.read(name), None
-        with self._plainly(name):  # in this order: what is newer than its tag replaces nothing
+        with self._plainly(name):  # tag first: if the content is newer, ``replace`` fails, which is safe
             tag = str(self._fs.info(self._at(name))["ETag"])
         return self.read(name), tag
 
@@ -118,7 +119,7 @@ class Remote:
         with contextlib.suppress(FileNotFoundError), self._plainly(""):
             entries = self._fs.ls(self._root, detail=False)
         found = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
-        # What was begun in parts and never finished shows nowhere else, and is paid for.
+        # An unfinished upload in parts is in no other listing, and costs money.
         found |= {key[len(self._key) + 1 :].partition("/")[0] for key, _ in self._begun()}
         return sorted(found)
 
@@ -138,12 +139,12 @@ class Remote:
         return self._locks[name]
 
     def cut_out(self, name: str, at: int, length: int) -> bytes:
-        """So many bytes of a file. Raises OSError."""
+        """Return ``length`` bytes of a file, from ``at`` on. Raises OSError."""
         with self._plainly(name):
             return bytes(self._fs.cat_file(self._at(name), start=at, end=at + length))
 
     def _put(self, name: str, content: bytes, over: str | None) -> None:
-        """Raises Overtaken, and whatever the library does."""
+        """Write a small file; ``over`` as for ``replace``. Raises Overtaken, and what the library raises."""
         condition = {} if over is None else {"IfMatch": over} if over else {"IfNoneMatch": "*"}
         try:
             self._fs.pipe_file(self._at(name), content, **condition)
@@ -183,18 +184,18 @@ class Remote:
             self._fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
 
     def _begun(self) -> list[tuple[str, str]]:
-        """Uploads in parts below our folder that are not finished: key and id."""
+        """Return the key and id of each unfinished upload in parts below this store's folder."""
         if not hasattr(self._fs, "list_multipart_uploads"):
             return []
         try:
             found = self._fs.list_multipart_uploads(self._bucket)
-        except Exception:  # noqa: BLE001  who may write need not have the right to ask
+        except Exception:  # noqa: BLE001  a writer may lack the right to list uploads
             return []
         return [(u["Key"], u["UploadId"]) for u in found if u["Key"].startswith(f"{self._key}/")]
 
     @contextlib.contextmanager
     def _plainly(self, name: str) -> Iterator[None]:
-        """Each library has errors of its own; here they are OSErrors with a clause for people."""
+        """Turn the errors of each library into OSErrors with a clause for people."""
         try:
             yield
         except Overtaken:
@@ -207,7 +208,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class _Ranges:
-    """A file of which parts are asked for."""
+    """A remote file that is read in ranges."""
 
     store: Remote
     name: str
@@ -218,19 +219,19 @@ class _Ranges:
         return len(found)
 
     def close(self) -> None:
-        """There is nothing open."""
+        """Do nothing: no resource is open."""
 
 
 def _give_up(out: Any) -> None:
-    """Closing it would finish the file, whatever is in it."""
+    """Abandon an unfinished file. A close would finish the file, whatever its content."""
     with contextlib.suppress(Exception):
         out.discard()
     if isinstance(out, AbstractBufferedFile):
-        out.closed = True  # or it is finished when it is forgotten
+        out.closed = True  # otherwise the garbage collector would finish it
 
 
 def _code(error: Exception) -> int:
-    """Whether trying again can help is what people need to know."""
+    """Return the errno that tells people whether a new try can help."""
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
         return errno.EACCES
     if isinstance(error, ValueError | TypeError) or getattr(error, "errno", 0) in (errno.EINVAL, errno.EPERM):
@@ -239,7 +240,7 @@ def _code(error: Exception) -> int:
 
 
 def _clause(error: BaseException) -> str:
-    """The first line of what a library says, such that it can end a sentence of ours."""
+    """Return the first line of a library's message, without its full stop, to end a sentence of ours."""
     said = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip()
     first = said.splitlines()[0].rstrip(".")
     return first if len(first) <= 300 else f"{first[:300]}..."

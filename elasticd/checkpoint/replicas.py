@@ -1,5 +1,5 @@
-"""What this node holds in memory of other nodes' shards: the newest that is whole, and the one before
-it, which becomes the next, for each shard. Gone with the process."""
+"""The replicas in this node's memory. For each shard of another node, the newest whole replica is kept, and
+the one before it, whose memory the next replica takes. Replicas end with the process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _EACH: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Whose shard it is, of what. ``path``: of the checkpoints; ``name``: of the state; ``world``: how many
-    shards that has."""
+    """Identifies a shard. ``path``: where the checkpoints are; ``name``: the state's; ``world``: how many
+    shards the state has."""
 
     path: str
     name: str
@@ -34,7 +34,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """A whole shard, as it was with those who handed it over, and the state's encoded index."""
+    """A whole shard, and the encoded index of its state."""
 
     label: Label
     index: bytes
@@ -43,14 +43,14 @@ class Replica:
 
 @dataclass(slots=True)
 class Replicas:
-    """All of them, by the shard that they are of. Nothing here blocks."""
+    """All replicas of this node, by shard. No method blocks."""
 
-    _held: dict[tuple[str, int], list[Replica]] = field(default_factory=dict)  # the newest last
+    _held: dict[tuple[str, int], list[Replica]] = field(default_factory=dict)  # oldest first
     _coming: int = 0  # bytes
 
     @property
     def size(self) -> int:
-        """Bytes, those that are still to be filled among them."""
+        """Bytes in memory, including replicas that are still arriving."""
         return self._coming + sum(r.memory.size for some in self._held.values() for r in some)
 
     def __iter__(self) -> Iterator[Replica]:
@@ -58,8 +58,8 @@ class Replicas:
             yield from some
 
     def make_room(self, label: Label, size: int) -> None:
-        """One more is on its way; the oldest of that shard goes, if there are enough. What it takes, in
-        memory, is counted from now on; ``keep`` or ``give_up`` must follow."""
+        """Drop the oldest replicas of the shard so that one more fits, and count ``size`` bytes as arriving.
+        A call of ``keep`` or ``give_up`` must follow."""
         some = self._held.setdefault((label.path, label.rank), [])
         while len(some) >= _EACH:
             some.pop(0)
@@ -69,19 +69,19 @@ class Replicas:
         self._coming -= size
 
     def keep(self, replica: Replica) -> None:
-        """It is whole. Whatever is of no use since is given back."""
+        """Keep a replica that has arrived whole, and drop replicas that are no longer needed."""
         self._coming -= replica.memory.size
         label = replica.label
         some = self._held.setdefault((label.path, label.rank), [])
         some.append(replica)
         some.sort(key=lambda r: (r.label.round, r.label.step))
         second = [r for r in some if r.label.round == label.round]
-        if len(second) >= _EACH:  # by when the first was with everybody, so that nobody needs older ones
+        if len(second) >= _EACH:  # the first is then with every node, so older rounds are not needed
             self.forget(label.path, before=label.round)
         del some[: max(0, len(some) - _EACH)]
 
     def forget(self, path: str, *, before: int) -> None:
-        """What rounds before that have left there is of no use any more."""
+        """Drop the replicas at ``path`` of rounds before ``before``."""
         for key, some in list(self._held.items()):
             if key[0] == path:
                 some[:] = [r for r in some if r.label.round >= before]
@@ -90,7 +90,7 @@ class Replicas:
 
 
 def offers(held: Iterable[Replica], node: str) -> list[Offer]:
-    """What a node that holds these can offer."""
+    """Return what ``node`` can offer with these replicas."""
     ranks: dict[tuple[str, int, int, int], set[int]] = {}
     for its in (replica.label for replica in held):
         ranks.setdefault((its.name, its.round, its.step, its.world), set()).add(its.rank)

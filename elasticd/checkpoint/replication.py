@@ -1,5 +1,5 @@
-"""The saver's part in holding copies for other nodes: it gives its own away, takes in theirs, and says what
-there is. Decisions and memory are the saver's loop's; whatever waits for the network is a thread's."""
+"""Replication between savers: a saver sends its shards to other nodes, stores theirs, and says what it holds.
+Decisions and memory belong to the saver's loop; threads wait for the network."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from elasticd.core.facts import Holder
 from elasticd.core.replicas import Offer
 
 _T = TypeVar("_T")
-_CALLERS_MAX: Final = 64  # at a time; more wait for their turn
-_STRANGERS_MAX: Final = 256  # who have yet to prove themselves; the oldest makes room for the next
-_SPARE: Final = 0.1  # of the machine's memory that is left alone
+_CALLERS_MAX: Final = 64  # served at the same time; further callers wait
+_STRANGERS_MAX: Final = 256  # connections that are not authenticated yet; a new one closes the oldest
+_SPARE: Final = 0.1  # the share of available memory that stays free
 
 
 class Replication:
-    """``me``: this node, as others find it; they come to ``listener``."""
+    """Holds and sends replicas. ``me``: this node's address and secret; other nodes connect to
+    ``listener``."""
 
     def __init__(
         self,
@@ -43,14 +44,15 @@ class Replication:
         self._say = say
         self._replicas = Replicas()
         self._strangers: dict[socket.socket, None] = {}  # oldest first
-        self._lock = threading.Lock()  # of those
+        self._lock = threading.Lock()  # protects ``_strangers``
         self._callers = threading.Semaphore(_CALLERS_MAX)
         self._senders = ThreadPoolExecutor(8, "replicate")
         self._jobs: Jobs | None = None
         self._own: Callable[[str], Iterable[Replica]] = lambda _: ()
 
     def join(self, jobs: Jobs, own: Callable[[str], Iterable[Replica]]) -> None:
-        """The loop begins. ``own``: what is held of this node's own at a path; called in the loop."""
+        """Attach to the saver's loop. ``own`` returns what this node holds of its own shards at a path; it is
+        called in the loop."""
         self._jobs, self._own = jobs, own
         self.listener.setblocking(False)
 
@@ -61,7 +63,7 @@ class Replication:
     # ------------------------------------------------------------ in the loop
 
     def accept(self) -> None:
-        """Somebody comes."""
+        """Accept a connection, and serve it in a thread."""
         with contextlib.suppress(OSError):
             sock, _ = self.listener.accept()
             sock.setblocking(True)
@@ -69,7 +71,7 @@ class Replication:
                 if len(self._strangers) >= _STRANGERS_MAX:
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
-                    with contextlib.suppress(OSError):  # it has gone by itself
+                    with contextlib.suppress(OSError):  # it is closed already
                         oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
                 self._strangers[sock] = None
             threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
@@ -77,8 +79,8 @@ class Replication:
     def push(
         self, node: str, label: Label, index: bytes, memory: Memory, then: Callable[[str], None]
     ) -> None:
-        """Have that node hold a copy. ``then``: why it does not, empty if it does. The memory must stay as
-        it is until then."""
+        """Store a replica on ``node``. ``then`` gets the reason of a failure, or an empty string. The memory
+        must not change until ``then`` is called."""
         assert self._jobs is not None
 
         def send() -> None:
@@ -91,7 +93,7 @@ class Replication:
         self._jobs.run(self._senders, send, sent)
 
     def survey(self, path: str, then: Callable[[list[Offer]], None]) -> None:
-        """What this node, and all others that can be reached, have at that path."""
+        """Call ``then`` with what this node and all reachable nodes hold at ``path``."""
         near = self.offers(path)
         assert self._jobs is not None
 
@@ -100,7 +102,7 @@ class Replication:
                 with PeerSaver(holder) as peer:
                     return [offer for offer in peer.offers(path) if offer.node == holder.node]
             except PeerGone:
-                return []  # it is gone, and what it has with it
+                return []  # a node that is gone offers nothing
 
         def look() -> list[Offer]:
             try:
@@ -119,7 +121,7 @@ class Replication:
         self._jobs.run(self._senders, look, looked)
 
     def places(self, nodes: Iterable[str], then: Callable[[list[Holder]], None]) -> None:
-        """Where other nodes are to be asked, those of them that are known."""
+        """Call ``then`` with the addresses of those of ``nodes`` that are known."""
         assert self._jobs is not None
 
         wanted = set(nodes)
@@ -132,7 +134,7 @@ class Replication:
         )
 
     def offers(self, path: str) -> list[Offer]:
-        """What is here: its own, of worlds that are over, and others'."""
+        """Return what this node holds: its own shards of worlds that are over, and replicas."""
         return offers(self.held(path), self._me.node)
 
     def held(self, path: str, name: str = "") -> list[Replica]:
@@ -144,15 +146,15 @@ class Replication:
 
     @property
     def size(self) -> int:
-        """Bytes of others' shards."""
+        """Bytes of replicas."""
         return self._replicas.size
 
-    # ------------------------------------------------------------ in threads, for others
+    # ------------------------------------------------------------ in threads, for other nodes
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             wire = Wire.accept(sock, self._me.secret)
-        except OSError:  # as PeerGone is
+        except OSError:  # PeerGone is an OSError
             sock.close()
             return
         finally:

@@ -1,4 +1,4 @@
-"""What became of a checkpoint, and what memory the saver holds, for whoever counts and for people."""
+"""Reports of what happened to a checkpoint, and of the saver's memory, for metrics and for people."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 
 
 class Fate(StrEnum):
-    COPIED = "copied"  # the training has handed it over
+    COPIED = "copied"  # the workers have handed it over
     COMMITTED = "committed"
-    SKIPPED = "skipped"  # not even copied, as those before it were not durable yet
+    SKIPPED = "skipped"  # not copied, because earlier ones were not durable yet
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """``blocked_s``: for how long the training waited for the copy. ``took_s``: from the copy until it
-    was committed. ``size``: bytes of all ranks. ``why``: it failed, one clause."""
+    """``blocked_s``: how long training waited for the copy. ``took_s``: from the copy to the commit.
+    ``size``: bytes of all ranks. ``why``: the reason of a failure, one clause."""
 
     fate: Fate
     step: int
@@ -29,25 +29,25 @@ class SaveReport:
     why: str = ""
 
     def line(self) -> bytes:
-        """As ``from_line`` takes it."""
+        """Encode the report for ``from_line``."""
         return msgspec.json.encode(self) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of shared memory with the saver. ``own``: what workers of this node hand over in, two buffers
-    each; ``replicas``: copies for other nodes."""
+    """Bytes of the saver's shared memory. ``own``: the buffers of this node's workers, two each;
+    ``replicas``: copies of other nodes' shards."""
 
     own: int = 0
     replicas: int = 0
 
     def line(self) -> bytes:
-        """As ``from_line`` takes it."""
+        """Encode the footprint for ``from_line``."""
         return msgspec.json.encode(self) + b"\n"
 
 
 def from_line(line: bytes) -> SaveReport | Footprint | None:
-    """None for whatever else a process writes."""
+    """Decode a line. Return None for any other output of the process."""
     try:
         said = msgspec.json.decode(line, type=dict)
         return msgspec.convert(said, SaveReport) if "fate" in said else msgspec.convert(said, Footprint)
@@ -56,7 +56,7 @@ def from_line(line: bytes) -> SaveReport | Footprint | None:
 
 
 def sentence(report: SaveReport) -> str:
-    """For people; empty where it is not worth their while."""
+    """Return the report in words; an empty string if it is not worth a line."""
     match report.fate:
         case Fate.COMMITTED:
             of = f"({report.size / 1e6:.1f} MB, {report.took_s:.2f} s)"

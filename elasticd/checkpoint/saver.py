@@ -1,7 +1,7 @@
-"""The saver: a process beside the workers that writes what they hand over, and commits it.
+"""The saver: a process beside the workers that writes and commits what they hand over.
 
-It is no worker's child in spirit: workers may be killed at any time, and what they have handed over
-is written, checked and committed all the same. It imports no torch: it moves bytes.
+Workers may be killed at any time. The saver still writes, checks and commits what they have handed over. The
+saver imports no torch: it only moves bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elasticd.core.naming import require_name
 from elasticd.core.replicas import Offer
 from elasticd.core.retention import Keep
 
-_UNSETTLED: Final = 2  # worlds before one that others may not have come as far as
+_UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have reached the newest
 
 
 @dataclass(slots=True, eq=False)
@@ -45,15 +45,15 @@ class _Client:
     rank: int = -1
     plan: ShardPlan | None = None
     number: int = -1
-    waits: bool = False  # training does, until what was handed over is durable
+    waits: bool = False  # training waits until its saves are durable
     admitted: bool = True
 
 
 class Saver:
-    """Serves those who connect to ``listener``. ``committer_of``: by the store of the checkpoints.
+    """Serves the workers that connect to ``listener``. ``committer_of`` returns the committer of a store.
 
-    ``agent``: nobody is admitted but its descendants; ``secret``: nobody but who says that first.
-    ``linger_s``: how long to stay when nobody is connected and nothing is left to do; None: for ever.
+    ``agent``: only descendants of this pid are admitted; ``secret``: only clients that send it first.
+    ``linger_s``: how long to stay without clients and without work; None: for ever.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Saver:
     ) -> None:
         self._listener = listener
         self._agent, self._secret = agent, secret
-        self._met = False  # somebody who is served
+        self._met = False  # whether a client was ever admitted
         self._linger_s = linger_s
         self._first_s = first_s
         self._say = say
@@ -95,7 +95,7 @@ class Saver:
         self._jobs.wake()
 
     def serve(self) -> None:
-        """Until there is nobody to serve."""
+        """Serve until no client and no work is left for ``linger_s``, or until ``leave``."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._jobs.fd, selectors.EVENT_READ)
@@ -110,7 +110,7 @@ class Saver:
                     self._pace.hurry(not self._trains())
                 leaves = self._leaves and not self._jobs
                 if leaves:
-                    timeout: float | None = 0.0  # what was said before is heard first
+                    timeout: float | None = 0.0  # read what was sent before
                 elif self._clients or self._jobs:
                     idle_since = time.monotonic()
                     timeout = None
@@ -142,7 +142,8 @@ class Saver:
             self._jobs.close()
 
     def _trains(self) -> bool:
-        """Whether anybody does whom writing could be in the way of, and nobody waits for it."""
+        """Return whether writing could slow a training down: workers are connected, and none waits for a
+        save."""
         saving = [client for client in self._clients if client.world is not None]
         return bool(saving) and not self._leaves and not any(client.waits for client in saving)
 
@@ -171,7 +172,7 @@ class Saver:
                 self._hear(client)
 
     def _hear(self, client: _Client) -> bool:
-        """Whether there was anything to hear."""
+        """Handle one message of the client. Return whether there was one."""
         try:
             heard = client.line.receive(wait=False)
         except Gone:
@@ -190,7 +191,7 @@ class Saver:
                 with contextlib.suppress(OSError):
                     os.close(fd)
             if client.plan is not None:
-                client.plan.holds.clear()  # what it writes over from now on, it cannot tell
+                client.plan.holds.clear()  # its buffers may change without a ``torn`` message now
             self._lose(client)
         return True
 
@@ -263,7 +264,7 @@ class Saver:
             self._underway.settle_if_failed(world, gathering)
             return
         note: Message = {"plan": message["plan"], "buffer": buffer}
-        using = {"disk"}  # of the buffer, which is free when nobody does
+        using = {"disk"}  # what still reads the buffer; the buffer is free when this is empty
         if world.holder and self._replication is not None:
             using.add(world.holder)
             label = Label(world.store.url, name, world.round, step, world.size, rank)
@@ -347,7 +348,8 @@ class Saver:
             found([])
 
     def _over(self, path: str) -> list[Replica]:
-        """What is whole here of worlds that are over: what others still write into is not to be read."""
+        """Return the whole shards of worlds that are over. Workers may still write into the memory of other
+        worlds."""
         over = [w for w in self._worlds if w.store.url == path and not w.lines]
         return [replica for world in over for replica in world.whole()]
 
@@ -363,9 +365,9 @@ class Saver:
             del world.lines[client.rank]
         world.gone.add(client.rank)
         if not world.lines:
-            self._accept()  # who opened before others handed over is here by now
+            self._accept()  # a worker that opened before the others left is connected now
         if not world.lines:
-            world.gone |= world.locals  # and who is not never came
+            world.gone |= world.locals  # any other rank never came
             world.forget_all_but_newest()
         for gathering in list(world.gatherings.values()):
             self._underway.miss_those_gone(world, gathering)
@@ -379,8 +381,8 @@ class Saver:
     # ------------------------------------------------------------ memory
 
     def _forget_older(self, newest: SavingWorld) -> None:
-        """Once a world has handed over, the memory of those before it is given back: all of it, or, until
-        others surely have come as far, of all but the last two that hold anything."""
+        """Free the memory of earlier worlds at the same path, once a world has handed over. Until every node
+        must have come as far, the last two earlier worlds with whole shards stay."""
         before = [w for w in self._worlds if w.store.url == newest.store.url and w.round <= newest.round]
         over = [w for w in before if w is not newest and not w.lines and not w.gatherings]
         of_use = [] if newest.settled else [w for w in over if any(w.whole())]
@@ -392,7 +394,7 @@ class Saver:
 
 
 def _reply_at_length(line: SaverSocket, message: Message, what: object) -> None:
-    """In a file: of a large job it may be more than a socket holds."""
+    """Send ``what`` in a file: for a large job it may exceed a socket message."""
     file = Paper(msgspec.json.encode(what), b"").file()
     try:
         line.reply(message, (file,))

@@ -1,8 +1,8 @@
-"""Where checkpoints are: one small port, and two edges of it.
+"""Where checkpoints are kept: a protocol, and the choice between its two implementations.
 
-``disk.Disk`` is a folder of this machine, or mounted there; ``remote.Remote`` is whatever fsspec writes
-to: S3 and its like, Google's and Azure's stores, SFTP, HDFS. Files are named relative to the store,
-with ``/`` between.
+``disk.Disk`` is a local or mounted folder. ``remote.Remote`` is whatever fsspec writes to: S3 and similar
+stores, Google's and Azure's stores, SFTP, HDFS. File names are relative to the store, with ``/`` between
+parts.
 """
 
 from __future__ import annotations
@@ -21,88 +21,90 @@ _LOCAL = ("file", "local")
 
 
 class Opened(Protocol):
-    """A file that is read here and there, by one thread at a time."""
+    """A file that is read at random places, by one thread at a time."""
 
     def read_into(self, into: memoryview, at: int) -> int:
-        """Bytes read, from ``at`` on; less than wanted only at the end. Raises OSError."""
+        """Read into ``into`` from ``at`` on, and return the bytes read: fewer only at the end. Raises
+        OSError."""
 
     def close(self) -> None: ...
 
 
 class CheckpointStore(Protocol):
-    """Whatever is written is durable once the call returns, where not said otherwise. All raise OSError,
-    whose ``strerror`` is one clause for people; FileNotFoundError where that is all."""
+    """A place for checkpoints. A write is durable once the call returns, except where a docstring says
+    otherwise. All methods raise OSError with one clause for people as ``strerror``; FileNotFoundError if a
+    file is missing."""
 
     @property
     def url(self) -> str:
-        """How people call it; a plain path where it is a local one. It holds no secrets."""
+        """The address for people, without secrets; a plain path if local."""
 
     @property
     def fenced(self) -> bool:
-        """Whether of two that replace a file at one moment, by ``over`` or ``locked``, neither undoes what
-        the other did, wherever they run. Known for sure once something has been replaced so."""
+        """Whether ``over`` or ``locked`` keeps two concurrent writers of a file from undoing each other's
+        change, on any host. The value is certain only after a conditional ``replace``."""
 
     @property
     def look_s(self) -> float:
-        """How often to look for what others write here, which nobody tells."""
+        """Seconds between two looks for files of other writers; the store sends no notifications."""
 
     def write(self, name: str, content: memoryview, pace: RateLimit | None = None) -> File:
-        """A new file, in folders that may be missing; returns what to check it by. Its folder is yet
-        to be synced. The checksums are of what is in memory, so that nothing that goes wrong on the
-        way can be missed."""
+        """Write a new file, with its missing parent folders, and return its size and checksums. ``sync`` must
+        follow for the folder. The checksums are computed from memory, so that an error on the way is
+        detected."""
 
     def sync(self, folder: str) -> None:
-        """The names of the files in it are durable too."""
+        """Make the names of the files in a folder durable."""
 
     def replace(self, name: str, content: bytes, *, over: str | None = None) -> None:
-        """At once, for whoever reads it: the old content or the new. ``over``: only if the old is what
-        ``look`` returned with that, or if there is none (""); raises Overtaken otherwise. Only S3 and its
-        like can tell; elsewhere it is replaced all the same."""
+        """Replace a file atomically. ``over``: a tag from ``look``, or "" for no file; if the file differs
+        from that, raise Overtaken. Only S3 and similar stores compare; the others replace the file in any
+        case."""
 
     def read(self, name: str) -> bytes:
-        """All of a small file."""
+        """Return the whole content of a small file."""
 
     def look(self, name: str) -> tuple[bytes, str | None]:
-        """The same, and what ``replace`` knows it by."""
+        """Return the content of a small file, and its tag for ``replace``."""
 
     def sizes(self, folder: str) -> Mapping[str, int]:
-        """Of the files in a folder, by name. May be empty where there is no such folder."""
+        """Return the sizes of the files in a folder, by name. May be empty if there is no such folder."""
 
     def open(self, name: str) -> Opened: ...
 
     def names(self) -> Sequence[str]:
-        """Of the files and folders at the top."""
+        """Return the names of the files and folders at the top."""
 
     def remove(self, name: str) -> None:
-        """A file, or a folder with all there is in it, and what was begun there; as far as that goes:
-        what cannot be removed stays."""
+        """Remove a file, or a folder with its content and its unfinished uploads. What cannot be removed
+        stays."""
 
     def unlink(self, names: Iterable[str]) -> None:
-        """Files, many at once; as far as that goes."""
+        """Remove many files. Files that cannot be removed stay."""
 
     def locked(self, name: str) -> AbstractContextManager[object]:
-        """One at a time, as far as the store can tell: on disk among the processes of this host (and of
-        others, where the disk keeps locks), elsewhere among the threads of this process: see ``replace``."""
+        """Hold an exclusive lock: on disk among the processes of this host (and of other hosts, where the
+        disk supports locks), elsewhere among the threads of this process only. See ``replace``."""
 
 
 class Overtaken(OSError):
-    """Somebody else has written it since it was looked at."""
+    """Another process has written the file since ``look``."""
 
 
 def told(error: BaseException) -> str:
-    """An error in words, with the file that it is about."""
+    """Return an error in words, with the name of its file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error) or repr(error)
 
 
 class BadStore(ValueError):
-    """There can be no store at such an address. The message is one sentence."""
+    """There can be no store at an address. The message is one sentence."""
 
 
 def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
-    """``where``: a path, or an URL that fsspec knows, such as ``s3://bucket/folder``. Nothing is
-    touched yet. Raises BadStore."""
+    """Return the store at a path, or at a URL that fsspec knows, such as ``s3://bucket/folder``. The store
+    itself is not touched. Raises BadStore."""
     text = os.fspath(where)
     scheme, colon, rest = text.partition("://")
     if not colon:
@@ -112,7 +114,7 @@ def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
     if not rest.strip("/"):
         raise BadStore(f"the address {text} names no place, such as {scheme}://bucket/folder")
     who, at, host = rest.partition("@")
-    if at and ":" in who:  # a secret may have any letter in it
+    if at and ":" in who:  # a secret may contain any character
         raise BadStore(
             f"the address {scheme}://...@{host} holds a secret, which belongs into the environment"
         )
@@ -123,7 +125,7 @@ def store_at(where: str | os.PathLike[str]) -> CheckpointStore:
 
 @cache
 def _remote(url: str, _: int) -> CheckpointStore:
-    """One for each process: what is open there does not live on in forked ones."""
-    from elasticd.checkpoint.remote import Remote  # late: only who needs it pays for it
+    """Return the store of this process: a forked process cannot use its parent's connections."""
+    from elasticd.checkpoint.remote import Remote  # the import is slow, and few need it
 
     return Remote.at(url)

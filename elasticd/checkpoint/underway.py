@@ -1,5 +1,4 @@
-"""What becomes of checkpoints on their way to the disk: they are committed one after the other, or come to
-nothing, and those who handed them over are told."""
+"""Checkpoints on their way to disk: each is committed in order, or fails, and its workers are told."""
 
 from __future__ import annotations
 
@@ -21,19 +20,20 @@ from elasticd.core.retention import CommitRefused
 
 
 class Underway:
-    """Whatever blocks is done in threads, by ``jobs``; all that is here is called by their loop."""
+    """Drives saves to their end. Calls that block run in threads, by ``jobs``; all methods are called in the
+    loop."""
 
     def __init__(self, jobs: Jobs, committing: Committing, report: Callable[[SaveReport], None]) -> None:
         self._jobs = jobs
         self._committing = committing
         self._report = report
-        # Few: two on four busy cores lengthened the steps meanwhile by 7 %, one by 4 %.
+        # Few threads: on four busy cores, two threads made steps 7 % longer, one made them 4 % longer.
         self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), "write")
         self._committers = ThreadPoolExecutor(8, "commit")
         self._witnesses = ThreadPoolExecutor(2, "witness")
 
     def close(self) -> None:
-        """Finish what is being done, and begin nothing more."""
+        """Finish the calls in progress, and start no more."""
         for pool in (self._writers, self._committers, self._witnesses):
             pool.shutdown(cancel_futures=True)
         for saved, why in self._committing.close():
@@ -41,25 +41,25 @@ class Underway:
             self._report(SaveReport(Fate.FAILED, saved.step, saved.name, why=said))
 
     def open(self, world: SavingWorld) -> None:
-        """It is going to hand over."""
+        """Prepare for a world that is going to save."""
         if world.commits:
             self._witnesses.submit(self._committing.open, world)
 
     def known(
         self, store: CheckpointStore, own: bool, then: Callable[[Checkpoint | BaseException], None]
     ) -> None:
-        """What is committed there; ``own``: by this job. It may have been committed, and the copy of that
-        not yet written where workers can read it."""
+        """Call ``then`` with the committed checkpoints; with ``own``, only if this job committed them. The
+        committer is asked, because the file that workers can read may lag behind."""
         self._jobs.run(self._witnesses, lambda: self._committing.known(store, own), then)
 
     def gathering(self, world: SavingWorld, name: str, step: int, at: float, paper: Paper) -> Gathering:
-        """The checkpoint of that name, begun if nobody has spoken of it yet."""
+        """Return the checkpoint of that name, and begin it if it is new."""
         if name not in world.gatherings:
             world.gatherings[name] = Gathering(name, step, at, time.monotonic(), paper)
         return world.gatherings[name]
 
     def miss_those_gone(self, world: SavingWorld, gathering: Gathering) -> None:
-        """Whoever is gone and has not handed over never will."""
+        """Fail the checkpoint if a rank is gone that has not handed over its shard."""
         missed = world.gone - gathering.files.keys() - gathering.writing
         if missed and not gathering.why:
             gathering.why = f"rank {min(missed)} was gone before it had handed over"
@@ -67,7 +67,7 @@ class Underway:
     def write(
         self, world: SavingWorld, gathering: Gathering, rank: int, memory: Memory, done: Callable[[], None]
     ) -> None:
-        """This rank's shard; ``done`` is called once its memory is not read any more."""
+        """Write the rank's shard. ``done`` is called once its memory is no longer read."""
         gathering.writing.add(rank)
         if world.commits and gathering.witness is None:
             gathering.witness = self._witnesses.submit(self._committing.witness, world)
@@ -90,7 +90,8 @@ class Underway:
         self._jobs.run(self._writers, write, written)
 
     def _advance(self, world: SavingWorld) -> None:
-        """Commit the oldest if all of it is here: in order, or the older one would be refused."""
+        """Commit the oldest checkpoint if its shards are written. The order matters: a commit out of order is
+        refused."""
         first = next(iter(world.gatherings.values()), None)
         if first is None or first.why or first.committing or not world.locals <= first.files.keys():
             return
@@ -134,8 +135,8 @@ class Underway:
         self._report(SaveReport(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
 
     def settle_if_failed(self, world: SavingWorld, gathering: Gathering) -> None:
-        """Say so once nothing writes there any more. Once no rank here will come with it, what was written
-        is removed, unless it may be committed after all, and it is the turn of the next."""
+        """Report a failure once nothing writes any more. Once every rank here has handed over or is gone,
+        remove the files of the checkpoint, unless it may still become committed, and start the next."""
         if not gathering.why or gathering.writing:
             return
         if not gathering.failed:

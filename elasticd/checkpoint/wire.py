@@ -1,11 +1,10 @@
-"""How savers and workers of different nodes talk about memory: over TCP, to those who know the secret,
-in frames that are sealed. JSON and raw bytes; nothing is ever unpickled.
+"""The connection between savers, and between workers and other nodes' savers: authenticated TCP with sealed
+frames. Messages are JSON, shards are raw bytes; nothing is ever unpickled.
 
-Each end proves that it knows the secret without showing it (an HMAC of what both have drawn), and both make
-the keys of this one connection from it, one for each direction. The seal of a frame is an HMAC of its number,
-its length and the SHA-256 of its content: who sits in between can neither change a frame nor leave one out,
-say it twice, turn two around or send one back. That keeps strangers out; it does not hide what goes over the
-network, as the training's own messages are not hidden.
+Each end proves that it knows the secret without sending it, by an HMAC over random bytes of both ends. Both
+ends derive from the secret one key for each direction of this connection. The seal of a frame is an HMAC of
+the frame's number, its length and the SHA-256 of its content. So nobody on the network can change, drop,
+repeat, reorder or reflect a frame. The content is not encrypted; nor are the messages of the training itself.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ import msgspec
 
 Message = dict[str, Any]
 PIECE: Final = 4 << 20  # bytes of raw data in a frame at most
-_SAID_MAX: Final = 256 << 20  # bytes of a message; the index of a large model is one
+_SAID_MAX: Final = 256 << 20  # bytes of a message; the index of a large model is the largest
 _HEAD = struct.Struct("<Q16s")  # length and seal
 _SEALED = struct.Struct("<QQ32s")  # number, length and SHA-256
 _NONCE: Final = 32
 _CONNECT_S: Final = 5.0
-SILENCE_S: Final = 20.0  # of the other end, in the middle of something
+SILENCE_S: Final = 20.0  # the longest silence of the other end within an exchange
 
 
 class PeerGone(ConnectionError):
-    """Another node's saver cannot be talked to, or no longer. The message says why."""
+    """Another node's saver cannot be reached, or no longer. The message says why."""
 
 
 class Wire:
-    """One end of an authenticated connection. All of it blocks; whatever goes wrong is PeerGone, and
-    then it is of no use any more."""
+    """One end of an authenticated connection. All methods block. All errors are PeerGone, after which the
+    connection cannot be used."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._keys = b"", b""  # for what is sent, for what is heard
+        self._keys = b"", b""  # for sent frames, for received frames
         self._sent = self._heard = 0  # frames
         sock.settimeout(SILENCE_S)
         if sock.family != socket.AF_UNIX:
@@ -49,7 +48,8 @@ class Wire:
 
     @classmethod
     def connect(cls, host: str, port: int, secret: str) -> Self:
-        """Raises PeerGone where nobody answers, or somebody who does not know the secret."""
+        """Connect and authenticate. Raises PeerGone if nobody answers, or if the other end does not know the
+        secret."""
         try:
             sock = socket.create_connection((host, port), _CONNECT_S)
         except OSError as error:
@@ -64,7 +64,8 @@ class Wire:
 
     @classmethod
     def accept(cls, sock: socket.socket, secret: str) -> Self:
-        """The other end of a connection that somebody made. Raises PeerGone for a stranger."""
+        """Authenticate the other end of an accepted connection. Raises PeerGone if it does not know the
+        secret."""
         wire = cls(sock)
         wire._greet(secret, server=True)
         return wire
@@ -79,7 +80,7 @@ class Wire:
         ]
         if mine == theirs:
             raise PeerGone("it only repeats what it is told")
-        if not server:  # whoever asks proves itself first: a server gives nothing away to strangers
+        if not server:  # the client proves itself first: a server reveals nothing to strangers
             self._send([proofs[1]])
             expected = proofs[0]
         else:
@@ -94,7 +95,7 @@ class Wire:
         ]
         self._keys = (keys[0], keys[1]) if server else (keys[1], keys[0])
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ messages
 
     def say(self, message: Message) -> None:
         self.say_raw(msgspec.json.encode(message))
@@ -117,17 +118,17 @@ class Wire:
         self._check(length, seal, _digest(content))
         return content
 
-    # ------------------------------------------------------------ what is carried
+    # ------------------------------------------------------------ raw data
 
     def send(self, content: memoryview) -> None:
-        """In frames; the other end knows how much it is."""
+        """Send raw bytes in frames. The other end must know their number."""
         pieces = _pieces(content)
         for piece, digest in zip(pieces, _digests(pieces, len(pieces)), strict=True):
             self._send([self._head(len(piece), digest), piece])
 
     def receive(self, into: memoryview) -> None:
-        """What the other end sends, which is just as long. Raises PeerGone where what has come is not
-        what was sent; then ``into`` is in no defined state."""
+        """Fill ``into`` with the bytes that the other end sends. Raises PeerGone if a seal is wrong; the
+        content of ``into`` is then undefined."""
         pieces = _pieces(into)
         heads: list[tuple[int, bytes]] = []
 
@@ -155,13 +156,13 @@ class Wire:
     # ------------------------------------------------------------ seals
 
     def _head(self, length: int, digest: bytes) -> bytes:
-        """Of the next frame to be sent."""
+        """Return the head of the next frame to send."""
         seal = _seal(self._keys[0], self._sent, length, digest)
         self._sent += 1
         return _HEAD.pack(length, seal)
 
     def _check(self, length: int, seal: bytes, digest: bytes) -> None:
-        """That the next frame is what was sent. Raises PeerGone."""
+        """Check the seal of the next received frame. Raises PeerGone."""
         if not hmac.compare_digest(seal, _seal(self._keys[1], self._heard, length, digest)):
             raise PeerGone("what has come is not what was sent: its seal is wrong")
         self._heard += 1
@@ -206,7 +207,8 @@ def _pieces(content: memoryview) -> list[memoryview]:
 
 
 def _digests(pieces: Iterable[memoryview], count: int) -> Iterator[bytes]:
-    """Of each piece; of several on a thread beside, while the caller sends or receives the next."""
+    """Yield the digest of each piece. With several pieces, a thread computes while the caller sends or
+    receives the next one."""
     if count < 2:
         yield from map(_digest, pieces)
         return

@@ -1,4 +1,5 @@
-"""Who saves together, and what they have handed over: what the saver knows, without any effect."""
+"""The saver's records of worlds and of the shards that their workers have handed over. Nothing here has
+effects."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from elasticd.core.retention import Keep
 
 @dataclass(slots=True, eq=False)
 class ShardPlan:
-    """How one rank's shard is laid out, and the memory it comes in."""
+    """The layout of one rank's shard, and the memory that holds it."""
 
     size: int
     paper: Paper
@@ -30,7 +31,7 @@ class ShardPlan:
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """A checkpoint on its way: whose shards are on disk."""
+    """A checkpoint on its way to disk."""
 
     name: str
     step: int
@@ -39,18 +40,18 @@ class Gathering:
     paper: Paper
     files: dict[int, File] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
-    heard: set[int] = field(default_factory=set)  # who has handed over, or has said that it will not
-    witness: Future[bool] | None = None  # whether its round was the job's when it was handed over
-    why: str = ""  # it came to nothing
+    heard: set[int] = field(default_factory=set)  # ranks that have handed over, or will not
+    witness: Future[bool] | None = None  # whether it was handed over in the job's round
+    why: str = ""  # why it failed
     committing: bool = False
-    tried: bool = False  # it may be committed, whatever has failed
-    failed: bool = False  # and that has been told
-    settled: bool = False  # nothing more is to come of it
+    tried: bool = False  # it may be committed in spite of an error
+    failed: bool = False  # the failure has been reported
+    settled: bool = False  # no rank here will add to it
 
 
 @dataclass(slots=True, eq=False)
 class SavingWorld:
-    """Those who save together, as far as they are served here."""
+    """The workers that save together, as far as this node has them."""
 
     store: CheckpointStore
     token: str
@@ -59,19 +60,20 @@ class SavingWorld:
     size: int
     locals: frozenset[int]
     keep: Keep
-    lines: dict[int, SaverSocket] = field(default_factory=dict)  # to the workers that are there, by rank
+    lines: dict[int, SaverSocket] = field(default_factory=dict)  # connections to workers, by rank
     plans: dict[int, ShardPlan] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     gatherings: dict[str, Gathering] = field(default_factory=dict)
-    holder: str = ""  # the node that is to hold copies
-    handed: set[str] = field(default_factory=set)  # names of what all ranks here have handed over
+    holder: str = ""  # the node that holds replicas
+    handed: set[str] = field(default_factory=set)  # names of states that all ranks here have handed over
 
     @property
     def commits(self) -> bool:
         return 0 in self.locals
 
     def newest_held(self) -> tuple[int, str] | None:
-        """The newest step, and its name, of which all shards of this node are whole in memory."""
+        """Return the newest step, and its name, of which memory has all shards of this node. None if there is
+        no such step."""
         common = [set(plan.holds.values()) for plan in self.plans.values()]
         if not self.locals <= self.plans.keys() or not common:
             return None
@@ -79,29 +81,30 @@ class SavingWorld:
 
     @property
     def is_here(self) -> bool:
-        """All of it."""
+        """Whether all ranks are on this node."""
         return len(self.locals) == self.size
 
     @property
     def settled(self) -> bool:
-        """Whether nothing older than what it has handed over is needed: others may lag behind by one."""
+        """Whether nobody needs older states than what this world has handed over: another node lags by one
+        save at most."""
         return len(self.handed) >= (1 if self.is_here else 2)
 
     @property
     def memory(self) -> int:
-        """Bytes that its shards lie in."""
+        """Bytes of the memory for shards."""
         return sum(memory.size for plan in self.plans.values() for memory in plan.buffers.values())
 
     def whole(self) -> Iterator[Replica]:
-        """Each shard that is whole in memory."""
+        """Yield each shard that is whole in memory."""
         for rank, plan in self.plans.items():
             for buffer, (step, name) in plan.holds.items():
                 label = Label(self.store.url, name, self.round, step, self.size, rank)
                 yield Replica(label, plan.paper.index, plan.buffers[buffer])
 
     def forget_all_but_newest(self) -> None:
-        """It is over: what is of no use any more is given back. Where others may not have come as far,
-        the one before the newest is."""
+        """Free memory after the end of the world. Only the newest state is needed if all ranks are on this
+        node; otherwise other nodes may lag, and every whole state stays."""
         if not self.is_here:
             for plan in self.plans.values():
                 for buffer in plan.buffers.keys() - plan.holds.keys():
