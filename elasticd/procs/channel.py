@@ -1,4 +1,4 @@
-"""JSON messages with open files attached, over a unix stream socket. Standard library only."""
+"""JSON messages with open files, over a Unix stream socket. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CHUNK_BYTES = 1 << 18
 
 
 class ChannelClosed(Exception):
-    """The other end is gone."""
+    """The process at the other end is gone."""
 
 
 class Channel:
-    """One end. Never blocks: what the socket does not take yet waits in ``pending``."""
+    """One end of a channel. No method blocks: bytes that the socket does not take yet stay queued."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -37,16 +37,17 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Whether ``flush`` has something left to send."""
+        """Whether messages are queued for ``flush``."""
         return bool(self._unsent)
 
     @property
     def unfinished(self) -> bool:
-        """Whether a part of a message has arrived, and the rest has not."""
+        """Whether a message has arrived only in part."""
         return bool(self._unread)
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message and send what can be sent. Takes ``fds`` over: they are closed once sent."""
+        """Queue a message, and send as much as possible. The channel owns ``fds``, and closes them once
+        sent."""
         assert len(fds) <= _FDS_MAX, f"{len(fds)} files are more than one message carries"
         body = json.dumps({**message, "fds": len(fds)}).encode()
         self._unsent.append((memoryview(_LENGTH.pack(len(body)) + body), tuple(fds)))
@@ -62,7 +63,7 @@ class Channel:
                 return
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
-            for fd in fds:  # they went with the first byte
+            for fd in fds:  # the files were sent with the first byte
                 os.close(fd)
             if sent < len(data):
                 self._unsent[0] = (data[sent:], ())
@@ -70,7 +71,8 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self) -> list[tuple[Message, list[int]]]:
-        """The messages that have arrived whole, each with its files, which the caller then owns."""
+        """Return the messages that have arrived completely, each with its files. The caller owns the
+        files."""
         room = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
         try:
             data, attached, _, _ = self._sock.recvmsg(_CHUNK_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -101,11 +103,11 @@ class Channel:
         return messages
 
     def forget(self) -> None:
-        """Let go of the socket without closing it: in a forked process, which closes by number."""
+        """Detach the socket without closing it, for a forked process that closes descriptors by number."""
         self._sock.detach()
 
     def close(self) -> None:
-        """Close the socket and every file that was still to be sent or claimed."""
+        """Close the socket, and every file that was neither sent nor claimed."""
         for _, fds in self._unsent:
             for fd in fds:
                 os.close(fd)

@@ -1,5 +1,5 @@
-"""What a worker on the link may say when. Holds it to that, so that one that lies, repeats itself or
-babbles has no effect but to lose its link."""
+"""The order in which a worker may send messages on its link. A worker that breaks the order loses its link,
+and has no other effect on the agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elasticd.core.link import (
 
 
 class Stage(Enum):
-    SILENT = auto()  # it may never say anything: most scripts do not
+    SILENT = auto()  # nothing received yet; most scripts never send a message
     ARRIVED = auto()
     WAITING = auto()
     ENTERING = auto()
@@ -31,7 +31,8 @@ class Stage(Enum):
 
 
 class Conversation:
-    """With one worker. ``round``: the one it was last told to enter; 0 before."""
+    """The state of one worker's link. ``round``: the round that the worker was last told to enter; 0
+    before."""
 
     def __init__(self) -> None:
         self.stage = Stage.SILENT
@@ -39,7 +40,7 @@ class Conversation:
 
     @property
     def linked(self) -> bool:
-        """Whether it can be told anything."""
+        """Whether the worker can receive messages."""
         return self.stage is not Stage.SILENT
 
     def told_to_enter(self, round_number: int) -> None:
@@ -47,7 +48,7 @@ class Conversation:
         self.stage, self.round = Stage.ENTERING, round_number
 
     def hear(self, message: Message) -> None:
-        """Take it in. Raises LinkError if it cannot be true, or comes out of turn."""
+        """Process a message. Raises LinkError if the message is out of order or cannot be true."""
         match self.stage, message:
             case Stage.SILENT, Hello(v=version):
                 if version != VERSION:

@@ -1,6 +1,6 @@
-"""Why a worker failed, as far as it said so: torch's error file, else the end of its stderr (lastoutput.py).
+"""The reason why a worker failed: from torch's error file, else from the end of its stderr (lastoutput.py).
 
-What a worker wrote is not trusted: sizes are bounded, types checked, control characters dropped.
+The worker's output is not trusted: sizes are bounded, types checked, control characters dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def read_error_file(path: str | Path) -> tuple[str, str] | None:
-    """Message and traceback out of the file that torch's ``@record`` writes; None if there is none."""
+    """Return message and traceback from the file that torch's ``@record`` writes; None if there is no such
+    file."""
     try:
         if not Path(path).is_file():
             return None
@@ -39,19 +40,19 @@ def read_error_file(path: str | Path) -> tuple[str, str] | None:
         return None
     return (
         _printable(message)[:_MESSAGE_CHARS_MAX],
-        # its end names the error
+        # the end of a traceback names the error
         _printable(traceback)[-_TRACEBACK_CHARS_MAX:] if isinstance(traceback, str) else "",
     )
 
 
 def read_tail(output: bytes, code: int) -> tuple[str, str]:
-    """The same out of the end of what it printed, as one that ended with this code."""
+    """Return message and traceback from the end of the output of a process that ended with ``code``."""
     message, shown = lastoutput.cause(_printable(output[-TAIL_BYTES:].decode(errors="replace")), code)
     return message[:_MESSAGE_CHARS_MAX], shown
 
 
 def tail_of(path: str | Path) -> bytes:
-    """The end of a file; empty if it cannot be read."""
+    """Return the end of a file; empty if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)

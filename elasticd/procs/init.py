@@ -1,8 +1,8 @@
-"""Process 1 of a container, where the agent is started as such: it only passes signals on and reaps.
+"""Process 1 of a container that runs the agent: it forwards signals to the agent, and reaps orphans.
 
-Whatever dies in a container without a parent falls to process 1. An agent that waited for every child
-would take the exits of processes that others wait for, so there is a process between: this one forks,
-before there are threads, and its child goes on as the agent. Standard library only.
+Orphans in a container become children of process 1. If the agent were process 1 and waited for every child,
+it would take exit statuses that other code waits for. So process 1 forks before any thread starts, and its
+child becomes the agent. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import signal
 import sys
 from typing import NoReturn
 
-_FROM_THE_KERNEL = 0x80  # SI_KERNEL: Ctrl-C on a terminal, which goes to the agent as well by itself
+_FROM_THE_KERNEL = 0x80  # SI_KERNEL: Ctrl-C on a terminal, which the agent receives too
 
 
 def part_from_init() -> None:
-    """In process 1: stay behind as its init, until the agent ends, and with its exit code; return in
-    the child, which is the agent. In any other process: return."""
+    """In process 1, fork: the child returns and becomes the agent, and the parent stays until the agent ends
+    and exits with its code. In any other process, return."""
     if os.getpid() != 1:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Blocked, and taken one by one: none is lost between the fork and the first look.
+    # Signals are blocked and read one by one, so that none is lost after the fork.
     every = signal.valid_signals()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, every)
     agent = os.fork()
@@ -47,7 +47,8 @@ def _serve(agent: int, every: set[signal.Signals]) -> NoReturn:
 
 
 def _reap(agent: int) -> int | None:
-    """All that have ended; the wait status of the agent if it is among them."""
+    """Reap all children that have ended. Return the wait status of the agent if it is one of them, else
+    None."""
     found = None
     while True:
         try:

@@ -1,6 +1,5 @@
-"""Why a worker failed, as far as the end of its stderr tells: the error that the last traceback names, or
-what took the process down from within. What was printed last of all is no cause, and is labelled as such.
-"""
+"""The reason why a worker failed, from the end of its stderr: the error of the last traceback, or the message
+of an abort. If there is neither, the last line is used, and labelled as the last output."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from elasticd.core.facts import LAST_OUTPUT
 
 _LINES = 20
-_AFTER = 10  # lines that are shown after an error: its message may have more than one
-_RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before the lines of a traceback
-# How a traceback begins (a progress bar may stand before that), what it has inside (rich and loguru draw it),
-# and the error at its end. Of a syntax error in the script itself there is no first line.
+_AFTER = 10  # lines shown after an error: its message may have several lines
+_RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch's prefix of the lines of a traceback
+# The first line of a traceback (a progress bar may precede it), the lines inside (rich and loguru draw
+# boxes), and the error at the end. A syntax error in the script itself has no first line.
 _PLAIN = re.compile(r"(?<!Original )(?<!Group )Traceback \(most recent call last\)[^\w\"']*$")
 _PLAIN_INSIDE = re.compile(r"(?:[\s>│╭╰]|$)")
 _PLAIN_ERROR = re.compile(r"([^\W\d][\w.]*(?:: .*|:)?)$")
@@ -38,9 +37,9 @@ _ABORTED = (
 
 
 def cause(text: str, code: int) -> tuple[str, str]:
-    """The error in a line, and what there is to show of it, out of the end of what a process printed.
-    ``code``: its exit status, or minus the signal that killed it. Without an error: the last line, labelled.
-    """
+    """Return the error in one line, and the text to show, from the end of a process's output. ``code``: the
+    exit status, or minus the signal that killed the process. If no error is found, return the last line,
+    labelled."""
     text = _RANK.sub("", text)
     lines = [line.rstrip() for line in text.splitlines()]
     if code > 0:
@@ -59,9 +58,9 @@ def cause(text: str, code: int) -> tuple[str, str]:
 
 
 def _tracebacks(lines: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Of each that may have ended the process: its first line, or the first of those it is chained to, the
-    line of its error, and the error."""
-    before = -1  # the first line of the one before
+    """Yield each traceback that may have ended the process: the first line of its chain, the line of its
+    error, and the error."""
+    before = -1  # the first line of the previous traceback
     at = 0
     while at < len(lines):
         inside, ends = _PLAIN_INSIDE, _PLAIN_ERROR

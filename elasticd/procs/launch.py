@@ -1,4 +1,4 @@
-"""How a child of the warden's comes to run its program. Standard library only."""
+"""Fork a child of the warden, and run a program in the child. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ CANNOT_RUN = 127
 
 
 def launch(message: Message, fds: Sequence[int], files: int | None) -> tuple[int, int]:
-    """Fork a child that runs ``argv`` in a session and process group of its own, with copies of ``fds`` as
-    its first files. ``files``: how many it may have open; None: as many as this process.
+    """Fork a child that runs ``argv`` in its own session and process group, with copies of ``fds`` as its
+    first files. ``files``: how many files the child may have open; None: as many as this process.
 
-    Its pid, and the file that tells ``why_not``. Raises OSError where there can be no child.
+    Return the child's pid and a descriptor for ``why_not``. Raises OSError if the fork fails.
     """
     parent = os.getpid()
     errors, tell_error = os.pipe()
-    # What is sent to the child before it has handlers of its own waits: those that it has from here
-    # ignore what ends a job.
+    # Signals to the child wait until it has reset its handlers: the inherited handlers ignore the signals
+    # that end a job.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -39,13 +39,13 @@ def launch(message: Message, fds: Sequence[int], files: int | None) -> tuple[int
 
 
 def why_not(errors: int) -> str | None:
-    """Why a child's program could not be run; None if it was. The file is closed."""
+    """Return why the child could not run its program; None if it could. Closes the descriptor."""
     os.set_blocking(errors, False)
     try:
         return os.read(errors, 4096).decode() or None
-    except BlockingIOError:  # still held: its program runs
+    except BlockingIOError:  # the child still runs
         return None
-    except ConnectionResetError:  # forked by the zygote, and killed before it heard its go
+    except ConnectionResetError:  # forked by the zygote, and killed before it was released
         return None
     finally:
         os.close(errors)
@@ -54,12 +54,12 @@ def why_not(errors: int) -> str | None:
 def _become(
     message: Message, fds: Sequence[int], tell_error: int, parent: int, files: int | None
 ) -> NoReturn:
-    """Turn this forked child into the program asked for."""
+    """Turn this forked child into the requested program."""
     failing = "a process"
     try:
         os.setsid()
         die_with_parent()
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(128 + signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -72,7 +72,7 @@ def _become(
                 tell_error = os.dup(tell_error)
             os.dup2(fd, target)
             os.set_inheritable(target, True)
-        # Nothing else to close: every other descriptor of the warden is close-on-exec.
+        # Nothing else needs closing: the warden's other descriptors are close-on-exec.
         failing = message["argv"][0]
         if files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -1,7 +1,8 @@
-"""What an agent leaves when it and its warden are killed at one stroke, and nobody was left to tidy up.
+"""Cleanup after an agent that was killed together with its warden.
 
-Its shared memory names its owner, so that the next agent of the same user can tell that the owner is
-gone, end what its workers had started (known by the page in their environment), and remove it.
+The agent's folder in shared memory names its owner. The next agent of the same user sees that the owner is
+gone, kills the processes that its workers left (their environment names a page in the folder), and removes
+the folder.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _NAME = re.compile(r"elasticd-(\d+)-(\d+)-(\d+)-.+")
 
 
 def make_owned_dir(place: str | None, variable: str) -> Path:
-    """Make a folder only its owner may enter, after sweeping the place (None: the temporary folder).
+    """Make a folder that only this user may enter, after a sweep of ``place`` (None: the temporary folder).
 
-    ``variable``: the one in workers' environments that names a file in the folder.
-    Raises OSError where nothing can be written.
+    ``variable``: the environment variable of workers that names a file in the folder. Raises OSError if
+    nothing can be written.
     """
     place = place or tempfile.gettempdir()
     sweep(Path(place), variable)
@@ -32,11 +33,11 @@ def make_owned_dir(place: str | None, variable: str) -> Path:
 
 
 def sweep(place: Path, variable: str) -> None:
-    """Remove the folders of owners that are gone, and end what is left of their workers."""
+    """Remove the folders whose owner is gone, and kill the remaining processes of its workers."""
     with contextlib.suppress(OSError):
         for folder in list(place.iterdir()):
             name = _NAME.fullmatch(folder.name)
-            # Another namespace's processes cannot be seen from here, so nothing is known of them.
+            # The processes of another PID namespace are invisible here, so its folders stay.
             if name is None or int(name[1]) != _namespace():
                 continue
             pid, started = int(name[2]), int(name[3])
@@ -54,7 +55,7 @@ def _end_users(prefix: str, variable: str) -> None:
 
 
 def _namespace() -> int:
-    """Tells the PID namespace we are in; 0 if the kernel does not say."""
+    """Return the number of this process's PID namespace; 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

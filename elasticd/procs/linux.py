@@ -1,4 +1,4 @@
-"""The few things Linux tells about processes that the standard library does not. Standard library only."""
+"""Linux facts about processes that the standard library lacks. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of whatever its descendants orphan."""
+    """Make this process the parent of the orphans among its descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -34,18 +34,18 @@ def die_with_parent() -> None:
 
 
 def name_process(name: str) -> None:
-    """The name that ``ps`` and ``top`` show; 15 bytes at most."""
+    """Set the name that ``ps`` and ``top`` show; at most 15 bytes."""
     _prctl(_PR_SET_NAME, name.encode())
 
 
 def steady_now() -> float:
-    """Seconds since boot, suspended time included: comparable between processes of a host."""
+    """Return the seconds since boot, including suspended time. All processes of a host share this clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def is_ready(fd: int, how: int, timeout_s: float | None = None) -> bool:
-    """Whether there is something to read, or room to write (``select.POLLIN``, ``POLLOUT``), within the
-    time. Of any descriptor: ``select.select`` takes none above 1,023."""
+    """Return whether ``fd`` becomes readable or writable (``select.POLLIN``, ``POLLOUT``) within the time.
+    Unlike ``select.select``, it takes descriptors above 1,023."""
     poll = select.poll()
     poll.register(fd, how)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
@@ -57,7 +57,7 @@ def _read(path: str) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """The live and the unreaped children of a process; none if it is gone."""
+    """Return the children of a process, including unreaped ones; none if the process is gone."""
     found: list[int] = []
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
@@ -95,20 +95,20 @@ def _stat(pid: int) -> list[bytes]:
 
 
 def session_of(pid: int) -> int:
-    """Its session, also of a zombie; 0 if it is gone."""
+    """Return the session of a process, or of a zombie; 0 if the process is gone."""
     fields = _stat(pid)
     return int(fields[3]) if len(fields) > 3 else 0
 
 
 def started_at(pid: int) -> int:
-    """When it started, in clock ticks since boot, which tells it from others of its number; 0 if it
-    is gone, or a zombie."""
+    """Return when a process started, in clock ticks since boot, to recognise a reused pid; 0 if the process
+    is gone or a zombie."""
     fields = _stat(pid)
     return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else 0
 
 
 def variable_of(pid: int, name: str) -> str:
-    """A variable of its environment, as it was when its program began; empty if it has none."""
+    """Return an environment variable of a process, as it was when its program began; empty if missing."""
     start = os.fsencode(f"{name}=")
     try:
         environ = _read(f"/proc/{pid}/environ").split(b"\0")
@@ -118,7 +118,8 @@ def variable_of(pid: int, name: str) -> str:
 
 
 def was_started_with(pid: int, variables: Iterable[str]) -> bool:
-    """Whether one of these ``NAME=value`` was in its environment when its program began."""
+    """Return whether the environment of a process contained one of these ``NAME=value`` when its program
+    began."""
     try:
         environ = _read(f"/proc/{pid}/environ").split(b"\0")
     except OSError:
@@ -127,13 +128,14 @@ def was_started_with(pid: int, variables: Iterable[str]) -> bool:
 
 
 def came_from(pid: int, sessions: Container[int], variables: Iterable[str]) -> bool:
-    """Whether it is in one of these sessions, or was started with one of these ``NAME=value``."""
+    """Return whether a process is in one of these sessions, or was started with one of these
+    ``NAME=value``."""
     return session_of(pid) in sessions or was_started_with(pid, variables)
 
 
 def tidies_up(pid: int) -> bool:
-    """Whether it is multiprocessing's resource tracker, or joblib's: once all who share its pipe are gone, it
-    removes the shared memory and the semaphores they have left, and ends."""
+    """Return whether a process is the resource tracker of multiprocessing or joblib. The tracker ends when
+    all users of its pipe are gone, after it has removed the shared memory and semaphores that they left."""
     try:
         return b"resource_tracker import main" in _read(f"/proc/{pid}/cmdline")
     except OSError:
@@ -141,7 +143,7 @@ def tidies_up(pid: int) -> bool:
 
 
 def kill(pid: int, signal_number: int) -> None:
-    """Send a signal; one who is gone already, or is not ours to signal, is no error."""
+    """Send a signal. A process that is gone, or belongs to another user, is ignored."""
     try:
         os.kill(pid, signal_number)
     except (ProcessLookupError, PermissionError):
@@ -149,7 +151,7 @@ def kill(pid: int, signal_number: int) -> None:
 
 
 def kill_group(pid: int, signal_number: int) -> None:
-    """The same for a process group."""
+    """Send a signal to a process group, as ``kill`` does."""
     try:
         os.killpg(pid, signal_number)
     except (ProcessLookupError, PermissionError):
@@ -157,9 +159,9 @@ def kill_group(pid: int, signal_number: int) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and its descendants, as far as they can be seen now.
+    """SIGKILL a process and its present descendants.
 
-    What it forks meanwhile is orphaned by this, and so lands on the reaper, who looks again.
+    Processes that are forked meanwhile become orphans; the reaper that adopts them kills them later.
     """
     below = children(pid)
     kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which files workers print to, and whether these can take it."""
+"""The files that workers print to, and a check that the files can be written."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 
 STDOUT, STDERR = 1, 2
-_ROOM_BYTES = 1 << 16  # a disk that cannot take that much more is full
+_ROOM_BYTES = 1 << 16  # a disk with less free space than this is full
 
 
 @dataclass(frozen=True, slots=True)
 class LogDest:
     """Where a round's workers print, by local rank; mirrors torch's ``LogsDest``.
 
-    ``stdouts``, ``stderrs``: a file the stream is redirected to; empty or absent for the console.
-    ``tee_stdouts``, ``tee_stderrs``: the same files for streams that go to the console too.
-    ``error_files``: where a worker says why it failed. ``filtered_*``: one file for the lines of
-    tee'd streams that contain one of the filters. ``capture_dirs``: a folder for our own copy of
-    what goes to the console only.
+    ``stdouts``, ``stderrs``: the file that a stream is redirected to; empty or absent for the console.
+    ``tee_stdouts``, ``tee_stderrs``: the file of a stream that also goes to the console. ``error_files``:
+    where a worker writes why it failed. ``filtered_*``: one file for the lines of tee'd streams that match a
+    filter. ``capture_dirs``: a folder for elasticd's copy of a stream that otherwise goes to the console
+    only.
     """
 
     stdouts: Mapping[int, str] = field(default_factory=dict)
@@ -36,22 +36,22 @@ class LogDest:
     capture_dirs: Mapping[int, str] = field(default_factory=dict)
 
     def file_of(self, stream: int, local_rank: int) -> str:
-        """Its redirection; empty if it goes to the console only."""
+        """Return the file that the stream is redirected to; empty for the console."""
         return (self.stdouts if stream == STDOUT else self.stderrs).get(local_rank, "")
 
     def tee_of(self, stream: int, local_rank: int) -> str:
-        """Its file if it is tee'd, else empty."""
+        """Return the file of a tee'd stream; empty if the stream is not tee'd."""
         return (self.tee_stdouts if stream == STDOUT else self.tee_stderrs).get(local_rank, "")
 
     def capture_of(self, stream: int, local_rank: int) -> str:
-        """Where our own copy of it is kept; empty if it has a file anyway."""
+        """Return the file for elasticd's copy of a stream; empty if the stream has a file already."""
         folder = self.capture_dirs.get(local_rank, "")
         if not folder or self.file_of(stream, local_rank):
             return ""
         return str(Path(folder) / ("stdout.log" if stream == STDOUT else "stderr.log"))
 
     def unkept(self) -> LogDest:
-        """The same with no file for what is printed."""
+        """Return a copy without files for output."""
         return replace(self, stdouts={}, stderrs={}, tee_stdouts={}, tee_stderrs={}, capture_dirs={})
 
 
@@ -59,14 +59,15 @@ Reify = Callable[[int, dict[int, dict[str, str]]], LogDest]
 
 
 def trouble_with(path: str) -> str:
-    """Why nothing more can be written to a file, such as that its disk is full; empty if it can. The file
-    is there afterwards, as it was."""
+    """Return why a file cannot be written, for example a full disk; empty if it can. The file is created if
+    missing, and its content does not change."""
     try:
         with open(path, "ab", opener=partial(os.open, mode=0o644)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.write(bytes(_ROOM_BYTES))
                 return ""
-        # Beside it, as somebody may be writing to it; where no other file may be made, nothing is known.
+        # Another process may be writing to the file, so the test writes beside it. Without the right to make
+        # files there, the test tells nothing.
         folder = os.path.dirname(os.path.realpath(path))
         with contextlib.suppress(PermissionError), tempfile.TemporaryFile(dir=folder) as beside:
             beside.write(bytes(_ROOM_BYTES))

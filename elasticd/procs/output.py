@@ -1,8 +1,8 @@
-"""What workers print: to files, to the console, to both, all moved by one thread.
+"""The output of workers: to files, to the console, or to both. One thread moves it.
 
-A redirected stream is the worker's own file, which nobody stands in front of. Every other stream
-passes through here: a pseudo-terminal where the agent's is a terminal, so that workers behave as
-if they printed there themselves, else a pipe.
+A redirected stream is a file of the worker; its output does not pass through here. A stream that goes only to
+the agent's terminal is a pseudo-terminal, so that workers behave as on a terminal. Any other stream is a
+pipe.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from elasticd.procs.logdest import STDERR, STDOUT
 from elasticd.procs.screen import Author, Screen
 
 _CHUNK_BYTES = 1 << 16
-_LINE_BYTES_MAX = 1 << 20  # of a line that is looked through; what is longer is taken for several
-_PARTIAL_S = 0.1  # how long a line may remain unfinished before it is shown as it is
+_LINE_BYTES_MAX = 1 << 20  # the longest line to filter; a longer line is split
+_PARTIAL_S = 0.1  # how long an unfinished line is held back before it is shown
 
 
 class Console(Protocol):
-    """Where workers' output is shown. ``stream`` is 1 or 2. May block."""
+    """Where workers' output is shown. ``stream`` is 1 or 2. Methods may block."""
 
     def write(self, stream: int, data: bytes) -> None: ...
 
@@ -40,7 +40,7 @@ class Console(Protocol):
 
 
 class StdConsole:
-    """The agent's own stdout and stderr. Once one is closed, what is written to it is dropped."""
+    """The agent's own stdout and stderr. Output to a closed stream is dropped."""
 
     def __init__(self) -> None:
         self._closed: set[int] = set()
@@ -59,27 +59,27 @@ class StdConsole:
 
 
 class Filtered:
-    """The file that the workers of a round share for filtered lines; closed when nobody has it any more."""
+    """The file for filtered lines, shared by the workers of a round. It is closed with its last reference."""
 
     def __init__(self, path: str, needles: Sequence[str]) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._needles = [needle.encode() for needle in needles]
 
     def write(self, lines: Sequence[bytes], prefix: bytes) -> None:
-        """Those of the lines that contain one of the filters."""
+        """Write the lines that contain one of the filters."""
         chosen = [prefix + line + b"\n" for line in lines if any(n in line for n in self._needles)]
         if chosen:
             with contextlib.suppress(OSError):
                 _write_all(self._fd, b"".join(chosen))
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):  # else it could not be opened
+        if hasattr(self, "_fd"):  # missing if the open failed
             os.close(self._fd)
 
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One stream of a worker on its way. ``ended`` once the last byte has been passed on."""
+    """One output stream of a worker. ``ended`` is set once its last byte has been passed on."""
 
     stream: int
     source: int
@@ -92,7 +92,7 @@ class Feed:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def discard(self) -> None:
-        """Close what it would have been passed to."""
+        """Close the source and the copies."""
         self.filtered = None
         for fd in (self.source, *self.copies):
             os.close(fd)
@@ -100,7 +100,7 @@ class Feed:
 
 
 class Output:
-    """Moves the output of all workers. ``close`` when no more is to come."""
+    """Moves the output of all workers."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or StdConsole()
@@ -115,18 +115,18 @@ class Output:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------ from other threads
+    # ------------------------------------------------------------ called by other threads
 
     def open(self, stream: int, *, prefix: bytes, copies: Sequence[int], terminal: bool) -> tuple[int, Feed]:
-        """A descriptor for a worker to print to, and what becomes of it. Takes ``copies`` over.
+        """Return a descriptor for a worker to print to, and its feed. The feed owns ``copies``.
 
-        ``terminal``: make it one if the console is.
+        ``terminal``: open a pseudo-terminal if the console is a terminal.
         """
         source, target = _open_pipe_or_terminal(stream if terminal and self._is_terminal(stream) else None)
         return target, Feed(stream, source, Author(prefix), list(copies))
 
     def carry(self, feeds: Sequence[Feed]) -> None:
-        """Begin to pass on."""
+        """Start to pass on the output of the feeds."""
         with self._lock:
             self._added += feeds
             if self._thread is None:
@@ -135,12 +135,12 @@ class Output:
         os.eventfd_write(self._wake, 1)
 
     def resized(self) -> None:
-        """Give the workers' terminals the console's size; for a handler of SIGWINCH."""
+        """Set the size of the workers' terminals to the console's."""
         for feed in list(self._feeds.values()):
             _copy_window_size(feed.stream, feed.source)
 
     def follow_window_size(self) -> None:
-        """Do so from now on. In the main thread only."""
+        """Call ``resized`` at each SIGWINCH. Only for the main thread."""
         before = signal.getsignal(signal.SIGWINCH)
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -151,7 +151,7 @@ class Output:
         signal.signal(signal.SIGWINCH, handle)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Pass on what is there, and stop."""
+        """Pass on the output that has arrived, and stop."""
         with self._lock:
             self._closing = True
             thread = self._thread
@@ -193,12 +193,12 @@ class Output:
             selector.register(feed.source, selectors.EVENT_READ)
 
     def _pass_on(self, feed: Feed) -> bool:
-        """One chunk of it; False at its end."""
+        """Pass on one chunk. Return False at the end of the stream."""
         try:
             data = os.read(feed.source, _CHUNK_BYTES)
         except BlockingIOError:
             return True
-        except OSError:  # EIO: a terminal that nobody holds any more
+        except OSError:  # EIO: no process has the terminal open any more
             return False
         if not data:
             return False
@@ -206,7 +206,7 @@ class Output:
         for copy in list(feed.copies):
             try:
                 _write_all(copy, data)
-            except OSError as error:  # a full disk must not stop the worker; say it once
+            except OSError as error:  # a full disk must not stop the worker; report it once
                 feed.copies.remove(copy)
                 os.close(copy)
                 self._show(feed, f"elasticd: a worker's log ends here: {error.strerror}\n".encode())
@@ -262,17 +262,17 @@ def _write_all(fd: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:  # somebody made the console non-blocking
+        except BlockingIOError:  # another process made the console non-blocking
             is_ready(fd, select.POLLOUT)
 
 
 def _open_pipe_or_terminal(like: int | None) -> tuple[int, int]:
-    """Both ends; a terminal of the size of ``like``, where one can be had."""
+    """Return both ends of a pipe, or of a terminal with the size of ``like`` where one is available."""
     if like is not None:
         with contextlib.suppress(OSError):
             source, target = os.openpty()
             attributes = termios.tcgetattr(target)
-            attributes[1] &= ~termios.OPOST  # the real terminal will do that
+            attributes[1] &= ~termios.OPOST  # the real terminal does that
             termios.tcsetattr(target, termios.TCSANOW, attributes)
             _copy_window_size(like, source)
             return source, target

@@ -1,4 +1,5 @@
-"""Heartbeats: one page of shared memory per worker, written there (elasticd/worker/boot), read here."""
+"""Heartbeats: one page of shared memory per worker. elasticd/worker/boot writes the page; this module reads
+it."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from elasticd.core import page as at
 from elasticd.core.page import Told, Use
 from elasticd.procs.leftovers import make_owned_dir
 
-PAGE_BYTES = 4096  # what the file is longer is the stacks of a worker that was asked for them
+PAGE_BYTES = 4096  # the file continues with the worker's stacks, once they were asked for
 STACKS_BYTES_MAX = 1 << 22
 _ALL_USES = sum(Use)
 MAGIC = b"ELASTICD"
 VERSION = 1
-# magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, phase, 1 + the descriptor that it
-# writes its stacks to, 1 if its script ended well: native order, 8 bytes each; and in the second half
-# the ns of the last 256 steps
+# Magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, phase, 1 + the descriptor for stacks, and 1
+# if the script ended well: native order, 8 bytes each. The second half of the page has the ns of the last 256
+# steps.
 LAYOUT = struct.Struct("=8s7Q")
 TIMES = struct.Struct("=256Q")
 VARIABLE = "ELASTICD_PAGE"
@@ -30,18 +31,17 @@ BOOT_DIR = str(Path(__file__).parents[1] / "worker" / "boot")
 
 
 class WorkerPhase(IntEnum):
-    UNSEEN = 0  # not a Python program, or not there yet
+    UNSEEN = 0  # not a Python program, or not started yet
     STARTED = 1
-    IMPORTED = 2  # torch is there
+    IMPORTED = 2  # torch is imported
     STEPPING = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a worker wrote. ``at``: of its last step, seconds since the epoch; 0 for never.
-    ``stacks_fd``: the descriptor that it writes its stacks to; -1 if it cannot. ``ended_well``: its
-    script ran to its end, and all that it wanted done at its end is done; only Python's own end, whose
-    status is 0, was still to come."""
+    """What a worker wrote. ``at``: the time of its last step, in seconds since the epoch; 0 for none.
+    ``stacks_fd``: the worker's descriptor for its stacks; -1 if it has none. ``ended_well``: the script and
+    all exit handlers finished, and only Python's own finalisation, with status 0, was left."""
 
     pid: int
     steps: int
@@ -52,13 +52,13 @@ class Heartbeat:
 
 
 def recorder_of(page: Path) -> Path:
-    """The socket at which the worker of this page gives its flight recorder away, once it may."""
+    """Return the path of the socket where the worker of this page serves its flight recorder."""
     return page.with_name(f"{page.name}.recorder")
 
 
 def shared_memory_dir() -> Path:
-    """Make a folder only its owner may enter, in memory where there is such a place."""
-    for place in ("/dev/shm", None):  # noqa: S108  # what is made there is new, and of mode 0700
+    """Make a folder that only this user may enter, in memory if possible."""
+    for place in ("/dev/shm", None):  # noqa: S108  # the folder is new and has mode 0700
         with contextlib.suppress(OSError):
             return make_owned_dir(place, VARIABLE)
     raise OSError("neither /dev/shm nor the temporary folder can be written")
@@ -72,10 +72,11 @@ def _values(data: bytes, doubles: memoryview[float]) -> Iterator[tuple[str, floa
 
 
 class Page:
-    """The agent's side of one page. Read with pread, not mapped: a worker that truncates its page
-    must not be able to kill the agent with SIGBUS.
+    """The agent's side of one page. The page is read with pread and not mapped: a worker that truncates the
+    file must not kill the agent with SIGBUS.
 
-    ``again``: a page that is there, for another thread, which must not see its descriptor closed.
+    ``again``: open an existing page a second time, for a thread that must not see the first descriptor
+    closed.
     """
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
@@ -97,8 +98,8 @@ class Page:
         return Heartbeat(pid, steps, when, stage, stacks - 1, ended_well == 1)
 
     def step_times(self, after: int) -> tuple[int, tuple[float, ...]]:
-        """How many steps there were by now, and when those after the given one were, oldest first, in
-        seconds of CLOCK_MONOTONIC; of more than 250 steps the first are not told."""
+        """Return the number of steps, and the times of the steps after ``after``, oldest first, in seconds of
+        CLOCK_MONOTONIC. At most the last 250 steps are returned."""
         steps = self.read().steps
         data = os.pread(self._fd, TIMES.size, PAGE_BYTES - TIMES.size)
         if len(data) < TIMES.size:
@@ -108,7 +109,7 @@ class Page:
         return steps, tuple(times[n & 255] / 1e9 for n in range(first, steps + 1))
 
     def told(self) -> Told:
-        """What the worker says of its training, and what is measured of it."""
+        """Return what the worker reports about its training, and what is measured there."""
         data = os.pread(self._fd, at.WORDS * 8, 0)
         if len(data) < at.WORDS * 8:
             return Told()
@@ -140,7 +141,7 @@ class Page:
         os.ftruncate(self._fd, PAGE_BYTES)
 
     def stacks(self) -> bytes:
-        """What the worker wrote since they were forgotten."""
+        """Return the stacks that the worker wrote since ``forget_stacks``."""
         size = os.fstat(self._fd).st_size - PAGE_BYTES
         return os.pread(self._fd, min(max(0, size), STACKS_BYTES_MAX), PAGE_BYTES)
 

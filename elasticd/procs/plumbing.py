@@ -1,4 +1,4 @@
-"""What workers read, and where what they print goes: the files that each is given."""
+"""The standard files of workers: what they read, and where their output goes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ LINE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 
 @dataclass(frozen=True, slots=True)
 class Outlets:
-    """Where workers that are started together print. ``filtered``: of each stream that has filters."""
+    """Where workers that start together print. ``filtered``: the file for each stream that has filters."""
 
     dest: LogDest = field(default_factory=LogDest)
     filtered: Mapping[int, Filtered] = field(default_factory=dict)
 
 
 class Plumbing:
-    """For the workers of a node; see ``LocalProcs`` for what it is given. ``duplicates``: filters, by stream.
+    """Connects the workers of a node; ``LocalProcs`` explains the arguments. ``duplicates``: filters, by
+    stream.
 
-    What they print and cannot be kept goes to the console, and ``warn`` is told: nobody's training fails
-    because of that.
+    Output that cannot be kept goes to the console, and ``warn`` is called: no training fails because of its
+    logs.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Plumbing:
         self._warn = warn
 
     def outlets(self, round_number: int, envs: dict[int, dict[str, str]]) -> Outlets:
-        """For workers with these environments, by local rank, which may be added to."""
+        """Return the outlets of workers with these environments, by local rank. ``reify`` may add to the
+        environments."""
         try:
             dest = self._reify(round_number, envs)
             return Outlets(dest, self._open_filtered(dest))
@@ -59,8 +61,8 @@ class Plumbing:
             return Outlets()
 
     def connect(self, worker: Worker, outlets: Outlets) -> list[int]:
-        """Its first three files, which are the caller's; what it prints is passed on from now on. Raises
-        OSError where there are no more files to be had."""
+        """Return the worker's first three files, which the caller owns, and start to pass on its output.
+        Raises OSError if no more files can be opened."""
         feeds: list[Feed] = []
         with contextlib.ExitStack() as undo:
             fds = [_duplicate_stdin()]
@@ -80,23 +82,23 @@ class Plumbing:
         return fds
 
     def relabel(self, worker: Worker) -> None:
-        """It has another rank from now on."""
+        """Update the prefix of the worker's lines after a change of its rank."""
         for feed in worker.feeds:
             if feed.author.prefix:
                 feed.author.prefix = self._prefix(worker.assignment)
 
     def close(self) -> None:
-        """Pass on the last of it."""
+        """Pass on the last output."""
         self._output.close()
 
     def _plug(self, worker: Worker, stream: int) -> tuple[int, Feed | None]:
-        """What the worker gets for its stdout or stderr, and how it is passed on, if it is."""
+        """Return the worker's file for its stdout or stderr, and its feed unless the stream is redirected."""
         dest, local_rank = worker.dest, worker.log_rank
         path, tee = dest.file_of(stream, local_rank), dest.tee_of(stream, local_rank)
         copies = []
         try:
             if path and not tee:
-                if why := trouble_with(path):  # it would fail of whatever it prints
+                if why := trouble_with(path):  # the worker would fail at its first print
                     raise OSError(why)
                 return _open_for_writing(path, os.O_TRUNC), None
             if tee:

@@ -1,7 +1,7 @@
-"""The agent's part in forking workers: learns what they import, and keeps a zygote that has imported it.
+"""The agent's part in forking workers: learn what they import, and keep a zygote that has imported it.
 
-Workers tell after their first optimizer step (elasticd/worker/boot/elasticd_heartbeat.py). Before,
-and wherever else the zygote would not be like them, they are started afresh.
+Workers report their imports after the first optimizer step (elasticd/worker/boot/elasticd_heartbeat.py).
+Before that, and wherever the zygote would differ from them, workers start as fresh processes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from elasticd.procs.page import VARIABLE
 
 Say = Callable[..., object]
 
-# What may differ between a worker and its zygote, as no module may read it when it is imported there.
+# Variables that may differ between a worker and its zygote: no module may read them on import.
 PERSONAL = frozenset(
     f"{whose}{what}" for whose in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
 ) | {"MASTER_ADDR", "MASTER_PORT"}
 PERSONAL_PREFIXES = ("TORCHELASTIC_", "ELASTICD_")
 _PADDING_BYTES = 4096  # room for a worker's own variables, where /proc/pid/environ shows them
-_DEATHS_MAX = 3  # in all: where memory is short, it is not to be started for ever
+_DEATHS_MAX = 3  # in all: if memory is short, a zygote must not be started again for ever
 _NAMES_BYTES_MAX = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """How a worker was started. ``env``: without what is its own."""
+    """How a worker was started. ``env``: without the variables that differ between workers."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -40,9 +40,8 @@ class _Model:
 
 
 class Preload:
-    """One for the workers of a node. ``folder``: where they find the socket, beside their pages.
-    ``say``: takes the name of an event, ``zygote.ready`` or ``left_out``, ``ended``, ``given_up``, and
-    its fields."""
+    """Manages the zygote of a node. ``folder``: where workers find the socket, beside their pages. ``say``:
+    takes the name of an event (``zygote.ready``, ``left_out``, ``ended`` or ``given_up``) and its fields."""
 
     def __init__(self, warden: Warden, folder: Path, say: Say) -> None:
         self._warden = warden
@@ -60,7 +59,7 @@ class Preload:
         warden.watch(self._socket, self._told)
 
     def suits(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> bool:
-        """Whether this worker may be forked, as far as can be said without asking the zygote."""
+        """Return whether this worker may be forked, as far as the agent can tell without the zygote."""
         model = _Model(tuple(argv), _shared(env), cwd)
         self._latest = model
         serving = self._serving
@@ -73,14 +72,14 @@ class Preload:
         )
 
     def close(self) -> None:
-        """Learn nothing more. The zygote ends with the warden."""
+        """Stop learning. The zygote ends with the warden."""
         self._generation += 1
         self._warden.unwatch(self._socket)
 
     # ------------------------------------------------------------ in the keeper's thread
 
     def _told(self) -> None:
-        """A worker says what it has imported."""
+        """Take the names of imported modules from workers."""
         known = len(self._modules)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -88,7 +87,7 @@ class Preload:
                 try:
                     names = zlib.decompressobj().decompress(data, _NAMES_BYTES_MAX).decode().split("\n")
                 except (zlib.error, UnicodeDecodeError):
-                    continue  # not from a worker of ours
+                    continue  # not from a worker of this node
                 self._modules.update(dict.fromkeys(filter(None, names)))
         if len(self._modules) == known and self._serving is not None:
             return
@@ -107,7 +106,7 @@ class Preload:
         out = [os.memfd_create("elasticd-said", os.MFD_CLOEXEC) for _ in (1, 2)]
         self._warden.start_zygote(
             model.argv,
-            # Last, so that the rest is not cut off where what is put into its place is shorter.
+            # The last variable, so that a shorter environment in its place cuts off only padding.
             env={**model.env, "ELASTICD_ZYGOTE": "-" * _PADDING_BYTES},
             cwd=model.cwd,
             fds=[os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), *out],
@@ -128,7 +127,7 @@ class Preload:
             if self._left_out.setdefault(name, why) is why:
                 self._say("zygote.left_out", module=name, why=why)
         if said.get("unfit"):
-            self._deaths = _DEATHS_MAX  # it would be of the next one, too
+            self._deaths = _DEATHS_MAX  # the next zygote would be unfit too
             self._say("zygote.given_up", why=said["unfit"])
         if said.get("ready"):
             self.ready = True

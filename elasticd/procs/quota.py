@@ -1,4 +1,4 @@
-"""For how long a control group's quota of processor time has held up this process and its like."""
+"""How long the processor quota of a control group has stopped this process and others of the group."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def throttled_s(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> float:
-    """So far, in this process's groups and those around them, added up over their processors. ``groups``: as
-    /proc/self/cgroup has them, which are below ``root``."""
+    """Return the seconds so far, in this process's groups and their parents, added up over processors.
+    ``groups``: the content of /proc/self/cgroup; ``root``: where the groups are mounted."""
     if groups is None:
         try:
             groups = Path("/proc/self/cgroup").read_text()
@@ -32,4 +32,4 @@ def _each(groups: str, root: Path) -> Iterator[float]:
                 stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
                 yield int(stat.get(key, 0)) * unit_s
             except (OSError, ValueError):
-                continue  # a container may see nothing of those around it
+                continue  # a container may not see its parent groups

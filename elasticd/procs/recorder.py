@@ -1,4 +1,4 @@
-"""Torch's flight recorder of a worker: asked for over a Unix socket, answered by elasticd/worker/boot."""
+"""Torch's flight recorder of a worker: requested over a Unix socket, answered by elasticd/worker/boot."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BYTES_MAX = 1 << 26
 
 
 def ask(page: Path) -> bytes:
-    """The collectives that the worker has called, as torch's JSON; empty if it has no recorder, or does not
-    answer within two seconds. ``page``: the path of its page."""
+    """Return the worker's recorded collectives as torch's JSON; empty if the worker has no recorder, or does
+    not answer within two seconds. ``page``: the path of its page."""
     deadline = time.monotonic() + ANSWER_S
     said = bytearray()
     try:
@@ -35,7 +35,8 @@ def ask(page: Path) -> bytes:
 
 
 def last_calls(recorded: bytes) -> list[str]:
-    """Of what a worker answered, the newest calls, a line each, oldest first; none if that cannot be read."""
+    """Return the newest calls in a worker's answer, one per line, oldest first; none if the answer cannot be
+    read."""
     try:
         calls = sorted(json.loads(recorded)["entries"], key=lambda call: int(call["record_id"]))
         return [_line(call) for call in calls[-LAST:]]

@@ -1,4 +1,4 @@
-"""All that can be seen of a worker that makes no steps, without its help and with it."""
+"""Evidence about a worker that makes no steps, from the worker itself and from the kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticd.procs.vitals import Vitals, thread_report, vitals
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A worker to be looked at. ``page``: the path of its heartbeat."""
+    """A worker to look at. ``page``: the path of its heartbeat."""
 
     slot: int
     rank: int
@@ -25,8 +25,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """``stacks``: of all its threads, in text, or why there are none. ``threads``: a line for each,
-    as the kernel sees it. ``recorded``: torch's flight recorder, see ``recorder.ask``."""
+    """``stacks``: the stacks of all threads as text, or why there are none. ``threads``: one line per thread,
+    from the kernel. ``recorded``: torch's flight recorder, see ``recorder.ask``."""
 
     subject: Subject
     vitals: Vitals
@@ -37,7 +37,8 @@ class Scene:
 
 
 def look(subjects: Sequence[Subject]) -> tuple[Scene, ...]:
-    """Look at all of them at once. Takes tens of milliseconds; some seconds where one does not answer."""
+    """Look at all workers in parallel. Takes tens of milliseconds, or some seconds if a worker does not
+    answer."""
     if not subjects:
         return ()
     with ThreadPoolExecutor(min(32, len(subjects)), "elasticd-look") as pool:
@@ -57,7 +58,7 @@ def _look(subject: Subject) -> Scene:
 
 
 def write(folder: Path, conclusion: str, scenes: Sequence[Scene]) -> None:
-    """One folder of a hang: ``conclusion.txt``, and for each rank ``rank-N.txt`` and, if it has one,
+    """Write the folder of a hang: ``conclusion.txt``, and for each rank ``rank-N.txt`` and, if recorded,
     ``flight-recorder-N.json``. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conclusion.txt").write_text(conclusion + "\n", encoding="utf-8")

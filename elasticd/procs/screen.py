@@ -1,4 +1,5 @@
-"""Several workers' output on one console, so that no line has two authors. Bytes in, bytes out."""
+"""The output of several workers on one console, merged so that no line mixes two workers. Bytes in, bytes
+out."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 _HELD_BYTES_MAX = 1 << 16
-# Where a line is begun, or begun again by a carriage return; a chunk may go on in the middle of one.
+# Where a line starts, or restarts after a carriage return; a chunk may begin in the middle of a line.
 _LINE_STARTS = re.compile(rb"(?:\A|(?<=\n))(?!\Z|\r(?!\n))|\r(?!\n|\Z)")
 _LATER_LINE_STARTS = re.compile(rb"(?<=\n)(?!\Z|\r(?!\n))|\r(?!\n|\Z)")
 _ERASE_LINE = b"\r\x1b[K"
@@ -14,9 +15,9 @@ _ERASE_LINE = b"\r\x1b[K"
 
 @dataclass(slots=True, eq=False)
 class Author:
-    """One stream of one worker. ``held``: the begin of a line that is not yet on the console.
+    """One stream of one worker. ``held``: the start of a line that is not yet on the console.
 
-    ``mid_line``: what it last put there did not end its line.
+    ``mid_line``: its last output did not end with a line break.
     """
 
     prefix: bytes = b""
@@ -25,7 +26,7 @@ class Author:
 
 
 class Screen:
-    """One console. ``terminal``: it can erase a line, as progress bars expect."""
+    """One console. ``terminal``: whether the console can erase a line, as progress bars need."""
 
     def __init__(self, *, terminal: bool) -> None:
         self._terminal = terminal
@@ -33,7 +34,8 @@ class Screen:
         self._open_is_bar = False
 
     def feed(self, author: Author, data: bytes) -> bytes:
-        """What to write now: its whole lines. The rest is held until ``flush``, or the line ends."""
+        """Return the bytes to write now: whole lines. The rest is held until its line ends, or until
+        ``flush``."""
         author.held += data
         end = author.held.rfind(b"\n") + 1
         whole, author.held = author.held[:end], author.held[end:]
@@ -43,7 +45,7 @@ class Screen:
         return out
 
     def flush(self, author: Author) -> bytes:
-        """What is held, such as a prompt or a progress bar, though its line has not ended."""
+        """Return the bytes of an unfinished line, such as a prompt or a progress bar."""
         rest, author.held = author.held, b""
         return self._put(author, rest)
 

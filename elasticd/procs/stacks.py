@@ -1,7 +1,7 @@
-"""The Python stacks of a worker's threads: asked for by a signal, answered by elasticd/worker/boot.
+"""The Python stacks of a worker's threads: requested by a signal, answered by elasticd/worker/boot.
 
-A worker that is stopped cannot answer, nor one that no Python of ours has begun; py-spy then looks
-from outside, where it is installed and may.
+A stopped worker cannot answer, nor can a program without elasticd's startup code. Then py-spy looks from
+outside, if it is installed and permitted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from elasticd.core.whereabouts import Frame
 from elasticd.procs.page import Page
 
-SIGNAL = 47  # real-time, and in the middle, where neither glibc nor any known program has its own
+SIGNAL = 47  # a real-time signal that neither glibc nor any known program uses
 ANSWER_S = 2.0
-_QUIET_S = 0.05  # without a further byte: all is written
+_QUIET_S = 0.05  # after this time without a further byte, the answer is complete
 _LOOK_S = 0.01
 _PY_SPY_S = 10.0
 
@@ -35,11 +35,11 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x")
 
 
 def ask(path: Path) -> str:
-    """The stacks in the words of faulthandler, the main thread's last; empty if there is no answer
-    within two seconds. ``path``: of the worker's page."""
+    """Return the stacks in faulthandler's format, the main thread's last; empty if there is no answer within
+    two seconds. ``path``: of the worker's page."""
     try:
         page = Page(path, again=True)
-    except OSError:  # its round is over
+    except OSError:  # the page is gone: the round is over
         return ""
     with closing(page):
         return _ask(page)
@@ -54,8 +54,8 @@ def _ask(page: Page) -> str:
     except OSError:
         return ""
     try:
-        # A program that has another meaning for the signal, or none, would be harmed by it. One that
-        # closed our file may have another under its number.
+        # The signal would harm a program that does not handle it, or uses it otherwise. If the program has
+        # closed the page, the descriptor may be another file.
         if not (_catches(beat.pid) and _has(beat.pid, beat.stacks_fd, page)):
             return ""
         page.forget_stacks()
@@ -68,7 +68,8 @@ def _ask(page: Page) -> str:
 
 
 def _await_answer(page: Page) -> bytes:
-    """There is no end mark; threads are written one after the other, in microseconds."""
+    """Read until no more bytes come. There is no end mark, but faulthandler writes all threads within
+    microseconds."""
     deadline = time.monotonic() + ANSWER_S
     said, since = b"", time.monotonic()
     while time.monotonic() < deadline:
@@ -88,7 +89,8 @@ def _has(pid: int, fd: int, page: Page) -> bool:
 
 
 def _catches(pid: int) -> bool:
-    """Whether it handles the signal now: it neither ignores nor blocks it, nor dies of it."""
+    """Return whether the process handles the signal: it neither ignores nor blocks the signal, nor dies of
+    it."""
     masks = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         for line in status:
@@ -99,7 +101,7 @@ def _catches(pid: int) -> bool:
 
 
 def parse(text: str) -> list[tuple[Frame, ...]]:
-    """The stack of each thread, innermost frame first, in the order of the text."""
+    """Return the stack of each thread, innermost frame first, in the order of the text."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
@@ -110,7 +112,7 @@ def parse(text: str) -> list[tuple[Frame, ...]]:
 
 
 def seen_from_outside(text: str, pid: int) -> tuple[Frame, ...]:
-    """The stack of the main thread in what py-spy said of a process."""
+    """Return the stack of the main thread from py-spy's output."""
     frames: list[Frame] = []
     main = False
     for line in text.splitlines():
@@ -122,7 +124,7 @@ def seen_from_outside(text: str, pid: int) -> tuple[Frame, ...]:
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """The stack of the thread that began first, its innermost frame with its line of source."""
+    """Return the stack of the main thread. The innermost frame has its line of source."""
     threads = parse(text)
     if not threads or not threads[-1]:
         return ()
@@ -131,7 +133,8 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 
 
 def from_outside(pid: int) -> str:
-    """The stacks as py-spy sees them, also of a stopped process; or in a sentence why there are none."""
+    """Return the stacks that py-spy sees, also of a stopped process; or a sentence that says why there are
+    none."""
     py_spy = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
     if py_spy is None:
         return "It did not answer, and py-spy, which could look from outside, is not installed here."

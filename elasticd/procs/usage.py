@@ -1,4 +1,4 @@
-"""What a process and its descendants use, as Linux's /proc says. Standard library only."""
+"""Memory and processor time of a process and its descendants, from Linux's /proc. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``cpu_s``: user and system time, of descendants that have ended too."""
+    """``cpu_s``: user and system time, including descendants that have ended."""
 
     resident_bytes: int
     cpu_s: float
 
 
 def usage(pid: int) -> Usage | None:
-    """Of the process and what it has started; None if it is gone."""
+    """Return the usage of a process and its descendants; None if the process is gone."""
     own = _own(pid)
     if own is None:
         return None
@@ -34,7 +34,7 @@ def usage(pid: int) -> Usage | None:
 
 
 def own_usage() -> Usage:
-    """This process's, without its children."""
+    """Return the usage of this process, without its children."""
     times = os.times()
     mine = _own(os.getpid())
     return Usage(mine.resident_bytes if mine else 0, times.user + times.system)
@@ -46,6 +46,6 @@ def _own(pid: int) -> Usage | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    # Of proc(5)'s fields 14 to 17 (times) and 24 (resident pages), counted from the third.
+    # Fields 14 to 17 (times) and 24 (resident pages) of proc(5); this list starts at field 3.
     ticks = sum(int(field) for field in fields[11:15])
     return Usage(int(fields[21]) * _PAGE_BYTES, ticks / _TICKS_PER_S)

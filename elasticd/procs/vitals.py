@@ -1,4 +1,4 @@
-"""How a process is, as the kernel sees it: cheap to ask, and nothing it could refuse to answer."""
+"""The state of a process as the kernel sees it: cheap to read, and independent of the process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _DESCENDANTS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """``cpu_s``: CPU time used so far by the process, its descendants and those that it reaped.
-    ``wakes``, ``all_wakes``: how often its main thread, and all its threads together, have waited for
-    something and gone on."""
+    """``cpu_s``: CPU time so far of the process, its descendants and reaped children. ``wakes``,
+    ``all_wakes``: how often the main thread, and all threads together, have waited for something and
+    continued."""
 
     state: ProcessState
     cpu_s: float
@@ -45,7 +45,7 @@ def _below(pid: int) -> Iterable[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/pid/stat from the state on."""
+    """Return the fields of /proc/pid/stat, from the state on."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -60,12 +60,12 @@ def _cpu_s(fields: list[str]) -> float:
 def _state(letter: str) -> ProcessState:
     try:
         return ProcessState(letter)
-    except ValueError:  # a parked or idle kernel thread; whatever a later kernel adds
+    except ValueError:  # a parked or idle kernel thread, or a state of a newer kernel
         return ProcessState.SLEEPING
 
 
 def thread_report(pid: int) -> str:
-    """A line for each thread: its number, name, state, and where in the kernel it waits."""
+    """Return one line per thread: its number, name, state, and where in the kernel it waits."""
     lines = []
     for task in _tasks(pid):
         base = f"/proc/{pid}/task/{task}"
