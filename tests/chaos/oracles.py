@@ -265,14 +265,15 @@ def wrong_charge(charged: int, least: int, most: int) -> Iterator[str]:
 
 def resumed_too_early(lines: Sequence[Line], floors: Sequence[tuple[float, int]]) -> Iterator[str]:
     """A round goes on from nothing older than what was durable while an earlier one still trained.
-    ``floors``: when a step was seen to be durable."""
+    ``floors``: when a step was seen to be durable. A worker that was stopped, and applies its step once it
+    goes on, does not train: its round trained until its last whole step."""
     entered: dict[int, Line] = {}
-    last: dict[int, float] = {}
     for line in lines:
         if line.what == "entered":
             entered.setdefault(line.round, line)
-        elif line.what in ("step", "committed"):
-            last[line.round] = max(line.at, last.get(line.round, 0.0))
+    last: dict[int, float] = {}
+    for step in whole_steps(lines):
+        last[step.round] = max(step.applied, last.get(step.round, 0.0))
     for round, line in sorted(entered.items()):
         trained_until = max((at for number, at in last.items() if number < round), default=0.0)
         floor = max((step for at, step in floors if at < trained_until), default=0)

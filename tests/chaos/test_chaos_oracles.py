@@ -127,6 +127,11 @@ def test_a_step_may_be_made_again_where_its_workers_are_gone_but_with_the_same_s
     assert judge([*WELL, *again], EXPECTED, same_weights=True) == []
 
 
+def test_a_worker_of_an_old_world_that_applies_its_last_step_late_does_not_train() -> None:
+    late = [line for line in world(1, range(5, 6), 33.0) if line.rank == 0 and line.what == "step"]
+    assert not list(oracles.resumed_too_early([*WELL, *late], [(31.0, 8)]))
+
+
 def test_a_round_goes_on_from_what_was_durable_while_others_trained() -> None:
     again = [replace(line, id=f"{line.id}x") for line in world(4, range(8, 12), 40.0)]
     lines = [*WELL, *again]
