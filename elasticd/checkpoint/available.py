@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 _RECLAIMED: Final = ("inactive_file", "active_file")  # page cache, which the kernel frees under pressure
 
 
@@ -15,18 +17,11 @@ def available(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) ->
     groups are mounted."""
     if groups is None:
         try:
-            groups = Path("/proc/self/cgroup").read_text()
+            groups = Path("/proc/self/cgroup").read_text()  # psutil knows no control groups
         except OSError:
             groups = ""
-    return max(0, min([_of_machine(), *_of_groups(groups, root)]))
-
-
-def _of_machine() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
+    of_machine: int = psutil.virtual_memory().available
+    return max(0, min([of_machine, *_of_groups(groups, root)]))
 
 
 def _of_groups(groups: str, root: Path) -> Iterator[int]:

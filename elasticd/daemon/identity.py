@@ -77,7 +77,8 @@ def visible_devices(slots: int) -> tuple[str, ...]:
 
 
 def host_identity() -> str:
-    """Tells this machine, since it booted, from all others."""
+    """Tells this machine, since it booted, from all others. psutil has no boot id, and its ``boot_time``
+    moves when the clock is set."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
 

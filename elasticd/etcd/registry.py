@@ -137,7 +137,8 @@ def _read(path: Path) -> Standalone | None:
 
 
 def _start_of(pid: int) -> int:
-    """When a live process started, in clock ticks since boot; 0 if there is none (or a zombie)."""
+    """When a live process started, in clock ticks since boot; 0 if there is none (or a zombie). psutil's
+    ``create_time`` moves when the machine's clock is set, and a run that lives would count as dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -15,7 +15,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-from elasticd.procs.linux import kill_tree, started_at, variable_of
+import psutil
+
+from elasticd.procs.linux import kill_tree, started_at
 
 _NAME = re.compile(r"elasticd-(\d+)-(\d+)-(\d+)-.+")
 
@@ -49,9 +51,10 @@ def sweep(place: Path, variable: str) -> None:
 
 
 def _end_users(prefix: str, variable: str) -> None:
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and variable_of(int(entry), variable).startswith(prefix):
-            kill_tree(int(entry))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # gone, or somebody else's
+            if process.environ().get(variable, "").startswith(prefix):
+                kill_tree(process.pid)
 
 
 def _namespace() -> int:

@@ -90,7 +90,7 @@ def _has(pid: int, fd: int, page: Page) -> bool:
 
 def _catches(pid: int) -> bool:
     """Return whether the process handles the signal: it neither ignores nor blocks the signal, nor dies of
-    it."""
+    it. psutil does not tell the masks of signals."""
     masks = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         for line in status:

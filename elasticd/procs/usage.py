@@ -1,14 +1,17 @@
-"""Memory and processor time of a process and its descendants, from Linux's /proc. Standard library only."""
+"""Memory and processor time of a process and its descendants.
+
+``linux.children`` finds the descendants: psutil's ``children(recursive=True)`` reads the files of every
+process of the machine, which takes 3 ms for each worker beside 170 processes, in place of 0.03 ms.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-from elasticd.procs.linux import children
+import psutil
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+from elasticd.procs.linux import children
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,10 @@ def own_usage() -> Usage:
 
 def _own(pid: int) -> Usage | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            reaped_s = times.children_user + times.children_system
+            return Usage(process.memory_info().rss, times.user + times.system + reaped_s)
+    except psutil.Error:
         return None
-    # Fields 14 to 17 (times) and 24 (resident pages) of proc(5); this list starts at field 3.
-    ticks = sum(int(field) for field in fields[11:15])
-    return Usage(int(fields[21]) * _PAGE_BYTES, ticks / _TICKS_PER_S)

@@ -1,4 +1,7 @@
-"""The state of a process as the kernel sees it: cheap to read, and independent of the process."""
+"""The state of a process as the kernel sees it: cheap to read, and independent of the process.
+
+Read from /proc: psutil tells neither how often each thread has waited nor where in the kernel a thread waits.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ a member; it kills what the agent has started once that time passes without news
 the agent is gone without a word. It finds those processes by a mark in their environment, which
 every descendant inherits.
 
-Run as a program (``python guard.py <pid> <mark>``) it imports the standard library only. The
+Run as a program (``python guard.py <pid> <mark>``) it imports the standard library only, not even psutil: it
+starts at once, and no package that is broken or replaced keeps it from its work. The
 protocol on its stdin: a line is a deadline in seconds of CLOCK_BOOTTIME, or ``bye``.
 """
 

@@ -177,7 +177,7 @@ def saver_name() -> str:
 
 
 def _host() -> str:
-    """Equal for processes that can talk to each other without a network."""
+    """Equal for processes that can talk to each other without a network. psutil tells neither part."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"

@@ -361,7 +361,8 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """The sockets of this process: descriptor, and what tells it from a later one of that number."""
+    """The sockets of this process: descriptor, and what tells it from a later one of that number, which
+    psutil does not say."""
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")

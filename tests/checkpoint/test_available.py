@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_version_1_counts_too(tmp_path):
 
 def test_without_a_limit_it_is_the_machine_s(tmp_path, monkeypatch):
     assert available() > 1 << 20
-    monkeypatch.setattr("elasticd.checkpoint.available._of_machine", lambda: 77)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=77))
     group(tmp_path, memory__max="max")
     assert available("0::/\n", tmp_path) == 77
 

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,
@@ -110,15 +112,9 @@ def _says_it_is_well(connection: http.client.HTTPConnection) -> bool:
         connection.close()
 
 
-def look_at_ports(proc: Path = Path("/proc")) -> PortFacts:
-    low, high = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
-    used = set()
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = (proc / "net" / table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        used |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
+def look_at_ports() -> PortFacts:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())  # not psutil's
+    used = {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.laddr}
     return PortFacts(low, high, sum(low <= port <= high for port in used))
 
 
