@@ -1,4 +1,4 @@
-"""The agent's end of the warden: it asks, and is called back from one thread of its own."""
+"""The agent's end of the channel to the warden. One thread receives messages and calls the agent back."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _STRAGGLERS_S = 5.0
 
 
 class KeeperError(RuntimeError):
-    """A process could not be started, or nobody is there to start it. The message is one sentence."""
+    """A process could not be started, or the warden is gone. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a process ended. ``code``: its exit status, or minus the signal that killed it.
 
-    ``at``: seconds since the epoch. ``error``: why it could not be started (code 127).
-    ``fenced``: it was killed because nobody moved the fence in time, or its keeper was killed.
+    ``at``: seconds since the epoch. ``error``: why it could not be started (code 127). ``fenced``: the warden
+    killed it because the agent did not move the fence in time, or the warden itself was killed.
     """
 
     pid: int
@@ -70,10 +70,10 @@ class _Running:
 
 
 class Warden:
-    """The agent's handle of its warden, the process that is the parent of all the others it runs.
+    """The agent's handle of the warden, which is the parent of the agent's other processes.
 
-    Start it early, before there are threads. Nothing here blocks except ``spawn_service`` and
-    ``close``. Callbacks come from one thread, in the order of what happened; they must not block.
+    Start the warden early, before any thread. Only ``spawn_service`` and ``close`` block. Callbacks come from
+    one thread, in the order of events; they must not block.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
@@ -88,13 +88,13 @@ class Warden:
         self._watched: dict[int, Callable[[], None]] = {}
         self._closing = False
         self._lost = False
-        self._over = False  # its thread
+        self._over = False  # the thread has ended
         self._keeper_lost: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._listen, name="elasticd-keeper", daemon=True)
 
     @classmethod
     def start(cls, worker_files: int | None = None) -> Warden:
-        """Start the process. The agent becomes the one to whom orphans fall if it is killed.
+        """Start the warden. If the warden is killed, its orphans become children of the agent.
         ``worker_files``: how many files a worker may have open; None: as many as this process."""
         adopt_orphans()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,8 +103,8 @@ class Warden:
                 root=_ROOT, socket=theirs.fileno(), agent=os.getpid(), worker_files=worker_files
             )
             process = subprocess.Popen(
-                # Isolated, without site-packages: it starts in milliseconds, and nothing that
-                # people put on a Python path runs in it. UTF-8, so that both ends agree on bytes.
+                # Isolated and without site-packages: the warden starts in milliseconds, and runs no code
+                # from a user's Python path. UTF-8, so that both ends encode strings alike.
                 [sys.executable, "-I", "-S", "-X", "utf8", "-c", program],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -121,12 +121,12 @@ class Warden:
 
     @property
     def closing(self) -> bool:
-        """Whether ``close`` was called: what runs is being ended."""
+        """Whether ``close`` was called."""
         return self._closing
 
     def on_lost(self, keeper_lost: Callable[[], None]) -> None:
-        """Have this called if the warden dies by itself; its workers and services are dead then,
-        and each was reported as ended before."""
+        """Call ``keeper_lost`` if the warden dies by itself. Its workers and services are dead then, and were
+        reported as ended before."""
         with self._lock:
             self._keeper_lost = keeper_lost
             if not self._lost:
@@ -148,27 +148,28 @@ class Warden:
         started: Callable[[int], None] | None = None,
         ended: Callable[[Ended], None],
     ) -> int:
-        """Start a worker in a session of its own, with just these three files, which are taken over.
-        Returns the number that ``stop_workers`` knows it by.
+        """Start a worker in its own session with exactly the files ``fds``, which the warden then owns.
+        Return the id for ``stop_workers``.
 
-        ``mark``: one ``NAME=value`` of its environment that no other has, by which its orphans are
-        known. ``whole_group``: ``stop`` signals its process group, not only itself. ``fork``: from
-        the zygote, if that is ready. ``ended`` is called once, whatever happens; ``started`` with
-        its pid, before.
+        ``mark``: a ``NAME=value`` that only this worker has in its environment; it identifies the worker's
+        orphans. ``whole_group``: signals go to the worker's process group. ``fork``: fork from the zygote if
+        ready. ``ended`` is always called once; ``started`` is called before, with the pid, if the worker
+        starts.
         """
         running = _Running(ended, mark, False, 0, started)
         return self._spawn(argv, env, cwd, fds, running, whole_group=whole_group, fork=fork)
 
     def stop_workers(self, signal_number: int, grace_s: float, ids: Sequence[int] | None = None) -> None:
-        """Signal every worker, or these, and SIGKILL what is left after the grace. Signal 0: that only."""
+        """Signal all workers, or those with ``ids``, and SIGKILL them after the grace. Signal 0: only SIGKILL
+        after the grace."""
         self._tell({"do": "stop", "signal": int(signal_number), "grace_s": grace_s, "ids": ids})
 
     def spare_worker(self, id: int) -> None:
-        """The grace that this worker was given does not end any more."""
+        """Cancel the SIGKILL at the end of a worker's grace."""
         self._tell({"do": "spare", "id": id})
 
     def fence(self, in_s: float | None) -> None:
-        """Kill all workers in so many seconds unless told otherwise before; None: never."""
+        """Kill all workers in ``in_s`` seconds unless another call moves the fence before; None: never."""
         deadline = None if in_s is None else steady_now() + in_s
         self._tell({"do": "fence", "until": deadline})
 
@@ -184,13 +185,13 @@ class Warden:
         heard: Callable[[Message], None],
         ended: Callable[[Ended], None],
     ) -> None:
-        """Start the process that workers may be forked from, in place of one there was. Its socket
-        is its fourth file. ``heard`` is called with what it says."""
+        """Start the process that workers are forked from, or replace the present one. The zygote's socket is
+        its fourth file. ``heard`` is called with its messages."""
         running = _Running(ended, "", True, heard=heard)
         self._spawn(argv, env, cwd, fds, running, do="start_zygote")
 
     def preload(self, request: Message) -> None:
-        """Have the zygote import the ``modules`` named there. It forks no workers until it has."""
+        """Have the zygote import the ``modules`` in the request. Workers are forked after the imports."""
         self._tell({**request, "do": "preload"})
 
     # ------------------------------------------------------------ services
@@ -207,11 +208,11 @@ class Warden:
         log_path: str | Path = os.devnull,
         ended: Callable[[Ended], None] = lambda _: None,
     ) -> int:
-        """Start a helper process (such as etcd) that must not outlive the agent; returns its pid.
+        """Start a helper process (such as etcd) that must not outlive the agent, and return its pid.
 
-        Its output is appended to ``log_path``, or goes to ``output``; that, ``stdin`` and ``also``
-        (descriptors 3 and on) are files that it gets a copy of. Waits until the program runs; raises
-        ``KeeperError`` if it cannot. The fence and ``stop_workers`` leave it alone.
+        Its output goes to ``output``, or is appended to ``log_path``. The process gets copies of ``stdin``,
+        ``output`` and ``also`` (descriptors 3 and on). Waits until the program runs; raises ``KeeperError``
+        if it cannot run. The fence and ``stop_workers`` do not affect services.
         """
         answered = threading.Event()
         outcome: list[int | Ended] = []
@@ -236,7 +237,7 @@ class Warden:
         running = _Running(service_ended, "", True, 0, answer)
         id = self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):
-            self._tell({"do": "stop_service", "id": id, "grace_s": 0.0})  # nobody waits for it any more
+            self._tell({"do": "stop_service", "id": id, "grace_s": 0.0})  # the caller gives up
             raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
             case int(pid):
@@ -245,7 +246,7 @@ class Warden:
                 raise KeeperError(end.error or f"{argv[0]} ended at once with code {end.code}")
 
     def stop_service(self, pid: int, grace_s: float = 5.0) -> None:
-        """SIGTERM, and SIGKILL after the grace; returns at once, its ``ended`` is called later."""
+        """Send SIGTERM, and SIGKILL after the grace. Returns at once; ``ended`` is called later."""
         with self._lock:
             ids = [id for id, running in self._running.items() if running.pid == pid and running.service]
         for id in ids:
@@ -254,12 +255,12 @@ class Warden:
     # ------------------------------------------------------------ the end
 
     def remove_at_end(self, path: str | Path) -> None:
-        """Have a file or folder removed when the agent is gone, however it went."""
+        """Have the warden remove a file or folder when the agent is gone, for whatever reason."""
         self._tell({"do": "remove_at_end", "path": _portable(os.path.abspath(path))})
 
     def close(self, grace_s: float = 3.0) -> None:
-        """Kill the workers, end the services (SIGKILL after the grace), remove what is to be
-        removed, and wait until all that is done. Calling it again does nothing."""
+        """Kill the workers, end the services (SIGKILL after the grace), remove the registered paths, and wait
+        until this is done. A second call does nothing."""
         with self._lock:
             if self._closing:
                 return
@@ -279,31 +280,31 @@ class Warden:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ the wire
+    # ------------------------------------------------------------ the channel
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call this from the thread that the callbacks come from; here and now, if that is over."""
+        """Call ``call`` in the callback thread, or at once if that thread has ended."""
         self._soon.append(call)
         self._nudge()
         if self._over:
             self._call_those_waiting()
 
     def watch(self, file: socket.socket, readable: Callable[[], None]) -> None:
-        """Call this, from the same thread, whenever there is something to read."""
+        """Call ``readable`` in the callback thread whenever ``file`` is readable."""
 
         def register() -> None:
-            if file.fileno() >= 0 and not self._over:  # else it was unwatched since
+            if file.fileno() >= 0 and not self._over:  # false if ``unwatch`` came first
                 self._watched[file.fileno()] = readable
                 self._selector.register(file, selectors.EVENT_READ)
 
         self.call_soon(register)
 
     def unwatch(self, file: socket.socket) -> None:
-        """Stop that, and close the file."""
+        """Stop watching the file, and close it."""
 
         def unregister() -> None:
             if self._watched.pop(file.fileno(), None) is not None:
-                with contextlib.suppress(KeyError, RuntimeError):  # the selector may be closed by now
+                with contextlib.suppress(KeyError, RuntimeError):  # the selector may be closed
                     self._selector.unregister(file)
             file.close()
 
@@ -365,7 +366,7 @@ class Warden:
             try:
                 self._channel.send(message, fds)
             except ChannelClosed:
-                pass  # the listening thread sees the same, and reports it
+                pass  # the listening thread sees the error too, and reports it
             pending = self._channel.pending
         if pending:
             self._nudge()
@@ -388,13 +389,13 @@ class Warden:
                         self._exchange(events)
                 self._call_those_waiting()
         except ChannelClosed:
-            selector.unregister(self._channel)  # while it has its number, which another file may get
+            selector.unregister(self._channel)  # before its descriptor's number can be reused
             self._lose()
         finally:
             selector.close()
 
     def _exchange(self, events: int) -> None:
-        if events & selectors.EVENT_READ:  # first: what a dead warden said last is still there
+        if events & selectors.EVENT_READ:  # first: a dead warden's last messages can still be read
             with self._lock:
                 messages = self._channel.receive()
             for message, _ in messages:
@@ -423,12 +424,12 @@ class Warden:
             _call(partial(running.ended, end))
 
     def _call_those_waiting(self) -> None:
-        with contextlib.suppress(IndexError):  # there is none left
+        with contextlib.suppress(IndexError):  # the queue is empty
             while True:
                 _call(self._soon.popleft())
 
     def _lose(self) -> None:
-        """The warden is gone: by ``close``, or because somebody killed it."""
+        """Handle the end of the warden, after ``close`` or because it was killed."""
         with self._lock:
             self._lost = True
             left = list(self._running.values())
@@ -440,7 +441,7 @@ class Warden:
             self._kill_stragglers(left)
         error = "" if self._closing else "the keeper of this node's processes was killed"
         for running in left:
-            # Not their fault, whoever hears of it first: as fenced.
+            # Reported as fenced, because the workers are not to blame.
             end = Ended(running.pid, -signal.SIGKILL, time.time(), error, fenced=bool(error))
             _call(partial(running.ended, end))
         with self._lock:
@@ -451,7 +452,8 @@ class Warden:
         self._call_those_waiting()
 
     def _kill_stragglers(self, left: Sequence[_Running]) -> None:
-        """The kernel kills what the warden had started; what those had started falls to us."""
+        """Kill the processes that the warden's children had started. The kernel kills the children
+        themselves."""
         pids = {running.pid for running in left}
         marks = [running.mark for running in left if running.mark]
         give_up_at = time.monotonic() + _STRAGGLERS_S
@@ -479,12 +481,13 @@ def _reap(pid: int, give_up_at: float) -> None:
 
 
 def _portable(text: str) -> str:
-    """The same bytes to the operating system, spelled for a process whose encoding is UTF-8."""
+    """Return the text re-encoded for a process whose encoding is UTF-8, with the same bytes for the operating
+    system."""
     return os.fsencode(text).decode("utf-8", "surrogateescape")
 
 
 def _call(call: Callable[[], None]) -> None:
     try:
         call()
-    except Exception:  # noqa: BLE001  # one failing callback must not end the thread all depend on
+    except Exception:  # noqa: BLE001  # a failing callback must not end the thread
         _log.exception("a callback of the keeper failed")

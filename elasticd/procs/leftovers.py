@@ -52,7 +52,7 @@ def sweep(place: Path, variable: str) -> None:
 
 def _end_users(prefix: str, variable: str) -> None:
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone, or somebody else's
+        with contextlib.suppress(psutil.Error):  # gone, or of another user
             if process.environ().get(variable, "").startswith(prefix):
                 kill_tree(process.pid)
 

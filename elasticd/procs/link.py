@@ -1,8 +1,8 @@
-"""The agent's end of the links to its workers: who is let in, and bytes in both directions.
+"""The agent's end of the links to its workers: admission, and bytes in both directions.
 
-Workers connect to an abstract Unix socket, which anyone of this machine could find in /proc/net/unix.
-So nobody is let in but a process that the warden has started as a worker, which the kernel vouches for;
-not its children either. What they may say is ``conversation``'s business.
+Workers connect to an abstract Unix socket, which every user of the machine can find in /proc/net/unix. The
+agent therefore admits only processes that the warden started as workers, by the credentials that the kernel
+reports. Their children are refused. ``conversation`` checks the messages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _EARLY_MAX = 64
 
 
 class WorkerLine:
-    """One worker's link, from before the worker is started until after it has ended.
+    """The link of one worker, from before its start until after its end.
 
-    ``heard`` is called with what it says, ``lost`` with the reason when the link ends other than by
-    ``hang_up``; both from the keeper's thread.
+    ``heard`` is called with each message, and ``lost`` with the reason when the link ends other than by
+    ``hang_up``. Both are called in the keeper's thread.
     """
 
     def __init__(
@@ -45,12 +45,13 @@ class WorkerLine:
         self._started_at = 0
 
     def started(self, pid: int) -> None:
-        """The worker's process is this one. From the keeper's thread."""
+        """Note the pid of the worker's process. Called in the keeper's thread."""
         self.pid, self._started_at = pid, started_at(pid)
         self._switchboard._is_known(self)
 
     def tell(self, message: FromAgent) -> bool:
-        """Whether it was sent. Never blocks: to one that does not read, the link is cut."""
+        """Send a message, and return whether it was sent. Never blocks: the link to a worker that does not
+        read is cut."""
         data = encode(message)
         with self._lock:
             if self._socket is None:
@@ -64,11 +65,11 @@ class WorkerLine:
         return sent == len(data)
 
     def release(self) -> None:
-        """End the link; it may be made again."""
+        """End the link. The worker may connect again."""
         self._close()
 
     def hang_up(self) -> None:
-        """End the link, and let nobody in for it any more."""
+        """End the link, and refuse further connections."""
         self._switchboard._forget(self)
         self._close()
 
@@ -77,12 +78,13 @@ class WorkerLine:
             sock, self._socket = self._socket, None
             if sock is not None:
                 with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # seen by the worker even if a fork still holds it
+                    sock.shutdown(socket.SHUT_RDWR)  # reaches the worker even if a fork has it
         if sock is not None:
             self._switchboard._warden.unwatch(sock)
 
     def _is(self, pid: int) -> bool:
-        """Whether that is still the process we started, and not one that got its number."""
+        """Return whether ``pid`` is still the started process, not a later one with the same pid, and has no
+        link yet."""
         return self._socket is None and 0 < self._started_at == started_at(pid)
 
     def _open(self, sock: socket.socket) -> None:
@@ -118,27 +120,28 @@ class WorkerLine:
 
 
 class Switchboard:
-    """Takes the calls. ``address``: what workers find in their environment as ``ELASTICD_LINK``."""
+    """Accepts the connections of workers. ``address``: the value of ``ELASTICD_LINK`` in their
+    environment."""
 
     def __init__(self, warden: Warden) -> None:
         self._warden = warden
         self.address = f"elasticd-link-{secrets.token_hex(16)}"
-        self._unborn: set[WorkerLine] = set()  # whose process is not known yet
+        self._unborn: set[WorkerLine] = set()  # lines whose pid is not known yet
         self._lines: dict[int, WorkerLine] = {}
-        self._early: dict[int, socket.socket] = {}  # who called before we heard whether we know it
+        self._early: dict[int, socket.socket] = {}  # by pid: may be a worker whose pid is not known yet
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(128)
         warden.watch(self._socket, self._answer)
 
     def line(self, heard: Callable[[Message], None], lost: Callable[[str], None]) -> WorkerLine:
-        """One for a worker that is about to be started."""
+        """Return a line for a worker that is about to start."""
         line = WorkerLine(self, heard, lost)
         self._unborn.add(line)
         return line
 
     def close(self) -> None:
-        """Take no more calls. Lines are their owners' to hang up."""
+        """Accept no more connections. Existing lines stay open until their owners hang up."""
         self._warden.unwatch(self._socket)
         self._refuse_early()
 
@@ -147,7 +150,7 @@ class Switchboard:
     def _answer(self) -> None:
         try:
             caller, _ = self._socket.accept()
-        except OSError:  # it has gone already; or we have no descriptor left for it
+        except OSError:  # the caller has left, or no descriptor is free
             return
         caller.setblocking(False)
         pid, uid, _ = _CREDENTIALS.unpack(
@@ -159,7 +162,7 @@ class Switchboard:
         elif line is not None and line._is(pid):
             line._open(caller)
         elif line is None and self._unborn and len(self._early) < _EARLY_MAX and pid not in self._early:
-            self._early[pid] = caller  # it may be faster than the warden's word of it
+            self._early[pid] = caller  # the worker may be faster than the warden's message
         else:
             caller.close()
 

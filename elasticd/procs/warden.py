@@ -1,17 +1,17 @@
 """The warden: a small process that is the parent of a node's workers and services.
 
-It outlives the agent by a moment, whatever kills the agent, and uses that moment to leave nothing
-behind. It also enforces the fence, so that workers stop in time even where the agent is stopped.
+When the agent dies, the warden lives long enough to kill all workers and services and to remove registered
+files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
-Standard library only, one thread, started as ``python -I -S``: it shares no fate with torch, grpc
-or the agent's threads, and forks in a fraction of a millisecond. The agent's end is ``keeper``.
+Standard library only, one thread, started as ``python -I -S``: faults of torch, grpc or the agent's threads
+do not affect the warden, and a fork takes a fraction of a millisecond. The agent's end is ``keeper``.
 
-It forks workers itself, or has them forked from a zygote (``zygote``) where there is one that is ready;
-they are its children either way.
+The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
+its children.
 
-Messages to it: ``spawn``, ``start_zygote``, ``preload``, ``stop``, ``spare``, ``stop_service``, ``fence``,
-``remove_at_end``, ``close``. From it: ``spawned``, ``ended``, and ``zygote``: what that says.
-Its parent's death, or the end of the socket, means ``close`` at once.
+Messages to the warden: ``spawn``, ``start_zygote``, ``preload``, ``stop``, ``spare``, ``stop_service``,
+``fence``, ``remove_at_end``, ``close``. Messages from it: ``spawned``, ``ended``, ``zygote`` (what the zygote
+reports). The agent's death, or the end of the socket, means ``close`` at once.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from elasticd.procs.linux import (
 )
 from elasticd.procs.zygote import Fork, ZygoteProcess
 
-_REMEMBERED = 1024  # ended workers whose late orphans are still known for theirs
-_TIDYING_S = 2.0  # for what removes the shared memory that a killed worker has left, and ends by itself
-_LAST_REAPING_S = 5.0  # for processes that even SIGKILL does not end soon (stuck in a driver)
+_REMEMBERED = 1024  # ended workers whose late orphans are still recognised
+_TIDYING_S = 2.0  # time for a resource tracker to remove a killed worker's shared memory
+_LAST_REAPING_S = 5.0  # time for processes that SIGKILL does not end at once (stuck in a driver)
 
 
 @dataclass(slots=True)
 class _Child:
-    """``mark``: a ``NAME=value`` that only it and what it starts have in their environment."""
+    """``mark``: a ``NAME=value`` that only this process and its descendants have in their environment."""
 
     id: int
     pid: int
@@ -63,7 +63,8 @@ class _Child:
     failure: str = ""  # why it could not be started
 
     def why_not(self) -> str | None:
-        """Why it could not be started; None if it was. Asked once, when that is known."""
+        """Return why the program could not be started; None if it was. Call once, when the outcome is
+        known."""
         errors, self.errors = self.errors, -1
         return why_not(errors) if errors >= 0 else None
 
@@ -75,12 +76,12 @@ class WardenProcess:
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._zygote: ZygoteProcess | None = None
-        self._fresh_at = 0.0  # when a worker was last started that imports all itself
-        self._fresh_s: float | None = None  # what that took, to its first step
-        self._ended_early: dict[int, int] = {}  # exit codes of forked ones that were not taken yet
+        self._fresh_at = 0.0  # when a worker was last started without the zygote
+        self._fresh_s: float | None = None  # from that start to the start of the first zygote
+        self._ended_early: dict[int, int] = {}  # exit codes of forks before they were taken
         self._ended_sessions: deque[int] = deque(maxlen=_REMEMBERED)
         self._ended_marks: deque[str] = deque(maxlen=_REMEMBERED)
-        self._tidying: dict[int, float] = {}  # orphans, and until when they are let be
+        self._tidying: dict[int, float] = {}  # resource trackers, and when to kill them
         self._fence_at: float | None = None
         self._fence_passed = False
         self._paths: list[str] = []
@@ -90,7 +91,7 @@ class WardenProcess:
     # ------------------------------------------------------------ the loop
 
     def run(self, agent_pid: int) -> None:
-        """Serve until the agent closes or dies, then end everything and return."""
+        """Serve until the agent closes or dies. Then end all processes, and return."""
         woken, wake = os.pipe()
         for fd in (woken, wake):
             os.set_blocking(fd, False)
@@ -120,8 +121,8 @@ class WardenProcess:
             _remove(path)
 
     def _watch(self, agent_pid: int) -> None:
-        """See the agent's death even if something forked from it still holds its socket."""
-        with contextlib.suppress(OSError):  # a kernel without pidfds: the socket has to do
+        """Notice the agent's death even if another process still has its socket."""
+        with contextlib.suppress(OSError):  # no pidfds in this kernel: only the socket is watched
             self._selector.register(os.pidfd_open(agent_pid), selectors.EVENT_READ, "death")
         if os.getppid() != agent_pid:
             self._lose_agent()
@@ -194,7 +195,7 @@ class WardenProcess:
             if message.get("fork") and self._zygote is not None and self._zygote.takes_orders:
                 self._ask_zygote(lambda zygote: zygote.fork(message, fds))
                 return
-            ours = service and message["do"] == "spawn"  # the zygote is what workers are made of
+            ours = service and message["do"] == "spawn"  # workers inherit the zygote's limits
             try:
                 pid, errors = launch(message, fds, None if ours else self._worker_files)
             except OSError as error:
@@ -207,13 +208,14 @@ class WardenProcess:
             self._fresh_at = steady_now()
         child = _Child(message["id"], pid, service, message["mark"], message["whole_group"], errors)
         self._add(child)
-        if service:  # its caller waits to hear that it runs
+        if service:  # the caller waits until the program runs
             self._selector.register(errors, selectors.EVENT_READ, child)
         else:
             self._tell({"is": "spawned", "id": child.id, "pid": pid})
 
     def _hear_beginning(self, child: _Child) -> None:
-        """A service runs its program by now, or cannot; that is told by its end, as a worker's is."""
+        """Tell the agent that a service runs its program. If it cannot run, its end tells the agent, as with
+        a worker."""
         if child.errors < 0:
             return
         self._selector.unregister(child.errors)
@@ -223,7 +225,7 @@ class WardenProcess:
 
     def _add(self, child: _Child) -> None:
         self._children[child.pid] = child
-        if child.pid in self._ended_sessions:  # pids come round again
+        if child.pid in self._ended_sessions:  # pids are reused
             self._ended_sessions.remove(child.pid)
 
     def _stop(self, signal_number: int, grace_s: float, ids: Collection[int] | None) -> None:
@@ -240,7 +242,7 @@ class WardenProcess:
                 kill(child.pid, signal.SIGTERM)
 
     def _close(self, grace_s: float) -> None:
-        """Workers end now, services within the grace; then this process ends."""
+        """End the workers now and the services within the grace; ``run`` then returns."""
         self._closing = True
         self._give_up_at = steady_now() + grace_s + _LAST_REAPING_S
         self._drop_forks(-signal.SIGKILL)
@@ -256,7 +258,7 @@ class WardenProcess:
     def _reap(self) -> None:
         while True:
             try:
-                # Seen but not yet reaped: so long, its pid, group and session cannot be anyone else's.
+                # WNOWAIT: until it is reaped, its pid, group and session cannot be reused.
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
@@ -272,7 +274,7 @@ class WardenProcess:
                 continue
             at = time.time()
             if self._zygote is not None and child.pid == self._zygote.pid:
-                self._lose_zygote()  # its group holds workers that have none of their own yet
+                self._lose_zygote()  # its group may contain workers that have not called setsid yet
             else:
                 self._kill_group(child, children(os.getpid()))
             os.waitpid(child.pid, 0)
@@ -280,7 +282,7 @@ class WardenProcess:
         self._sweep()
 
     def _finish(self, child: _Child, code: int, at: float) -> None:
-        """It is reaped: kill what it left, and tell."""
+        """Kill what a reaped process left behind, and report its end."""
         self._ended_sessions.append(child.pid)
         if child.mark:
             self._ended_marks.append(child.mark)
@@ -308,11 +310,11 @@ class WardenProcess:
         )
 
     def _sweep(self) -> None:
-        """Kill what ended workers left behind; when no worker runs, everything that was orphaned.
+        """Kill the orphans of ended workers; when no worker runs, kill all orphans.
 
-        An orphan of a worker that still runs (a daemon it started on purpose) is left alone. Each
-        one killed here may orphan others, which land here too: their coming is told by its SIGCHLD.
-        What tidies up after them is given the time for it.
+        An orphan of a running worker is left alone: the worker may have started a daemon. Killing an orphan
+        may orphan its children; they become children of the warden, and SIGCHLD leads to another sweep. A
+        resource tracker gets time to tidy up.
         """
         deserted = not self._workers()
         for pid in children(os.getpid()):
@@ -325,7 +327,8 @@ class WardenProcess:
                 kill_tree(pid)
 
     def _kill_group(self, child: _Child, near: Sequence[int]) -> None:
-        """Where one of those near it tidies up it is killed alone, and the rest as they are orphaned."""
+        """Kill the process group of the child, unless a resource tracker among ``near`` is in its session.
+        ``_sweep`` then kills the rest of the group as orphans."""
         if not any(session_of(pid) == child.pid and tidies_up(pid) for pid in near):
             kill_group(child.pid, signal.SIGKILL)
 
@@ -345,7 +348,7 @@ class WardenProcess:
         if pid is None:
             ours.close()
             return
-        if self._fresh_s is None:  # the first zygote comes with the first step
+        if self._fresh_s is None:  # the first zygote starts at the first step
             self._fresh_s = steady_now() - self._fresh_at
         self._zygote = ZygoteProcess(message["id"], pid, ours, self._fresh_s)
         self._selector.register(self._zygote.channel, selectors.EVENT_READ, "zygote")
@@ -392,7 +395,7 @@ class WardenProcess:
                     self._tell({"is": "zygote", "id": zygote.id, "unfit": message["why"]})
 
     def _take(self, fork: Fork, pid: int) -> None:
-        """The worker is this process's child by now, and waits for its go."""
+        """Take over a forked worker, which is now a child of the warden and waits to be released."""
         if not pid:
             self._start_without([fork])
             return
@@ -407,7 +410,7 @@ class WardenProcess:
             self._finish(child, code, time.time())
 
     def _lose_zygote(self) -> None:
-        """It is gone, or goes; whom it has not forked yet is started without it."""
+        """End the zygote, and start the workers that it has not forked yet without it."""
         zygote, self._zygote = self._zygote, None
         if zygote is None:
             return
@@ -421,7 +424,7 @@ class WardenProcess:
             self._spawn({**fork.request, "fork": False}, fork.start_afresh())
 
     def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
-        """Those who are still to be forked need not start any more."""
+        """Cancel the workers that are not forked yet."""
         for fork in self._zygote.give_up(ids) if self._zygote is not None else ():
             fork.drop()
             self._tell_end(fork.request["id"], 0, code, fenced=fenced)
@@ -455,7 +458,7 @@ class WardenProcess:
             if _is_past(child.kill_at):
                 child.kill_at = None
                 self._kill_group(child, children(child.pid))
-                kill(child.pid, signal.SIGKILL)  # also where it has not reached setsid yet
+                kill(child.pid, signal.SIGKILL)  # the child may not have called setsid yet
         if any(map(_is_past, self._tidying.values())):
             self._sweep()
 
@@ -479,7 +482,7 @@ def _remove(path: str) -> None:
 
 
 def main(socket_fd: int, agent_pid: int, worker_files: int | None) -> None:
-    """Be the warden of ``agent_pid``, which holds the other end of the socket."""
+    """Run the warden of ``agent_pid``, which has the other end of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(socket_fd, False)

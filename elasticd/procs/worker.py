@@ -1,4 +1,4 @@
-"""One worker's process, as its agent keeps it in mind: from its start to its exit, over its rounds."""
+"""The agent's record of one worker process, from start to exit, over all its rounds."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
 from elasticd.procs.page import Heartbeat, Page, WorkerPhase
 
-_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # what a process does to itself
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # signals of a crash
 _NOTHING = Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """``round``: the one it acts in (``acts``), or acted in last, or was to; 0 for a standby.
+    """``round``: the round that the worker acts in (``acts``), or acted in last, or was told to enter; 0 for
+    a standby.
 
-    What it prints goes where it did when it was started, then as ``log_rank``. ``steps_before`` and
-    ``commits_before``: those it had made when it entered the round. ``parted``: it was told to leave the
-    round, and is killed if it does not; ``stopping``: it is to end. ``hung``: why it was killed, if it was
-    because it hung.
-    ``held``: it has told of a checkpoint, and waits to be let go on.
+    Output goes where it went at the start, under ``log_rank``. ``steps_before``, ``commits_before``: the
+    counts when the worker entered the round. ``parted``: the worker was told to leave the round, and is
+    killed if it stays. ``stopping``: the worker was told to end. ``hung``: why it was killed for a hang.
+    ``held``: it has reported a checkpoint, and waits for permission to go on.
     """
 
     assignment: Assignment
@@ -62,7 +62,7 @@ class Worker:
             self.line.started(pid)
 
     def tell(self, message: FromAgent) -> bool:
-        """Whether it was sent."""
+        """Send a message. Return whether it was sent."""
         return self.line is not None and self.line.tell(message)
 
     def heartbeat(self) -> Heartbeat:
@@ -70,7 +70,7 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Made in the round: of one that commits, those it has committed."""
+        """Steps made in the round; for a linked worker, the committed steps."""
         if self.talk.linked:
             return max(0, self.told().commits - self.commits_before)
         return max(0, self.heartbeat().steps - self.steps_before)
@@ -86,17 +86,17 @@ class Worker:
         return SlotProgress(a.slot, a.rank, pid, steps, at, base, told.held_s, told.committed)
 
     def told(self) -> Told:
-        """What it says of its training."""
+        """Return what the worker reports about its training."""
         return self.page.told() if self.page is not None else Told()
 
     def finished(self, end: Ended) -> bool:
-        """Whether its script had ended well, whatever Python itself then came to: it may crash when it
-        is taken down, mostly because threads of torch's are late. There is nothing to be done again."""
+        """Return whether the script had ended well, even if Python crashed afterwards: finalisation may
+        crash, mostly because of threads of torch. No work is lost then."""
         beat = self.heartbeat()
         return -end.code in (0, *_CRASHES) and beat.pid == end.pid and beat.ended_well and not end.fenced
 
     def judge(self, end: Ended) -> Exit:
-        """How it ended, and why as far as can be told."""
+        """Return how the worker ended, and why as far as known."""
         if self.finished(end):
             end = replace(end, code=0)
         a = self.assignment
@@ -109,9 +109,9 @@ class Worker:
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail(), end.code)
         place = self._log_place()
-        told = self.told() if end.code else Told()  # one that says so may be killed before it has ended
+        told = self.told() if end.code else Told()  # may be killed before its exit
         if told.fatal:
-            message = message.removeprefix(LAST_OUTPUT)  # which is where it says so
+            message = message.removeprefix(LAST_OUTPUT)  # the last line names the fatal error
         own_doing = end.code <= 0 or hung or end.fenced or end.error or told.fatal or told.astray is not None
         trouble = "" if own_doing else self._log_trouble()
         if trouble:
@@ -132,7 +132,8 @@ class Worker:
         )
 
     def _log_trouble(self) -> str:
-        """Why printing to a file of its own fails, in Python with an exception; empty if it does not."""
+        """Return why the worker cannot print to its own log file, which raises an exception in Python; empty
+        if it can."""
         rank = self.log_rank
         own = [
             self.dest.file_of(stream, rank)
@@ -148,7 +149,7 @@ class Worker:
         return tail_of(self.dest.file_of(STDERR, self.log_rank))
 
     def _log_place(self) -> str:
-        """The file with its stderr, or the folder if its stdout is kept there too."""
+        """Return the file with the worker's stderr, or the folder if stdout is there too."""
         paths = [
             Path(path)
             for stream in (STDERR, STDOUT)

@@ -1,4 +1,4 @@
-"""The workers of one node: ``elasticd.core.ports.Procs`` on real processes."""
+"""The workers of one node: ``elasticd.core.ports.Procs`` with real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from elasticd.procs.plumbing import Outlets, Plumbing
 from elasticd.procs.preload import Preload, Say
 from elasticd.procs.worker import Worker
 
-_LAST_OUTPUT_S = 0.1  # what a dead worker printed last arrives in microseconds, unless the console is stuck
+_LAST_OUTPUT_S = 0.1  # the last output of a dead worker arrives in microseconds, unless the console is stuck
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +49,23 @@ class Watched:
 
 
 class LocalProcs:
-    """Runs workers through the warden; ``core.ports.Procs`` says how it behaves.
+    """Runs workers through the warden; ``core.ports.Procs`` defines the behaviour.
 
-    ``command``: the argv of every worker, or what makes it for one. ``base_env``: their
-    environment, before what each assignment adds. ``reify``: says where a round's workers print,
-    given the round's number and their environments by local rank, which it may add to (torch's
-    ``LogsSpecs.reify`` does). ``line_prefix``: for tee'd lines, with torchrun's macros.
-    ``heartbeat``: whether Python workers report their steps, and those that can may keep their process
-    from round to round. ``whole_group``: whether ``stop``
-    signals the worker's process group (for programs that start Python themselves, such as shell
-    scripts) or only the worker, whose children then keep working for it while it saves.
-    ``zygote``: whether Python workers may be forked from a process that has imported what they
-    import, once it is known what that is; ``command`` is then one of Python, and alike for all but
-    for the arguments of the script. ``say``: is told of that process, as ``Preload`` has it, and of workers
-    that enter rounds (``worker.entered``), are done (``worker.done``), can do no more in one
-    (``worker.broken``) or are cut off (``worker.unlinked``).
-    ``warn``: is told, likewise, of those that crash once they have finished (``worker.crashed_at_exit``) and
-    of those whose output cannot be kept (``log.not_kept``).
-    ``duplicate_*``: filters of torchrun's ``--duplicate-stdout-filters``. ``clock``: the one that
-    ``fence`` is told the time by and ``step_times`` tells it by, which must not jump as the machine's may.
+    ``command``: the argv of every worker, or a function that returns it. ``base_env``: the environment that
+    each assignment adds to. ``reify``: returns where a round's workers print, given the round's number and
+    the environments by local rank, which it may add to (as torch's ``LogsSpecs.reify`` does).
+    ``line_prefix``: for tee'd lines, with torchrun's macros. ``heartbeat``: whether Python workers report
+    their steps; only such workers can keep their process from round to round. ``whole_group``: whether
+    ``stop`` signals the worker's process group (for a command that starts Python itself, such as a shell
+    script) or only the worker, so that its children can still work while it saves.
+
+    ``zygote``: whether Python workers may be forked from a process that has imported what they import.
+    ``command`` must then run Python, and may differ between workers only in the script's arguments. ``say``
+    gets the events of the zygote (see ``Preload``), and ``worker.entered``, ``worker.done``,
+    ``worker.broken`` and ``worker.unlinked``. ``warn`` gets ``worker.crashed_at_exit``, for a worker that
+    crashes after its script finished, and ``log.not_kept``. ``duplicate_*``: the filters of torchrun's
+    ``--duplicate-stdout-filters``. ``clock``: the clock of ``fence`` and ``step_times``; it must not jump as
+    the system clock may.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class LocalProcs:
         self._news: Callable[[WorkerNews], None] = lambda news: None
         self._lock = threading.Lock()
         self._round = 0
-        self._workers: dict[int, Worker] = {}  # of each slot the latest, also when it has ended
+        self._workers: dict[int, Worker] = {}  # by slot: the latest worker, running or ended
         self._started = 0
         self._error_files: dict[int, str] = {}
         self.page_dir = shared_memory_dir()
@@ -146,7 +144,7 @@ class LocalProcs:
             for worker in self._workers.values():
                 done = worker.talk.stage is Stage.DONE and planned
                 if worker.acts and (done or worker.talk.stage is Stage.FAILING):
-                    ending.append(worker)  # it leaves by itself, having nothing left to do in the round
+                    ending.append(worker)  # it ends by itself, since its work in the round is over
                 elif worker.acts:
                     leave = wire.Leave(worker.round, planned, going)
                     worker.parted = worker.talk.linked and not worker.stopping and worker.tell(leave)
@@ -178,16 +176,16 @@ class LocalProcs:
     # ------------------------------------------------------------ beyond the port
 
     def progress(self, round_number: int | None = None) -> tuple[SlotProgress, ...]:
-        """The heartbeats of this round's workers, in the order of their slots; none, if it is not the
-        round that is asked for."""
+        """Return the heartbeats of this round's workers, in the order of their slots; none if
+        ``round_number`` is another round."""
         with self._lock:
             if round_number not in (None, self._round):
                 return ()
             return tuple(worker.progress() for _, worker in sorted(self._of_this_round()))
 
     def watched(self) -> tuple[Watched, ...]:
-        """The workers that act in this round, in the order of their slots. Their pages serve until
-        ``start`` or ``standby`` is called again."""
+        """Return the workers that act in this round, in the order of their slots. Their pages are valid until
+        the next ``start`` or ``standby``."""
         with self._lock:
             return tuple(
                 Watched(slot, w.assignment.rank, w.pid, w.page, w.steps_before)
@@ -196,8 +194,8 @@ class LocalProcs:
             )
 
     def step_times(self, slot: int, after: int) -> tuple[float, ...]:
-        """When the steps after this one were that the slot's worker made in this round, oldest first, by
-        the clock; of more than 250 the first are not told."""
+        """Return the times of the steps after ``after`` that the slot's worker made in this round, oldest
+        first, by ``clock``. At most the last 250 are returned."""
         with self._lock:
             worker = dict(self._of_this_round()).get(slot)
             if worker is None or worker.page is None:
@@ -207,34 +205,34 @@ class LocalProcs:
         return tuple(at + offset_s for at in times)
 
     def told(self, round_number: int | None = None) -> Mapping[int, Told]:
-        """What this round's workers say of their training, by slot; nothing, if it is not the round that
-        is asked for."""
+        """Return what this round's workers report about their training, by slot; nothing if ``round_number``
+        is another round."""
         with self._lock:
             if round_number not in (None, self._round):
                 return {}
             return {slot: worker.told() for slot, worker in self._of_this_round()}
 
     def condemn(self, slot: int, pid: int, why: str) -> None:
-        """Kill a worker that hangs; ``why`` is the message of its exit. Nothing happens if it has
-        ended already."""
+        """Kill a worker that hangs. ``why`` becomes the message of its exit. A worker that has ended is
+        ignored."""
         with self._lock:
             worker = self._workers.get(slot)
             if worker is not None and worker.alive and worker.pid == pid:
                 worker.hung = why
-                self._warden.stop_workers(signals.SIGKILL, 0.0, [worker.id])  # who knows it is that process
+                self._warden.stop_workers(signals.SIGKILL, 0.0, [worker.id])  # by id: the pid may be reused
 
     def pids(self) -> Mapping[int, int]:
-        """The processes that are there, by slot; 0 while one is being started."""
+        """Return the pids of live workers, by slot; 0 while a worker is being started."""
         with self._lock:
             return {slot: worker.pid for slot, worker in self._workers.items() if worker.alive}
 
     def error_file(self, slot: int) -> str:
-        """Where the process of this slot that failed last could say why; empty if none has failed."""
+        """Return the error file of the slot's process that failed last; empty if none has failed."""
         with self._lock:
             return self._error_files.get(slot, "")
 
     def close(self) -> None:
-        """Forget the heartbeats and pass on the last output. The workers have ended by now."""
+        """Remove the heartbeats, and pass on the last output. The workers must have ended."""
         with self._lock:
             for worker in self._workers.values():
                 _discard_page(worker)
@@ -245,7 +243,7 @@ class LocalProcs:
         self._plumbing.close()
         shutil.rmtree(self.page_dir, ignore_errors=True)
 
-    # ------------------------------------------------------------ a worker's beginning
+    # ------------------------------------------------------------ starting a worker
 
     def _start_afresh(
         self, round_number: int, assignments: Sequence[Assignment], exited: Callable[[int, Exit], None]
@@ -299,7 +297,7 @@ class LocalProcs:
         )
 
     def _add_heartbeat(self, worker: Worker, env: dict[str, str]) -> str:
-        """Give it a page; returns the mark by which its descendants are known."""
+        """Give the worker a page. Return the mark that identifies its descendants."""
         self._started += 1
         page = Page(self.page_dir / f"process{self._started}-slot{worker.assignment.slot}")
         with self._lock:
@@ -309,13 +307,13 @@ class LocalProcs:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (BOOT_DIR, env.get("PYTHONPATH"))))
         return f"{VARIABLE}={page.path}"
 
-    # ------------------------------------------------------------ its rounds
+    # ------------------------------------------------------------ the rounds of a worker
 
     def _of_this_round(self) -> Iterable[tuple[int, Worker]]:
         return [(slot, w) for slot, w in self._workers.items() if w.round == self._round and w.round]
 
     def _take_along(self, worker: Worker, round_number: int, assignment: Assignment) -> None:
-        """Have a process go on in this round: now if it waits, else when it has come to that."""
+        """Assign a live worker to this round: it enters now if it waits, else once it waits."""
         worker.assignment, worker.round = assignment, round_number
         worker.acts, worker.parted = True, False
         worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.told().commits
@@ -326,7 +324,7 @@ class LocalProcs:
     def _let_enter(self, worker: Worker) -> None:
         worker.talk.told_to_enter(worker.round)
         if not worker.tell(wire.Enter(worker.round, worker.assignment.env)):
-            self._stop([worker], signals.SIGKILL, 0.0)  # nobody can make use of it any more
+            self._stop([worker], signals.SIGKILL, 0.0)  # the worker would wait for ever
 
     def _stop(self, workers: Iterable[Worker], signal: int, grace_s: float) -> None:
         alive = [worker for worker in workers if worker.alive]
@@ -350,7 +348,7 @@ class LocalProcs:
                 came_out = self._comes_to_wait(worker, message)
             if isinstance(message, wire.Checkpointed) and not worker.talk.linked:
                 worker.held = True
-                if worker.stopping:  # this is what it saves as it has been told to end
+                if worker.stopping:  # this is the save before its end
                     worker.tell(wire.Leave(worker.round, planned=True))
             number, steps = worker.round, worker.steps
         match message:
@@ -373,11 +371,11 @@ class LocalProcs:
                 self._news(WorkerReturned(slot, number))
 
     def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
-        """Whether it acts in no round any more."""
+        """Return whether the worker has left its round."""
         if worker.stopping:
-            return False  # it will have ended soon
+            return False  # it ends soon
         if worker.acts and message.round == 0 and not worker.parted:
-            self._let_enter(worker)  # it was started for this round
+            self._let_enter(worker)  # a new worker, started for this round
             return False
         worker.acts = False
         if worker.parted:
@@ -385,12 +383,12 @@ class LocalProcs:
         return True
 
     def _unlinked(self, worker: Worker, why: str) -> None:
-        """Its link is gone; ``why`` is empty if it hung up itself."""
+        """Handle the end of a link; ``why`` is empty if the worker closed it."""
         if why:
             self._say("worker.unlinked", slot=worker.assignment.slot, why=why)
         with self._lock:
             if worker.alive and worker.talk.linked and not worker.acts:
-                self._stop([worker], signals.SIGKILL, 0.0)  # it waits for what it cannot be told
+                self._stop([worker], signals.SIGKILL, 0.0)  # without a link, the worker would wait for ever
 
     def _ended(self, worker: Worker, end: Ended) -> None:
         for feed in worker.feeds:

@@ -1,9 +1,9 @@
-"""The warden's end of a zygote, the process that workers are forked from once it has imported
-what they import. Standard library only. Its own side is elasticd/worker/boot/elasticd_zygote.py.
+"""The warden's end of a zygote, the process that workers are forked from after it has imported their modules.
+Standard library only. The zygote itself is elasticd/worker/boot/elasticd_zygote.py.
 
-A fork is asked for, made, and only then taken: the forked process waits on its link until the warden
-knows of it, and ends if the warden does not want it any more. Whatever goes wrong before that, the
-warden still has all it needs to start the worker afresh.
+A fork has three stages: it is requested, made, and taken. The forked process waits on its link until the
+warden takes it, and ends if the warden closes the link. Until then the warden keeps all it needs to start the
+worker without the zygote.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from elasticd.procs.channel import Channel, Message
 from elasticd.procs.linux import steady_now
 
-_PATIENCE_S = 3.0  # about what a fresh start takes
+_PATIENCE_S = 3.0  # about the time of a start without the zygote
 _IMPORTING_S_MAX = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A worker asked for. ``link``: it waits there to be taken, and says why it failed."""
+    """A requested worker. ``link``: the forked process waits there to be taken, and reports errors there."""
 
     request: Message
     fds: tuple[int, ...]
@@ -31,24 +31,24 @@ class Fork:
     until: float
 
     def take(self) -> None:
-        """Let it go on to its script. The link is the caller's from now on."""
+        """Let the process go on to its script. The caller then owns the link."""
         _close(self.fds)
-        with contextlib.suppress(OSError):  # it is dead, which is told by its exit
+        with contextlib.suppress(OSError):  # the process is dead; its exit is reported elsewhere
             os.write(self.link, b"g")
 
     def start_afresh(self) -> list[int]:
-        """Have it end; its three files are the caller's."""
+        """End the fork, and return its files for a fresh start; the caller owns the files."""
         os.close(self.link)
         return list(self.fds)
 
     def drop(self) -> None:
-        """Have it end."""
+        """End the fork, and close its files."""
         _close((*self.fds, self.link))
 
 
 class ZygoteProcess:
-    """Raises ``ChannelClosed`` where the process is gone. ``start_s``: what the start of a worker took
-    that had to import all itself."""
+    """Methods raise ``ChannelClosed`` if the process is gone. ``start_s``: how long a worker needed to start
+    without the zygote, imports included."""
 
     def __init__(self, id: int, pid: int, sock: socket.socket, start_s: float) -> None:
         self.id = id
@@ -62,18 +62,18 @@ class ZygoteProcess:
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported all it was asked to."""
+        """Whether all requested imports are done."""
         return 0 < self._asked == self._done
 
     @property
     def takes_orders(self) -> bool:
-        """Whether a worker may be asked of it: as soon as it imports, since it is done sooner than a
-        fresh start, which has to import the same. Unless it was not, last time."""
+        """Whether to fork workers from the zygote. True while it still imports, because it finishes sooner
+        than a fresh process that needs the same imports; False if its imports were late last time."""
         return self._asked > 0 and not self._late
 
     @property
     def until(self) -> float | None:
-        """When to stop waiting for it (``steady_now``); None while nothing is asked of it."""
+        """When to stop waiting for the zygote (``steady_now``); None if no fork is requested."""
         return min((fork.until for fork in self._forks.values()), default=None)
 
     def preload(self, message: Message) -> None:
@@ -84,7 +84,7 @@ class ZygoteProcess:
         self._done, self._late = asked, False
 
     def fork(self, request: Message, fds: Sequence[int]) -> None:
-        """Ask for a worker. ``fds`` stay the caller's."""
+        """Request a worker. The caller keeps ``fds``."""
         ours, theirs = socket.socketpair()
         until = steady_now() + _PATIENCE_S
         if not self.ready:
@@ -95,16 +95,16 @@ class ZygoteProcess:
         self.channel.send(message, [*map(os.dup, fds), theirs.detach()])
 
     def made(self, id: int) -> Fork | None:
-        """The one that was asked for under this id, unless it was given up."""
+        """Return the request with this id; None if it was given up."""
         return self._forks.pop(id, None)
 
     def is_late(self) -> list[Fork]:
-        """It imports for too long, so those asked for are given up, and no more are before it is done."""
+        """Give up all requests because the imports take too long, and accept none until they are done."""
         self._late = True
         return self.give_up()
 
     def give_up(self, ids: Collection[int] | None = None) -> list[Fork]:
-        """All that were asked for and not made yet, or those of them."""
+        """Return and forget the requests that are not made yet: all, or those with ``ids``."""
         return [self._forks.pop(id) for id in list(self._forks) if ids is None or id in ids]
 
 

@@ -1,7 +1,7 @@
-"""``torchrun --rdzv-backend etcd-v3``: elasticd's rendezvous for people who keep torchrun.
+"""``torchrun --rdzv-backend etcd-v3``: elasticd's rendezvous for plain torchrun.
 
-The entry point of the group ``torchrun.handlers``. Torchrun loads it at every start, whatever the
-back end it was asked for, so nothing heavy is imported before a handler is wanted.
+This is the entry point of the group ``torchrun.handlers``. Torchrun loads the module at every start, for
+every back end, so slow imports wait until a handler is created.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BACKEND = "etcd-v3"
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torchrun calls to learn how a handler of this back end is made."""
+    """Return the function that creates a handler. Torchrun calls this."""
     return create
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """A handler for one node. Raises ValueError, in one sentence, for parameters that are wrong."""
+    """Return a handler for one node. Raises ValueError, with one sentence, if a parameter is wrong."""
     from elasticd.torchrun.handler import EtcdV3RendezvousHandler
     from elasticd.torchrun.settings import settings_from
 

@@ -1,4 +1,4 @@
-"""Where the other nodes reach this one, if nobody said so."""
+"""The address where other nodes reach this node, if the user gave none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from elasticd.etcd.access import hosts_and_ports
 
 
 def own_address(endpoints: Iterable[str]) -> str:
-    """The address from which this machine talks to etcd: on the cluster's network, and right also
-    where host names do not resolve (yet). Raises ValueError if no endpoint has a route."""
+    """Return the address from which this machine reaches etcd: it is on the cluster's network, and does not
+    depend on host names. Raises ValueError if no endpoint has a route."""
     problem: OSError | None = None
     places = hosts_and_ports(endpoints)
-    if not places:  # etcd is a socket file of this machine, so all nodes are on this machine
+    if not places:  # etcd is a Unix socket, so all nodes are on this machine
         return "127.0.0.1"
     for host, port in places:
         try:
             for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
                 with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(where)  # sends nothing: only asks for the route
+                    probe.connect(where)  # sends nothing, and only selects the route
                     return str(probe.getsockname()[0])
         except OSError as error:
             problem = error

@@ -1,4 +1,4 @@
-"""The members of a new round meeting at its store, while somebody else watches who is lost."""
+"""The members of a new round meet at its store, while the caller watches for lost members."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from elasticd.torchrun.store import arrive, break_up, connect, host, wait_for_al
 
 
 class Arrival:
-    """Runs on a thread of its own, since the calls of a c10d store can neither be interrupted nor
-    told of a node that is lost. ``changed`` is notified when it has
-    ended: with the ``store`` or an ``error``."""
+    """Joins the round's store in a thread: a call of a c10d store can neither be interrupted nor told that a
+    node is lost. ``changed`` is notified when the thread ends, with a ``store`` or an ``error``."""
 
     def __init__(
         self,
@@ -47,14 +46,14 @@ class Arrival:
                 store = connect(seat.address, seat.port, self._timeout_s)
             arrive(store, len(self._round.seats))
             wait_for_all(store, self._timeout_s)
-        except Exception as raised:  # noqa: BLE001  # whatever it is, the waiting node judges it
+        except Exception as raised:  # noqa: BLE001  # the waiting node decides what the error means
             error = raised
         with self._changed:
             self.store, self.error = (store, None) if error is None else (None, error)
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Somebody will not come: release those who wait here, so that the store can go."""
+        """Release the members that wait at the store, because one member will not come."""
         if self._rank == 0:
             seat = self._round.seats[0]
             break_up(seat.address, seat.port)

@@ -1,4 +1,4 @@
-"""The state of a rendezvous under one etcd key, fenced by the key's revision: torch's contract."""
+"""The state of a rendezvous in one etcd key, fenced by the key's revision, as torch's contract requires."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from elasticd.torchrun import BACKEND
 
 
 class EtcdV3RendezvousBackend(RendezvousBackend):
-    """``get_state`` and ``set_state`` on one key; the token is its mod_revision.
+    """``get_state`` and ``set_state`` on one key; the token is the key's mod_revision.
 
-    The value in etcd is JSON: ``{"state": ...}`` where the state is itself JSON in canonical form,
-    so that people can read it, else ``{"base64": "..."}``.
+    The value in etcd is JSON. A state that is JSON in canonical form is stored readably as ``{"state":
+    ...}``, any other as ``{"base64": "..."}``.
     """
 
     def __init__(self, connection: Connection, key: bytes) -> None:
@@ -59,9 +59,8 @@ class EtcdV3RendezvousBackend(RendezvousBackend):
         return None if current is None else (*current, False)
 
     def replace(self, state: bytes, token: int, guards: Iterable[Any] = (), lease: int = 0) -> int:
-        """Write if the token is current (0: if there is no state) and all guards hold. Returns the
-        new token, or 0 if nothing was written. Raises RendezvousConnectionError, after which
-        nobody knows which of the two it was."""
+        """Write the state if the token is current (0: no state yet) and all guards hold. Return the new
+        token, or 0 if nothing was written. After RendezvousConnectionError the outcome is unknown."""
         request = kv.txn_request(
             [kv.if_unchanged(self._key, token), *guards],
             [kv.put_op(self._key, wrap(state), lease)],
@@ -84,7 +83,7 @@ def wrap(state: bytes) -> bytes:
 
 
 def unwrap(value: bytes, key: bytes) -> bytes:
-    """Raises RendezvousStateError for anything that ``wrap`` did not make."""
+    """Return the state in a value that ``wrap`` made. Raises RendezvousStateError for any other value."""
     try:
         match json.loads(value):
             case {"base64": str(text)}:

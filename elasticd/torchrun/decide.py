@@ -1,7 +1,7 @@
-"""What a node of a rendezvous does next, from what etcd shows. Facts in, a verdict out.
+"""What a node of a rendezvous does next, given what etcd shows: facts in, a verdict out.
 
-Every node decides by the same rules on its own view; who may write is settled by etcd, since a
-round is written only if the last one is unchanged and the writer's lease still lives.
+Every node applies the same rules to its own view. Etcd settles conflicts: a round is written only if the last
+round is unchanged and the writer's lease lives.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from elasticd.torchrun.records import NodeRecord, RendezvousRound, Seat
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A node whose lease lives. ``created``: the revision it came at. ``since``: when its present
-    record was first seen here, in seconds of the caller's clock."""
+    """A node whose lease lives. ``created``: the revision when its key was created. ``since``: when its
+    present record was first seen here, in seconds of the caller's clock."""
 
     record: NodeRecord
     created: int
@@ -24,7 +24,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousView:
-    """What one node sees: the last round, if there was any, and the nodes alive."""
+    """What one node sees: the last round, if any, and the live nodes."""
 
     round: RendezvousRound | None
     nodes: Mapping[str, Seen]
@@ -32,9 +32,9 @@ class RendezvousView:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``min_nodes`` and ``max_nodes`` bound a world, both inclusive. ``settle_s``: how long newcomers
-    are given company before a round forms below the maximum. ``last_call_s``: if given, every
-    round below the maximum waits this long once there are enough nodes, as torch's own does."""
+    """``min_nodes``, ``max_nodes``: the bounds of a world, inclusive. ``settle_s``: how long new nodes wait
+    for more before a round below the maximum forms. ``last_call_s``: if given, every round below the maximum
+    waits this long once there are enough nodes, as in torch's own rendezvous."""
 
     min_nodes: int
     max_nodes: int
@@ -44,12 +44,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """This node's key is gone or was never there: write it."""
+    """Write this node's key, which is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnterRound:
-    """This node is in a new round."""
+    """Enter a new round, of which this node is a member."""
 
     round: RendezvousRound
     rank: int
@@ -57,15 +57,15 @@ class EnterRound:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Write this round, if the last one is still what it was."""
+    """Write this round, if the last round is unchanged."""
 
     round: RendezvousRound
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do until something changes, or until ``until`` (seconds of the caller's clock).
-    ``redundant``: the world is full without this node, so its patience is not used up."""
+    """Wait for a change, or until ``until`` (seconds of the caller's clock). ``redundant``: the world is full
+    without this node, so the wait does not count against the join timeout."""
 
     why: str
     until: float | None = None
@@ -81,8 +81,8 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """This node and an older one cannot both be reached by the others: one has an address that
-    means something else on every machine."""
+    """This node and an older node cannot both be reached by the others: one of them has a loopback
+    address."""
 
     node: str
     address: str
@@ -92,10 +92,10 @@ Verdict = Register | EnterRound | Form | Wait | Rejected | Unreachable
 
 
 def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float) -> Verdict:
-    """What ``me``, a node at ``address`` that wants to be in a round, does next."""
+    """Return what ``me``, a node at ``address`` that wants to join a round, does next."""
     last = view.round
     if last is not None and last.closed is not None and (not last.closed.failed or living(view)):
-        return Rejected(last)  # a failed attempt is over once its nodes are gone; the next starts afresh
+        return Rejected(last)  # after a failed attempt, a new one may start once its nodes are gone
     mine = view.nodes.get(me)
     for node, seen in view.nodes.items():
         older = mine is None or seen.created < mine.created
@@ -132,16 +132,16 @@ def decide(me: str, address: str, view: RendezvousView, rules: Rules, now: float
 
 
 def changes_pending(me: str, entered: int, view: RendezvousView, rules: Rules) -> int:
-    """How many changes of membership make the world of round ``entered`` outdated; 0: train on.
+    """Return how many changes of membership make the world of round ``entered`` outdated; 0: train on.
 
-    Counted are members lost, members and newcomers waiting for the next round, and this node
-    itself if the others may have gone on without it.
+    Counted are lost members, members and new nodes that wait for the next round, and this node itself if the
+    others may have continued without it.
     """
     last = view.round
     if last is None:
-        return 1  # the whole record is gone, and with it the claim that this world is the live one
+        return 1  # the record is gone, so this world may no longer be the live one
     if last.closed is not None:
-        # Finished: whoever still trains may end in peace. Failed: nobody can go on.
+        # Finished: nodes that still train may finish. Failed: no node can go on.
         return 1 if last.closed.failed else 0
     if me not in view.nodes or last.number != entered:
         return 1
@@ -153,7 +153,8 @@ def changes_pending(me: str, entered: int, view: RendezvousView, rules: Rules) -
 
 
 def lost_members(round_: RendezvousRound, view: RendezvousView) -> list[str]:
-    """Members of ``round_`` that will never arrive in it: gone, or already waiting for another."""
+    """Return the members of ``round_`` that will never arrive: they are gone, or already wait for another
+    round."""
     return [
         seat.node
         for seat in round_.seats
@@ -162,12 +163,12 @@ def lost_members(round_: RendezvousRound, view: RendezvousView) -> list[str]:
 
 
 def living(view: RendezvousView) -> list[str]:
-    """The members of the last round that still live, in the order of their ranks."""
+    """Return the live members of the last round, in the order of their ranks."""
     return [seat.node for seat in view.round.seats if seat.node in view.nodes] if view.round else []
 
 
 def is_waiting(node: str, view: RendezvousView) -> bool:
-    """Whether a living node has come for a round after the last one."""
+    """Return whether a live node waits for a round after the last one."""
     return view.round is None or (
         view.round.rank_of(node) is None or view.nodes[node].record.after >= view.round.number
     )
@@ -178,7 +179,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _patience_ends(chosen: list[str], newcomers: list[str], view: RendezvousView, rules: Rules) -> float:
-    """Survivors of the last round wait for nobody; newcomers rarely come alone."""
+    """Return when to form the round. Survivors of the last round wait for nobody; new nodes wait for more new
+    nodes."""
     if len(chosen) >= rules.max_nodes:
         return float("-inf")
     if rules.last_call_s is not None:

@@ -1,15 +1,14 @@
-"""A small process beside the agent that ends its workers when the agent no longer can.
+"""A small process beside the agent that kills the agent's workers when the agent cannot.
 
-Torch's agent starts workers in sessions of their own: when it is killed they live on, and when it
-is stopped (SIGSTOP, a frozen debugger, swapping) they train on, though the node's lease has run
-out and others have formed a world without it. The guard is told until when the node is sure to be
-a member; it kills what the agent has started once that time passes without news, or as soon as
-the agent is gone without a word. It finds those processes by a mark in their environment, which
-every descendant inherits.
+Torch's agent starts workers in their own sessions, so they outlive a killed agent. If the agent is stopped
+(SIGSTOP, a debugger, swapping), they train on although the node's lease has expired and the others have
+formed a world without it. The agent tells the guard until when the node is sure to be a member. The guard
+kills the agent's workers when that time passes, or when the agent ends without ``bye``. It finds the workers
+by a mark in their environment, which every descendant inherits.
 
-Run as a program (``python guard.py <pid> <mark>``) it imports the standard library only, not even psutil: it
-starts at once, and no package that is broken or replaced keeps it from its work. The
-protocol on its stdin: a line is a deadline in seconds of CLOCK_BOOTTIME, or ``bye``.
+As a program (``python guard.py <pid> <mark>``) the guard imports the standard library only, not even psutil:
+it starts at once, and does not depend on packages that may be broken or replaced. Each line on stdin is a
+deadline in seconds of CLOCK_BOOTTIME, or ``bye``.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ _MARK = "ELASTICD_GUARD_"
 
 
 def boot_time_s() -> float:
-    """A clock that all processes of the machine share and that counts time asleep."""
+    """Return the seconds since boot, including suspended time. All processes of the machine share this
+    clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Guard:
-    """The agent's side. Workers started after this, by this process, are in its care."""
+    """The agent's side. The guard covers workers that this process starts from now on."""
 
     def __init__(self) -> None:
         self.mark = f"{_MARK}{uuid.uuid4().hex}"
@@ -39,7 +39,7 @@ class Guard:
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the terminal's foreground must not reach it first
+            start_new_session=True,  # Ctrl-C on the terminal must not reach the guard
             env={name: value for name, value in os.environ.items() if not name.startswith(_MARK)},
         )
         assert self._process.stdin is not None
@@ -48,11 +48,11 @@ class Guard:
         os.environ[self.mark] = "1"
 
     def member_until(self, deadline_s: float) -> None:
-        """``deadline_s``: boot time; the workers may run until then. Never blocks."""
+        """Let the workers run until ``deadline_s`` (boot time). Never blocks."""
         self._say(f"{deadline_s}\n")
 
     def close(self) -> None:
-        """The workers are the agent's own business again."""
+        """End the guard. From now on only the agent stops its workers."""
         os.environ.pop(self.mark, None)
         self._say("bye\n")
         assert self._process.stdin is not None
@@ -63,11 +63,11 @@ class Guard:
         try:
             os.write(self._pipe, line.encode())
         except OSError:
-            pass  # it was killed, or is stuck; nothing that is done here depends on it
+            pass  # the guard was killed, or is stuck; the agent works without it
 
 
 def watch_over(agent_pid: int, mark: str) -> None:
-    """The guard's whole life."""
+    """Run the guard until the agent ends or says ``bye``."""
     agent = os.pidfd_open(agent_pid)
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -96,7 +96,7 @@ def watch_over(agent_pid: int, mark: str) -> None:
 
 
 def kill_marked(mark: str, spare: set[int]) -> int:
-    """SIGKILL for every process that carries the mark, until none is left to find; how many."""
+    """SIGKILL every process with the mark until none is left. Return how many were killed."""
     needle = f"{mark}=".encode()
     killed: set[int] = set()
     while True:
@@ -127,7 +127,7 @@ def _environment(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read()
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or of another user
         return b""
 
 

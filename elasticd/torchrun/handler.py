@@ -1,7 +1,7 @@
-"""The rendezvous of plain torchrun on etcd v3: one node's side of it.
+"""The rendezvous of plain torchrun on etcd v3: the side of one node.
 
-Deciding is in ``decide``, etcd in ``membership``, the round's store in ``arrival``; this carries
-decisions out. No node is special, and nothing here polls: it waits until etcd tells of a change.
+``decide`` decides, ``membership`` talks to etcd, ``arrival`` meets at the round's store; this module carries
+out the decisions. No node is special. Nothing here polls: a node waits until etcd reports a change.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ from elasticd.torchrun.store import listen
 
 log = logging.getLogger("elasticd.torchrun")
 
-RETRY_S = 0.5  # between attempts to write while etcd does not answer
+RETRY_S = 0.5  # between attempts to write while etcd does not respond
 
 
 class EtcdV3RendezvousHandler(RendezvousHandler):
-    """Torch's contract, kept by leases and compare-and-swap; see ``settings`` for what can be set.
+    """Torch's RendezvousHandler, based on leases and compare-and-swap; ``settings`` lists the parameters.
 
-    Where torch leaves room: ``shutdown`` closes the rendezvous for all only when called by a
-    member of the live round (its job is over); anybody else just leaves. A rendezvous that was
-    closed because the job failed can be joined again once all nodes of that attempt are gone.
+    Where torch's contract leaves a choice: ``shutdown`` closes the rendezvous for all only if the caller is a
+    member of the live round, whose job is then over; any other node just leaves. A rendezvous that was closed
+    because the job failed can be joined again once all nodes of that attempt are gone.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._node = ""  # another one each time it comes
+        self._node = ""  # a new name each time this node joins
         self._address = settings.address or own_address(settings.access.endpoints)
         self._membership: Membership | None = None
         self._guard: Guard | None = None
-        self._sure_until_s = float("inf")  # boot time; what the guard was last told
+        self._sure_until_s = float("inf")  # boot time; last sent to the guard
         self._live: RendezvousRound | None = None  # the round this node is in
-        self._entered = 0  # the newest round it has been in
-        self._ended = False  # its round was closed as finished
+        self._entered = 0  # the newest round this node has entered
+        self._ended = False  # the round was closed as finished
         self._store: Store | None = None
 
     def get_backend(self) -> str:
@@ -85,8 +85,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers use the store that the agent of the first node hosts, unless told otherwise in
-        torch's own way."""
+        """Whether workers use the store that the first node's agent hosts; False if torch's environment
+        variable disables it."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     # ---- joining
@@ -160,7 +160,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 listener.close()
 
     def _record_of(self, listener: socket.socket, sight: Sight) -> NodeRecord:
-        """This node, as it waits for a round later than any there was."""
+        """Return this node's record, which asks for a round later than any so far."""
         last = sight.view.round.number if sight.view.round else 0
         return NodeRecord(
             after=max(last, self._entered),
@@ -171,7 +171,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         )
 
     def _wait(self, membership: Membership, sight: Sight | None, deadline: float) -> None:
-        """Until something changes. Raises RendezvousConnectionError if etcd is silent for too long."""
+        """Wait for a change. Raises RendezvousConnectionError if etcd is silent for too long."""
         left_s = max(deadline - time.monotonic(), 0)
         patience_s = self._settings.silence_s - membership.silent_s
         if patience_s <= 0 and (error := membership.diagnose()) is not None:
@@ -191,8 +191,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             ) from error
 
     def _try(self, membership: Membership, sight: Sight, write: Callable[[], bool]) -> None:
-        """Write, going by what was seen. Whether it was written, or has failed, or perhaps not: what is seen
-        next will tell. Raises RendezvousConnectionError if etcd is silent for too long."""
+        """Write, based on ``sight``. The outcome is ignored: the next sight shows it. Raises
+        RendezvousConnectionError if etcd is silent for too long."""
         try:
             written = write()
         except (StoreError, RendezvousConnectionError) as error:
@@ -216,12 +216,12 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             "another job needs another --rdzv-id"
         )
 
-    # ---- being in a round
+    # ---- in a round
 
     def _enter(
         self, membership: Membership, round_: RendezvousRound, rank: int, listener: socket.socket
     ) -> RendezvousInfo | None:
-        """Meet the other members at the round's store. None if one of them will not come."""
+        """Meet the other members at the round's store. Return None if a member will not come."""
         arrival = Arrival(round_, rank, listener, self._settings.silence_s, membership.changed)
         while not arrival.ended:
             sight = membership.sight()
@@ -245,8 +245,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     def _find_lost_member(
         self, membership: Membership, round_: RendezvousRound, error: Exception | None
     ) -> None:
-        """The store fails before etcd tells of the lost member that is to blame. Raises
-        RendezvousConnectionError if there is none."""
+        """Wait until etcd names the lost member, since the store may fail earlier. Raises
+        RendezvousConnectionError if no member is lost."""
         deadline = time.monotonic() + 2 * self._settings.ttl_s
         while True:
             sight = membership.sight()
@@ -262,8 +262,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             membership.wait(sight, left_s)
 
     def num_nodes_waiting(self) -> int:
-        """How many changes of membership ask for a new round: members lost as well as nodes
-        waiting, since torch's agent acts on this number alone."""
+        """Return how many changes of membership ask for a new round. Lost members count too, because torch's
+        agent acts on this number alone."""
         membership = self._membership
         if membership is None or self._ended:
             return 0
@@ -273,7 +273,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             sight = membership.sight()
         except (StoreError, RendezvousStateError) as error:
             log.debug("etcd is of no help: %s", error)
-            return 0  # the world at hand still trains
+            return 0  # the present world still trains
         if sight is None or self._live is None:
             return 0
         last = sight.view.round
@@ -287,7 +287,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         self._held(self._sure_until_s)
 
     def _held(self, until_s: float) -> None:
-        """On the lease's thread, or the agent's."""
+        """Note until when the lease lives. Called in the lease's thread or the agent's."""
         self._sure_until_s = until_s
         if self._guard is not None:
             self._guard.member_until(until_s)
@@ -303,7 +303,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         try:
             if self._live is not None and not self._ended:
-                # Called in a finally clause: an exception in flight says that the job has failed.
+                # Torch calls this in a finally clause: an active exception means that the job failed.
                 self._close(failed=sys.exc_info()[0] is not None, as_member=True)
             return True
         except RendezvousError as error:
@@ -315,7 +315,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             self._leave()
 
     def _close(self, *, failed: bool, as_member: bool) -> None:
-        """Raises RendezvousConnectionError if etcd does not answer within the close timeout."""
+        """Close the rendezvous. Raises RendezvousConnectionError if etcd does not respond within the close
+        timeout."""
         membership = self._open()
         deadline = time.monotonic() + self._settings.close_timeout_s
         while True:
@@ -331,7 +332,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             except RendezvousConnectionError as error:
                 problem = error
             if as_member and not membership.holds_key:
-                return  # the others have gone on without this node; it is theirs to close
+                return  # the others continued without this node, and may close it themselves
             if time.monotonic() >= deadline:
                 raise problem
             membership.wait(membership.sight(), RETRY_S)
@@ -354,7 +355,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             self._membership = Membership(
                 self._settings.access, self._settings.run_id, self._node, self._settings.ttl_s, self._held
             )
-            atexit.register(self._leave)  # torchrun does not call shutdown when it dies of a signal
+            atexit.register(self._leave)  # torchrun does not call shutdown if a signal ends it
             error = self._membership.diagnose()
             if isinstance(error, StoreUnavailable):
                 log.warning("%s; trying for up to %g s", error, self._settings.silence_s)
@@ -364,7 +365,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         return self._membership
 
     def _leave(self) -> None:
-        """Give everything back. The others see at once that this node is gone."""
+        """Release the lease, the guard and the store. The other nodes notice at once that this node is
+        gone."""
         membership, self._membership = self._membership, None
         if membership is not None:
             atexit.unregister(self._leave)

@@ -1,4 +1,4 @@
-"""One node's lease, what it writes about itself, and what it sees of the others."""
+"""One node's lease, the key that it writes, and its view of the other nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("elasticd.torchrun")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """A view as of a revision, and those that guard what is decided on it (0: no such key)."""
+    """A view at a revision, and the revisions that guard a write based on it (0: no such key)."""
 
     view: RendezvousView
     revision: int
@@ -39,10 +39,10 @@ class Sight:
 
 
 class Membership:
-    """Opens connections, takes a lease and follows the run's keys until ``close``.
+    """Connects to etcd, takes a lease, and follows the run's keys until ``close``.
 
-    ``held`` is called with the boot time until which the lease is sure to live, each time that
-    moves; it runs on the thread that keeps the lease, which waits for nothing else.
+    ``held`` is called with the boot time until which the lease surely lives, each time that time moves. The
+    call comes from the lease's thread, which waits for nothing else.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Membership:
         self._items: dict[bytes, KeyValue] = {}
         self._round: RendezvousRound | None = None
         self._nodes: dict[str, Seen] = {}
-        self._revision = 0  # of what was seen
-        self._wrote = 0  # what was seen must be at least as new as this
+        self._revision = 0  # the revision of the view
+        self._wrote = 0  # the view must include this revision of our own writes
         self._heard_at = time.monotonic()
         self._problem: Exception | None = None
         self._silence: Silent | None = None
@@ -67,11 +67,11 @@ class Membership:
         self._unwatch = self._link.watcher.watch(self._prefix, True, self)
         self._lease = self._link.keeper.hold(ttl_s, self._lease_news, self.failed)
 
-    # ---- what is seen
+    # ---- the view
 
     def sight(self) -> Sight | None:
-        """What is seen, or None while that may be older than what this node itself has written.
-        Raises RendezvousStateError if it makes no sense, and the StoreError if etcd refuses us."""
+        """Return the current view; None while it may be older than this node's own writes. Raises
+        RendezvousStateError if the state is corrupt, and the StoreError if etcd refuses this node."""
         with self.changed:
             if self._problem is not None:
                 raise self._problem
@@ -88,8 +88,8 @@ class Membership:
             )
 
     def wait(self, sight: Sight | None, timeout_s: float, also: Callable[[], bool] = lambda: False) -> None:
-        """Until more is seen than this sight, or ``also`` holds (it is asked again whenever
-        ``changed`` is notified), or the timeout."""
+        """Wait until the view is newer than ``sight``, or ``also`` returns True (checked when ``changed`` is
+        notified), or the timeout."""
         before = sight.revision if sight else max(self._wrote - 1, 0)
         with self.changed:
             self.changed.wait_for(
@@ -98,17 +98,17 @@ class Membership:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since etcd was last heard."""
+        """Seconds since etcd last responded."""
         return time.monotonic() - self._heard_at
 
     @property
     def etcd_is_down(self) -> bool:
-        """etcd answers nobody: its hosts can be reached, but it is not there. As long as it is
-        away, nobody can have formed a world without this node."""
+        """Whether etcd itself is down: its hosts can be reached, but it does not respond. While etcd is down,
+        no world can form without this node."""
         return self._silence is not None and not self._silence.cut_off
 
     def seen(self, what: Range | Events) -> None:
-        """From the watch."""
+        """Take a result of the watch."""
         with self.changed:
             self._heard_at = now = time.monotonic()
             if isinstance(what, Range):
@@ -127,7 +127,7 @@ class Membership:
             self.changed.notify_all()
 
     def failed(self, error: StoreError) -> None:
-        """From the watch and the lease: etcd answers, and says no."""
+        """Handle a refusal by etcd, from the watch or the lease."""
         log.warning("%s", error)
         with self.changed:
             self._problem = error
@@ -151,11 +151,11 @@ class Membership:
             since = before.since if before and before.record == record else now
             self._nodes[node] = Seen(record, item.created, since)
 
-    # ---- what is written
+    # ---- writes
 
     def put(self, record: NodeRecord, own_token: int) -> bool:
-        """Write this node's key, on its lease, if it is still what was seen. Raises StoreError,
-        after which it may or may not have been written."""
+        """Write this node's key on its lease, if the key is unchanged. Raises StoreError, after which the
+        outcome is unknown."""
         lease = self._lease.wait(self._access.timeout_s)
         if not lease:
             raise StoreUnavailable("etcd has given no lease yet", sent=False)
@@ -173,8 +173,8 @@ class Membership:
         return bool(response.succeeded)
 
     def form(self, round_: RendezvousRound, sight: Sight) -> bool:
-        """Write the round if the last one is what was seen, and this node's lease lives. Raises
-        RendezvousConnectionError, after which it may or may not have been written."""
+        """Write the round if the last round is unchanged and this node's lease lives. Raises
+        RendezvousConnectionError, after which the outcome is unknown."""
         mine = kv.if_created(self._key, sight.own_created)
         wrote = self.backend.replace(encode(round_), sight.round_token, [mine])
         with self.changed:
@@ -182,9 +182,8 @@ class Membership:
         return bool(wrote)
 
     def close_round(self, round_: RendezvousRound, token: int, keep_s: float, *, as_member: bool) -> bool:
-        """Replace the round by its closed form, which etcd forgets after ``keep_s`` seconds. With
-        ``as_member`` only if this node's lease lives. Returns whether it was written. Raises
-        RendezvousConnectionError."""
+        """Replace the round by its closed form, which etcd deletes after ``keep_s`` seconds. ``as_member``:
+        only if this node's lease lives. Return whether it was written. Raises RendezvousConnectionError."""
         guards = []
         if as_member:
             with self.changed:
@@ -194,14 +193,14 @@ class Membership:
             guards.append(kv.if_created(self._key, own.created))
         try:
             with Client(self._access) as client:
-                lease, _ = client.grant(math.ceil(keep_s))  # nobody renews it
+                lease, _ = client.grant(math.ceil(keep_s))  # never renewed
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         return bool(self.backend.replace(encode(round_), token, guards, lease))
 
     @property
     def holds_key(self) -> bool:
-        """Whether this node is still known to the others, as far as was seen."""
+        """Whether etcd still has this node's key, according to the view."""
         with self.changed:
             return self._key in self._items
 
@@ -228,7 +227,7 @@ class Membership:
                     )
 
     def diagnose(self) -> StoreError | None:
-        """What is wrong with etcd, asked anew; None if it works after all."""
+        """Return what is wrong with etcd, after a new check; None if etcd works."""
         try:
             with Client(self._access) as client:
                 client.check()
@@ -237,7 +236,7 @@ class Membership:
         return None
 
     def close(self) -> None:
-        """Give the lease back, so that the others see at once that this node has left."""
+        """Release the lease, so that the others notice at once that this node has left."""
         self._unwatch()
         self._link.keeper.release(self._lease, self._access.timeout_s)
         self._link.close()

@@ -1,7 +1,7 @@
-"""What the nodes of a rendezvous write into etcd, and how: plain JSON, never pickle.
+"""The records of a rendezvous in etcd, and their encoding: plain JSON, never pickle.
 
-Keys below ``/elasticd.torchrun/<run id>/``: ``nodes/<node>`` on the node's lease holds a
-``NodeRecord``; ``round`` holds a ``RendezvousRound``.
+Keys below ``/elasticd.torchrun/<run id>/``: ``nodes/<node>``, on the node's lease, holds a ``NodeRecord``;
+``round`` holds a ``RendezvousRound``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A node that lives. ``after``: the newest round it has left behind; it is waiting for a
-    newer one until it is a member of one. ``address`` and ``port``: where it already listens for
-    the store of the next round, should it be the one to host it. ``pid`` and ``host`` are for
-    people."""
+    """A live node. ``after``: the newest round that the node has left; it waits for a later round until it is
+    a member of one. ``address``, ``port``: where it already listens, in case it hosts the store of the next
+    round. ``pid`` and ``host`` are for people."""
 
     after: int
     address: str
@@ -34,7 +33,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A node's part in a round; its place among the seats is its rank."""
+    """A node's place in a round. The index of the seat is the node's rank."""
 
     node: str
     address: str
@@ -43,8 +42,8 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousClosed:
-    """Why no node may join any more. ``by``: the node that closed it; ``at``: seconds since the
-    epoch. ``failed``: its workers failed for good, so that the others cannot go on either."""
+    """Why no node may join any more. ``by``: the node that closed the rendezvous; ``at``: seconds since the
+    epoch. ``failed``: its workers failed for good, so the other nodes cannot continue either."""
 
     by: str
     at: float
@@ -53,7 +52,7 @@ class RendezvousClosed:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousRound:
-    """The numbered life of one world. The number only grows. The first seat hosts the store."""
+    """The numbered life of one world. Numbers only grow. The node in the first seat hosts the store."""
 
     number: int
     seats: tuple[Seat, ...] = ()
@@ -69,7 +68,7 @@ class RendezvousRound:
 
 
 class CorruptError(ValueError):
-    """A value that is not what elasticd writes."""
+    """A value in etcd that elasticd did not write."""
 
 
 def encode(record: NodeRecord | RendezvousRound) -> bytes:
@@ -79,14 +78,14 @@ def encode(record: NodeRecord | RendezvousRound) -> bytes:
 Record = TypeVar("Record", NodeRecord, RendezvousRound)
 
 
-# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
 _DECODERS: Final[dict[type[Any], msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind) for kind in (NodeRecord, RendezvousRound)
 }
 
 
 def decode(kind: type[Record], value: bytes, key: str) -> Record:
-    """Raises ``CorruptError``, naming the key, for anything that ``encode`` did not make."""
+    """Decode a value that ``encode`` made. Raises ``CorruptError``, with the key, for any other value."""
     try:
         record: Record = _DECODERS[kind].decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -107,5 +106,6 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
 
 
 def prefix_of(run_id: str) -> str:
-    """The keys of one run id, whatever characters it has, never overlap those of another."""
+    """Return the prefix of a run's keys. Prefixes of different run ids never overlap, whatever characters
+    they contain."""
     return f"/elasticd.torchrun/{quote(run_id, safe='')}/"

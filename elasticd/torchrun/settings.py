@@ -1,4 +1,4 @@
-"""What torchrun was told about the rendezvous, checked and complete."""
+"""The rendezvous parameters that torchrun was given, checked and completed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.torchrun.decide import Rules
 
-_LEASE_FLOOR_S = 2.0  # etcd's own
-_TORCHRUN_FILLS_IN_S = 900.0  # torchrun puts timeout=900 into every --rdzv-conf that has none
+_LEASE_FLOOR_S = 2.0  # the shortest lease that etcd grants
+_TORCHRUN_FILLS_IN_S = 900.0  # torchrun adds timeout=900 to every --rdzv-conf without a timeout
 
 _KEYS = {
     # torch's names
@@ -39,10 +39,10 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One node's part in a rendezvous; times in seconds.
+    """One node's settings for a rendezvous; times in seconds.
 
-    ``address``: where the other nodes reach this one, if the user said so. ``silence_s``: how long
-    etcd may be away before joining gives up; a world that trains goes on without it.
+    ``address``: where other nodes reach this node, if the user gave it. ``silence_s``: how long etcd may be
+    silent before a join fails; a world that trains continues without etcd.
     """
 
     run_id: str
@@ -57,7 +57,7 @@ class Settings:
 
 
 def settings_from(params: RendezvousParameters) -> Settings:
-    """Raises ValueError with one sentence for a person."""
+    """Return the settings. Raises ValueError with one sentence for a person."""
     unknown = sorted(set(params.config) - set(_KEYS))
     if unknown:
         raise ValueError(
@@ -94,7 +94,8 @@ def settings_from(params: RendezvousParameters) -> Settings:
 
 
 def _ttl(params: RendezvousParameters) -> float:
-    """Ours, or torch's way of saying the same: interval times attempts. Three are sent per ttl."""
+    """Return elasticd's ``ttl``, or torch's equivalent: interval times attempts. The lease is renewed three
+    times per ttl."""
     ttl_s = _seconds(params, "ttl")
     interval_s = _seconds(params, "keep_alive_interval")
     attempts = _seconds(params, "keep_alive_max_attempt")

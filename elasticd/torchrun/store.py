@@ -1,4 +1,4 @@
-"""The c10d store of one round: hosted by the agent of its first member, fresh each time."""
+"""The c10d store of one round: a new store for each round, hosted by the agent of the first member."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _BROKEN = b"broken"
 
 
 def listen(address: str) -> socket.socket:
-    """A socket on a free port of this address and of no other, already listening, so that those
-    who come before the store is made wait in its queue. Raises OSError."""
+    """Return a socket that listens on a free port of this address only. Members that connect before the store
+    exists wait in its queue. Raises OSError."""
     family, kind, proto, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, proto)
     try:
@@ -28,7 +28,7 @@ def listen(address: str) -> socket.socket:
 
 
 def host(listener: socket.socket, address: str, timeout_s: float) -> Store:
-    """The store itself, listening on ``listener``, which it takes over."""
+    """Return the store, which takes over ``listener``."""
     port = listener.getsockname()[1]
     return TCPStore(
         address,
@@ -42,7 +42,7 @@ def host(listener: socket.socket, address: str, timeout_s: float) -> Store:
 
 
 def connect(address: str, port: int, timeout_s: float) -> Store:
-    """A client of the store that another node hosts. Raises torch's DistError, a RuntimeError."""
+    """Return a client of the store that another node hosts. Raises torch's DistError, a RuntimeError."""
     return TCPStore(
         address,
         port,
@@ -53,22 +53,22 @@ def connect(address: str, port: int, timeout_s: float) -> Store:
 
 
 def arrive(store: Store, world_size: int) -> None:
-    """Say that this node has reached the store."""
+    """Count this node as arrived at the store."""
     if store.add(_ARRIVED, 1) == world_size:
         store.set(_VERDICT, _COMPLETE.decode())
 
 
 def wait_for_all(store: Store, timeout_s: float) -> None:
-    """Return when all have arrived. Raises RuntimeError (torch's DistError is one) if it takes too
-    long, the store goes away, or the round is broken up."""
+    """Wait until all members have arrived. Raises RuntimeError (torch's DistError is one) on a timeout, if
+    the store goes away, or if the round is broken up."""
     store.wait([_VERDICT], timedelta(seconds=timeout_s))
     if store.get(_VERDICT) != _COMPLETE:
         raise RuntimeError("the round was broken up")
 
 
 def break_up(address: str, port: int) -> None:
-    """Release those who wait for all. Its own connection: theirs are busy waiting."""
+    """Release the members that wait for all. A new connection is used because the others are blocked."""
     try:
         connect(address, port, 5.0).set(_VERDICT, _BROKEN.decode())
     except RuntimeError:
-        pass  # it is gone already, and they know
+        pass  # the store is gone, which releases the members too
