@@ -13,7 +13,7 @@ from elasticd.core.facts import Fact
 from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.errors import BadRecord, NoSpace, StoreError, StoreRefused, StoreUnavailable
-from elasticd.etcd.names import check_name
+from elasticd.etcd.names import ROOT, check_name, job_prefix
 from elasticd.telemetry import runs, words
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _check_name(job: str) -> None:
 def _check(client: Client, job: str | None) -> None:
     """Raises StoreError; Complaint where a job has to be named."""
     try:
-        client.check(job)
+        client.check(ROOT if job is None else job_prefix(job))
     except StoreRefused as error:
         if job is not None or "permission denied" not in str(error):
             raise

@@ -76,9 +76,9 @@ class Client:
             leader=response.leader == response.header.member_id,
         )
 
-    def check(self, job: str | None = None) -> Status:
-        """That there is an etcd which lets us read and has a quorum. ``job``: its keys are all that a role
-        may be limited to. Raises the error that says best what is wrong: WrongEndpoint, StoreRefused,
+    def check(self, key: bytes = ROOT) -> Status:
+        """That there is an etcd which lets us read ``key`` (a role may be limited to what is below a job's
+        prefix) and has a quorum. Raises the error that says best what is wrong: WrongEndpoint, StoreRefused,
         StoreUnavailable."""
         try:
             self._connection.call("status", rpc.StatusRequest(), tries=1)
@@ -86,7 +86,7 @@ class Client:
             if (found := diagnose(self.access)) is not None:
                 raise found from error
         status = self.status()
-        self.get_raw(ROOT if job is None else job_prefix(job))
+        self.get_raw(key)
         return status
 
     def full(self) -> bool:

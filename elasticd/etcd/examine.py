@@ -68,26 +68,26 @@ class Examined:
     open_key: str = ""
 
 
-def examine(access: EtcdAccess, wall: Callable[[], float] = time.time) -> Examined:
-    """Look at each endpoint by itself. Never raises for what is wrong there."""
+def examine(access: EtcdAccess, wall: Callable[[], float] = time.time, key: bytes = ROOT) -> Examined:
+    """Look at each endpoint by itself, by a key that we may read. Never raises for what is wrong there."""
     files = [("the CA certificate", access.cacert), ("the client certificate", access.cert)]
     own = [c for what, path in files if path is not None and (c := _from_file(what, path)) is not None]
     key_is_open = access.key is not None and access.key.stat().st_mode & 0o007
     return Examined(
         url=access.url,
-        endpoints=tuple(_endpoint(replace(access, endpoints=(e,)), e, wall) for e in access.endpoints),
+        endpoints=tuple(_endpoint(replace(access, endpoints=(e,)), e, wall, key) for e in access.endpoints),
         certificates=tuple(own),
         open_key=str(access.key) if key_is_open else "",
     )
 
 
-def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float]) -> Endpoint:
+def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float], key: bytes) -> Endpoint:
     from elasticd.etcd.client import Client  # grpc, which nobody waits for who only asks for help
 
     try:
         with Client(access) as client:
-            version = client.check().version
-            reads, writes = _time(client)
+            version = client.check(key).version
+            reads, writes = _time(client, key)
     except StoreError as error:
         return Endpoint(endpoint, str(error), isinstance(error, StoreUnavailable))
     ahead, certificate = _dates(access, endpoint, wall)
@@ -96,7 +96,7 @@ def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float]) -> E
     )
 
 
-def _time(client: Client) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _time(client: Client, key: bytes) -> tuple[tuple[float, ...], tuple[float, ...]]:
     reads: list[float] = []
     writes: list[float] = []
     give_up_at = time.monotonic() + SAMPLING_S
@@ -104,7 +104,7 @@ def _time(client: Client) -> tuple[tuple[float, ...], tuple[float, ...]]:
         began = time.monotonic()
         if began > give_up_at and len(reads) >= SAMPLES_FEWEST:
             break
-        client.get_raw(ROOT)
+        client.get_raw(key)
         read = time.monotonic()
         lease, _ttl = client.grant(5)
         writes.append(time.monotonic() - read)

@@ -230,7 +230,7 @@ class Membership:
         """Return what is wrong with etcd, after a new check; None if etcd works."""
         try:
             with Client(self._access) as client:
-                client.check()
+                client.check(self._prefix)
         except StoreError as error:
             return error
         return None

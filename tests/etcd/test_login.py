@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from google.protobuf import message_factory
 
 from elasticd.core.facts import Budget
 from elasticd.core.ports import Applied, Held, Put
@@ -21,11 +23,13 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.connection import _credentials
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused
-from elasticd.etcd.kv import prefix_end
+from elasticd.etcd.roles import Roles, all_below
 from elasticd.etcd.store import EtcdStore
 
 from .cluster import Authority, Cluster, Member, await_serving
 from .conftest import Heard
+
+PATIENCE_S = 240.0
 
 
 @pytest.fixture
@@ -134,25 +138,18 @@ def shared(tmp_path: Path) -> Iterator[tuple[EtcdAccess, EtcdAccess]]:
     root, a = known_as("root"), known_as("a")
     try:
         cluster.start(root)
-        with grpc.secure_channel(cluster.endpoints[0], _credentials(root)) as channel:
-            auth = rpc.AuthStub(channel)
+        with Roles(root) as roles:
             for name in ("root", "a"):
-                auth.RoleAdd(rpc.AuthRoleAddRequest(name=name), timeout=10)
-                auth.UserAdd(rpc.AuthUserAddRequest(name=name, password="unused"), timeout=10)
-                auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=name), timeout=10)
-            allowed = permission(b"/elasticd/a/")
-            auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="a", perm=allowed), timeout=10)
-            auth.AuthEnable(rpc.AuthEnableRequest(), timeout=10)
+                roles.add_role(name)
+                roles.add_user(name, None)
+                roles.grant(name, name)
+            for prefix in ("/elasticd/a/", "/elasticd.torchrun/a/"):
+                roles.allow("a", all_below(prefix))
+        with grpc.secure_channel(cluster.endpoints[0], _credentials(root)) as channel:
+            rpc.AuthStub(channel).AuthEnable(rpc.AuthEnableRequest(), timeout=10)
         yield root, a
     finally:
         cluster.stop()
-
-
-def permission(prefix: bytes) -> Any:
-    kind = rpc.AuthRoleGrantPermissionRequest.DESCRIPTOR.fields_by_name["perm"].message_type
-    made = message_factory.GetMessageClass(kind)(key=prefix, range_end=prefix_end(prefix))
-    made.permType = kind.fields_by_name["permType"].enum_type.values_by_name["READWRITE"].number
-    return made
 
 
 def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_seen(
@@ -208,3 +205,118 @@ def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_s
     for argv in (("ls",), ("status", "b"), ("stop", "b")):
         code, out, err = said(*argv)
         assert code == 2 and "denies access" in err and len(err.splitlines()) == 1, (argv, out, err)
+
+
+class ShellJob:
+    """Nodes of the job ``a`` whose workers say how many they are, and end when they are told."""
+
+    def __init__(self, access: EtcdAccess, folder: Path) -> None:
+        self._told, self._go = folder / "told", folder / "go"
+        for fifo in (self._told, self._go):
+            os.mkfifo(fifo)
+        self._hears = os.fdopen(os.open(self._told, os.O_RDWR), "rb")
+        self._login = [f"--etcd={access.url}", f"--etcd-cacert={access.cacert}"]
+        self._login += [f"--etcd-cert={access.cert}", f"--etcd-key={access.key}"]
+        self._env = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "TERM": "xterm"}
+        self._nodes: list[subprocess.Popen[str]] = []
+
+    def command(self, *argv: str) -> list[str]:
+        return [str(Path(sys.executable).with_name("elasticd")), argv[0], *self._login, *argv[1:]]
+
+    def node(self, name: str) -> subprocess.Popen[str]:
+        script = f"echo $WORLD_SIZE > {self._told}; read line < {self._go}; exit 0"
+        limits = ["--min=1", "--max=1", "--slots=1", "--grow-cooldown=0", "--settle=0", "--http=off"]
+        argv = ["run", "--job=a", f"--node={name}", *limits, "--no-python", "sh", "-c", script]
+        with (self._told.parent / f"{name}.log").open("w") as log:
+            node = subprocess.Popen(self.command(*argv), env=self._env, stdout=log, stderr=log, text=True)
+        self._nodes.append(node)
+        return node
+
+    def trains_with(self, size: int) -> None:
+        """A world of this size has started, on this many nodes."""
+        for _ in range(size):
+            while int(self._hears.readline()) != size:
+                pass
+
+    def says(self, *argv: str) -> tuple[int, str]:
+        done = subprocess.run(
+            self.command(*argv), env=self._env, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def screen(self, *argv: str, wanted: tuple[str, ...]) -> None:
+        """What the command draws on a terminal, until all of that is there; then Ctrl-C."""
+        master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (40, 120))
+        process = subprocess.Popen(self.command(*argv), env=self._env, stdout=slave, stderr=slave)
+        os.close(slave)
+        drawn = b""
+        try:
+            while not all(text.encode() in drawn for text in wanted):
+                drawn += os.read(master, 65536)  # raises where the command has ended
+            process.send_signal(signal.SIGINT)
+            while process.poll() is None:
+                with contextlib.suppress(OSError):
+                    os.read(master, 65536)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(master)
+        assert process.returncode in (0, 130)
+
+    def let_go(self) -> None:
+        """All workers there are end with 0, and so does the job."""
+        with self._go.open("w") as go:
+            go.write("\n" * 8)
+            go.flush()
+            for node in self._nodes:
+                node.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        for node in self._nodes:
+            node.kill()
+            node.wait()
+        self._hears.close()
+
+
+def test_two_nodes_run_to_the_end_within_a_role_and_all_that_steers_them_works(
+    shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
+) -> None:
+    job = ShellJob(shared[1], tmp_path)
+    try:
+        x, y = job.node("node-x"), job.node("node-y")
+        job.trains_with(1)
+        assert job.says("scale", "a", "--max=2") == (0, "a may have 1 to 2 workers.\n")
+        job.trains_with(2)
+        job.screen("top", "a", wanted=("node-x", "node-y"))
+        code, said = job.says("doctor", "--job=a", "--json")
+        assert code in (0, 1) and "etcd 3." in said and "denies access" not in said, said
+        assert job.says("drain", "node-y", "--job=a") == (0, "node-y is asked to leave a.\n")
+        assert y.wait(PATIENCE_S) == 143
+        job.trains_with(1)
+        again = job.node("node-y")
+        job.trains_with(2)
+        job.let_go()
+        assert (x.returncode, again.returncode) == (0, 0)
+        code, said = job.says("forget", "a")
+        assert code == 0 and "is forgotten" in said, said
+        code, said = job.says("status", "a")
+        assert code == 2 and "no job named a" in said, said
+    finally:
+        job.close()
+    code, said = job.says("drain", "node-x")
+    assert code == 2 and "this user may not list jobs; name the one that it may use" in said
+
+
+def test_plain_torchrun_runs_within_a_role_of_its_own(
+    shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
+) -> None:
+    a = shared[1]
+    conf = f"protocol=https,cacert={a.cacert},cert={a.cert},key={a.key}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3"]
+    torchrun += [f"--rdzv-endpoint={a.endpoints[0]}", f"--rdzv-conf={conf}", "--nnodes=1"]
+    for run_id, code in (("a", 0), ("b", 1)):
+        command = [*torchrun, f"--rdzv-id={run_id}", "--no-python", "true"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+    assert "permission denied" in done.stderr

@@ -28,6 +28,7 @@ from elasticd.cli.doctor.machine_facts import (
 from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
 from elasticd.cli.interfaces import network_environment
 from elasticd.cli.machine import default_node_name, nowhere, routed_address
+from elasticd.cli.meeting import check_name
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
 from elasticd.cli.serving import http_place
@@ -36,6 +37,7 @@ from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports
 from elasticd.etcd.errors import StoreError
 from elasticd.etcd.examine import Examined, examine
+from elasticd.etcd.names import ROOT, job_prefix
 from elasticd.telemetry import words
 
 NOT_FIT = 1
@@ -92,12 +94,13 @@ def _examination(
     http: tuple[str, int] | None,
 ) -> Iterator[Finding]:
     endpoints = hosts_and_ports(access.endpoints) if access is not None else []
+    key = job_prefix(check_name("job", job)) if job is not None else ROOT
     own = address or (routed_address(endpoints) or default_node_name() if endpoints else "127.0.0.1")
     told = network_environment(own, os.environ, asked=address is not None)
     with ThreadPoolExecutor() as pool:  # each waits for somebody else
         torch = pool.submit(ask_torch, told)
         imports = pool.submit(ask_imports, script, module=module) if script is not None else None
-        examined = examine(access) if access is not None else None
+        examined = examine(access, key=key) if access is not None else None
         reached = look_at_address(own.strip("[]"), endpoints, _peers(access, examined, job, own))
         if examined is None:
             yield _embedded()
