@@ -18,6 +18,7 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import nowhere
 from elasticd.cli.say import say
 from elasticd.procs.init import part_from_init
+from elasticd.procs.linux import hide_memory
 from elasticd.telemetry.termination import TerminationLog
 
 _COMMANDS = {
@@ -66,6 +67,8 @@ def version() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: one sentence on stderr for what people can put right."""
     _open_missing_streams()
+    if os.environ.get("ELASTICD_ETCD_PASSWORD"):  # shown in /proc for as long as we live, and by our init
+        hide_memory()
     part_from_init()
     sys.exit(_exit_code(argv))
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import Complaint
+from elasticd.procs.linux import hide_memory
 
 VARIABLE = "ELASTICD_ETCD_PASSWORD"
 MOST = 72  # bytes: of what is longer, bcrypt, which etcd uses, ignores the rest or refuses it all
@@ -25,6 +26,7 @@ def of_login(options: Mapping[str, Any]) -> str | None:
         if file is not None:
             raise Complaint(f"--etcd-password-file {file} is given without --etcd-user.")
         return None  # one in the environment serves those commands that name its user
+    hide_memory()  # from the scripts that the agent runs
     return os.environ.get(VARIABLE) if file is None else read(file)
 
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -29,11 +29,11 @@ from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.daemon.holding import EtcdPeers
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.keeper import Ended, KeeperError, Warden
+from elasticd.procs.linux import hide_memory
 from elasticd.telemetry import log, words
 
 _log = log.get("elasticd.saver")
 _OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"
-_PASSWORD: Final = "ELASTICD_SAVER_PASSWORD"  # noqa: S105  its name
 _ROOT = str(Path(__file__).parents[2])
 _PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver import main; main()"
 _HOLDER: Final = "ELASTICD_SAVER_HOLDER"
@@ -96,7 +96,8 @@ class SaverService:
             "agent": os.getpid(),
             "bytes_s": bytes_s,
         }
-        self._env = {**os.environ, _OPTIONS: json.dumps(options), _PASSWORD: access.password or ""}
+        self._password = access.password
+        self._env = {**os.environ, _OPTIONS: json.dumps(options)}
         if holding is not None:
             self._env[_HOLDER] = msgspec.json.encode(holding[1]).decode()
         self._await()
@@ -135,6 +136,8 @@ class SaverService:
         while not self._closing.wait(max(0.0, self._began + _AGAIN_S - time.monotonic())):
             self._began = time.monotonic()
             self._ready.clear()
+            if self._password is not None:  # a socket: no other process can open it, or read what it holds
+                self._said.send(f"{json.dumps(self._password)}\n".encode())
             try:
                 self._pid = self._warden.spawn_service(
                     [sys.executable, "-c", program],
@@ -222,9 +225,14 @@ class SaverService:
         self.reports.append(report)
 
 
-def access_of(env: Mapping[str, str]) -> tuple[EtcdAccess, str]:
-    """As the agent passed it on, and the job."""
-    said = json.loads(env[_OPTIONS])
+def access_of(said: Mapping[str, Any]) -> tuple[EtcdAccess, str]:
+    """As the agent passed it on, and the job. The password comes by standard output, which is a socket."""
+    password = None
+    if said["username"]:
+        hide_memory()
+        password = json.loads(
+            os.read(1, 1 << 16).splitlines()[-1]
+        )  # of a saver before, too, if it died early
     return EtcdAccess(
         tuple(said["endpoints"]),
         tls=said["tls"],
@@ -232,7 +240,7 @@ def access_of(env: Mapping[str, str]) -> tuple[EtcdAccess, str]:
         cert=Path(said["cert"]) if said["cert"] else None,
         key=Path(said["key"]) if said["key"] else None,
         username=said["username"] or None,
-        password=env.get(_PASSWORD) or None,
+        password=password,
         timeout_s=said["timeout_s"],
     ), said["job"]
 
@@ -240,8 +248,8 @@ def access_of(env: Mapping[str, str]) -> tuple[EtcdAccess, str]:
 def main() -> None:
     """The process. Its standard input is the socket to listen at."""
     be_modest()
-    access, job = access_of(os.environ)
     options = json.loads(os.environ[_OPTIONS])
+    access, job = access_of(options)
     bytes_s = options["bytes_s"]
     listener = socket.socket(fileno=0)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Container, Iterable
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -35,6 +36,13 @@ def adopt_orphans() -> None:
 def die_with_parent() -> None:
     """Have the kernel SIGKILL this process when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def hide_memory() -> None:
+    """Let no other process of this user look at this one's memory, environment and open files, nor trace it,
+    unless it may trace anybody. Those forked from this one are hidden as well, until they run a program. In
+    exchange this process leaves no core dump."""
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def name_process(name: str) -> None:

@@ -279,6 +279,7 @@ class ShellJob:
         self._hears.close()
 
 
+@pytest.mark.timeout(300)
 def test_two_nodes_run_to_the_end_within_a_role_and_all_that_steers_them_works(
     shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path
 ) -> None:
@@ -320,3 +321,75 @@ def test_plain_torchrun_runs_within_a_role_of_its_own(
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
         assert done.returncode == code, done.stderr
     assert "permission denied" in done.stderr
+
+
+# Has a saver run, and looks for the password in the environment and the memory of whatever it may look at.
+_THIEF = """
+import os, re, sys
+import torch
+from elasticd import worker
+
+checkpoints = worker.Checkpoints(sys.argv[1])
+checkpoints.save({"w": torch.zeros(2)}, 1)
+assert checkpoints.wait(), checkpoints.last_error
+secret = b"".join([b"s3", b"cret"])
+seen, found = set(), []
+for pid in filter(str.isdecimal, os.listdir("/proc")):
+    if int(pid) == os.getpid():
+        continue
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read().replace(b"\\0", b" ").decode(errors="replace")
+        if "elasticd" not in command:
+            continue
+        for name in ("saver", "run"):
+            if re.search(rf"elasticd.daemon.{name}|elasticd {name} ", command):
+                seen.add(name)
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if secret in file.read():
+                found.append(f"environment of {command}")
+        with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            for line in maps:
+                start, end = (int(n, 16) for n in line.split()[0].split("-"))
+                if line.split()[1].startswith("rw"):
+                    memory.seek(start)
+                    if secret in memory.read(end - start):
+                        found.append(f"memory of {command}")
+                        break
+    except OSError:
+        continue
+print("seen", *sorted(seen))
+print("found", *found, sep="\\n")
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["environment", pytest.param("file", marks=pytest.mark.slow)])
+def test_a_worker_cannot_read_the_password_of_its_agent_or_its_saver(
+    shared: tuple[EtcdAccess, EtcdAccess], tmp_path: Path, way: str
+) -> None:
+    root, a = shared
+    with Roles(root) as roles:
+        roles.add_user("p", "s3cret")
+        roles.grant("p", "a")
+    script = tmp_path / "thief.py"
+    script.write_text(_THIEF)
+    options = [f"--etcd={a.url}", f"--etcd-cacert={a.cacert}", "--etcd-user=p"]
+    options += [f"--etcd-cert={a.cert}", f"--etcd-key={a.key}"]  # which the token goes before
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    piped = b""
+    if way == "environment":
+        env["ELASTICD_ETCD_PASSWORD"] = "s3cret"
+    else:  # that leaves nothing for a script to read
+        options += ["--etcd-password-file=/dev/stdin"]
+        piped = b"s3cret\n"
+    # As in a container: root may look into everybody's memory, unless this right is taken away.
+    tame = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    command = [*tame, str(Path(sys.executable).with_name("elasticd")), "run", *options]
+    command += ["--job=a", "--min=1", "--max=1", "--http=off", str(script), str(tmp_path / "saved")]
+    done = subprocess.run(command, env=env, input=piped, capture_output=True, timeout=PATIENCE_S)
+    said = done.stdout.decode()
+    assert done.returncode == 0, done.stderr.decode()
+    assert "seen run saver" in said, said
+    assert said.rstrip().endswith("found"), said
+    assert b"s3cret" not in done.stderr
