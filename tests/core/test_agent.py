@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from elasticd.core.agent import DRAIN_PATIENCE_S, RETRY_S
+from elasticd.core.agent import RETRY_S
 from elasticd.core.facts import (
     Cause,
     Drained,
     Exit,
     Leadership,
-    Limits,
     Member,
     Node,
     Outcome,
@@ -21,7 +20,6 @@ from elasticd.core.facts import (
     Policy,
     Report,
     Round,
-    Spec,
 )
 from elasticd.core.messages import (
     CheckProcess,
@@ -33,7 +31,6 @@ from elasticd.core.messages import (
     LookAround,
     PortReserved,
     ProcessGone,
-    RenewStore,
     SawOthers,
     Signalled,
     StartWorkers,
@@ -50,21 +47,14 @@ from elasticd.core.ports import (
     Put,
     Refused,
     Silent,
-    StillThere,
     Unchanged,
     Unknown,
 )
 from elasticd.core.reasons import (
-    Draining,
     Expelled,
-    LeadsNow,
     LeaseLost,
-    NameTaken,
-    PolicyDiffers,
     StoreAway,
     StoreBack,
-    WorkerEnded,
-    WorkersStopping,
 )
 from tests.core.build import NOW, exit, life, node, report, round, spec
 from tests.core.by_hand import OTHER_LEADER, PORT, Agent, put
@@ -84,52 +74,6 @@ def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool =
 
 
 # ---------------------------------------------------------------- joining
-
-
-def test_the_first_agent_says_what_the_job_is() -> None:
-    one = Agent(spec(2, 4))
-    for key in ("round", "nodes/a"):
-        assert one.sees(key, None) == ()
-    one.sees("spec", None)
-    write = one.wrote(Tag.SPEC)
-    assert write.writes == (Put("spec", spec(2, 4)),)
-    assert write.guards == (Unchanged("spec", 0), Unchanged("round", 0))
-    one.answered(Tag.SPEC)
-    assert one.state.joined
-
-
-def test_an_agent_that_agrees_joins_even_if_the_job_was_scaled_since() -> None:
-    one = Agent(spec(2, 4))
-    for key in ("round", "nodes/a"):
-        one.sees(key, None)
-    one.sees("spec", spec(3, 6, asked=Limits(2, 4)))
-    assert one.state.joined and one.state.exiting is None
-
-
-def test_an_agent_of_another_policy_takes_the_jobs_and_says_so() -> None:
-    one = Agent(spec(policy=replace(POLICY, settle_s=9.0)))
-    for key in ("round", "nodes/a"):
-        one.sees(key, None)
-    one.sees("spec", spec())
-    assert one.state.joined and one.said == (PolicyDiffers(("settle_s",)),)
-
-
-@pytest.mark.parametrize(
-    ("here", "says"),
-    [
-        pytest.param(spec(2, 5), "this job runs with --min 2 --max 8, not with --min 2 --max 5", id="limits"),
-        pytest.param(spec(script="other.py"), "this job runs another script (job.py, not", id="script"),
-    ],
-)
-def test_an_agent_that_disagrees_with_a_running_job_is_sent_away(here: Spec, says: str) -> None:
-    one = Agent(here)
-    for key in ("round", "nodes/a"):
-        one.sees(key, None)
-    one.sees("spec", spec())
-    one.one(LookAround)
-    one.told(SawOthers(3))
-    left = one.one(Leave)
-    assert left.code == 2 and left.why.startswith(says)
 
 
 def test_a_job_that_nobody_works_on_can_be_made_another() -> None:
@@ -162,47 +106,6 @@ def test_an_agent_that_was_beaten_to_it_looks_around_again_before_it_takes_a_job
     assert one.one(Leave).code == 2
 
 
-@pytest.mark.parametrize(
-    ("ended_s", "code", "says"),
-    [
-        pytest.param(-60.0, 7, "elasticd forget", id="it-finished-before"),
-        pytest.param(+2.0, 0, "before this node could take part", id="it-finished-as-this-node-came"),
-    ],
-)
-def test_a_finished_job_is_not_trained_again_and_that_is_no_success(
-    ended_s: float, code: int, says: str
-) -> None:
-    one = Agent(began_at=NOW)
-    one.sees("nodes/a", None)
-    one.sees("round", replace(ended(ROUND, Outcome.SUCCEEDED), since=NOW + ended_s))
-    one.sees("spec", None)
-    left = one.one(Leave)
-    assert left.code == code and says in left.why
-
-
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.SHORT, Outcome.STOPPED])
-def test_a_job_that_ended_otherwise_is_run_again(outcome: Outcome) -> None:
-    one = Agent()
-    one.sees("nodes/a", None)
-    one.sees("round", ended(ROUND, outcome))
-    one.sees("spec", None)
-    assert one.wrote(Tag.SPEC).guards == (Unchanged("spec", 0), Unchanged("round", one.revision - 1))
-    one.answered(Tag.SPEC)
-    assert one.state.joined and one.state.exiting is None, "its end is old news"
-
-
-def test_a_job_that_is_run_again_may_end_before_it_forms_a_world() -> None:
-    """Its number has not grown since its first end, and yet this end is news."""
-    one = Agent()
-    one.sees("nodes/a", None)
-    one.sees("round", ended(ROUND, Outcome.FAILED))
-    one.sees("spec", None)
-    one.answered(Tag.SPEC)
-    one.sees("round", round(1, {}, Phase.WAITING))
-    one.sees("round", ended(round(1, {}), Outcome.SHORT))
-    assert one.one(Leave).code == 3
-
-
 def test_an_agent_that_joined_by_the_spec_of_a_job_that_just_ended_joins_again() -> None:
     one = Agent()
     one.sees("nodes/a", None)
@@ -226,34 +129,6 @@ def test_a_job_that_finished_unseen_is_not_started_again_by_a_late_spec() -> Non
 # ---------------------------------------------------------------- registering
 
 
-def test_an_agent_registers_once_it_has_joined_and_holds_a_lease() -> None:
-    one = Agent()
-    for key in ("round", "nodes/a", "leader"):
-        one.sees(key, None)
-    one.sees("spec", spec())
-    assert not one.all_of(Transact), "without a lease there is nothing to put it on"
-    one.holds_lease()
-    write = one.wrote(Tag.NODE)
-    assert write.guards == (Unchanged("nodes/a", 0),)
-    (made,) = write.writes
-    assert isinstance(made, Put) and made.leased
-    record = put(made)
-    assert isinstance(record, Node)
-    assert (record.incarnation, record.slots, record.store_port) == (life("a"), (0, 1), PORT)
-
-
-def test_a_registered_agent_offers_itself_as_leader_when_there_is_none() -> None:
-    one = Agent.registered()
-    assert not one.all_of(Transact)
-    one.sees("leader", None)
-    write = one.wrote(Tag.LEAD)
-    own = one.state.own
-    assert own is not None
-    assert set(write.guards) == {Unchanged("leader", 0), StillThere("nodes/a", own.created)}
-    one.answered(Tag.LEAD)
-    assert one.state.leads is not None and one.said == (LeadsNow(),)
-
-
 def test_an_agent_that_leaves_does_not_offer_itself() -> None:
     one = Agent.working(ROUND)
     one.told(Signalled(SIGTERM))
@@ -269,21 +144,6 @@ def taken(**more: Any) -> Agent:
     one.holds_lease()
     one.sees("nodes/a", replace(node("a", life_number=0), **more))
     return one
-
-
-def test_a_name_that_another_agent_has_is_waited_for_and_then_given_up() -> None:
-    one = taken(host="elsewhere")
-    until = NOW + 2 * POLICY.node_ttl_s + 1
-    assert one.said == (NameTaken(until),) and one.wake_at == until and one.did == ()
-    one.at(until)
-    left = one.one(Leave)
-    assert left.code == 2 and "another agent of this job is already called a" in left.why
-
-
-def test_a_name_becomes_free_when_its_lease_runs_out() -> None:
-    one = taken(host="elsewhere")
-    one.sees("nodes/a", None)
-    one.wrote(Tag.NODE)
 
 
 def test_an_agent_takes_the_place_of_an_earlier_one_on_its_machine_whose_process_is_gone() -> None:
@@ -312,21 +172,6 @@ def test_no_name_is_called_taken_while_the_store_is_silent() -> None:
 
 
 # ---------------------------------------------------------------- starting
-
-
-def test_a_member_of_a_live_round_starts_its_workers_once() -> None:
-    one = Agent.registered()
-    one.sees("round", ROUND)
-    member = ROUND.members[0]
-    assert one.did == (StartWorkers(ROUND, member, hosts_store=True),)
-    one.sees("round", ROUND)
-    assert not one.did
-
-
-def test_only_the_first_member_hosts_the_store() -> None:
-    one = Agent.registered()
-    one.sees("round", SECOND)
-    assert not one.one(StartWorkers).hosts_store
 
 
 @pytest.mark.parametrize(
@@ -364,12 +209,6 @@ def test_a_round_that_closed_before_it_was_begun_is_released() -> None:
     assert isinstance(record, Node) and record.released == 1
 
 
-def test_a_round_without_this_node_is_none_of_its_business() -> None:
-    one = Agent.registered()
-    one.sees("round", closing(round(1, {"b": 2})))
-    assert not one.did
-
-
 def test_a_host_whose_port_is_no_longer_the_one_in_the_round_asks_for_another_round() -> None:
     one = Agent.registered()
     one.sees("round", replace(ROUND, store="a.example:1"))
@@ -379,40 +218,6 @@ def test_a_host_whose_port_is_no_longer_the_one_in_the_round_asks_for_another_ro
 
 
 # ---------------------------------------------------------------- reporting
-
-
-def test_a_failure_is_reported_at_once_with_the_others_still_running() -> None:
-    one = Agent.working(ROUND)
-    own = one.state.own
-    assert own is not None
-    found = exit(1, 1)
-    one.exits(1, found, steps=7)
-    write = one.wrote(Tag.REPORT)
-    assert write.guards == (Unchanged("nodes/a", own.revision),)
-    assert write.writes == (Put("reports/a", report("a", 1, found, steps=7)),)
-    assert one.said == (WorkerEnded(1, 1, 1, 1, "boom"),)
-    assert one.state.crew is not None, "the leader has yet to hear of it"
-
-
-def test_a_second_failure_is_reported_after_the_first() -> None:
-    one = Agent.working(ROUND)
-    one.exits(1, exit(1, 1))
-    one.exits(1, exit(0, 0))
-    assert not one.all_of(Transact)
-    one.answered(Tag.REPORT)
-    fact = put(one.wrote(Tag.REPORT).writes[0])
-    assert isinstance(fact, Report) and [e.slot for e in fact.exits] == [1, 0]
-    one.answered(Tag.REPORT)
-    assert not one.all_of(Transact)
-
-
-def test_a_node_has_finished_when_all_its_workers_have() -> None:
-    one = Agent.working(ROUND)
-    one.exits(1, exit(1, 1, code=0))
-    assert not one.all_of(Transact)
-    one.exits(1, exit(0, 0, code=0), steps=9)
-    assert put(one.wrote(Tag.REPORT).writes[0]) == report("a", 1, finished=True, steps=9)
-    assert not one.all_of(RenewStore), "others may still need it"
 
 
 @pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
@@ -441,34 +246,6 @@ def test_an_exit_that_cannot_be_is_ignored(stray: tuple[int, Exit]) -> None:
 # ---------------------------------------------------------------- stopping
 
 
-def test_workers_of_a_broken_round_get_little_time() -> None:
-    one = Agent.working(ROUND)
-    one.sees("round", closing(ROUND))
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s)
-
-
-def test_workers_of_a_round_that_ends_as_planned_get_time_to_save() -> None:
-    one = Agent.working(ROUND)
-    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.shutdown_s)
-
-
-def test_workers_are_stopped_once_and_their_deaths_are_no_failures() -> None:
-    one = Agent.working(ROUND)
-    one.sees("round", closing(ROUND))
-    one.sees("round", closing(ROUND))
-    assert not one.did
-    one.exits(1, exit(0, 0, code=-15))
-    assert not one.did and not one.said
-
-
-def test_workers_that_save_are_hurried_when_the_round_turns_out_to_be_broken() -> None:
-    one = Agent.working(ROUND)
-    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
-    one.sees("round", closing(ROUND, Cause.GREW, planned=False))
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s)
-
-
 def test_a_failure_seen_last_is_told_with_the_release() -> None:
     """The leader settles a round by its reports as soon as all have released it."""
     one = Agent.working(SECOND)
@@ -479,26 +256,6 @@ def test_a_failure_seen_last_is_told_with_the_release() -> None:
     told = [put(w) for w in one.wrote(Tag.NODE).writes]
     assert isinstance(told[0], Node) and told[0].released == 1
     assert isinstance(told[1], Report) and told[1].exits == (exit(0, 2),)
-
-
-def test_a_round_is_released_with_the_port_of_the_next_store() -> None:
-    one = Agent.working(ROUND)
-    one.sees("round", closing(ROUND))
-    one.exits(1, exit(0, 0, code=-15))
-    one.exits(1, exit(1, 1, code=-15))
-    assert one.did == (RenewStore(),), "a record with the old port would make a round nobody can join"
-    one.store_closed(PORT + 1)
-    record = put(one.wrote(Tag.NODE).writes[0])
-    assert isinstance(record, Node) and (record.released, record.store_port) == (1, PORT + 1)
-
-
-def test_a_node_that_hosts_nothing_releases_at_once() -> None:
-    one = Agent.working(SECOND)
-    one.sees("round", closing(SECOND))
-    one.exits(1, exit(0, 2, code=-15))
-    one.exits(1, exit(1, 3, code=-15))
-    record = put(one.wrote(Tag.NODE).writes[0])
-    assert isinstance(record, Node) and record.released == 1
 
 
 def test_the_next_round_starts_after_the_store_of_the_last_has_made_room() -> None:
@@ -531,19 +288,7 @@ def test_an_expelled_node_joins_a_later_round_when_its_old_workers_are_gone() ->
     assert one.one(StartWorkers).round.number == 3
 
 
-def test_an_agent_whose_keeper_was_killed_leaves() -> None:
-    """All its workers died with it, which is not the user's fault."""
-    one = Agent.working(SECOND)
-    one.told(KeeperLost())
-    assert one.did == (one.one(Leave),) and one.one(Leave).code == 143
-
-
 # ---------------------------------------------------------------- the lease and the store
-
-
-def test_each_renewal_moves_the_fence() -> None:
-    one = Agent.working(ROUND)
-    assert one.holds_lease(7) == (Fence(NOW + 7),)
 
 
 def test_an_agent_with_a_store_of_its_own_puts_up_no_fence() -> None:
@@ -556,15 +301,6 @@ def test_an_agent_with_a_store_of_its_own_puts_up_no_fence() -> None:
     one.sees("nodes/a", None)
     one.holds_lease()
     assert one.wrote(Tag.NODE) and not one.all_of(StopWorkers), "and the round goes on"
-
-
-def test_a_cut_off_node_stops_its_workers_when_its_lease_must_have_run_out() -> None:
-    one = Agent.working(ROUND)
-    one.now = NOW + 3
-    one.told(LeaseChanged(Silent(NOW + 2, cut_off=True)))
-    assert one.did == () and one.said == (StoreAway(True, NOW + 5),), "the fence stays where the lease ends"
-    one.told(LeaseChanged(Silent(NOW + 2, cut_off=True, as_of=NOW + 3)))
-    assert not one.did and not one.said, "changes are news, repetitions are not"
 
 
 def test_training_goes_on_while_the_store_itself_is_away() -> None:
@@ -651,31 +387,6 @@ def test_a_lost_lease_is_followed_by_registering_and_reporting_again() -> None:
     assert one.state.crew is not None and not one.all_of(StartWorkers)
 
 
-def test_etcd_away_for_longer_than_the_grace_ends_with_its_own_code() -> None:
-    one = Agent.working(ROUND, etcd_grace_s=60.0)
-    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
-    assert one.wake_at is not None and one.wake_at <= NOW + 60
-    one.at(NOW + 60)
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s)
-    one.exits(1, exit(0, 0, code=-15))
-    one.exits(1, exit(1, 1, code=-15))
-    assert one.one(Leave) == Leave(4, "etcd has not answered for 60 s")
-
-
-@pytest.mark.parametrize(
-    ("etcd_wait_s", "patience_s", "code"), [(None, 5.0, 2), (90.0, 90.0, 4), (0.0, 0.0, 4)]
-)
-def test_an_etcd_that_never_answers_counts_as_mistyped_unless_it_was_to_be_waited_for(
-    etcd_wait_s: float | None, patience_s: float, code: int
-) -> None:
-    one = Agent(etcd_grace_s=60.0, etcd_wait_s=etcd_wait_s)
-    one.told(LeaseChanged(Silent(NOW, cut_off=True)))
-    if patience_s:
-        assert one.wake_at == NOW + patience_s and not one.all_of(Leave)
-        one.at(NOW + patience_s)
-    assert one.one(Leave) == Leave(code, f"etcd has not answered for {patience_s:g} s")
-
-
 @pytest.mark.parametrize("answer", [Refused(), Unknown("no answer")])
 @pytest.mark.parametrize("tag", [Tag.NODE, Tag.LEAD])
 def test_a_write_that_failed_is_tried_again_without_spinning(tag: Tag, answer: Answer) -> None:
@@ -706,22 +417,6 @@ def test_older_news_does_not_undo_newer() -> None:
 # ---------------------------------------------------------------- leaving
 
 
-def test_a_signal_announces_the_departure_and_leaves_the_end_of_the_round_to_the_leader() -> None:
-    one = Agent.working(SECOND)
-    one.told(Signalled(SIGINT))
-    assert one.said == (Draining(SIGINT),)
-    record = put(one.wrote(Tag.NODE).writes[0])
-    assert isinstance(record, Node) and record.draining
-    assert not one.all_of(StopWorkers) and one.wake_at == NOW + DRAIN_PATIENCE_S
-    one.answered(Tag.NODE)
-    one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.shutdown_s), "which scripts save on"
-    one.exits(1, exit(0, 2, code=0))
-    assert not one.all_of(Leave)
-    one.exits(1, exit(1, 3, code=0))
-    assert one.one(Leave) == Leave(130, "drained")
-
-
 def test_workers_that_keep_their_process_hear_whether_they_take_part_in_a_later_round() -> None:
     for cause, leaves, going in [
         (Cause.NODE_DRAINED, True, True),
@@ -744,93 +439,10 @@ def test_another_signal_is_passed_on_to_the_workers() -> None:
     assert one.one(StopWorkers).signal == SIGUSR1
 
 
-def test_a_leaving_node_does_not_wait_for_a_leader_for_ever() -> None:
-    one = Agent.working(SECOND)
-    one.told(Signalled(SIGTERM))
-    one.at(NOW + DRAIN_PATIENCE_S)
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.shutdown_s)
-    assert one.said == (WorkersStopping(1, Cause.NODE_DRAINED, POLICY.shutdown_s),)
-
-
-def test_workers_are_not_said_to_stop_for_what_their_round_began_for() -> None:
-    gone = Agent.working(SECOND, etcd_grace_s=60.0)
-    gone.told(LeaseChanged(Silent(NOW, cut_off=False)))
-    gone.at(NOW + 60)
-    late = Agent.working(SECOND)
-    late.sees("round", round(2, {"b": 2}, cause=Cause.NODE_LOST))
-    hasty = Agent.working(SECOND)
-    hasty.told(Signalled(SIGINT))
-    hasty.told(Signalled(SIGINT))
-    causes = [[s.cause for s in one.said if isinstance(s, WorkersStopping)] for one in (gone, late, hasty)]
-    assert causes == [[Cause.NODE_LOST], [Cause.NODE_LOST], [Cause.NODE_DRAINED]]
-
-
-def test_a_leaving_node_does_not_wait_for_a_store_that_is_silent() -> None:
-    one = Agent.working(SECOND)
-    one.told(LeaseChanged(Silent(NOW, cut_off=False)))
-    one.told(Signalled(SIGTERM))
-    assert one.one(StopWorkers).grace_s == POLICY.shutdown_s
-
-
-def test_the_operator_drains_a_node_by_the_spec() -> None:
-    one = Agent.working(SECOND)
-    one.sees("spec", replace(spec(), drain=(Drained("a", life("a")),)))
-    assert one.said == (Draining(0),)
-    one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
-    assert one.one(StopWorkers).signal == SIGTERM
-    one.exits(1, exit(0, 2, code=0))
-    one.exits(1, exit(1, 3, code=0))
-    assert one.one(Leave).code == 143
-
-
 def test_a_drain_of_an_earlier_incarnation_does_not_concern_this_one() -> None:
     one = Agent.registered()
     one.sees("spec", replace(spec(), drain=(Drained("a", life("a", 0)),)))
     assert one.state.departure is None and one.state.exiting is None
-
-
-def test_a_second_signal_kills() -> None:
-    one = Agent.working(SECOND)
-    one.told(Signalled(SIGINT))
-    one.told(Signalled(SIGINT))
-    assert one.one(StopWorkers) == StopWorkers(SIGKILL, 0.0)
-    one.told(Signalled(SIGINT))
-    assert not one.all_of(StopWorkers)
-
-
-def test_the_platforms_signal_after_the_operators_drain_spares_workers_that_save() -> None:
-    one = Agent.working(SECOND)
-    one.sees("spec", replace(spec(), drain=(Drained("a", life("a")),)))
-    one.sees("round", closing(SECOND, Cause.NODE_DRAINED, planned=True))
-    one.told(Signalled(SIGTERM))
-    assert not one.all_of(StopWorkers)
-    one.told(Signalled(SIGTERM))
-    assert one.one(StopWorkers).signal == SIGKILL
-
-
-def test_an_agent_without_workers_leaves_at_once_when_signalled() -> None:
-    one = Agent.registered()
-    one.told(Signalled(SIGTERM))
-    assert one.one(Leave) == Leave(143, "drained")
-
-
-@pytest.mark.parametrize(
-    ("outcome", "code"),
-    [
-        (Outcome.SUCCEEDED, 0),
-        (Outcome.FAILED, 1),
-        (Outcome.SHORT, 3),
-        (Outcome.STOPPED, 143),
-        (Outcome.NOWHERE, 5),
-        (Outcome.REFUSED, 2),
-    ],
-)
-def test_the_outcome_of_the_job_is_the_exit_code_of_its_agents(outcome: Outcome, code: int) -> None:
-    one = Agent.working(SECOND)
-    one.exits(1, exit(0, 2, code=0))
-    one.exits(1, exit(1, 3, code=0))
-    one.sees("round", ended(SECOND, outcome))
-    assert one.one(Leave) == Leave(code, f"it {outcome}")
 
 
 def test_no_agent_leaves_before_its_workers_have() -> None:

@@ -1,4 +1,4 @@
-"""Thousands of schedules of worlds and failures: each epoch's samples are used once, weighted alike.
+"""Hundreds of schedules of worlds and failures: each epoch's samples are used once, weighted alike.
 
 The reference knows nothing of worlds: it shuffles a list, cuts it, and goes through it.
 """
@@ -9,7 +9,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import count, product
+from functools import cache
+from itertools import count
 from typing import Protocol
 
 import pytest
@@ -166,20 +167,28 @@ def assert_sound(job: Job, done: Training, why: object) -> None:
     assert [epoch for epoch, _, _ in done.steps] == sorted(epoch for epoch, _, _ in done.steps), why
 
 
-@pytest.mark.parametrize("block", range(20))
-def test_each_sample_of_an_epoch_is_used_once_and_weighs_the_same_as_its_neighbours(block):
-    for seed in range(block * 150, block * 150 + 150):
-        chance = random.Random(seed)
-        job = draw(chance)
-        assert_sound(job, train(job, Random(chance)), seed)
+SEEDS = 400
+
+
+@cache
+def trained(seed: int) -> tuple[Job, Training]:
+    chance = random.Random(seed)
+    job = draw(chance)
+    return job, train(job, Random(chance))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_each_sample_of_an_epoch_is_used_once_and_weighs_the_same_as_its_neighbours(block: int) -> None:
+    for seed in range(block, SEEDS, 4):
+        assert_sound(*trained(seed), seed)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_world_may_end_at_every_single_point_and_become_any_other(grows: bool, accumulate: int) -> None:
-    job = Job(13, 2 if grows else 6, 3, accumulate, 2, False, grows, Shuffled(13, 5))
+    job = Job(9, 2 if grows else 6, 3, accumulate, 2, False, grows, Shuffled(9, 5))
     points = 0
-    for worlds in product((1, 2, 5), repeat=2):
+    for worlds in ((1, 2), (2, 5), (5, 1), (5, 5)):
         for step in count():
             tried = [Once(step, point, worlds) for point in range(12)]
             for fate in tried:
@@ -187,15 +196,13 @@ def test_a_world_may_end_at_every_single_point_and_become_any_other(grows: bool,
             points += sum(fate.struck for fate in tried)
             if not any(fate.struck for fate in tried):
                 break  # there is no such step
-    assert points > 100
+    assert points > 50
 
 
 def test_the_schedules_have_every_kind_of_thing_in_them():
     seen: Counter[str] = Counter()
-    for seed in range(300):
-        chance = random.Random(seed)
-        job = draw(chance)
-        done = train(job, Random(chance))
+    for seed in range(SEEDS):
+        job, done = trained(seed)
         sizes = {len(used) for _, _, used in done.steps}
         seen["grows"] += job.grows
         seen["a last batch that is short"] += not job.grows and len(sizes) > 1

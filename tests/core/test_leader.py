@@ -36,24 +36,14 @@ from elasticd.core.facts import (
 )
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.view import Registered
-from elasticd.core.page import Fatal
 from elasticd.core.ports import Changes, Delete, Entry, Listing, Put, Unchanged
 from elasticd.core.reasons import (
-    AwaitingCheckpoint,
     AwaitingRelease,
-    AwaitingReturn,
-    BelowMinimum,
-    CoolingDown,
     FailureCharged,
-    JobEnded,
     RoundClosing,
-    RoundFormed,
-    Settling,
     SlotDrained,
-    SlotQuarantined,
 )
 from tests.core.build import (
-    BUDGET_REVISION,
     NOW,
     ROUND_REVISION,
     SPEC_REVISION,
@@ -120,52 +110,11 @@ def test_the_old_spec_and_the_end_of_its_job_are_not_a_new_job() -> None:
 # ---------------------------------------------------------------- waiting -> live
 
 
-def test_a_job_forms_at_once_when_it_has_all_it_wants() -> None:
-    plan = decide(view(spec(2, 4), waiting(since=NOW), [node("a", 3), node("b", 3)], seen_at=NOW), NOW)
-    formed = next_round(plan)
-    assert (formed.number, formed.phase, formed.cause) == (1, Phase.LIVE, Cause.START)
-    assert sizes(formed) == {"a": 3, "b": 1}
-    assert formed.since == NOW
-    assert plan.reasons == (RoundFormed(1, 4, 2, Cause.START),)
-
-
-def test_a_job_with_enough_workers_settles_before_it_starts() -> None:
-    starting = view(spec(2, 8, policy=POLICY), waiting(since=NOW - 60), [node("a", 3)], seen_at=NOW)
-    plan = decide(starting, NOW + 0.9)
-    assert plan == Plan(wake_at=NOW + 1, reasons=(Settling(3, 8, NOW + 1),))
-    assert sizes(next_round(decide(starting, NOW + 1))) == {"a": 3}
-
-
-def test_the_settle_window_starts_again_with_each_node_that_comes() -> None:
-    a, b = node("a", 3), node("b", 3)
-    starting = view(spec(2, 8, policy=POLICY), waiting(), [a, b], seen_at=NOW)
-    later = replace(starting.nodes["b"], seen_at=NOW + 0.5)  # type: ignore[index]
-    starting = replace(starting, nodes={**starting.nodes, "b": later})  # type: ignore[dict-item]
-    assert decide(starting, NOW + 1).wake_at == NOW + 1.5
-
-
 def test_a_node_that_may_not_take_part_does_not_prolong_the_settling() -> None:
     starting = view(spec(2, 8, policy=POLICY), waiting(), [node("a", 3), node("b", draining=True)])
     late = replace(starting.nodes["b"], seen_at=NOW)  # type: ignore[index]
     starting = replace(starting, nodes={**starting.nodes, "b": late})  # type: ignore[dict-item]
     assert next_round(decide(starting, NOW)).world_size == 3
-
-
-def test_the_first_member_hosts_the_store_on_the_port_it_announced() -> None:
-    plan = decide(view(spec(2, 4), waiting(), [node("b", 2, port=1234), node("a", 2)]), NOW)
-    assert next_round(plan).store == "b.example:1234"
-
-
-def test_below_minimum_the_job_waits_and_says_for_how_long() -> None:
-    plan = decide(view(spec(4, 8, policy=POLICY), waiting(since=NOW), [node("a", 3)]), NOW + 10)
-    assert plan == Plan(wake_at=NOW + 600, reasons=(BelowMinimum(3, 4, NOW + 600),))
-
-
-def test_a_job_that_waited_below_minimum_for_too_long_ends_short() -> None:
-    plan = decide(view(spec(4, 8, policy=POLICY), waiting(since=NOW), [node("a", 3)]), NOW + 600)
-    ended = next_round(plan)
-    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.SHORT)
-    assert ended.why == "only 3 of the 4 workers needed came within 600 s"
 
 
 def test_workers_that_come_in_the_last_moment_are_taken() -> None:
@@ -180,11 +129,6 @@ def test_a_waiting_job_wakes_when_a_quarantine_ends() -> None:
     assert next_round(decide(starved, NOW + 20)).world_size == 2
 
 
-def test_a_waiting_job_can_be_stopped() -> None:
-    plan = decide(view(spec(stop=True), waiting(), []), NOW)
-    assert next_round(plan).outcome is Outcome.STOPPED
-
-
 # ---------------------------------------------------------------- live
 
 
@@ -196,68 +140,15 @@ def live(sizes: dict[str, int], nodes: Sequence[Node], reports: Sequence[Report]
     return view(wanted, round(5, sizes, **of_round), nodes, reports, **of_view)
 
 
-def test_a_world_that_is_well_is_left_alone() -> None:
-    plan = decide(live({"a": 2, "b": 2}, [node("a", released=4), node("b", released=4)]), NOW)
-    assert plan == Plan()
-
-
-def test_a_failed_worker_closes_the_round_without_grace() -> None:
-    found = exit(1, 1)
-    plan = decide(live({"a": 2, "b": 2}, [node("a"), node("b")], [report("a", 5, found)]), NOW)
-    closing = next_round(plan)
-    assert (closing.number, closing.phase, closing.planned) == (5, Phase.CLOSING, False)
-    assert (closing.closing, closing.since, closing.lived_s) == (Cause.WORKER_FAILED, NOW, 5.0)
-    assert closing.cause is Cause.START, "why it began stays known"
-    assert plan.reasons == (RoundClosing(5, Cause.WORKER_FAILED, (), Failure("a", found)),)
-    assert not [w for w in plan.writes if w.key == "budget"], "it is charged when all have answered"
-
-
-def test_a_hung_worker_closes_the_round_as_one_and_is_charged_like_a_failed_one() -> None:
-    found = replace(exit(1, 1, -9), hung=True)
-    nodes, reports = [node("a"), node("b")], [report("a", 5, found, steps=7)]
-    plan = decide(live({"a": 2, "b": 2}, nodes, reports), NOW)
-    assert next_round(plan).closing is Cause.WORKER_HUNG
-    nodes = [node("a", released=5), node("b", released=5)]
-    plan = decide(closing(Cause.WORKER_HUNG, {"a": 2, "b": 2}, nodes, reports), NOW)
-    formed = next_round(plan)
-    assert (formed.cause, formed.restarts, formed.failure) == (Cause.WORKER_HUNG, 1, Failure("a", found))
-    assert isinstance(written(plan, "budget"), Budget)
-
-
-def test_a_lost_node_closes_the_round() -> None:
-    plan = decide(live({"a": 2, "b": 2}, [node("a")]), NOW)
-    assert next_round(plan).closing is Cause.NODE_LOST
-    assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("b",)),)
-
-
 def test_a_restarted_agent_means_its_old_node_is_lost_even_while_absence_does_not_count() -> None:
     seen = live({"a": 2, "b": 2}, [node("a"), node("b", life_number=2)], absence_counts_from=NOW + 5)
     assert next_round(decide(seen, NOW)).closing is Cause.NODE_LOST
-
-
-def test_after_an_outage_an_absent_node_is_given_time_to_come_back() -> None:
-    seen = live({"a": 2, "b": 2}, [node("a")], absence_counts_from=NOW + 5)
-    assert decide(seen, NOW) == Plan(wake_at=NOW + 5, reasons=(AwaitingReturn(("b",), NOW + 5),))
-    assert next_round(decide(seen, NOW + 5)).closing is Cause.NODE_LOST
 
 
 def test_a_node_that_let_go_of_a_live_round_is_as_good_as_lost() -> None:
     """Its workers were fenced, or their keeper died: it is there, but nothing of the round is."""
     plan = decide(live({"a": 2, "b": 2}, [node("a", released=5), node("b")]), NOW)
     assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("a",)),)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param({"nodes": [node("a"), node("b", draining=True)]}, id="by a signal"),
-        pytest.param({"nodes": [node("a"), node("b")], "drain": ["b"]}, id="by its operator"),
-    ],
-)
-def test_a_leaving_node_closes_the_round_with_time_to_save(more: dict[str, Any]) -> None:
-    plan = decide(live({"a": 2, "b": 2}, more.pop("nodes"), **more), NOW)
-    assert next_round(plan).planned
-    assert plan.reasons == (RoundClosing(5, Cause.NODE_DRAINED, ("b",)),)
 
 
 def resizing(wish: str, **more: Any) -> View:
@@ -269,37 +160,11 @@ def resizing(wish: str, **more: Any) -> View:
     return replace(seen, spec=replace(seen.spec, checkpointed=True))
 
 
-@pytest.mark.parametrize(
-    ("wish", "wait_s"), [("grow", 600.0), ("scale", 600.0), ("drain", POLICY.shutdown_s / 2)]
-)
-def test_a_resize_waits_for_the_next_checkpoint_that_is_told_of_but_not_for_ever(
-    wish: str, wait_s: float
-) -> None:
-    seen = resizing(wish)
-    announced = next_round(decide(seen, NOW))
-    assert (announced.phase, announced.resizes_by) == (Phase.LIVE, NOW + wait_s)
-    seen = replace(seen, round=announced)
-    waits = Plan(wake_at=NOW + wait_s, reasons=(AwaitingCheckpoint(NOW + wait_s),))
-    assert decide(seen, NOW + wait_s - 1) == waits
-    told = replace(seen, reports={"a": replace(report("a", 5), checkpointed=True)})
-    for plan in (decide(told, NOW + 1), decide(seen, NOW + wait_s)):
-        assert (next_round(plan).phase, next_round(plan).planned) == (Phase.CLOSING, True)
-        assert next_round(plan).resizes_by == 0
-
-
 def test_a_node_that_leaves_hurries_a_resize_that_waits_for_a_checkpoint() -> None:
     seen = resizing("drain")
     assert seen.round is not None
     seen = replace(seen, round=replace(seen.round, resizes_by=NOW + 500))
     assert next_round(decide(seen, NOW)).resizes_by == NOW + POLICY.shutdown_s / 2
-
-
-def test_a_resize_that_nobody_wants_any_more_is_called_off() -> None:
-    seen = resizing("grow")
-    assert seen.round is not None and seen.nodes is not None
-    seen = replace(seen, round=replace(seen.round, resizes_by=NOW + 500), nodes={"a": seen.nodes["a"]})
-    plan = decide(seen, NOW)
-    assert (next_round(plan).phase, next_round(plan).resizes_by) == (Phase.LIVE, 0)
 
 
 @pytest.mark.parametrize("wish", ["grow", "scale", "drain"])
@@ -319,19 +184,6 @@ def test_a_leaving_node_outside_the_round_disturbs_nobody() -> None:
     assert not decide(live({"a": 2}, [node("a"), node("b", draining=True)]), NOW).writes
 
 
-@pytest.mark.parametrize(("min", "max"), [(1, 3), (5, 8)])
-def test_limits_that_no_longer_fit_close_the_round_as_planned(min: int, max: int) -> None:
-    plan = decide(live({"a": 2, "b": 2}, [node("a"), node("b")], min=min, max=max), NOW)
-    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.SCALED, True)
-
-
-def test_a_world_grows_once_it_has_cooled_down() -> None:
-    seen = live({"a": 2}, [node("a"), node("b", 3)], since=NOW)
-    assert decide(seen, NOW + 1) == Plan(wake_at=NOW + 30, reasons=(CoolingDown(2, 5, NOW + 30),))
-    plan = decide(seen, NOW + 30)
-    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.GREW, True)
-
-
 @pytest.mark.parametrize(
     ("newcomer", "more"),
     [
@@ -349,27 +201,6 @@ def test_a_world_does_not_grow_for_a_node_it_cannot_use(newcomer: Node, more: di
     assert not decide(live({"a": 2}, [node("a"), newcomer], since=0, **more), NOW).writes
 
 
-def test_a_quarantined_slot_is_taken_back_when_its_time_is_over() -> None:
-    budget = Budget(quarantines=(Quarantine("b", 1, NOW + 50, 1),))
-    seen = live({"a": 2, "b": 1}, [node("a"), node("b", 2)], since=NOW - 60, budget=budget)
-    assert decide(seen, NOW) == Plan(wake_at=NOW + 50), "it wakes by itself: nobody will tell it"
-    assert next_round(decide(seen, NOW + 50)).closing is Cause.GREW
-
-
-def test_the_operator_stops_a_live_job_with_time_to_save() -> None:
-    plan = decide(live({"a": 2}, [node("a")], stop=True), NOW)
-    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.STOPPED, True)
-
-
-def test_a_job_has_succeeded_when_every_member_has_finished() -> None:
-    done = [report("a", 5, finished=True), report("b", 5, finished=True)]
-    plan = decide(live({"a": 2, "b": 2}, [node("a"), node("b")], done), NOW)
-    ended = next_round(plan)
-    assert (ended.phase, ended.outcome, ended.number) == (Phase.ENDED, Outcome.SUCCEEDED, 5)
-    assert {w.key for w in plan.writes if isinstance(w, Delete)} == {"spec", "budget", "reports/"}
-    assert plan.reasons == (JobEnded(Outcome.SUCCEEDED, "every worker finished"),)
-
-
 def test_a_job_succeeds_even_if_its_agents_are_gone_by_then_or_it_is_being_stopped() -> None:
     done = [report("a", 5, finished=True), report("b", 5, finished=True)]
     assert next_round(decide(live({"a": 2, "b": 2}, [], done), NOW)).outcome is Outcome.SUCCEEDED
@@ -382,18 +213,6 @@ def test_a_job_succeeds_even_if_its_agents_are_gone_by_then_or_it_is_being_stopp
 )
 def test_only_the_members_of_this_round_can_finish_it(stale: Report) -> None:
     seen = live({"a": 2, "b": 2}, [node("a"), node("b")], [report("a", 5, finished=True), stale])
-    assert not decide(seen, NOW).writes
-
-
-def test_the_last_steps_of_a_job_are_not_disturbed_by_resizing() -> None:
-    seen = live(
-        {"a": 2, "b": 2}, [node("a"), node("b"), node("c")], [report("a", 5, finished=True)], since=0, max=3
-    )
-    assert decide(seen, NOW) == Plan()
-
-
-def test_a_node_that_finished_may_leave_before_the_others_have() -> None:
-    seen = live({"a": 2, "b": 2}, [node("b")], [report("a", 5, finished=True)])
     assert not decide(seen, NOW).writes
 
 
@@ -442,15 +261,6 @@ def test_a_slot_that_lags_behind_stays(seen: View) -> None:
     assert not decide(seen, NOW).writes
 
 
-def test_the_next_round_goes_on_without_the_drained_slot() -> None:
-    kept_out = Budget(quarantines=(Quarantine("b", 0, NOW + 600, 1),))
-    nodes = [node("a", released=5), node("b", released=5)]
-    plan = decide(closing(Cause.SLOT_DRAINED, {"a": 2, "b": 2}, nodes, budget=kept_out), NOW)
-    formed = next_round(plan)
-    assert [(m.node, m.slots) for m in formed.members] == [("a", (0, 1)), ("b", (1,))]
-    assert formed.cause is Cause.SLOT_DRAINED and formed.restarts == 0
-
-
 # ---------------------------------------------------------------- closing -> what next
 
 
@@ -469,12 +279,6 @@ def closing(
     return view(wanted or spec(policy=POLICY), ending, nodes, reports, **more)
 
 
-def test_the_next_round_waits_until_every_member_has_released_this_one() -> None:
-    nodes = [node("a", released=5), node("b", released=4)]
-    plan = decide(closing(Cause.GREW, {"a": 2, "b": 2}, nodes), NOW)
-    assert plan == Plan(reasons=(AwaitingRelease(("b",)),))
-
-
 def test_the_next_round_waits_for_nothing_else() -> None:
     """No settle window: whoever the round was made of has answered, and newcomers can join later."""
     nodes = [node("a", released=5), node("b", released=5), node("c")]
@@ -484,12 +288,6 @@ def test_the_next_round_waits_for_nothing_else() -> None:
     assert sizes(formed) == {"a": 2, "b": 2, "c": 2}
     assert formed.closing is None and not formed.planned
     assert not [w for w in plan.writes if w.key == "budget"]
-
-
-def test_while_absence_does_not_count_the_closing_round_waits_for_the_absent() -> None:
-    seen = closing(Cause.GREW, {"a": 2, "b": 2}, [node("a", released=5)], absence_counts_from=NOW + 5)
-    assert decide(seen, NOW) == Plan(wake_at=NOW + 5, reasons=(AwaitingReturn(("b",), NOW + 5),))
-    assert sizes(next_round(decide(seen, NOW + 5))) == {"a": 2}
 
 
 @pytest.mark.parametrize("cause", Cause)
@@ -507,21 +305,6 @@ def test_the_next_round_knows_when_the_job_began_and_how_often_it_was_cut_short(
 def test_the_first_round_begins_the_job() -> None:
     formed = next_round(decide(view(spec(policy=POLICY), waiting(), [node("a")]), NOW + 100))
     assert (formed.phase, formed.began, formed.failures) == (Phase.LIVE, NOW + 100, 0)
-
-
-def test_a_failed_worker_is_charged_once_and_replaced() -> None:
-    found = exit(1, 1)
-    reports = [report("a", 5, found, exit(0, 0, at=NOW), steps=7), report("b", 5, exit(0, 2, at=NOW))]
-    nodes = [node("a", released=5), node("b", released=5)]
-    plan = decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports, restarts=2), NOW)
-    formed = next_round(plan)
-    assert (formed.number, formed.cause, sizes(formed)) == (6, Cause.WORKER_FAILED, {"a": 2, "b": 2})
-    assert (formed.restarts, formed.failure) == (3, Failure("a", found))
-    charged = written(plan, "budget")
-    assert isinstance(charged, Budget)
-    assert [(c.node, c.slot, c.progressed) for c in charged.charges] == [("a", 1, True)]
-    assert Unchanged("budget", 0) in plan.guards and ROUND_AS_SEEN in plan.guards
-    assert plan.reasons[0] == FailureCharged(Failure("a", found), 1, 10)
 
 
 @pytest.mark.parametrize(
@@ -610,51 +393,6 @@ def test_one_that_raised_is_charged_though_its_round_was_closed_for_another_to_c
     assert not any(isinstance(reason, FailureCharged) for reason in lost_too.reasons)
 
 
-def test_a_worker_that_failed_by_its_nodes_fault_is_replaced_and_not_charged() -> None:
-    found = replace(exit(0, 2), node_fault=True)
-    echo = exit(0, 0, at=NOW + 1)
-    reports = [report("a", 5, found), report("b", 5, echo)]
-    broken = next_round(decide(live({"a": 2, "b": 2}, [node("a"), node("b")], reports), NOW))
-    assert (broken.phase, broken.closing) == (Phase.CLOSING, Cause.NODE_FAULT)
-    nodes = [node("a", released=5), node("b", released=5)]
-    plan = decide(closing(Cause.NODE_FAULT, {"a": 2, "b": 2}, nodes, reports), NOW)
-    formed = next_round(plan)
-    assert (formed.cause, formed.restarts, sizes(formed)) == (Cause.NODE_FAULT, 0, {"a": 2, "b": 2})
-    assert not any(isinstance(reason, FailureCharged) for reason in plan.reasons)
-
-
-@pytest.mark.parametrize(
-    ("fatal", "outcome"),
-    [
-        (Fatal.NOT_FINITE, Outcome.DIVERGED),
-        (Fatal.NO_CHECKPOINT, Outcome.NOWHERE),
-        (Fatal.BAD_DATA, Outcome.REFUSED),
-    ],
-)
-def test_a_worker_that_says_so_ends_the_job_whatever_the_budget_has_left(
-    fatal: Fatal, outcome: Outcome
-) -> None:
-    said = "Traceback ...\n[rank2]: job.NotFinite: after step 4: loss is nan; the job stops\n"
-    echo, last_word = exit(0, 0, at=NOW - 3), replace(exit(0, 2), message=said, fatal=fatal)
-    reports = [report("a", 5, echo, steps=7), report("b", 5, last_word)]
-    nodes = [node("a", released=5), node("b", released=5)]
-    ended = next_round(decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports), NOW))
-    assert (ended.phase, ended.outcome) == (Phase.ENDED, outcome)
-    assert ended.why == "after step 4: loss is nan; the job stops"
-    assert ended.failure == Failure("b", last_word)
-
-
-@pytest.mark.parametrize("astray", [None, 50])
-def test_a_round_is_closed_for_its_workers_to_begin_anew_if_one_of_them_came_to_what_is_no_number(
-    astray: int | None,
-) -> None:
-    failed = report("b", 5, replace(exit(0, 2), astray=astray))
-    live = round(5, {"a": 2, "b": 2})
-    seen = view(spec(), live, nodes=[node("a"), node("b")], reports=[report("a", 5), failed])
-    closed = next_round(decide(seen, NOW))
-    assert (closed.phase, closed.anew) == (Phase.CLOSING, astray is not None)
-
-
 def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_further() -> None:
     echo, told = exit(0, 0, at=NOW - 3), replace(exit(0, 2), astray=50)
     reports = [report("a", 5, echo, steps=7), report("b", 5, told)]
@@ -675,30 +413,12 @@ def test_going_back_from_what_is_no_number_ends_once_it_has_often_enough_led_no_
     assert ended.why.startswith("3 times the training came to a value that is NaN or infinite")
 
 
-def test_a_lost_node_is_not_charged_even_when_the_survivors_workers_failed_first() -> None:
-    """Gloo's error reaches etcd before the lease of the node that caused it runs out."""
-    reports = [report("a", 5, exit(0, 0))]
-    plan = decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, [node("a", released=5)], reports), NOW)
-    formed = next_round(plan)
-    assert (formed.cause, formed.restarts, formed.failure) == (Cause.NODE_LOST, 0, None)
-    assert not [w for w in plan.writes if w.key == "budget"]
-
-
 def test_a_fenced_node_is_not_charged_though_its_peers_workers_failed_first() -> None:
     """It was cut off or stopped, its peers' collectives broke, and it is back before they are done."""
     reports = [report("a", 5, exit(0, 0))]
     nodes = [node("a", released=5), node("b", released=5, fenced=5)]
     formed = next_round(decide(closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, nodes, reports), NOW))
     assert (formed.cause, formed.restarts, formed.failure) == (Cause.NODE_LOST, 0, None)
-
-
-def test_a_node_lost_while_others_save_leaves_them_little_time() -> None:
-    """They may be waiting for it in a collective."""
-    seen = closing(Cause.GREW, {"a": 2, "b": 2}, [node("a")])
-    seen = replace(seen, round=replace(seen.round, planned=True))
-    assert not next_round(decide(seen, NOW)).planned
-    seen = replace(seen, round=replace(seen.round, planned=False))
-    assert decide(seen, NOW).reasons == (AwaitingRelease(("a",)),), "it is said once"
 
 
 @pytest.mark.parametrize("cause", sorted({c for c in Cause if not c.charged} - {Cause.WORLD_BROKEN}))
@@ -710,25 +430,6 @@ def test_what_is_not_the_users_fault_costs_nothing(cause: Cause) -> None:
     assert not [w for w in plan.writes if w.key == "budget"]
 
 
-def test_lost_node_below_minimum_waits_without_spending_budget() -> None:
-    wanted = spec(3, 8, policy=POLICY)
-    seen = closing(Cause.NODE_LOST, {"a": 2, "b": 2}, [node("a", released=5)], wanted=wanted)
-    plan = decide(seen, NOW)
-    left = next_round(plan)
-    assert (left.number, left.phase, left.since) == (5, Phase.WAITING, NOW)
-    assert (left.cause, left.closing, left.planned) == (Cause.NODE_LOST, None, False)
-    assert plan.writes == (Put("round", left),)
-
-
-def test_a_world_whose_run_functions_have_returned_is_not_resized() -> None:
-    live = round(5, {"a": 2})
-    nodes = [node("a"), node("new", 4)]
-    assert next_round(decide(view(spec(1, 8), live, nodes), NOW + 100)).phase is Phase.CLOSING
-    ending = Report("a", life("a"), 5, returned=True)
-    assert decide(view(spec(1, 8), live, nodes, [ending]), NOW + 100) == Plan()
-    assert decide(view(spec(1, 1), live, nodes, [ending]), NOW + 100) == Plan()
-
-
 def test_a_job_waits_for_workers_and_hands_nothing_over_meanwhile() -> None:
     """A handover that failed: the nodes start no workers for a round that only hands over."""
     seen = closing(Cause.WORKER_FAILED, {"a": 2, "b": 2}, [node("a", released=5)], wanted=spec(3, 8))
@@ -737,47 +438,10 @@ def test_a_job_waits_for_workers_and_hands_nothing_over_meanwhile() -> None:
     assert (next_round(plan).phase, next_round(plan).handover) == (Phase.WAITING, False)
 
 
-def test_a_job_that_waited_goes_on_with_the_cause_of_its_pause() -> None:
-    left = replace(
-        waiting(5, since=NOW - 50), members=round(5, {"a": 2, "b": 2}).members, cause=Cause.NODE_LOST
-    )
-    nodes = [node("a", released=5), node("c", 6)]
-    formed = next_round(decide(view(spec(3, 8), left, nodes), NOW))
-    assert (formed.number, formed.cause, sizes(formed)) == (6, Cause.NODE_LOST, {"a": 2, "c": 6})
-
-
-def test_the_budget_spent_ends_the_job_with_its_last_failure() -> None:
-    found = exit(0, 0)
-    seen = closing(
-        Cause.WORKER_FAILED,
-        {"a": 2},
-        [node("a", released=5)],
-        [report("a", 5, found, steps=1)],
-        wanted=spec(policy=replace(POLICY, restarts_max=1)),
-        budget=charges(("a", 1), progressed=True),
-    )
-    plan = decide(seen, NOW)
-    ended = next_round(plan)
-    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.FAILED)
-    assert ended.failure == Failure("a", found) and "2 failures within" in ended.why
-    assert isinstance(plan.reasons[-1], JobEnded)
-
-
 def test_a_job_that_is_not_to_resume_forgets_what_a_former_one_committed_and_no_other_does() -> None:
     for resume in Resume:
         plan = decide(view(spec(policy=replace(POLICY, resume=resume)), None, [node("a", 8)]), NOW)
         assert (Delete("checkpoint") in plan.writes) == (resume is Resume.NEVER)
-
-
-def test_failing_again_and_again_without_a_step_ends_the_job_early() -> None:
-    seen = closing(
-        Cause.WORKER_FAILED,
-        {"a": 2},
-        [node("a", released=5)],
-        [report("a", 5, exit(0, 0))],
-        budget=charges(("a", 0), ("a", 1), ("a", 0)),
-    )
-    assert "without a single step" in next_round(decide(seen, NOW)).why
 
 
 @pytest.mark.parametrize(("inplace", "ends"), [(True, True), (False, False)])
@@ -808,45 +472,6 @@ def test_what_survivors_have_committed_since_the_last_failure_is_progress() -> N
     )
     spent = written(decide(seen, NOW), "budget")
     assert isinstance(spent, Budget) and (spent.charges[-1].progressed, spent.charges[-1].step) == (True, 31)
-
-
-def test_a_slot_that_fails_alone_is_left_out_while_enough_remain() -> None:
-    seen = closing(
-        Cause.WORKER_FAILED,
-        {"a": 2, "b": 2},
-        [node("a", released=5), node("b", released=5)],
-        [report("b", 5, exit(1, 3), steps=1)],
-        wanted=spec(3, 8, policy=POLICY),
-        budget=charges(("b", 1), ("b", 1), progressed=True),
-    )
-    plan = decide(seen, NOW)
-    assert [(m.node, m.slots) for m in next_round(plan).members] == [("a", (0, 1)), ("b", (0,))]
-    assert plan.reasons[1] == SlotQuarantined("b", 1, NOW + POLICY.quarantine_s)
-    kept = written(plan, "budget")
-    assert isinstance(kept, Budget) and kept.quarantines == (Quarantine("b", 1, NOW + 30, 1),)
-    assert Unchanged("budget", BUDGET_REVISION) in plan.guards
-
-
-def test_a_slot_that_fails_alone_stays_if_the_world_would_fall_below_minimum() -> None:
-    seen = closing(
-        Cause.WORKER_FAILED,
-        {"a": 2, "b": 2},
-        [node("a", released=5), node("b", released=5)],
-        [report("b", 5, exit(1, 3), steps=1)],
-        wanted=spec(4, 8, policy=POLICY),
-        budget=charges(("b", 1), ("b", 1), progressed=True),
-    )
-    plan = decide(seen, NOW)
-    assert next_round(plan).world_size == 4
-    assert not [r for r in plan.reasons if isinstance(r, SlotQuarantined)]
-
-
-def test_a_closing_job_that_is_to_stop_stops_when_all_is_released() -> None:
-    wanted = spec(policy=POLICY, stop=True)
-    nodes = [node("a", released=4)]
-    assert not decide(closing(Cause.STOPPED, {"a": 2}, nodes, wanted=wanted), NOW).writes
-    plan = decide(closing(Cause.STOPPED, {"a": 2}, [node("a", released=5)], wanted=wanted), NOW)
-    assert next_round(plan).outcome is Outcome.STOPPED
 
 
 def test_a_drained_node_is_not_in_the_next_round_and_leaves_the_spec_once_it_is_gone() -> None:

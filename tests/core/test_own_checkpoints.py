@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.agent.hearing import HELD_S
-from elasticd.core.facts import Cause, Phase, Spec
-from elasticd.core.messages import GoOn, LeaseChanged, StopWorkers, Tag
+from elasticd.core.messages import GoOn, LeaseChanged, Tag
 from elasticd.core.ports import Silent, WorkerCheckpointed
-from elasticd.core.reasons import CheckpointTold
 from tests.core.build import NOW, report, round
 from tests.core.by_hand import Agent, put
 
@@ -24,27 +22,6 @@ def held() -> Agent:
     one.sees("round", replace(ROUND, resizes_by=NOW + 100))
     assert one.told(TOLD) != ()
     return one
-
-
-def test_a_worker_that_has_told_goes_on_at_once_and_everybody_learns_that_it_tells() -> None:
-    one = Agent.working(ROUND)
-    one.told(TOLD)
-    assert one.one(GoOn).slots == (0,)
-    spec = put(one.wrote(Tag.INPLACE).writes[0])
-    assert isinstance(spec, Spec) and spec.checkpointed and not spec.inplace
-    assert one.said == (CheckpointTold(1, 0, "/shared/x.pt"),)
-
-
-def test_before_a_resize_it_is_held_and_the_leader_is_told() -> None:
-    one = held()
-    assert not one.all_of(GoOn)
-    assert put(one.wrote(Tag.REPORT).writes[0]) == replace(report("a", 1), checkpointed=True)
-
-
-def test_a_held_worker_is_stopped_where_it_is() -> None:
-    one = held()
-    one.sees("round", replace(ROUND, phase=Phase.CLOSING, closing=Cause.GREW, planned=True))
-    assert one.one(StopWorkers) and not one.all_of(GoOn)
 
 
 @pytest.mark.parametrize("why", ["called off", "etcd away", "no answer"])

@@ -13,7 +13,7 @@ from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.members import REPORT_S
 from elasticd.core.messages import CloseRound, Signalled, Tag
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
-from elasticd.core.reasons import AwaitingRelease, RoundClosing, WorkerEnded
+from elasticd.core.reasons import AwaitingRelease, WorkerEnded
 from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put
 from tests.core.test_reserve import IN_PLACE, ROUND, closing, own_record, working
@@ -35,16 +35,6 @@ def test_workers_of_a_round_that_is_resized_are_waited_for_however_long_a_step_t
     assert limit_s(one) is None
     one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
     assert not one.all_of(CloseRound)
-
-
-def test_survivors_are_hurried_only_once_one_of_them_waits_with_what_the_others_have_in_memory() -> None:
-    one = working()
-    one.sees("round", closing(ROUND))
-    assert limit_s(one) is None
-    one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
-    assert limit_s(one) == PART_S
-    one.at(NOW + 1)
-    assert not one.all_of(CloseRound), "once"
 
 
 @pytest.mark.parametrize("age", [None, Age(0, 5)])
@@ -119,15 +109,6 @@ def lost_each_other(*reports: Report, nodes: tuple[Node, ...] | None = None) -> 
     return view(spec(), ending, there, reports, Budget())
 
 
-def test_a_round_whose_workers_lost_each_other_is_closed_and_charged_to_nobody() -> None:
-    broken = replace(report("a", 5), broken=True)
-    plan = decide(view(spec(), round(5, {"a": 2, "b": 2}), [node("a"), node("b")], [broken]), NOW)
-    assert (next_round(plan).closing, next_round(plan).planned) == (Cause.WORLD_BROKEN, False)
-    assert plan.reasons == (RoundClosing(5, Cause.WORLD_BROKEN, ("a",)),)
-    formed = next_round(decide(lost_each_other(broken), NOW))
-    assert (formed.cause, formed.restarts, formed.world_size) == (Cause.WORLD_BROKEN, 0, 4)
-
-
 def test_a_round_that_is_left_in_good_order_is_left_at_once_when_some_have_lost_the_others() -> None:
     ending = round(5, {"a": 2, "b": 2}, Phase.CLOSING, closing=Cause.SCALED, planned=True)
     there = (node("a", released=5), node("b"))
@@ -173,12 +154,6 @@ def test_whoever_lost_the_others_by_a_failure_of_one_is_told_so_and_that_is_char
     plan = decide(lost_each_other(report("a", 5, failed)), NOW)
     formed = next_round(plan)
     assert (formed.cause, formed.restarts, formed.failure) == (Cause.WORKER_FAILED, 1, Failure("a", failed))
-
-
-def test_whoever_lost_the_others_with_their_node_lost_a_node() -> None:
-    here = (replace(node("a", released=5), slots=(0, 1)),)
-    formed = next_round(decide(lost_each_other(replace(report("a", 5), broken=True), nodes=here), NOW))
-    assert (formed.cause, formed.restarts) == (Cause.NODE_LOST, 0)
 
 
 # ---------------------------------------------------------------- who fails, and takes long to end

@@ -6,17 +6,14 @@ from dataclasses import replace
 
 from elasticd.core import leader, world
 from elasticd.core.age import Age
-from elasticd.core.agent.reserve import RETRY_FIRST_S
 from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
 from elasticd.core.messages import (
     CloseRound,
-    StartStandbys,
     StartWorkers,
     StopWorkers,
     Tag,
 )
 from elasticd.core.ports import WorkerLinked, WorkerWaiting
-from elasticd.core.reasons import StandbyFailed, StandbyReady
 from tests.core.build import NOW, exit, members, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put
 
@@ -74,16 +71,6 @@ def test_who_has_left_such_a_round_already_is_sent_away() -> None:
     assert sorted(stop.slots or () for stop in one.all_of(StopWorkers)) == [(0,), (1,)]
 
 
-def test_whoever_waits_is_told_of_with_the_release_and_not_one_by_one() -> None:
-    one = working()
-    one.sees("round", closing(ROUND))
-    one.told(WorkerWaiting(0, 1))
-    assert not one.did
-    one.told(WorkerWaiting(1, 1))
-    one.store_closed(1234)
-    assert (own_record(one).ready, own_record(one).released) == ((0, 1), 1)
-
-
 def test_a_node_says_which_of_its_waiting_workers_hold_the_newest_state() -> None:
     one = working()
     one.sees("round", closing(ROUND))
@@ -91,47 +78,6 @@ def test_a_node_says_which_of_its_waiting_workers_hold_the_newest_state() -> Non
     one.told(WorkerWaiting(1, 1, age=Age(1, 6)))
     one.store_closed(1234)
     assert (own_record(one).age, own_record(one).holders) == (Age(1, 6), (1,))
-
-
-def test_a_worker_that_dies_is_replaced_before_the_round_is_closed() -> None:
-    one = working()
-    one.exits(1, exit(1, 1))
-    assert one.one(StartStandbys).slots == (1,)
-    one.told(WorkerWaiting(1, 0))
-    assert StandbyReady(1) in one.said
-
-
-def test_a_worker_that_finished_is_not_missed() -> None:
-    one = working()
-    one.exits(1, exit(1, 1, code=0))
-    assert not one.all_of(StartStandbys)
-
-
-def test_waiting_workers_take_part_in_the_next_round_in_the_process_they_have() -> None:
-    one = working()
-    one.sees("round", closing(ROUND))
-    one.told(WorkerWaiting(0, 1))
-    one.told(WorkerWaiting(1, 1))
-    one.store_closed(1234)
-    one.answered(Tag.NODE)
-    second = replace(ROUND, number=2, store="a.example:1234")
-    one.sees("round", second)
-    assert one.one(StartWorkers).round == second
-    assert not one.state.waiting and one.state.crew is not None and one.state.crew.alive == {0, 1}
-
-
-def test_a_standby_that_never_gets_there_is_tried_ever_later_and_charged_to_nobody() -> None:
-    one = working()
-    one.exits(1, exit(1, 1))
-    first = one.state.report
-    for times in range(1, 4):
-        one.exits(0, exit(1, 1, code=3))
-        (failed,) = [r for r in one.said if isinstance(r, StandbyFailed)]
-        assert failed.until == one.now + RETRY_FIRST_S * 2 ** (times - 1)
-        assert not one.all_of(StartStandbys)
-        one.at(failed.until)
-        assert one.one(StartStandbys).slots == (1,)
-    assert one.state.report == first
 
 
 def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> None:
