@@ -299,16 +299,16 @@ def _spoil(stage: Stage, slot: str, name: str, seconds: str) -> None:
     stage.agent(name).procs.bad_slots[int(slot)] = stage.clock.now() + float(seconds)
 
 
-@event(r"worker (\d+) on N is found (slow|to have a bad GPU)")
-def _straggle(stage: Stage, slot: str, name: str, what: str) -> None:
+@event(r"worker (\d+) on N is found (?:(\d+) % slower than its peers|to have a bad GPU)")
+def _straggle(stage: Stage, slot: str, name: str, slower: str | None) -> None:
     """As the leader's daemon writes it down; the core reads it."""
     round = stage.cluster.round
     member = next(m for m in round.members if m.node == name) if round else None
     assert round is not None
     assert member is not None
-    why = "" if what == "slow" else "its driver reports XID 79"
-    slow = Laggard(name, int(slot), member.rank_of(int(slot)), 0.0 if why else 1.5, why)
-    stage.clock.note(name, f"the worker in slot {slot} is found {what}")
+    why = "" if slower else "its driver reports XID 79"
+    ratio = 1 + int(slower) / 100 if slower else 0.0
+    slow = Laggard(name, int(slot), member.rank_of(int(slot)), ratio, why)
     before = stage.cluster.etcd.fact("stragglers")
     others = before.slow if isinstance(before, Stragglers) and before.round == round.number else ()
     found = Stragglers(round.number, 1.0, (*others, slow))
@@ -330,7 +330,7 @@ def _revoke(stage: Stage) -> None:
     stage.cluster.etcd.expire_all()
 
 
-@event(r"etcd is (full|wiped|no longer full), as N is told")
+@event(r"etcd is (full|wiped|too old|no longer full), as N is told")
 def _complain(stage: Stage, how: str, name: str) -> None:
     post = stage.agent(name).post
     match how:
@@ -338,6 +338,8 @@ def _complain(stage: Stage, how: str, name: str) -> None:
             post(StoreFilled("etcd has no room left"))
         case "no longer full":
             post(StoreFilled(""))
+        case "too old":
+            post(StoreComplained("etcd 3.3 is too old", forgot=False))
         case _:
             post(StoreComplained("etcd has lost its data", forgot=True))
 

@@ -9,6 +9,7 @@ from elasticd.core.age import Age
 from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
 from elasticd.core.messages import (
     CloseRound,
+    StartStandbys,
     StartWorkers,
     StopWorkers,
     Tag,
@@ -93,6 +94,12 @@ def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> No
     one.told(WorkerWaiting(2, 0))
     one.told(WorkerWaiting(3, 0))  # one too many
     assert one.one(StopWorkers).slots == (3,)
+
+
+def test_a_worker_that_finished_is_not_missed() -> None:
+    one = working()
+    one.exits(1, exit(1, 1, code=0))
+    assert not one.all_of(StartStandbys)
 
 
 def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> None:
