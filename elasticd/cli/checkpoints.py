@@ -29,6 +29,8 @@ NOT_WHOLE = 5
 
 def _opened(ctx: click.Context, param: click.Parameter, value: str) -> CheckpointStore:
     """A folder that is there, or the address of a store."""
+    if not value:
+        raise click.BadParameter("its name cannot be empty.", ctx, param)
     try:
         store = store_at(value)
     except BadStore as error:

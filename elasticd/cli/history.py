@@ -16,7 +16,7 @@ import click
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.fitting import on_screen
 from elasticd.cli.say import say
-from elasticd.cli.values import Whole
+from elasticd.cli.values import Name, Whole
 from elasticd.procs.linux import started_at
 from elasticd.telemetry import events as files
 from elasticd.telemetry import runs, words
@@ -28,7 +28,7 @@ _STREAMS = ("stdout.log", "stderr.log")
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", type=Name("job"), required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on, and show each event as it happens.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: the lines as they are in the file.")
 @click.option("--all-runs", is_flag=True, help="Of the runs of that name before the last one, too.")
@@ -55,7 +55,7 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", type=Name("job"), required=False)
 @click.option("--slot", type=Whole(0), help="Only of the worker in this slot.")
 @click.option("--node", help="Only of this node, where several ran here.")
 @click.option("--failed", is_flag=True, help="Of the worker that failed last.")

@@ -36,6 +36,8 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
     job that ran last. The page is one HTML file that needs no network. Of a run that crashed, as far as
     it went.
     """
+    if run == "":
+        raise Complaint("the name of a run cannot be empty.")
     folders = _folders(run)
     parts = []
     for folder in folders:

@@ -17,13 +17,14 @@ from elasticd.cli.fitting import on_screen
 from elasticd.cli.options import etcd_options
 from elasticd.cli.report import JobReport, as_text, report
 from elasticd.cli.say import say
+from elasticd.cli.values import Name
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord, StoreRefused
 from elasticd.telemetry import words
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", type=Name("job"), required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object per line.")
 @click.option("--watch", "-w", is_flag=True, help="Go on, and show each change.")
 @etcd_options

@@ -12,14 +12,14 @@ from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import Place, find, places, reaching
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
-from elasticd.cli.values import Whole
+from elasticd.cli.values import Name, Whole
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Delete, Put, Refused, Unchanged
 from elasticd.telemetry import words
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=Name("job"))
 @click.option("--min", "least", type=Whole(1), help="Fewest workers.")
 @click.option("--max", "most", type=Whole(1), help="Most workers.")
 @etcd_options
@@ -43,8 +43,8 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
 
 
 @click.command()
-@click.argument("node")
-@click.option("--job", help="The job, where the node takes part in several.")
+@click.argument("node", type=Name("node"))
+@click.option("--job", type=Name("job"), help="The job, where the node takes part in several.")
 @etcd_options
 def drain(node: str, job: str | None, **etcd: Any) -> None:
     """Ask NODE to leave: its workers may save, the others go on without it."""
@@ -59,7 +59,7 @@ def drain(node: str, job: str | None, **etcd: Any) -> None:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=Name("job"))
 @etcd_options
 def stop(job: str, **etcd: Any) -> None:
     """End JOB on all its nodes: its workers may save."""
@@ -68,7 +68,7 @@ def stop(job: str, **etcd: Any) -> None:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=Name("job"))
 @etcd_options
 def forget(job: str, **etcd: Any) -> None:
     """Remove what etcd has of JOB, which has ended or whose nodes are all gone."""

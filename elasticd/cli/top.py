@@ -14,6 +14,7 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import find, places
 from elasticd.cli.options import etcd_options
 from elasticd.cli.report import JobReport
+from elasticd.cli.values import Name
 from elasticd.core.facts import Limits
 from elasticd.telemetry import words
 from elasticd.telemetry.snapshot import Event, SlotLine, Snapshot
@@ -22,7 +23,7 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", type=Name("job"), required=False)
 @etcd_options
 def top(job: str | None, **etcd: Any) -> None:
     """Watch JOB: its world, its pace, and every slot of every node. Ctrl-C leaves.
@@ -88,6 +89,8 @@ def snapshot(report: JobReport, now: float) -> Snapshot:
         )
         said = f": {words.first_line(failed.message)}" if failed.message else ""
         told.append(Event(failed.at, f"slot {failed.slot} on {failed.node}: {how}{said}"))
+    if report.etcd_full:
+        told.append(Event(now, "etcd is full: nothing is replaced or resized until there is room"))
     if report.stragglers:
         told.append(Event(now, "; ".join(map(words.laggard, report.stragglers))))
     return Snapshot(

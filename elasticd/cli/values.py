@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from elasticd.etcd.names import check_name
+
 MOST = 1_000_000_000  # of anything: clocks and records have an end
 
 
@@ -22,6 +24,22 @@ class Unfit(click.BadParameter):
 
     def format_message(self) -> str:
         return self.message
+
+
+class Name(click.ParamType[str]):
+    """The name of something, such as a job or a node, that can have it."""
+
+    name = "name"
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            check_name(str(value), self._what)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.", ctx, param) from None
+        return str(value)
 
 
 class Whole(click.ParamType[int]):

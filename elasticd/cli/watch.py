@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import Place, facts_of, unusable
@@ -12,7 +14,7 @@ from elasticd.cli.report import JobReport, StepRate, report
 from elasticd.cli.say import say
 from elasticd.core.facts import Fact, Round
 from elasticd.core.ports import Listing, Seen
-from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
+from elasticd.etcd.errors import BadRecord, StoreError, StoreRefused, StoreUnavailable
 
 QUIET_S = 5.0  # silence after which etcd is asked whether it is still there
 AWAY_S = 1.0  # and after which it is asked again while it is not
@@ -36,6 +38,7 @@ class _Watch:
         self._shown: object = None  # the round and the phase that were shown
         self._shown_at = -EVERY_S  # on the monotonic clock
         self._away = False
+        self._full = False  # an etcd that is full is quiet: it takes no heartbeats
 
     def run(self) -> None:
         from elasticd.etcd.store import EtcdStore
@@ -101,8 +104,10 @@ class _Watch:
         """Show the job; whether it has ended."""
         if self._is_gone():
             raise Complaint(f"{self._job} is no longer in etcd.")
+        if self._full:
+            self._is_back()  # and has room, perhaps
         now = report(self._job, self._facts, time.time(), self._pace)
-        self._show(now)
+        self._show(replace(now, etcd_full=self._full))
         self._changed, self._shown, self._shown_at = False, self._mark(), time.monotonic()
         return now.ended
 
@@ -114,6 +119,9 @@ class _Watch:
         try:
             with Client(self._place.access) as client:
                 client.status()
+                full = False
+                with suppress(StoreRefused):  # not ours to ask, perhaps
+                    full = client.full()
         except StoreUnavailable as error:
             if self._place.ended(self._job):
                 raise Complaint(f"the standalone run {self._job} has ended, and its etcd with it.") from error
@@ -123,4 +131,6 @@ class _Watch:
             return False
         except StoreError as error:
             raise Complaint(f"{error}.") from error
+        if full != self._full:
+            self._full, self._changed = full, bool(self._facts)
         return self._away

@@ -11,7 +11,7 @@ import pytest
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import ThisMachine
-from elasticd.cli.main import _sentence
+from elasticd.cli.main import _exit_code, _sentence
 from elasticd.cli.options import collect
 from elasticd.cli.planning import Planned, plan
 from elasticd.cli.run import run
@@ -158,3 +158,30 @@ def test_a_longest_quarantine_below_the_usual_first_one_shortens_that(here: Path
     assert (policy.quarantine_s, policy.quarantine_max_s) == (5, 5)
     policy = planned(["--quarantine", "1000", "ok.py"]).config.policy
     assert (policy.quarantine_s, policy.quarantine_max_s) == (1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["drain", ""], "the name of a node cannot be empty"),
+        (["drain", "a", "--job", ""], "the name of a job cannot be empty"),
+        (["drain", "a/b"], "has a slash in it"),
+        (["scale", "", "--max", "2"], "the name of a job cannot be empty"),
+        (["stop", ""], "the name of a job cannot be empty"),
+        (["forget", ""], "the name of a job cannot be empty"),
+        (["status", ""], "the name of a job cannot be empty"),
+        (["top", ""], "the name of a job cannot be empty"),
+        (["events", ""], "the name of a job cannot be empty"),
+        (["logs", ""], "the name of a job cannot be empty"),
+        (["report", ""], "the name of a run cannot be empty"),
+        (["ckpt", "ls", ""], "its name cannot be empty"),
+        (["ckpt", "ls", "/nowhere/at/all"], "does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_nothing_can_be_called_is_refused_by_each_command(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _exit_code(argv) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert says in sentence

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticd.etcd.client import Client
-from tests.e2e.harness import Cluster
+from tests.e2e.harness import ELASTICD, Agent, Cluster
 from tests.etcd import cluster as etcds
 
 QUOTA = "--quota-backend-bytes=4000000"
@@ -27,6 +27,10 @@ def test_a_full_etcd_is_told_and_a_worker_that_died_meanwhile_is_replaced_once_t
         a, b = cluster.start("a", "b")
         first = cluster.world(2)
         assert not json.loads(cluster.command("status", cluster.job, "--json").out)["etcd_full"]
+        argv = [ELASTICD, "status", *cluster.etcd_options, cluster.job, "--watch", "--json"]
+        watch = Agent("watch", argv, cluster.environment(), cluster.folder, cluster.news)
+        cluster.agents.append(watch)
+        cluster.until(lambda: watch.out, "the job is shown")
         etcds.fill(cluster.access)
         for agent in (a, b):
             said = cluster.until_said(agent, "etcd.full", level="error")
@@ -34,6 +38,7 @@ def test_a_full_etcd_is_told_and_a_worker_that_died_meanwhile_is_replaced_once_t
         cluster.goes_on(first, steps=50)
         status = cluster.command("status", cluster.job)
         assert "is full" in status.out, status
+        cluster.until(lambda: json.loads(watch.out[-1])["etcd_full"], "who watches sees that etcd is full")
         scaled = cluster.command("scale", cluster.job, "--max", "3")
         assert scaled.code == 4 and "is full" in scaled.sentence
 
@@ -48,6 +53,7 @@ def test_a_full_etcd_is_told_and_a_worker_that_died_meanwhile_is_replaced_once_t
             cluster.until_said(agent, "etcd.has_room")
         with Client(cluster.access) as client:
             assert not client.full()
+        cluster.until(lambda: not json.loads(watch.out[-1])["etcd_full"], "and that it has room")
         cluster.finishes(a, b)
     finally:
         etcd.stop()
