@@ -1,1 +1,2 @@
-"""etcd v3, made dependable: reconnecting watches, leases that are kept, timeouts, typed errors."""
+"""A dependable etcd v3 client: watches that reconnect, leases that are renewed, timeouts, and typed
+errors."""

@@ -1,15 +1,14 @@
-"""The one file that touches the etcd3 package.
+"""The only module that uses the etcd3 package.
 
-etcd3 0.12 is old. Its messages were generated for protobuf 3 and cannot be imported with protobuf
-4 or later ("Descriptors cannot be created directly"), so they are rebuilt here from the
-descriptors that its own files carry, in a private pool, before etcd3 is imported. Its client
-neither reconnects nor sets timeouts, so only its messages and its gRPC stubs are used;
-``elasticd.etcd.connection`` drives them.
+etcd3 0.12 is old. Its messages were generated for protobuf 3, and cannot be imported with protobuf 4 or later
+("Descriptors cannot be created directly"). This module therefore rebuilds the messages in a private pool,
+from the descriptors in etcd3's files, before it imports etcd3. The client of etcd3 neither reconnects nor
+sets timeouts, so elasticd uses only its messages and gRPC stubs, in ``elasticd.etcd.connection``.
 
-Three additions to its protocol of 2018, all part of etcd since 3.4: a watch can be asked for its
-progress, a user can be made without a password, and ``LeaseKeepAlive``, a stream in both directions, is
-also offered as a plain call. (A stream of one request and one response is the same bytes as a call; etcd
-ends it when we do.)
+The module adds three parts of the protocol that are newer than etcd3's copy of 2018 (all in etcd since 3.4):
+progress requests of a watch, users without a password, and ``LeaseKeepAlive`` as a plain call. (A
+bidirectional stream with one request and one response has the same bytes as a call; etcd ends the stream when
+the client does.)
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _lock = threading.Lock()
 
 
 def _serialized_descriptor(path: Path) -> bytes:
-    """The ``serialized_pb`` literal of a generated module, without running it."""
+    """Return the ``serialized_pb`` literal of a generated module, without running the module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
             value = node.value
@@ -88,7 +87,7 @@ def _message_modules(folder: Path) -> dict[str, ModuleType]:
 
 
 def _import_etcd3() -> ModuleType:
-    """etcd3.etcdrpc, importable. Leaves ``sys.modules`` as it was if it fails."""
+    """Import etcd3.etcdrpc. A failure leaves ``sys.modules`` unchanged."""
     with _lock:
         if "etcd3.etcdrpc" not in sys.modules:
             spec = importlib.util.find_spec("etcd3")
@@ -108,7 +107,8 @@ def _import_etcd3() -> ModuleType:
 
 
 def _import_grpc() -> ModuleType:
-    """grpc without its chatter on stderr (it logs each failed connection itself; we report them)."""
+    """Import grpc with its log on stderr disabled: grpc logs every failed connection, and elasticd reports
+    them itself."""
     quiet = "GRPC_VERBOSITY" not in os.environ and "grpc" not in sys.modules
     if quiet:
         os.environ["GRPC_VERBOSITY"] = "NONE"
@@ -116,7 +116,7 @@ def _import_grpc() -> ModuleType:
         import grpc
         from grpc._cython import cygrpc  # noqa: F401  (reads the variable)
     finally:
-        if quiet:  # workers inherit our environment, and may use grpc themselves
+        if quiet:  # workers inherit the environment, and may use grpc
             del os.environ["GRPC_VERBOSITY"]
     return grpc  # type: ignore[no-any-return]
 
@@ -126,7 +126,7 @@ rpc: Any = _import_etcd3()
 
 
 class Stubs:
-    """The calls of etcd that elasticd uses, on one channel."""
+    """The etcd calls that elasticd uses, on one channel."""
 
     def __init__(self, channel: Any) -> None:
         kv, lease = rpc.KVStub(channel), rpc.LeaseStub(channel)

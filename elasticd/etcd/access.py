@@ -1,4 +1,4 @@
-"""Which etcd to use, and how: parsed from what people type, and checked once."""
+"""Which etcd to use, and how: parsed from the user's options, and checked once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 DEFAULT_PORT = 2379
-UNIX = "unix:"  # begins an endpoint that is a socket file, as gRPC writes it
+UNIX = "unix:"  # the prefix of an endpoint that is a Unix socket, as in gRPC
 SOCKET_PATH_MAX = 107  # bytes, Linux's limit
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """An etcd v3 to use. ``endpoints`` are ``host:port`` (``[host]:port`` for IPv6), or ``unix:/path`` for an
-    etcd of this machine that listens on a socket file.
+    """How to reach an etcd v3. ``endpoints`` are ``host:port`` (``[host]:port`` for IPv6), or ``unix:/path``
+    for an etcd on this machine that listens on a Unix socket.
 
-    With ``tls`` and no ``cacert``, the machine's own trusted authorities count. ``username`` and
-    ``password`` need TLS; the password never appears in a repr. ``timeout_s`` bounds one request.
+    With ``tls`` and without ``cacert``, the machine's trusted authorities apply. ``username`` and
+    ``password`` need TLS; the password never appears in a repr. ``timeout_s`` limits one request.
     """
 
     endpoints: tuple[str, ...]
@@ -34,7 +34,7 @@ class EtcdAccess:
 
     @property
     def url(self) -> str:
-        """As people write it; without secrets."""
+        """The endpoints in the form that users write, without secrets."""
         scheme = "https" if self.tls else "http"
         return ",".join(e if is_unix(e) else f"{scheme}://{e}" for e in self.endpoints)
 
@@ -49,10 +49,11 @@ def parse_endpoints(
     password: str | None = None,
     timeout_s: float = 2.0,
 ) -> EtcdAccess:
-    """``http://a:2379,http://b`` (or ``unix:/path``) and the TLS options beside it, as an EtcdAccess.
+    """Return the EtcdAccess for endpoints such as ``http://a:2379,http://b`` or ``unix:/path``, and the TLS
+    options.
 
-    Without a scheme it is https if any TLS option is given, else http. Raises ValueError with one
-    sentence for a person.
+    Without a scheme, https applies if any TLS option is given, else http. Raises ValueError with one sentence
+    for a person.
     """
     parts = [part.strip() for part in text.split(",")]
     if not any(parts):
@@ -98,7 +99,7 @@ def parse_endpoints(
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port`` taken apart; the host without its brackets."""
+    """Split ``host:port`` or ``[v6]:port``; the host has no brackets."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -108,12 +109,12 @@ def is_unix(endpoint: str) -> bool:
 
 
 def hosts_and_ports(endpoints: Iterable[str]) -> list[tuple[str, int]]:
-    """Those of the endpoints that are on a network."""
+    """Return the hosts and ports of the endpoints that are not Unix sockets."""
     return [host_and_port(endpoint) for endpoint in endpoints if not is_unix(endpoint)]
 
 
 def dial(endpoint: str, timeout_s: float) -> socket.socket:
-    """A connection to an endpoint. Raises OSError."""
+    """Connect to an endpoint. Raises OSError."""
     if not is_unix(endpoint):
         return socket.create_connection(host_and_port(endpoint), timeout=timeout_s)
     sock = socket.socket(socket.AF_UNIX)
@@ -127,7 +128,7 @@ def dial(endpoint: str, timeout_s: float) -> socket.socket:
 
 
 def _split(part: str, fallback: str) -> tuple[str, str]:
-    """(scheme, ``host:port``) of one endpoint; of a socket file the endpoint itself."""
+    """Return scheme and ``host:port`` of an endpoint; for a Unix socket, "unix" and the endpoint."""
     shown = _shown(part)
     if is_unix(part):
         path = "/" + part.removeprefix(UNIX).lstrip("/")
@@ -163,7 +164,7 @@ def _split(part: str, fallback: str) -> tuple[str, str]:
 
 
 def _shown(text: str) -> str:
-    """What the person typed, fit for an error message: without user name and password."""
+    """Return the user's text for an error message, without user name and password."""
     return ",".join(
         f"{part.split('://', 1)[0]}://{part.rpartition('@')[2]}"
         if "://" in part and "@" in part
@@ -180,5 +181,5 @@ def _check_readable(name: str, path: Path) -> None:
         raise ValueError(f"the etcd {name} {path} does not exist") from None
     except OSError as error:
         raise ValueError(f"the etcd {name} {path} cannot be read: {error.strerror}") from error
-    if empty:  # of which gRPC would abort the process
+    if empty:  # gRPC would abort the process
         raise ValueError(f"the etcd {name} {path} is empty")

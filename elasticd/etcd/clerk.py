@@ -1,4 +1,4 @@
-"""A thread of one's own, told what to do through an inbox: what it alone touches needs no lock."""
+"""A thread with an inbox. State that only this thread touches needs no lock."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-CALM_S = 0.1  # between two failures of what is due, so that it never spins
+CALM_S = 0.1  # the pause after a failure of ``act``, so that the thread never spins
 
 
 class Clerk:
-    """Handles one message after another, and between them does what is due. Nothing ends it but ``close``.
+    """Handles messages one by one, and does due work between them. Only ``close`` ends the thread.
 
-    ``handle`` is called with what ``tell`` was; ``act`` after each batch of messages, and when
-    ``idle_s`` (seconds until something is due without being told) has passed; ``leave`` at the end.
-    All are called on the clerk's thread alone.
+    ``handle`` gets each message of ``tell``. ``act`` is called after each batch of messages, and after
+    ``idle_s()`` seconds without a message. ``leave`` is called at the end. All are called in the clerk's
+    thread.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class Clerk:
         self._thread.start()
 
     def tell(self, *message: Any) -> None:
-        """From any thread; returns at once."""
+        """Queue a message, from any thread. Returns at once."""
         self._inbox.put(message)
 
     def close(self) -> None:
-        """End the thread; messages not handled yet are dropped. May be called on the thread itself."""
+        """End the thread, and drop the messages that are not handled yet. May be called in the thread
+        itself."""
         self._closed = True
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:

@@ -1,4 +1,4 @@
-"""etcd for those who ask once and wait: the command line, and the rendezvous of plain torchrun."""
+"""A blocking client of etcd, for the command line and for the rendezvous of plain torchrun."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from elasticd.etcd.names import ROOT, check_name, job_prefix
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What an etcd says about itself. ``leader``: whether this member leads its cluster."""
+    """What an etcd member reports. ``leader``: whether this member leads its cluster."""
 
     version: str
     leader: bool
 
 
 def _job_name(name: bytes) -> list[str]:
-    """The name as text, if it is one that a job can have."""
+    """Return a list of the name as text; empty if it cannot be the name of a job."""
     try:
         text = name.decode()
         check_name(text, "job")
@@ -48,8 +48,8 @@ def _job_name(name: bytes) -> list[str]:
 
 
 class Client:
-    """Calls that block until etcd has answered, with timeouts, raising StoreError. Has no threads
-    of its own; use it as a context manager, or close it."""
+    """Calls that block until etcd responds or a timeout passes. They raise StoreError. The client has no
+    threads of its own; use it as a context manager, or close it."""
 
     def __init__(self, access: EtcdAccess) -> None:
         self.access = access
@@ -66,10 +66,10 @@ class Client:
     def close(self) -> None:
         self._connection.close()
 
-    # ---- is it there?
+    # ---- the state of etcd
 
     def status(self) -> Status:
-        """Ask the endpoint in use how it is. Needs no permission."""
+        """Return the status of the endpoint in use. Needs no permission."""
         response = self._connection.call("status", rpc.StatusRequest(), idempotent=True)
         return Status(
             version=response.version,
@@ -77,9 +77,9 @@ class Client:
         )
 
     def check(self, key: bytes = ROOT) -> Status:
-        """That there is an etcd which lets us read ``key`` (a role may be limited to what is below a job's
-        prefix) and has a quorum. Raises the error that says best what is wrong: WrongEndpoint, StoreRefused,
-        StoreUnavailable."""
+        """Check that etcd has a quorum and lets this user read ``key`` (a role may be limited to a job's
+        prefix), and return the status. Raises the error that names the fault best: WrongEndpoint,
+        StoreRefused, StoreUnavailable."""
         try:
             self._connection.call("status", rpc.StatusRequest(), tries=1)
         except StoreUnavailable as error:
@@ -90,19 +90,19 @@ class Client:
         return status
 
     def full(self) -> bool:
-        """Whether a member has raised the alarm for space: no writes until it is disarmed."""
-        response = self._connection.call("alarm", rpc.AlarmRequest(), idempotent=True)  # lists them
+        """Return whether a member has raised the space alarm: etcd takes no writes until it is disarmed."""
+        response = self._connection.call("alarm", rpc.AlarmRequest(), idempotent=True)  # lists the alarms
         return any(raised.alarm == rpc.NOSPACE for raised in response.alarms)
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """The members of the cluster by name, and the URLs at which they serve clients."""
+        """Return the client URLs of the cluster's members, by member name."""
         response = self._connection.call("members", rpc.MemberListRequest(), idempotent=True)
         return {member.name: tuple(member.clientURLs) for member in response.members}
 
     # ---- facts
 
     def jobs(self) -> list[str]:
-        """The names of all jobs that have keys, in order."""
+        """Return the names of all jobs that have keys, sorted."""
         names: list[str] = []
         key = ROOT
         end = kv.prefix_end(ROOT)
@@ -115,23 +115,24 @@ class Client:
             if slash:
                 names += _job_name(name)
                 key = kv.prefix_end(ROOT + name + b"/")
-            else:  # somebody else's key among ours
+            else:  # a key that elasticd did not write
                 key = response.kvs[0].key + b"\0"
 
     def has(self, job: str) -> bool:
-        """Whether the job has keys."""
+        """Return whether the job has keys."""
         request = kv.range_request(job_prefix(job), prefix=True, limit=1, keys_only=True)
         return bool(self._connection.call("range", request, idempotent=True).kvs)
 
     def get(self, job: str, key: str) -> Entry | None:
-        """The fact under a key of the job, or None. Raises BadRecord or NewerRecord too."""
+        """Return the fact under a key of the job, or None. Raises BadRecord or NewerRecord too."""
         item = self.get_raw(job_prefix(job) + key.encode())
         if item is None or item.value is None:
             return None
         return Entry(key, records.decode(key, item.value), item.revision, item.created)
 
     def list(self, job: str, prefix: str = "") -> tuple[Listing, tuple[BadRecord, ...]]:
-        """All facts of the job under a prefix at one moment, and the values that are none."""
+        """Return all facts of the job under a prefix at one revision, and errors for the values that are not
+        facts."""
         root = job_prefix(job)
         found = self.list_raw(root + prefix.encode())
         entries: list[Entry] = []
@@ -150,8 +151,8 @@ class Client:
     def transact(
         self, job: str, guards: tuple[Guard, ...], writes: tuple[Write, ...], *, lease: int = 0
     ) -> Answer:
-        """Apply the writes if the guards hold. Leased puts go on ``lease``; if that is gone, the
-        answer is Refused. Unknown only where the writes may have happened; else errors raise."""
+        """Apply the writes if the guards hold. Leased puts use ``lease``; if that lease is gone, return
+        Refused. Return Unknown if the writes may have happened; all other errors raise."""
         root = job_prefix(job)
         compares = [
             kv.if_created(root + g.key.encode(), g.created)
@@ -181,12 +182,12 @@ class Client:
     # ---- leases
 
     def grant(self, ttl_s: int) -> tuple[int, float]:
-        """A lease: its id, and the seconds etcd really gives (never less than about two)."""
+        """Create a lease. Return its id, and the seconds that etcd grants (at least about two)."""
         response = self._connection.call("grant", rpc.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, float(response.TTL)
 
     def revoke(self, lease: int) -> None:
-        """Give a lease back; its keys vanish. One that is gone already is no error."""
+        """Revoke a lease, which deletes its keys. A lease that is gone is ignored."""
         try:
             self._connection.call("revoke", rpc.LeaseRevokeRequest(ID=lease))
         except LeaseGone:
@@ -195,29 +196,30 @@ class Client:
     # ---- plain bytes
 
     def get_raw(self, key: bytes) -> KeyValue | None:
-        """The key as it is, whoever wrote it."""
+        """Return a key's raw value; None if there is no such key."""
         response = self._connection.call("range", kv.range_request(key), idempotent=True)
         items = kv.range_result(response).items
         return items[0] if items else None
 
     def list_raw(self, prefix: bytes) -> Range:
-        """All keys that start with ``prefix``, at one moment."""
+        """Return all keys with the prefix, at one revision."""
         response = self._connection.call("range", kv.range_request(prefix, prefix=True), idempotent=True)
         return kv.range_result(response)
 
     def swap_raw(self, key: bytes, value: bytes, revision: int, *, lease: int = 0) -> int | None:
-        """Put if the key's mod_revision is still this (0: does not exist). The new one, or None.
+        """Put the value if the key's mod_revision is ``revision`` (0: the key does not exist). Return the new
+        revision, or None.
 
-        Raises StoreUnavailable; where its ``sent`` is true, the value may be there or come yet.
+        Raises StoreUnavailable; if its ``sent`` is true, the value may have been written, or may still be.
         """
         request = kv.txn_request([kv.if_unchanged(key, revision)], [kv.put_op(key, value, lease)])
         response = self._connection.call("txn", request)
         return int(response.header.revision) if response.succeeded else None
 
     def delete_raw(self, key: bytes, *, prefix: bool = False) -> None:
-        """Delete a key, or all that start with it; also where etcd is full."""
+        """Delete a key, or all keys with the prefix. Works even if etcd is full."""
         self._connection.call("delete", kv.delete_op(key, prefix=prefix).request_delete_range)
 
     def compact(self, revision: int) -> None:
-        """Forget all history before a revision."""
+        """Discard the history before a revision."""
         self._connection.call("compact", rpc.CompactionRequest(revision=revision))

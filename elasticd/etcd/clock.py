@@ -1,4 +1,4 @@
-"""The time, in seconds since the epoch, that never goes backwards and never jumps."""
+"""A clock in seconds since the epoch that never goes backwards and never jumps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 
 class SteadyClock:
-    """Wall time at the start plus what has passed since, time asleep included.
+    """The wall time at the start, plus the time that has passed since, including suspended time.
 
-    Leases are counted with it: an NTP step must neither end one nor stretch one.
+    Leases are measured with this clock: an NTP step must neither end nor extend a lease.
     """
 
     def __init__(self) -> None:

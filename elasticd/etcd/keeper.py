@@ -1,7 +1,7 @@
-"""Leases that are kept alive, and news of how they fare.
+"""Leases that are renewed until released, and news about them.
 
-A thread and a connection of their own: whatever else is stuck, keep-alives go out. Nothing here
-waits for an answer; answers come through the same queue as the time to send again.
+The keeper has its own thread and connection, so that renewals do not depend on anything else. The thread
+never waits for a response: responses arrive in its inbox, and timeouts tell it when to send again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A lease that a Keeper holds; made by ``Keeper.hold``."""
+    """A lease that a Keeper holds. ``Keeper.hold`` makes it."""
 
     def __init__(
         self,
@@ -42,41 +42,41 @@ class Lease:
         self._news = news
         self._failed = failed
         self._due = 0.0
-        self._late_s = 0.0  # how late it was asked for since it was held last
+        self._late_s = 0.0  # the longest delay of a request since the lease was last held
         self._asking = False
         self._silent_since: float | None = None
-        self._asked_last = 0.0  # of the requests that etcd left unanswered
+        self._asked_last = 0.0  # when the last unanswered request was sent
         self._told: Silent | None = None
         self._complaint = ""
         self._closing = False
-        self._settled = threading.Event()  # closing, and no request under way
+        self._settled = threading.Event()  # closing, and no request pending
 
     @property
     def id(self) -> int:
-        """0 while none is held."""
+        """The lease's id; 0 while no lease is held."""
         return self._id
 
     def wait(self, timeout_s: float) -> int:
-        """Its id once it is held, or 0 after the timeout."""
+        """Wait until the lease is held, and return its id; 0 after the timeout."""
         with self.granted:
             self.granted.wait_for(lambda: self._id or self._closing, timeout_s)
         return self._id
 
 
 class Keeper:
-    """Keeps all leases of a connection."""
+    """Renews all leases of a connection."""
 
     def __init__(
         self, connection: Connection, clock: Callable[[], float], silent: Callable[[], None]
     ) -> None:
-        """``silent`` is called when etcd begins to be silent."""
+        """``silent`` is called when etcd stops responding."""
         self._connection = connection
         self._clock = clock
         self._silent = silent
         self._clerk = Clerk("etcd-lease", self._handle, self._ask_due, self._idle_s)
         self._leases: dict[Lease, None] = {}
-        self._cut_off: bool | None = None  # None: not known yet
-        self._looked_at = 0.0  # when that was found
+        self._cut_off: bool | None = None  # None: unknown
+        self._looked_at = 0.0  # when ``_cut_off`` was found
         self._lookout = Lookout(
             connection.access.endpoints,
             clock,
@@ -91,19 +91,19 @@ class Keeper:
         failed: Callable[[StoreError], None],
         lasts_s: float | None = None,
     ) -> Lease:
-        """Take a lease and keep it. ``news`` and ``failed`` (etcd says no, and why) are called on
-        the keeper's thread and must not block. ``lasts_s``: it outlasts so much silence of ours, though it is
-        renewed as often as one of ``ttl_s``."""
+        """Take a lease and renew it. ``news`` and ``failed`` (etcd refuses, with the reason) are called in
+        the keeper's thread, and must not block. ``lasts_s``: how long the lease lives without renewal, if
+        longer than ``ttl_s``; it is renewed as often as a lease of ``ttl_s``."""
         lease = Lease(ttl_s, news, failed, lasts_s)
         self._clerk.tell("hold", lease, None)
         return lease
 
     def check(self, lease: Lease) -> None:
-        """There is reason to think that it is gone: ask now."""
+        """Renew now, because the lease may be gone."""
         self._clerk.tell("check", lease, None)
 
     def release(self, lease: Lease, timeout_s: float) -> None:
-        """Stop keeping it, and give it back if etcd answers in time: its keys vanish at once."""
+        """Stop renewing, and revoke the lease if etcd responds in time: its keys are then deleted at once."""
         self._clerk.tell("release", lease, None)
         lease._settled.wait(timeout_s)
         if lease._id:
@@ -114,7 +114,7 @@ class Keeper:
             lease._id = 0
 
     def close(self) -> None:
-        """End the thread. Leases that are still held run out."""
+        """End the thread. Leases that are still held expire."""
         self._clerk.close()
         self._lookout.close()
 
@@ -131,7 +131,7 @@ class Keeper:
         return max(0.0, min(due) - self._clock()) if due else 60.0
 
     def _ask(self, lease: Lease, now: float) -> None:
-        """For a lease, or for more time on the one there is."""
+        """Request a lease, or renew the present one."""
         lease._asking = True
         if lease._due:
             lease._late_s = max(lease._late_s, now - lease._due)
@@ -139,7 +139,7 @@ class Keeper:
             method, request = "keep_alive", rpc.LeaseKeepAliveRequest(ID=lease._id)
         else:
             method, request = "grant", rpc.LeaseGrantRequest(TTL=lease.lasts_s)
-        # Short enough that silence is noticed, and judged, well before the lease runs out.
+        # Short, so that silence is noticed and examined well before the lease expires.
         timeout_s = min(self._connection.access.timeout_s, max(0.5, lease.ttl_s / 5))
         self._connection.start(
             method,
@@ -204,7 +204,7 @@ class Keeper:
     def _unanswered(self, lease: Lease, sent_at: float, error: StoreError) -> None:
         lease._due = self._clock() + RETRY_S
         lease._asked_last = sent_at
-        if isinstance(error, NoSpace):  # it answers, and gives no new lease
+        if isinstance(error, NoSpace):  # etcd responds, but grants no new lease
             lease._due = self._clock() + FULL_RETRY_S
             lease._failed(error)
             return
@@ -231,7 +231,7 @@ class Keeper:
     def _tell_silence(self, lease: Lease) -> None:
         if lease._silent_since is None or self._cut_off is None:
             return
-        # Of what is known: etcd could be reached then, and gave no answer to what was asked then.
+        # The newest time with both facts: the probe of the hosts, and a request that got no response.
         as_of = max(lease._silent_since, min(lease._asked_last, self._looked_at))
         silence = Silent(lease._silent_since, self._cut_off, as_of)
         if silence != lease._told:

@@ -1,4 +1,4 @@
-"""Requests about keys, and what etcd says to them, as plain bytes: what all of this package shares."""
+"""Requests for keys, and their responses, as plain bytes. The whole package uses these functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticd.etcd._client3 import rpc
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key as etcd has it. ``value`` is None once it is deleted, at ``revision``."""
+    """A key in etcd. ``value`` is None if the key was deleted, at ``revision``."""
 
     key: bytes
     value: bytes | None
@@ -22,14 +22,14 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Keys in order, as of ``revision``."""
+    """Sorted keys at ``revision``."""
 
     items: tuple[KeyValue, ...]
     revision: int
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """The end of the range of all keys that start with ``prefix``."""
+    """Return the end of the range of all keys that start with ``prefix``."""
     stem = prefix.rstrip(b"\xff")
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
 
@@ -49,18 +49,18 @@ def key_value(kv: Any) -> KeyValue:
 
 
 def event(event: Any) -> KeyValue:
-    """A change that a watch reports."""
+    """Return the change in a watch event."""
     kv = event.kv
     return KeyValue(kv.key, None, kv.mod_revision, 0) if event.type == event.DELETE else key_value(kv)
 
 
 def if_unchanged(key: bytes, revision: int) -> Any:
-    """Compare: the key's mod_revision; 0 says that it does not exist."""
+    """Compare the key's mod_revision; 0 means that the key does not exist."""
     return rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=key, mod_revision=revision)
 
 
 def if_created(key: bytes, revision: int) -> Any:
-    """Compare: the key's create_revision."""
+    """Compare the key's create_revision."""
     return rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.CREATE, key=key, create_revision=revision)
 
 

@@ -1,4 +1,4 @@
-"""Where a job's keys are in etcd, and what a job and a node may be called."""
+"""The keys of a job in etcd, and the rules for names of jobs and nodes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ NAME_MAX: Final = 200
 
 
 def job_prefix(job: str) -> bytes:
-    """``/elasticd/<job>/``. Raises ValueError, one sentence, for a name that cannot be a job's."""
+    """Return ``/elasticd/<job>/``. Raises ValueError, with one sentence, if ``job`` is not a valid name."""
     check_name(job, "job")
     return ROOT + job.encode() + b"/"
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise ValueError, one sentence, unless ``name`` can be part of a key."""
+    """Raise ValueError, with one sentence, unless ``name`` can be part of a key."""
     if not name:
         raise ValueError(f"the name of a {what} cannot be empty")
     if name in (".", ".."):

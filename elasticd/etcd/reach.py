@@ -1,4 +1,4 @@
-"""Whether etcd is silent, or we are cut off from it."""
+"""Tells whether etcd is silent, or whether this machine is cut off from etcd."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ AGAIN_S = 1.0  # between probes
 
 
 def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozenset[str]:
-    """Those whose host accepts or refuses a TCP connection within the timeout, and those that are a socket
-    file: nothing can come between."""
+    """Return the endpoints whose host accepts or refuses a TCP connection within the timeout. Unix sockets
+    always count as reachable."""
     found: set[str] = set()
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
@@ -34,7 +34,7 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
                     selector.register(sock, selectors.EVENT_WRITE, endpoint)
                     if _answered(sock.connect_ex(address)):
                         found.add(endpoint)
-            # Looked at once in any case: the time may be over only because this machine is busy.
+            # Poll at least once: on a busy machine, the time may be over already.
             while len(found) < len(endpoints) and selector.get_map():
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
@@ -56,19 +56,19 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
 
 
 def cut_off(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> bool:
-    """Whether a majority of the endpoints cannot be reached: etcd may be serving others."""
+    """Return whether a majority of the endpoints cannot be reached. etcd may then still serve others."""
     unreachable = len(endpoints) - len(reachable(endpoints, timeout_s))
     return 2 * unreachable > len(endpoints)
 
 
 class Lookout:
-    """Probes again and again while somebody needs to know."""
+    """Probes the endpoints repeatedly while the result is needed."""
 
     def __init__(
         self, endpoints: tuple[str, ...], clock: Callable[[], float], verdict: Callable[[bool, float], None]
     ) -> None:
-        """``verdict(cut_off, at)`` is called on the lookout's thread after each probe, with the time when
-        that began."""
+        """``verdict(cut_off, at)`` is called in the lookout's thread after each probe; ``at`` is when the
+        probe began."""
         self._endpoints = endpoints
         self._clock = clock
         self._verdict = verdict
@@ -77,7 +77,7 @@ class Lookout:
         self._thread: threading.Thread | None = None
 
     def watch(self, wanted: bool) -> None:
-        """Start or stop looking."""
+        """Start or stop the probes."""
         if not wanted:
             self._wanted.clear()
             return
@@ -109,8 +109,8 @@ _addresses: dict[tuple[str, int], list[tuple[int, int, int, str, tuple[str, int]
 
 
 def _resolve(host: str, port: int, deadline: float) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    """The addresses of a host, by the deadline: when names cannot be looked up any more, those
-    that it had the last time. What is an address already is never waited for."""
+    """Return the addresses of a host by the deadline; if the lookup fails, the addresses of the last lookup.
+    A numeric address needs no lookup."""
     with suppress(OSError):
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)  # type: ignore[return-value]
     found: list[list[tuple[int, int, int, str, tuple[str, int]]]] = []

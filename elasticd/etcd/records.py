@@ -1,7 +1,7 @@
 """Facts as etcd values: JSON with a version, never pickle.
 
-A value is ``{"v":1, ...}``. Fields that are not known are ignored, so a version changes only when
-an older elasticd would misread the value.
+A value is ``{"v":1, ...}``. Unknown fields are ignored, so the version changes only when an older elasticd
+would misread the value.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Version(msgspec.Struct):
     v: int
 
 
-# Made before there are threads: msgspec crashes where two of them are the first to decode a class.
+# Made before any thread starts: msgspec crashes if two threads decode a class for the first time together.
 _VERSIONS: Final = msgspec.json.Decoder(_Version)
 _DECODERS: Final[dict[type[Fact], msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind) for kind in (*_BY_KEY.values(), *_BY_FOLDER.values())
@@ -65,7 +65,8 @@ _DECODERS: Final[dict[type[Fact], msgspec.json.Decoder[Any]]] = {
 
 
 def fact_type(key: str) -> type[Fact] | None:
-    """What the key (below the job's prefix) holds; None for one that is not ours to read."""
+    """Return the type of the fact under a key (below the job's prefix); None for a key that elasticd does not
+    know."""
     if key in _BY_KEY:
         return _BY_KEY[key]
     folder, slash, name = key.partition("/")
@@ -73,20 +74,20 @@ def fact_type(key: str) -> type[Fact] | None:
 
 
 def encode(key: str, fact: Fact) -> bytes:
-    """The value of ``key``. Raises ValueError when the key is not for this kind of fact."""
+    """Return the value for ``key``. Raises ValueError if the key does not hold this kind of fact."""
     expected = fact_type(key)
     if type(fact) is not expected:
         raise ValueError(f"key {key!r} does not hold a {type(fact).__name__}")
     try:
         fields = msgspec.json.encode(fact)
-    except UnicodeEncodeError:  # a worker's output, or a path, may be no text at all
+    except UnicodeEncodeError:  # a worker's output or a path may not be UTF-8
         fields = msgspec.json.encode(_printable(msgspec.to_builtins(fact)))
     return b'{"v":%d%s%s' % (VERSION, b"" if fields == b"{}" else b",", fields[1:])
 
 
 @lru_cache(maxsize=512)  # agents that share a process see the same values; facts are frozen
 def decode(key: str, value: bytes) -> Fact | None:
-    """The fact in a value, found valid; None for a key that is not ours.
+    """Return the fact in a value after validation; None for a key that elasticd does not know.
 
     Raises NewerRecord or BadRecord, which name the key.
     """
@@ -114,7 +115,7 @@ def _decoded(key: str, value: bytes) -> Fact | None:
 
 
 def _printable(value: Any) -> Any:
-    """The same without the surrogates that stand for bytes that are not UTF-8."""
+    """Replace the surrogates that stand for bytes that are not UTF-8."""
     match value:
         case str():
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,9 +1,9 @@
-"""Where the embedded etcds of this machine's standalone runs are.
+"""The registry of this machine's standalone runs and their embedded etcds.
 
-One small JSON file per job in a folder that only this user can write to, so that ``elasticd
-status`` finds a run that was started without ``--etcd``. A file whose run is gone is stale:
-ignored, and removed together with the data that a killed run may have left. Containers may share
-the folder, and cannot see each other's processes: each has names of its own there.
+The registry is a folder that only this user can write to, with one small JSON file per job. ``elasticd
+status`` finds a run without ``--etcd`` there. A file whose run is gone is stale: it is removed, together with
+the data that a killed run may have left. Containers may share the folder but cannot see each other's
+processes, so file names contain the PID namespace.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import msgspec
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.names import check_name
 
-_DATA_PREFIX = "elasticd-etcd-"  # of embedded.Embedded's folders; nothing else is ever removed
+_DATA_PREFIX = "elasticd-etcd-"  # of embedded.Embedded's folders; no other folder is ever removed
 
 
 @dataclass(frozen=True, slots=True)
 class Standalone:
-    """A standalone run. ``pid`` is its etcd's, which may be restarted; the run lives as long as
-    ``owner``, the process that registered it. ``owner_started`` tells that from a later process of
-    the same number (clock ticks since boot). ``started``: seconds since the epoch. ``folder`` holds
-    the data of its etcd."""
+    """A standalone run. ``pid``: its etcd, which may be restarted. ``owner``: the process that registered the
+    run, and whose end is the run's end. ``owner_started`` (clock ticks since boot) distinguishes it from a
+    later process with the same pid. ``started``: seconds since the epoch. ``folder``: the data of its
+    etcd."""
 
     job: str
     endpoint: str
@@ -49,9 +49,9 @@ _STANDALONES = msgspec.json.Decoder(Standalone)
 
 
 def registry_folder() -> Path:
-    """``$XDG_RUNTIME_DIR/elasticd``, else ``/tmp/elasticd-<uid>``; made if it is not there.
+    """Return ``$XDG_RUNTIME_DIR/elasticd``, else ``/tmp/elasticd-<uid>``, made if missing.
 
-    Raises PermissionError, one sentence, if others could have put something into it.
+    Raises PermissionError, with one sentence, if other users could have written to the folder.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = (
@@ -73,10 +73,11 @@ def registry_folder() -> Path:
 def register(
     job: str, endpoint: str, pid: int, started: float, folder: Path, *, owner: int | None = None
 ) -> None:
-    """Let others find the embedded etcd of a job, as long as ``owner`` (default: this process)
-    lives. Call it again when the etcd was restarted.
+    """Register a job's embedded etcd for as long as ``owner`` (default: this process) lives. Call again after
+    a restart of the etcd.
 
-    Raises FileExistsError, one sentence, if a live run of that name on this machine has one."""
+    Raises FileExistsError, with one sentence, if a live run of that name is registered on this machine.
+    """
     check_name(job, "job")
     other = find(job)
     if other is not None and other.folder != str(folder):
@@ -91,19 +92,19 @@ def register(
 
 
 def unregister(job: str, folder: Path) -> None:
-    """The run is over. Does nothing if the file is another run's by now."""
+    """Remove the run's file, unless the file belongs to another run."""
     found = _read(_path(job))
     if found is not None and found.folder == str(folder):
         _path(job).unlink(missing_ok=True)
 
 
 def find(job: str) -> Standalone | None:
-    """The live standalone run of that name, if there is one."""
+    """Return the live standalone run of that name, or None."""
     return next((run for run in standalone_runs() if run.job == job), None)
 
 
 def standalone_runs() -> list[Standalone]:
-    """All live ones of this user on this machine (in this container), oldest first."""
+    """Return all live runs of this user on this machine (in this container), oldest first."""
     found = []
     for path in registry_folder().glob(f"{_namespace()}-*.json"):
         run = _read(path)
@@ -122,7 +123,7 @@ def _path(job: str) -> Path:
 
 
 def _namespace() -> int:
-    """Tells the PID namespace we are in; 0 if the kernel does not say."""
+    """Return the number of this process's PID namespace; 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -133,7 +134,7 @@ def _read(path: Path) -> Standalone | None:
     try:
         return _STANDALONES.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError):
-        return None  # being removed, or nothing of ours
+        return None  # just removed, or not written by elasticd
 
 
 def _start_of(pid: int) -> int:
@@ -147,7 +148,7 @@ def _start_of(pid: int) -> int:
 
 
 def _remove_data(folder: Path) -> None:
-    """What a killed run left: only a folder that is ours, by name and by owner."""
+    """Remove the data of a killed run. Both name and owner of the folder are checked."""
     with suppress(OSError):
         found = folder.lstat()
         if (

@@ -1,4 +1,4 @@
-"""Roles and users of an etcd that asks who one is, as its root makes them."""
+"""Roles and users of an etcd with authentication, managed by its root user."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Permission: Any = message_factory.GetMessageClass(_REQUEST)
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """What a role allows: "read", "write" or "readwrite", of the keys from ``key`` up to ``end`` (empty: of
-    that key)."""
+    """A permission of a role: "read", "write" or "readwrite", on the keys from ``key`` to ``end`` (empty: on
+    that key only)."""
 
     kind: str
     key: bytes
@@ -34,8 +34,8 @@ def all_below(prefix: str) -> Permission:
 
 
 class Roles:
-    """Calls that block until etcd has answered, raising StoreError: StoreRefused to who is not its root. Use
-    it as a context manager."""
+    """Calls that block until etcd responds. They raise StoreError, and StoreRefused unless the user is root.
+    Use as a context manager."""
 
     def __init__(self, access: EtcdAccess) -> None:
         self._connection = Connection(access)
@@ -49,7 +49,7 @@ class Roles:
         self._connection.close()
 
     def asks_who_one_is(self) -> bool:
-        """Whether logins are enabled; without them roles mean nothing. Needs no permission."""
+        """Return whether authentication is enabled; without it, roles have no effect. Needs no permission."""
         try:
             self.takes("root", "")
         except NoLogins:
@@ -57,7 +57,7 @@ class Roles:
         return True
 
     def takes(self, user: str, password: str) -> bool:
-        """Whether the user can log in with that password. Raises NoLogins."""
+        """Return whether the user can log in with that password. Raises NoLogins."""
         try:
             self._call("authenticate", rpc.AuthenticateRequest(name=user, password=password))
         except NoLogins:
@@ -69,7 +69,7 @@ class Roles:
     # ---- roles
 
     def allows(self, role: str) -> tuple[Permission, ...] | None:
-        """What the role allows; None if there is none."""
+        """Return the role's permissions; None if there is no such role."""
         try:
             found = self._call("get_role", rpc.AuthRoleGetRequest(role=role)).perm
         except NoSuchName:
@@ -86,26 +86,27 @@ class Roles:
         self._call("grant_permission", rpc.AuthRoleGrantPermissionRequest(name=role, perm=allowed))
 
     def delete_role(self, role: str) -> None:
-        """And take it from all who have it."""
+        """Delete the role, and take it from all users."""
         self._call("delete_role", rpc.AuthRoleDeleteRequest(role=role))
 
     # ---- users
 
     def roles_of(self, user: str) -> tuple[str, ...] | None:
-        """None if there is no such user."""
+        """Return the user's roles; None if there is no such user."""
         try:
             return tuple(self._call("get_user", rpc.AuthUserGetRequest(name=user)).roles)
         except NoSuchName:
             return None
 
     def add_user(self, user: str, password: str | None) -> None:
-        """Without a password the user logs in with a certificate of that common name, and not otherwise."""
+        """Add a user. A user without a password can log in only with a certificate of that common name."""
         request = rpc.AuthUserAddRequest(name=user, password=password or "")
         request.options.no_password = password is None
         self._call("add_user", request)
 
     def set_password(self, user: str, password: str) -> None:
-        """Without effect on one who was made without a password: ask ``takes``."""
+        """Change the password. Has no effect on a user that was added without a password: check with
+        ``takes``."""
         self._call("change_password", rpc.AuthUserChangePasswordRequest(name=user, password=password))
 
     def grant(self, user: str, role: str) -> None:

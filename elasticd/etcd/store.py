@@ -1,4 +1,4 @@
-"""The job's keys in a real etcd: ``elasticd.core.ports.Store``."""
+"""The job's keys in a real etcd: implements ``elasticd.core.ports.Store``."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from elasticd.etcd.kv import KeyValue, Range
 from elasticd.etcd.names import job_prefix
 from elasticd.etcd.watcher import Events, Watcher
 
-WRITERS_MAX = 8  # transactions under way at a time; one store never has more than one
+WRITERS_MAX = 8  # concurrent transactions of all stores; each store has one at a time
 
 _log = logging.getLogger(__name__)
 
 
 def log_problem(error: StoreError) -> None:
-    """What happens to problems that nobody asked for."""
+    """Log a problem, by default."""
     _log.warning("%s", error)
 
 
 class EtcdLink:
-    """One process's connections to etcd: one for transactions, one for watches, one for leases, so
-    that none holds up another. Any number of stores share it (a thousand fake agents, say)."""
+    """One process's connections to etcd: for transactions, for watches and for leases, so that none delays
+    another. Many stores can share a link."""
 
     def __init__(self, access: EtcdAccess, clock: Callable[[], float] | None = None) -> None:
         self.access = access
@@ -59,7 +59,7 @@ class EtcdLink:
         self.writers = ThreadPoolExecutor(WRITERS_MAX, thread_name_prefix="etcd-write")
 
     def close(self) -> None:
-        """End everything, at once: what is under way fails."""
+        """Close all connections at once. Pending requests fail."""
         for connection in self._connections:
             connection.close()
         self.writers.shutdown(wait=True, cancel_futures=False)
@@ -68,13 +68,13 @@ class EtcdLink:
 
 
 class EtcdStore:
-    """The keys of one job, for one agent. Call backs come on this package's threads and must not
-    block: put what they bring into an inbox.
+    """The keys of one job, for one agent. Callbacks come from threads of this package and must not block;
+    they should put their argument into an inbox.
 
-    ``problems`` is told what a person should know and what the store cannot mend: values that are
-    not records (BadRecord, NewerRecord; they are skipped), refusals, a wiped etcd. ``lasts_s``: see
-    ``Keeper.hold``. ``full`` is told when etcd has no more room, in a sentence, and with none when it takes
-    writes again.
+    ``problems`` gets problems that a person should know and the store cannot solve: values that are not
+    records (BadRecord, NewerRecord; they are skipped), refusals, a wiped etcd. ``lasts_s``: see
+    ``Keeper.hold``. ``full`` gets a sentence when etcd is full, and an empty string when etcd takes writes
+    again.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class EtcdStore:
         writes: tuple[Write, ...],
         answer: Callable[[Answer], None],
     ) -> None:
-        """See the port. Transactions are applied in the order they come in. Raises ValueError when
-        etcd could never apply the writes: a key written twice, or a fact under another's key."""
+        """See ``ports.Store``. Transactions are applied in the order of the calls. Raises ValueError if etcd
+        could never apply the writes: one key written twice, or a fact under the wrong key."""
         _check_disjoint(writes)
         encoded = tuple(records.encode(w.key, w.fact) if isinstance(w, Put) else b"" for w in writes)
         lease = self._lease.id if self._lease else 0
@@ -128,7 +128,7 @@ class EtcdStore:
         transaction.end(Unknown("the store is closed"))
 
     def _write(self) -> None:
-        """Apply what is queued, one after the other, then end."""
+        """Apply the queued transactions in order."""
         while True:
             with self._lock:
                 if not self._queue:
@@ -151,7 +151,7 @@ class EtcdStore:
             assert self._lease is not None, "hold_lease comes before any leased put"
             lease_id = transaction.lease or self._lease.wait(self._link.access.timeout_s)
             if not lease_id:
-                return Refused()  # nothing was written, for certain; Held will say when it may be
+                return Refused()  # nothing was written; ``Held`` reports the next lease
         operations = [
             kv.put_op(self._key(write.key), value, lease_id if write.leased else 0)
             if isinstance(write, Put)
@@ -191,7 +191,7 @@ class EtcdStore:
     # ---- watches
 
     def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
-        """See the port. Values that are no records are told to ``problems`` and skipped."""
+        """See ``ports.Store``. Values that are not records are reported to ``problems`` and skipped."""
         follower = _Decoding(self._prefix, seen, self._problems)
         stop = self._link.watcher.watch(self._key(key), prefix, follower)
 
@@ -210,9 +210,8 @@ class EtcdStore:
         self._lease = self._link.keeper.hold(self._ttl_s, news, self._complain, self._lasts_s)
 
     def close(self) -> None:
-        """Give the lease back, so that its keys vanish at once, and end the watches. Transactions
-        under way are waited for, those not yet sent answered Unknown. Takes a few seconds at most,
-        also when etcd is away."""
+        """Revoke the lease, so that its keys vanish at once, and end the watches. Waits for the pending
+        transaction; later ones are answered Unknown. Takes a few seconds at most, even if etcd is down."""
         timeout_s = self._link.access.timeout_s
         with self._lock:
             if self._closed:
@@ -232,7 +231,7 @@ class EtcdStore:
 
 
 class _Transaction:
-    """A transaction and who waits for its answer."""
+    """A transaction, and the callback for its answer."""
 
     __slots__ = ("_answer", "guards", "lease", "values", "writes")
 
@@ -247,7 +246,7 @@ class _Transaction:
         self.guards = guards
         self.writes = writes
         self.values = values
-        self.lease = lease  # held when it was asked for: on a later one it might come too late
+        self.lease = lease  # the lease at the call: under a later lease, the write could be outdated
         self._answer = answer
 
     def end(self, answer: Answer) -> None:
@@ -258,7 +257,7 @@ class _Transaction:
 
 
 class _Decoding:
-    """Follows a watch, and hands on facts."""
+    """Follows a watch, and passes on facts."""
 
     def __init__(
         self, prefix: bytes, seen: Callable[[Seen], None], problems: Callable[[StoreError], None]
@@ -266,7 +265,7 @@ class _Decoding:
         self._prefix = prefix
         self._seen = seen
         self._problems = problems
-        self._bad: dict[bytes, int] = {}  # what was told already, by revision
+        self._bad: dict[bytes, int] = {}  # reported values: key to revision
 
     def seen(self, what: Range | Events) -> None:
         entries = tuple(entry for item in what.items if (entry := self._entry(item)) is not None)
@@ -293,7 +292,7 @@ class _Decoding:
 
 
 def _check_disjoint(writes: tuple[Write, ...]) -> None:
-    """etcd refuses a transaction that puts a key and writes it once more."""
+    """Raise ValueError for writes that etcd refuses: a key that is put and written again."""
     puts = [w.key for w in writes if isinstance(w, Put)]
     if len(set(puts)) < len(puts):
         raise ValueError("a transaction cannot put the same key twice")

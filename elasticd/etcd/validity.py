@@ -1,9 +1,9 @@
-"""Whether a record that has been read from etcd can be true. Pure.
+"""Validates the values of records from etcd. Pure.
 
-Its types are right by now; what is left are its values: names that are none, numbers that no agent writes,
-members of a round that contradict each other. Who can write to etcd is trusted with the job (it can stop
-it), but no record of theirs may crash an agent or a command, or lead it to another machine's files.
-Text for people is not judged here: it is cleaned where it is shown.
+Decoding has checked the types. This module rejects invalid names, impossible numbers, and contradictory
+members of a round. A writer to etcd is trusted with the job (and can stop it), but no record may crash an
+agent or a command, or lead it to files outside the job's. Texts for people are not checked here: they are
+cleaned where they are shown.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Final
 from elasticd.core.facts import Fact, Holder, Limits, Node, Round, Saved
 from elasticd.etcd.names import NAME_MAX, check_name
 
-COUNT_MAX: Final = 2**31 - 1  # of workers, slots, processes: what the kernel and torch can count
+COUNT_MAX: Final = 2**31 - 1  # workers, slots, processes: the kernel's and torch's limit
 _INT_MAX: Final = 2**63 - 1
-_SECONDS: Final = (-1e9, 2e11)  # what a date can be made of
+_SECONDS: Final = (-1e9, 2e11)  # the range that can be converted to a date
 _ADDRESS: Final = re.compile(r"[0-9A-Za-z_.:%-]{1,255}", re.ASCII)
 
 
 def problem(key: str, fact: Fact) -> str:
-    """What is wrong with the fact under this key, in a few words; empty where nothing is."""
+    """Return what is wrong with the fact under this key, in a few words; empty if it is valid."""
     _, slash, node = key.partition("/")
     try:
         if slash:
@@ -40,7 +40,7 @@ def problem(key: str, fact: Fact) -> str:
 
 
 def check(value: Any) -> None:
-    """A record, or a part of one. Raises ValueError, a few words."""
+    """Check a record, or a part of one. Raises ValueError with a few words."""
     if is_dataclass(value):
         kind: Any = type(value)
         for name, rule in _rules(kind):
@@ -66,7 +66,7 @@ def check(value: Any) -> None:
 
 def _between(low: float, high: float) -> Callable[[Any], None]:
     def rule(value: Any) -> None:
-        if value is not None and not low <= value <= high:  # also what is not a number
+        if value is not None and not low <= value <= high:  # also rejects NaN
             raise ValueError(f"{value} is not between {low:g} and {high:g}")
 
     return rule
@@ -144,7 +144,7 @@ def _rules(kind: type) -> tuple[tuple[str, Callable[[Any], None]], ...]:
 
 
 def _members(round: Round) -> None:
-    """That each is there once, and ranks count through them."""
+    """Check that each member occurs once, and that ranks are consecutive."""
     if len({member.node for member in round.members}) < len(round.members):
         raise ValueError("members: a node is there twice")
     rank = 0

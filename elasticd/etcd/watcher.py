@@ -1,12 +1,12 @@
-"""Watches that survive everything, many of them on one stream.
+"""Watches that survive failures, many of them on one stream.
 
-Each watch lists first, then follows from the revision of the listing. When the stream breaks, all
-its watches go on from the last revision they have seen, perhaps at another endpoint; when etcd no
-longer keeps that revision, they list again. A stream that has been quiet is asked for its
-progress, and broken if it does not answer.
+Each watch first lists its keys, and then follows changes from the revision of the listing. When the stream
+breaks, its watches continue from the last revision they have seen, perhaps at another endpoint. If etcd no
+longer keeps that revision, they list again. A quiet stream is asked for its progress, and replaced if it does
+not respond.
 
-One thread decides, the clerk; another per stream does nothing but read. No
-callback of gRPC and no answer can hold it up, and no exception ends it.
+One thread, the clerk, makes all decisions; each stream has a thread that only reads. No gRPC callback and no
+response can block the clerk, and no exception ends it.
 """
 
 from __future__ import annotations
@@ -38,59 +38,59 @@ from elasticd.etcd.kv import KeyValue, Range
 
 RETRY_MIN_S = 0.1
 RETRY_MAX_S = 2.0
-QUIET_S = 5.0  # silence after which a stream is asked whether it still works
-ANSWER_S = 3.0  # how long it may take to say so
+QUIET_S = 5.0  # after this silence, a stream is asked for its progress
+ANSWER_S = 3.0  # how long the stream may take to respond
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Changes in order of revision; those of one transaction are never taken apart."""
+    """Changes in order of revision. All changes of a transaction are in one Events."""
 
     items: tuple[KeyValue, ...]
 
 
 class Follower(Protocol):
-    """Who a watch is for. Called on the watcher's thread, one call at a time: must not block."""
+    """The receiver of a watch. Called in the watcher's thread, one call at a time; must not block."""
 
     def seen(self, what: Range | Events) -> None: ...
 
     def failed(self, error: StoreError) -> None:
-        """The watch does not work at the moment, and why; it is being tried again. Told when the
-        error changes, and not of etcd being merely unavailable."""
+        """Report why the watch fails at present; the watcher keeps trying. Called when the error changes, and
+        not while etcd is merely unavailable."""
 
 
 class _State(Enum):
     TO_LIST = auto()
     LISTING = auto()
-    TO_OPEN = auto()  # listed; to be put on the stream
-    OPENING = auto()  # asked for on the stream
+    TO_OPEN = auto()  # listed; not yet requested on the stream
+    OPENING = auto()  # requested on the stream
     OPEN = auto()
 
 
 class KeyWatch:
-    """One watch of a key, or of all keys that start with it."""
+    """A watch of one key, or of all keys with a prefix."""
 
     def __init__(self, key: bytes, prefix: bool, follower: Follower) -> None:
         self.key = key
         self.prefix = prefix
         self.follower = follower
-        self._ended = False  # set by who watches; all else belongs to the watcher's thread
+        self._ended = False  # set by the caller; all else belongs to the watcher's thread
         self._state = _State.TO_LIST
         self._id = -1  # on its stream
-        self._revision = 0  # the last one seen
+        self._revision = 0  # the last revision seen
         self._retries = 0
         self._retry_at = 0.0
         self._told = ""
 
 
 class _Stream:
-    """A watch stream: requests go in through a queue, what comes out goes to the watcher."""
+    """A watch stream. Requests enter through a queue; responses go to the watcher."""
 
     def __init__(self, connection: Connection, tell: Callable[..., None]) -> None:
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.opening: deque[KeyWatch] = deque()  # etcd answers in the order it was asked
+        self.opening: deque[KeyWatch] = deque()  # etcd responds in the order of the requests
         self.open: dict[int, KeyWatch] = {}
         self.heard_at = time.monotonic()
         self.asked_at: float | None = None
@@ -120,25 +120,25 @@ class Watcher:
         self._connection = connection
         self._clerk = Clerk("etcd-watch", self._handle, self._act, self._idle_s, self._leave)
         self._watches: dict[KeyWatch, None] = {}
-        self._waiting: dict[KeyWatch, None] = {}  # those to be listed or opened when it is time
+        self._waiting: dict[KeyWatch, None] = {}  # watches to list or to open when due
         self._stream: _Stream | None = None
         self._stream_retries = 0
         self._stream_at = 0.0
         self._clerk.start()
 
     def watch(self, key: bytes, prefix: bool, follower: Follower) -> Callable[[], None]:
-        """Start a watch; returns the call that ends it."""
+        """Start a watch. Return a function that ends it."""
         watch = KeyWatch(key, prefix, follower)
         self._clerk.tell("add", watch, None)
 
         def end() -> None:
-            watch._ended = True  # nothing is delivered from now on
+            watch._ended = True  # nothing is delivered after this
             self._clerk.tell("end", watch, None)
 
         return end
 
     def suspect(self) -> None:
-        """etcd seems to be silent: have the stream prove that it works, now."""
+        """Ask the stream for its progress now, because etcd seems to be silent."""
         self._clerk.tell("suspect", None, None)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Watcher:
             self._stream.close()
 
     def _idle_s(self) -> float:
-        """Until there is something to do without being told."""
+        """Return the seconds until work is due without a message."""
         now = time.monotonic()
         due = [now + 60.0]
         if (stream := self._stream) and self._watches:
@@ -181,7 +181,7 @@ class Watcher:
                     self._stream.heard_at = min(self._stream.heard_at, time.monotonic() - QUIET_S)
 
     def _act(self) -> None:
-        """Do all that is due."""
+        """Do all work that is due."""
         now = time.monotonic()
         self._check_stream(now)
         for watch in [w for w in self._waiting if w._retry_at <= now]:
@@ -278,7 +278,7 @@ class Watcher:
                     self._cancel(stream, stream.open.pop(watch._id)._id)
                     self._relist(watch)
             return
-        if response.watch_id in stream.open:  # else progress, or of a watch that has ended
+        if response.watch_id in stream.open:  # otherwise progress, or the watch has ended
             self._heard_of(stream, stream.open[response.watch_id], response)
 
     def _heard_of(self, stream: _Stream, watch: KeyWatch, response: Any) -> None:
@@ -294,14 +294,14 @@ class Watcher:
             self._deliver(watch, Events(items))
 
     def _canceled(self, watch: KeyWatch, response: Any) -> None:
-        """etcd ended this one watch, and says why."""
+        """Handle a watch that etcd has cancelled, with its reason."""
         if watch._ended:
             return
         reason = response.cancel_reason.removeprefix("etcdserver: ")
         if response.compact_revision:
             self._relist(watch)
             return
-        self._become(watch, _State.TO_LIST)  # a list says more clearly than a watch what is wrong
+        self._become(watch, _State.TO_LIST)  # a listing gives a clearer error than a watch
         if "auth token" in reason:
             self._retry(watch, TokenExpired(reason))
             self._broken(StoreUnavailable("the login has expired"))
@@ -315,7 +315,7 @@ class Watcher:
         watch._retry_at = 0.0
 
     def _broken(self, failure: StoreError) -> None:
-        """The stream is of no use any more: its watches wait for another."""
+        """Drop the stream. Its watches wait for the next stream."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
@@ -366,5 +366,5 @@ class Watcher:
 
 
 def _pause_s(retries: int) -> float:
-    """Longer each time, and never the same for all agents."""
+    """Return a pause that grows with each retry, and differs between agents."""
     return random.uniform(0.5, 1.0) * min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(retries, 10))

@@ -39,9 +39,9 @@ def die_with_parent() -> None:
 
 
 def hide_memory() -> None:
-    """Let no other process of this user look at this one's memory, environment and open files, nor trace it,
-    unless it may trace anybody. Those forked from this one are hidden as well, until they run a program. In
-    exchange this process leaves no core dump."""
+    """Hide this process's memory, environment and open files from other processes of this user, and prevent
+    tracing, except by a process that may trace any other. Forked children are hidden too, until they run a
+    program. A hidden process leaves no core dump."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
