@@ -27,6 +27,7 @@ from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
 from elasticd.worker.saved import checkpointed
+from elasticd.worker.shared import Local, Unlike
 from elasticd.worker.state import State
 from elasticd.worker.told import NotFinite, report
 from elasticd.worker.world import WorldChanged
@@ -39,10 +40,12 @@ __all__ = [
     "Data",
     "DataChanged",
     "Epoch",
+    "Local",
     "NoCheckpoint",
     "NotFinite",
     "State",
     "StateLost",
+    "Unlike",
     "WorldChanged",
     "checkpointed",
     "device",

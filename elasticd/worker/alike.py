@@ -14,6 +14,7 @@ from torch import nn
 
 from elasticd.core.page import Fatal
 from elasticd.worker import told
+from elasticd.worker.shared import Shared
 from elasticd.worker.trace import Few, Sampled, is_plain
 from elasticd.worker.world import World
 
@@ -103,27 +104,33 @@ def _diverged(what: str) -> Diverged:
 class Alike:
     """In one world: compares now and then, at a commit, and all agree on when to do so next."""
 
-    def __init__(self, trained: Trained, world: World, step: int, *, exact: bool) -> None:
-        self._trained, self._world, self._exact = trained, world, exact
+    def __init__(
+        self, trained: Trained | None, shared: Shared, world: World, step: int, *, exact: bool
+    ) -> None:
+        self._trained, self._shared, self._world, self._exact = trained, shared, world, exact
         self._every, self._next = 1, step + 1
         self._began = time.monotonic(), step
 
     def passed(self, step: int) -> None:
-        """After each commit. Raises Diverged, and WorldChanged."""
+        """After each commit. Raises Diverged, Unlike, and WorldChanged."""
         if step < self._next:
             return
         began = time.monotonic()
-        mine = digest(self._trained)
+        mine = digest(self._trained) if self._trained is not None else 0
+        shared = self._shared.digest()
         cost_s = time.monotonic() - began + EXCHANGE_S
         since, first = self._began
         each_s = max((began - since) / max(step - first, 1), 1e-6)
-        said = torch.tensor([mine, min(int(cost_s / (SHARE * each_s)), 1 << 40)])
+        said = torch.tensor([mine, shared, min(int(cost_s / (SHARE * each_s)), 1 << 40)])
         heard = [torch.empty_like(said) for _ in range(self._world.size)]
         with self._world.or_over():
             dist.all_gather(heard, said)
-        if len({int(h[0]) for h in heard}) > 1:
-            compare(self._trained, self._world, range(self._world.size), exact=self._exact)
-        self._every = max(1, min(2 * self._every, max(int(h[1]) for h in heard)))
+        everybody = range(self._world.size)
+        if self._trained is not None and len({int(h[0]) for h in heard}) > 1:
+            compare(self._trained, self._world, everybody, exact=self._exact)
+        if len({int(h[1]) for h in heard}) > 1:
+            self._shared.compare(self._world, everybody)
+        self._every = max(1, min(2 * self._every, max(int(h[2]) for h in heard)))
         self._next = step + self._every
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -34,14 +34,17 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker brings, and of what age: see ``Age``. ``digest``: of its parameters. ``marks``: how often
-    something was committed without a step, as with the end of an epoch."""
+    """What a worker brings, and of what age: see ``Age``. ``digest``: of its parameters; ``shared``:
+    of what else all have alike; ``began``: of what its script began with. ``marks``: how often something was
+    committed without a step, as with the end of an epoch."""
 
     holds: Holds
     agreed: int
     step: int
     digest: int = 0
     marks: int = 0
+    shared: int = 0
+    began: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,16 @@ def agree(state: State, world: World) -> Source:
     WorldChanged if the world ends before that; then this worker has what it had."""
     state.begin()
     marks = state.commit_number - state.step
-    mine = Standing(state.holds, state.agreed, state.step, state.digest(), marks)
+    mine = Standing(state.holds, state.agreed, state.step, state.digest(), marks, *state.shared_digests())
     standings = _tell(mine, world)
     choice = choose(standings)
-    if not choice.fresh:
-        there = {s.digest for rank, s in enumerate(standings) if rank not in choice.takers}
-        if len(there) > 1:
-            state.compare(world, [rank for rank in range(world.size) if rank not in choice.takers])
+    there = [rank for rank in range(world.size) if choice.fresh or rank not in choice.takers]
+    if not choice.fresh and len({standings[rank].digest for rank in there}) > 1:
+        state.compare(world, there)
+    if not choice.fresh and len({standings[rank].shared for rank in there}) > 1:
+        state.compare_shared(world, there)
+    if len({s.began for s in standings}) > 1:
+        state.compare_beginning(world, choice.source, fresh=choice.fresh)
     newest = standings[choice.source]
     age = Age(newest.agreed, newest.step)
     tier = ""
@@ -123,7 +129,7 @@ def _why_lost(step: int) -> str:
 def _tell(mine: Standing, world: World) -> list[Standing]:
     if world.size == 1:
         return [mine]
-    said = torch.tensor([_HOLDS.index(mine.holds), mine.agreed, mine.step, mine.digest, mine.marks])
+    said = torch.tensor([_HOLDS.index(mine.holds), *astuple(mine)[1:]])
     heard = [torch.zeros_like(said) for _ in range(world.size)]
     with world.or_over():
         dist.all_gather(heard, said)

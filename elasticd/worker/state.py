@@ -33,6 +33,7 @@ from elasticd.worker.plain import copied, require_sendable, unchanged, with_tens
 from elasticd.worker.rate import Following
 from elasticd.worker.recorder import Recorder, recorder
 from elasticd.worker.reduction import Averaged, Reduction
+from elasticd.worker.shared import Local, Shared
 from elasticd.worker.step import Micro, Step
 from elasticd.worker.trace import Trace
 from elasticd.worker.undo import Undo
@@ -76,7 +77,8 @@ class State:
     called by its name: ``state.head``); objects with ``state_dict`` and ``load_state_dict``, such
     as a scheduler; a ``torch.Generator``; and plain data (numbers, strings, tensors, containers of them),
     which is read and set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``. All of it is the
-    same in all workers: one that comes takes over what the others have.
+    same in all workers: one that comes takes over what the others have. What is each worker's own is given as
+    ``worker.Local(value)``.
 
     What lies in modules' parameters and optimizers is not copied. Where a step is abandoned after an
     optimizer has begun to change them, others' are taken, if any has them whole. ``undo``: copy them, too, at
@@ -85,8 +87,8 @@ class State:
     and again, or by the script itself. Everything else, random numbers and buffers included, is copied at
     each commit, and put back where a step is abandoned.
 
-    ``compare``: see now and then whether the workers' parameters are alike, and end the job where they are
-    not. Not those that DistributedDataParallel is told to ignore.
+    ``compare``: see now and then whether the workers' parameters are alike, and what else they are to have
+    alike, and end the job where it is not. Not what DistributedDataParallel is told to ignore.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class State:
     ) -> None:
         told.uses(Use.STATE)
         self._plain: dict[str, Any] = {}
+        self._own: set[str] = set()  # the names of what is this worker's own
         self._modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._stateful: dict[str, Any] = {}
@@ -164,12 +167,22 @@ class State:
             self._undo.want(range(len(numbers)), self._optimizers)
         self._trained = alike.trained_of(self._modules, trained) if compare and trained else None
         self._alike: Alike | None = None
+        self._compares = compare
+        self._shared = Shared(self._plain, self._stateful, self._optimizers, self._own)
 
     def _take_in(self, name: str, value: Any) -> None:
         if name.startswith("_") or (hasattr(State, name) and name not in ("model", "optimizer")):
             raise TypeError(
                 f"State cannot keep something under the name {name!r}: it has a meaning of its own"
             )
+        if isinstance(value, Local):
+            self._own.add(name)
+            value = value.value
+            if isinstance(value, nn.Module | Optimizer | Data):
+                raise TypeError(
+                    f"State keeps {name}, a {type(value).__name__}, alike in all workers: worker.Local is "
+                    "for plain data, generators, and other objects with state_dict()"
+                )
         if isinstance(value, DistributedDataParallel):
             raise TypeError(
                 "State wraps the model itself, for each world anew: give it the module, not its DDP"
@@ -328,11 +341,13 @@ class State:
             self.commit()
         world, progress = self._world, self._progress
         self._check_world()
-        stops = self._heard([int(epoch.stops)])[0][0]
+        heard = self._heard([int(epoch.stops), self._shared.digest() if self._compares else 0])
+        if len({shared for _, shared in heard}) > 1:
+            self._shared.compare(world, range(len(heard)))
         if epoch.over:
             progress.ended += 1
             progress.began = self._step
-        progress.stopped = bool(stops)
+        progress.stopped = bool(heard[0][0])
         self._keep()
         self._require_sendable()
         self._end_commit(world is not None and world.passed(self.commit_number), due=False)
@@ -566,8 +581,8 @@ class State:
             self._wrap_for(name)
         self._reduction = Averaged(self._wraps.values())
         self._calls = Calls(self._wraps.values())
-        if world is not None and world.size > 1 and self._trained is not None:
-            self._alike = Alike(self._trained, world, self._step, exact=self._exact)
+        if world is not None and world.size > 1 and self._compares:
+            self._alike = Alike(self._trained, self._shared, world, self._step, exact=self._exact)
         if self._data is not None and self._data.consistent:
             self._reduction = Consistent(
                 list(self._modules.values()), self._data.virtual_ranks, self._data.seed, self._place, world
@@ -626,6 +641,7 @@ class State:
         """What the script has made is what there is to go back to, until something is committed."""
         if not self._committed.kept:
             self._seeds = chance.digests(chance.note())
+            self._shared.begin()
             self._committed.keep()
 
     # ------------------------------------------------------------ what the exchange uses
@@ -653,6 +669,29 @@ class State:
         """All workers together, where digests of these ranks differ."""
         if self._trained is not None:
             alike.compare(self._trained, world, ranks, exact=self._exact)
+
+    def shared_digests(self) -> tuple[int, int]:
+        """Alike in workers that have alike what they are to have so, beside parameters; and in those whose
+        scripts began alike. 0 where that is not to be asked."""
+        if not self._compares:
+            return 0, 0
+        return self._shared.digest(), self._shared.digest_of_beginning()
+
+    def compare_shared(self, world: World | None, ranks: Sequence[int]) -> None:
+        """All workers together, where the first of those digests differs among these ranks."""
+        self._shared.compare(world, ranks)
+
+    def compare_beginning(self, world: World, source: int, *, fresh: bool) -> None:
+        """All workers together, where the second differs. That is refused where no worker has committed
+        anything; one that comes later takes what ``source`` has, and says so."""
+        differs = self._shared.compare_beginning(world, source, fresh=fresh)
+        if differs and self.holds is Holds.NONE:
+            _log.warning(
+                "%s, as their scripts began: worker %d takes what the others have. Give State "
+                "worker.Local(...) for what each worker is to keep for itself",
+                differs,
+                world.rank,
+            )
 
     def outlived(self) -> None:
         """This world goes on from what workers of the last one have in memory."""
@@ -687,6 +726,7 @@ class State:
         if found is None:
             return ""
         self._plain.update(found.plain)
+        self._take_own_back()
         self._step = found.step
         chance.resume(dict(found.random))
         self._committed.keep()
@@ -705,9 +745,19 @@ class State:
             self._lasting.finished(self._parts(), self._world)
 
     def _parts(self) -> Parts:
-        things = {**self._modules, **self._optimizers, **self._stateful}
-        random = self._committed.kept["random"]
-        return Parts(things, self._plain, self._seeds, self._step, random, self._progress)
+        things = {**self._modules, **self._optimizers, **self._without_own(self._stateful)}
+        plain, random = self._without_own(self._plain), self._committed.kept["random"]
+        return Parts(things, plain, self._seeds, self._step, random, self._progress)
+
+    def _without_own(self, named: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in named.items() if name not in self._own}
+
+    def _take_own_back(self) -> None:
+        """As it was when this worker last committed."""
+        for name in self._own & self._plain.keys():
+            self._plain[name] = copied(self._committed.kept["plain"][name], name)
+        for name in self._own & self._stateful.keys():
+            self._stateful[name].load_state_dict(copied(self._committed.kept["stateful"][name], name))
 
     @property
     def can_restore(self) -> bool:
@@ -727,7 +777,10 @@ class State:
         return {
             "step": self._step,
             "seeds": self._seeds,
-            "kept": self._committed.kept,
+            "kept": {
+                part: self._without_own(kept) if part in ("plain", "stateful") else kept
+                for part, kept in self._committed.kept.items()
+            },
             "parameters": {name: dict(m.named_parameters()) for name, m in self._modules.items()},
             "optimizers": {name: o.state_dict()["state"] for name, o in self._optimizers.items()},
             "order": self._order(),
@@ -751,12 +804,15 @@ class State:
         return {**snapshot, **moved}
 
     def take(self, snapshot: dict[str, Any]) -> None:
-        """Have what another worker had. Random numbers go on as its do where both began alike, and
-        as this worker's otherwise, so that what was drawn independently stays so."""
+        """Have what another worker had, but for what is this one's own. Random numbers go on as its do where
+        both began alike, and as this worker's otherwise, so that what was drawn independently stays so."""
         kept = snapshot["kept"]
         theirs = kept["random"]
         alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
         kept = {**kept, "random": chance.note() | {n: theirs[n] for n in alike}}
+        for part in ("plain", "stateful"):
+            mine = self._committed.kept.get(part, {})
+            kept[part] = {**kept[part], **{name: mine[name] for name in self._own & mine.keys()}}
         for name, optimizer in self._optimizers.items():
             mine, others = len(optimizer.param_groups), len(kept["groups"][name])
             if mine != others:

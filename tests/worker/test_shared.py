@@ -1,0 +1,229 @@
+"""Plain data that all workers have alike, and data of each worker's own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elasticd import worker
+from elasticd.worker.plain import copied, loaded, outlined, with_tensors
+from elasticd.worker.shared import _summary_of, difference
+from tests.worker.crew import Crew, Hand
+from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, reads
+from tests.worker.worlds import in_world
+
+STEPS = 9
+
+
+class Meter:
+    """A thing of a script's own."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = state["sums"]
+
+
+def job(address: str, folder: str, name: str, how: str = "", accident: Accident = NOTHING) -> None:
+    """``how``: what is wrong with it."""
+    begin(address, folder, name)
+    journal = Journal(folder, name)
+    model = nn.Linear(1, 1)
+    more: dict[str, Any] = {
+        "a number that is its own": {"shard": int(name)},
+        "a generator that is its own": {"noise": torch.Generator().manual_seed(int(name))},
+        "a tensor that comes of its parameters": {"mean": model.weight.detach().clone(), "seen": []},
+    }.get(how, {})
+    state = worker.State(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        total=0.0,
+        meter=Meter(),
+        mine=worker.Local([]),
+        draws=worker.Local(torch.Generator().manual_seed(int(name))),
+        own=worker.Local(Meter()),
+        **more,
+    )
+
+    @worker.run
+    def train(state: worker.State) -> None:
+        journal.write(entered=[state.step, len(state.mine), len(state.own.sums)])
+        for step in state.steps(STEPS):
+            state.optimizer.zero_grad()
+            state.model(torch.ones(1, 1)).sum().backward()
+            state.mine.append([name, step])
+            state.own.sums.append(torch.rand(1, generator=state.draws).item())
+            accident("start", step)
+            state.optimizer.step()
+            state.total += 1.0
+            if step == 3 and how == "a number":
+                state.total += 0.5 * worker.rank()
+            if how == "an object":
+                state.meter.sums.append(worker.rank())
+            if how == "a rate":
+                state.optimizer.param_groups[0]["lr"] += worker.rank()
+            commit(state, journal)
+        journal.write(mine=state.mine, own=state.own.sums, total=state.total)
+
+    train(state)
+
+
+def start(crew: Crew, folder: Path, how: str, accidents: tuple[Accident, ...]) -> list[Hand]:
+    hands = [crew.start(job, str(folder), str(i), how, a) for i, a in enumerate(accidents)]
+    crew.all_waiting(*hands)
+    crew.form(*hands)
+    return hands
+
+
+def test_what_is_a_workers_own_stays_with_it_and_is_neither_sent_nor_lost(crew, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    start(crew, tmp_path, "", (Accident("start", 5, gate.wait), Accident("start", 3), NOTHING))
+    crew.until(lambda: crew.round == 2)
+    gate.until_somebody_waits()
+    crew.grow(crew.start(job, str(tmp_path), "3"))
+    gate.open()
+    crew.all_ended()
+    assert [size for _, size in crew.settled] == [3, 2, 3]
+    for name in "023":
+        assert crew.hands[int(name)].status == 0, (tmp_path / f"{name}.err").read_text()
+        entered = reads(tmp_path, name, "entered")
+        first = entered[0][0]
+        assert entered == [[step, step - first, step - first] for step, _, _ in entered]
+        [mine], [own], [total] = (reads(tmp_path, name, what) for what in ("mine", "own", "total"))
+        draws = torch.Generator().manual_seed(int(name))
+        assert mine == [[name, step] for step in range(first, STEPS)]
+        assert own == [torch.rand(1, generator=draws).item() for _ in mine]
+        assert total == STEPS
+    assert reads(tmp_path, "3", "entered")[0][0] > 3
+
+
+UNLIKE = {
+    "a number that is its own": "State's shard is not the same in worker 0 (0) and worker 1 (1), as they",
+    "a generator that is its own": "State's noise is not the same in worker 0 and worker 1, as they begin.",
+    "an object": "State's meter is not the same in worker 0 and worker 1. What a State keeps goes from",
+    "a rate": "State's optimizer.param_groups is not the same in worker 0 and worker 1.",
+    "a number": "State's total is not the same in worker 0 (7.0) and worker 1 (7.5).",
+}
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+def test_what_is_to_be_alike_and_is_not_ends_the_job_and_is_named(crew, tmp_path, how):
+    hands = start(crew, tmp_path, how, (NOTHING, NOTHING))
+    crew.all_ended()
+    for hand, name in zip(hands, "01", strict=True):
+        assert hand.status == 1
+        [last] = (tmp_path / f"{name}.err").read_text().splitlines()[-1:]
+        assert last.startswith("elasticd.worker.shared.Unlike: " + UNLIKE[how])
+        committed = reads(tmp_path, name, "committed")
+        if "own" in how:
+            assert not committed
+        elif how != "a number":  # which is wrong later
+            assert committed == [1]
+
+
+def test_one_that_comes_and_begins_otherwise_says_what_it_takes_from_the_others(crew, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    how = "a number that is its own"
+    start(crew, tmp_path, how, (Accident("start", 2, gate.wait),))
+    gate.until_somebody_waits()
+    crew.grow(crew.start(job, str(tmp_path), "1", how))
+    gate.open()
+    crew.all_ended()
+    assert [hand.status for hand in crew.hands] == [0, 0]
+    said = (tmp_path / "1.err").read_text()
+    assert "State's shard is not the same in worker 0 (0) and worker 1 (1), as their scripts began" in said
+    assert "shard" not in (tmp_path / "0.err").read_text()
+
+
+def test_what_comes_of_parameters_that_are_not_alike_yet_may_begin_otherwise(crew, tmp_path):
+    hands = start(crew, tmp_path, "a tensor that comes of its parameters", (NOTHING, NOTHING))
+    crew.all_ended()
+    assert [hand.status for hand in hands] == [0, 0], (tmp_path / "0.err").read_text()
+
+
+def evaluate_apart() -> str:
+    state = worker.State(nn.Linear(1, 1), wrap=None, best=9.0)
+    state.begin()
+    state.agree(1)
+    state.enter(None)
+    try:
+        for epoch in state.epochs(3, steps=2):
+            list(epoch)
+            if epoch.number == 1:
+                state.best = 1.0 + worker.rank()
+    except worker.Unlike as error:
+        return f"{state._progress.ended} {error}"
+    return ""
+
+
+def test_an_evaluation_that_comes_to_something_else_on_each_rank_is_not_committed(tmp_path):
+    said = in_world(2, tmp_path, evaluate_apart)
+    expected = "1 State's best is not the same in worker 0 (1.0) and worker 1 (2.0)."
+    assert [each.partition(" What a State")[0] for each in said] == [expected] * 2
+
+
+def test_no_checkpoint_has_what_is_a_workers_own():
+    noise = torch.Generator()
+    state = worker.State(
+        nn.Linear(1, 1), a=1, b=worker.Local(2), c=worker.Local(noise), d=worker.Local(Meter())
+    )
+    state.begin()
+    parts = state._parts()
+    assert parts.plain == {"a": 1} and parts.things.keys() == {"model", "_epochs"}
+    assert (state.b, state.c) == (2, noise)
+
+
+def test_modules_optimizers_and_data_are_no_workers_own():
+    model = nn.Linear(1, 1)
+    for value in (model, torch.optim.SGD(model.parameters()), worker.Data([1], global_batch=1)):
+        with pytest.raises(TypeError, match="State keeps thing, a .*, alike in all workers"):
+            worker.State(model, thing=worker.Local(value))
+
+
+def odd() -> dict[str, Any]:
+    counts: defaultdict[str, int] = defaultdict(int, {"b": 1, "a": 2})
+    return {
+        "counts": counts,
+        "ordered": OrderedDict(x=1.5, y=float("nan")),
+        "nest": [(1, "one"), {3, 1, 2}, None, True, b"raw", 1j],
+        "tensors": [torch.tensor(1), torch.ones(2, 3).t(), torch.zeros(0), torch.arange(100_000)],
+        "half": torch.tensor([1.5], dtype=torch.bfloat16),
+    }
+
+
+def test_data_that_has_travelled_has_the_same_digest_and_any_other_has_another():
+    data = odd()
+    outline, tensors = outlined(data)
+    arrived = iter([t.clone() for t in tensors])
+    there = with_tensors(loaded(outline), lambda _: next(arrived))
+    assert _summary_of(there) == _summary_of(data) == _summary_of(copied(data))
+    others = [{**odd(), "counts": {"b": 1}}, {**odd(), "half": torch.tensor([1.5])}, {**odd(), "nest": [1]}]
+    found = {_summary_of(other)[0] for other in [data, *others, 1, 1.0, True, "1", [1], (1,), {1}]}
+    assert len(found) == 11
+    assert _summary_of({"b": 1, "a": 2}) == _summary_of({"a": 2, "b": 1})
+
+
+@pytest.mark.parametrize(
+    ("heard", "ranks", "said"),
+    [
+        ([{"a": (1, "1")}] * 3, [0, 1, 2], ""),
+        (
+            [{"a": (1, "1")}, {"a": (2, "2")}, {"a": (2, "2")}],
+            [0, 1, 2],
+            "in worker 1 (2) and worker 0 (1)",
+        ),
+        ([{"a": (1, "1")}, {"a": (2, "2")}, {"a": (2, "2")}], [1, 2], ""),
+        ([{}, {"a": (2, "")}], [0, 1], "State's a is not the same in worker 0 and worker 1"),
+    ],
+)
+def test_the_first_difference_is_said_in_words(heard, ranks, said):
+    assert said in difference(heard, ranks) and bool(said) == bool(difference(heard, ranks))
