@@ -52,10 +52,10 @@ class Progress:
         return self.ended + self.stopped
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ended": self.ended, "began": self.began, "stopped": self.stopped}
+        return {"at": (self.ended, self.began, self.stopped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ended, self.began, self.stopped = state["ended"], state["began"], state["stopped"]
+        self.ended, self.began, self.stopped = state["at"]
 
 
 class Ahead(Generic[T]):

@@ -135,7 +135,8 @@ class State:
         self._micro: Micro | None = None
         self._epoch: Epoch | None = None  # that epochs() has yielded
         self._progress = Progress()
-        self._said_needless = False
+        self._said_needless = self._said_between = False
+        self._calls_before = 0  # collectives, when an optimizer last began to step
         self._looked = 0  # for what was changed after a commit
         self._said_late = False
         self._used = 0  # samples of the steps that are over and not committed
@@ -479,7 +480,9 @@ class State:
             self._say_needless(self._epoch)
             return
         world = self._world
-        if not self._stepped:
+        if self._stepped:
+            self._see_calls_between()
+        else:
             self._carried = self._unused_gradient()
             if world is not None:
                 world.vouch()
@@ -733,7 +736,15 @@ class State:
         return self._lasting.tier
 
     def finish(self) -> None:
-        """All workers' run functions have come to their end."""
+        """All workers' run functions have come to their end. Raises WorldChanged."""
+        if self._stepped and (self._open is None or self._open.done):
+            if rank() == 0:
+                _log.warning(
+                    "what the script did after committed step %d is committed at its end: call "
+                    "state.commit() after the last step, too",
+                    self._step,
+                )
+            self.commit()
         if self._recorder is not None:
             self._recorder.learned(self._step, self._learned())
         if self._lasting is not None:
@@ -887,6 +898,19 @@ class State:
         if told.policy() != "ignore" and not all_finite(_gradients(self._optimizers[name])):
             told.not_finite("a gradient is NaN or infinite")
         self._stepped.add(name)
+        self._calls_before = self._calls()
+
+    def _see_calls_between(self) -> None:
+        """Say it once where the script talks to others while a step can be neither finished nor undone."""
+        if self._said_between or self._calls() == self._calls_before or self._undo.covers((), self._stepped):
+            return
+        self._said_between = True
+        if rank() == 0:
+            _log.warning(
+                "the workers talk to each other between the optimizer's step and state.commit(): where one "
+                "is lost there, no worker can finish this step or undo it. Do that before the step or after "
+                "the commit, or give State undo=True"
+            )
 
     def _see_swapped(self) -> None:
         """Before a forward pass: other weights may have been swapped in for an evaluation, and be gone again

@@ -395,6 +395,26 @@ def train_and_count_graphs(state: worker.State, journal: Journal, accident: Acci
     train(state, journal, accident, steps, begins=note)
 
 
+def train_and_talk_before_the_commit(
+    state: worker.State, journal: Journal, accident: Accident, steps: int
+) -> None:
+    """To have the mean loss, in the one place where that is not to be done."""
+    journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
+    for step in state.steps(steps):
+        state.drawn += random.random() + np.random.rand()
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        state.optimizer.zero_grad()
+        loss = state.model(batch).pow(2).mean()
+        loss.backward()
+        state.optimizer.step()
+        state.schedule.step()
+        state.seen.append(step)
+        accident("stepped", step)
+        if step % 2:
+            dist.all_reduce(loss.detach())
+        commit(state, journal)
+
+
 def train_without_commit(state: worker.State, journal: Journal, accident: Accident, steps: int) -> None:
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
     for step in state.steps(steps):

@@ -169,6 +169,19 @@ def test_steps_are_counted_as_they_are_yielded_however_many_a_commit_covers(stat
     assert made[:7] == list(range(7)) and made[7:] == list(range(7 // every * every, 12))
 
 
+@pytest.mark.parametrize(("until", "said"), [(10, True), (8, False)])
+def test_steps_that_are_not_committed_at_the_end_of_the_run_function_are(state, caplog, until, said):
+    for step in state.steps(until):
+        state.optimizer.step()
+        if step % 4 == 3:
+            state.commit()
+    state.finish()
+    assert state.step == until and state.holds is Holds.WHOLE
+    assert [r.getMessage()[:50] for r in caplog.records] == [
+        "what the script did after committed step 8 is comm"
+    ] * said
+
+
 def test_a_second_commit_in_a_step_is_refused_where_steps_are_numbers(state):
     for step in state.steps(12):
         state.commit()

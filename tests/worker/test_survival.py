@@ -24,6 +24,7 @@ from tests.worker.jobs import (
     train_and_return_whatever_happens,
     train_and_suppress_errors,
     train_and_swallow_everything,
+    train_and_talk_before_the_commit,
     train_whatever_happens,
     train_without_commit,
     wait_for_word_of_the_third,
@@ -271,6 +272,21 @@ def test_what_was_never_committed_is_lost_and_the_reason_is_said(crew, tmp_path)
     crew.all_ended()
     assert crew.hands[0].status == 1
     assert "state.commit() was never called" in (tmp_path / "0.err").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("undo", [None, True])
+def test_a_script_that_talks_between_step_and_commit_is_told_so_and_lost_there_unless_it_can_undo(
+    crew, tmp_path, undisturbed, undo
+):
+    begin(crew, tmp_path, 2, {1: Accident("stepped", 5)}, body=train_and_talk_before_the_commit, undo=undo)
+    crew.all_ended()
+    said = (tmp_path / "0.err").read_text()
+    assert said.count("talk to each other between the optimizer's step and state.commit()") == (not undo)
+    assert "talk to each other" not in (tmp_path / "1.err").read_text()
+    if undo:
+        assert_exact(crew, tmp_path, {1}, undisturbed)
+    else:
+        assert crew.hands[0].status == 1 and "with nothing in between that talks" in said.splitlines()[-1]
 
 
 def test_workers_wait_for_a_slow_one_for_longer_than_they_would_for_one_that_connects(crew, tmp_path):
