@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_what_is_a_workers_own_stays_with_it_and_is_neither_sent_nor_lost(crew, 
 
 
 UNLIKE = {
-    "a number that is its own": r"State's shard is not the same in worker 0 \(0\) and worker 1 \(1\), as they ",
+    "a number that is its own": r"State's shard is not the same in worker 0 \(0\) and worker 1 \(1\), as",
     "a generator that is its own": "State's noise is not the same in worker 0 and worker 1, as they begin.",
     "an object": "State's meter is not the same in worker 0 and worker 1. What a State keeps goes from",
     "a rate": "State's optimizer.param_groups is not the same in worker 0 and worker 1.",
