@@ -35,6 +35,7 @@ DURATION = text(
 )
 QUANTITY = {"anyOf": [{"type": "integer"}, text(r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$")]}
 SELECTOR = fields(matchLabels=STRINGS)
+KEY_OF_A_SECRET = fields(("key",), name=text(), key=text())
 METADATA = fields(("name",), name=NAME, namespace=NAME, labels=STRINGS, annotations=STRINGS)
 
 
@@ -113,6 +114,13 @@ KINDS: dict[tuple[str, str], Schema] = {
                     interval=DURATION,
                     scrapeTimeout=DURATION,
                     honorLabels={"type": "boolean"},
+                    scheme={"enum": ["http", "https"]},
+                    tlsConfig=fields(
+                        ca=fields(secret=KEY_OF_A_SECRET),
+                        serverName=text(),
+                        insecureSkipVerify={"type": "boolean"},
+                    ),
+                    authorization=fields(type=text(), credentials=KEY_OF_A_SECRET),
                     relabelings=many(
                         fields(
                             sourceLabels=many(text(r"^[a-zA-Z_][a-zA-Z0-9_]*$")),

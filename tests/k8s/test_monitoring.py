@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deploy.commandline import VARIABLES
+from tests.k8s.kinds import KINDS
 from tests.k8s.manifests import K8S, ROOT, Object, build, matches, of_kind, overlay, pods
+from tests.k8s.test_schemas import VERSIONS
 
 DEPLOY = ROOT / "deploy"
 RULES: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())["groups"]
@@ -73,3 +78,32 @@ def test_any_overlay_can_be_watched(base: str, tmp_path: Path) -> None:
     watched = [m for m in of_kind(objects, "PodMonitor") if matches(m["spec"]["selector"], trains.labels)]
     assert [e["port"] for m in watched for e in m["spec"]["podMetricsEndpoints"]] == ["http"]
     assert "http" in ports
+
+
+@pytest.mark.parametrize("base", ["monitoring", "gpu", "spot", "pool", "existing-etcd", "kueue"])
+def test_any_overlay_can_be_watched_over_tls_with_a_token(base: str, tmp_path: Path) -> None:
+    components = ["http-tls"] if base == "monitoring" else ["monitoring", "http-tls"]
+    made = {
+        "resources": [os.path.relpath(K8S / "overlays" / base, tmp_path)],
+        "components": [os.path.relpath(K8S / "components" / name, tmp_path) for name in components],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(made))
+    objects = build(str(tmp_path))
+    (trains,) = [p for p in pods(objects) if p.trains]
+    for version in VERSIONS:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": trains.spec}
+        kubernetes_validate.validate(pod, version, strict=True)
+    env = {entry["name"]: entry.get("value", "") for entry in trains.container["env"]}
+    (mount,) = [m for m in trains.container["volumeMounts"] if m["name"] == "http"]
+    (secret,) = [v["secret"]["secretName"] for v in trains.spec["volumes"] if v["name"] == "http"]
+    for variable in ("ELASTICD_HTTP_CERT", "ELASTICD_HTTP_KEY", "ELASTICD_HTTP_TOKEN_FILE"):
+        assert variable in VARIABLES and env[variable].startswith(f"{mount['mountPath']}/")
+    probes = [trains.container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert {probe["scheme"] for probe in probes} == {"HTTPS"}
+    assert {probe["path"] for probe in probes} == {"/healthz", "/readyz"}, "which need no token"
+    (monitor,) = [m for m in of_kind(objects, "PodMonitor") if matches(m["spec"]["selector"], trains.labels)]
+    jsonschema.validate(monitor, KINDS[monitor["apiVersion"], "PodMonitor"])
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["authorization"]["credentials"] == {"name": secret, "key": "token"}
+    assert endpoint["tlsConfig"]["ca"]["secret"] == {"name": secret, "key": "ca.crt"}
