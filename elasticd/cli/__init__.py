@@ -1,1 +1,1 @@
-"""The command line: arguments become a checked configuration, and what a person sees of a job."""
+"""The command line: turns arguments into a checked configuration, and shows people the state of a job."""

@@ -1,5 +1,5 @@
-"""``elasticd audit``: proves from what the workers noted that each sample was used once, or names what was
-not; compares two runs."""
+"""``elasticd audit``: proves from the workers' notes that each sample was used once, or names the samples
+that were not; compares two runs."""
 
 from __future__ import annotations
 

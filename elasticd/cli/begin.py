@@ -1,6 +1,7 @@
-"""The first lines of the ``elasticd`` command: what goes wrong before anything else is there to say so.
+"""The entry point of the ``elasticd`` command. It handles errors that occur before the command itself can
+run.
 
-It imports the standard library only, and little of that: others' modules are where it goes wrong.
+It imports few modules, all of the standard library: an import is what may fail.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stopped(BaseException):
-    """By a signal, before there was an agent that could leave in good order."""
+    """A signal arrived before there was an agent that could shut down in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -29,7 +30,7 @@ class Stopped(BaseException):
 def main() -> NoReturn:
     """Run a command and exit."""
     try:
-        if sys.argv[1:2] == ["run"]:  # the agent handles them itself once it is there
+        if sys.argv[1:2] == ["run"]:  # until the agent installs its own handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, _stop)
         from elasticd.cli.main import main as go
@@ -56,7 +57,7 @@ def _leave(sentence: str, code: int) -> NoReturn:
 
 
 def _unreadable() -> str:
-    """Why this user cannot run Python here, as after a change of user; empty if it can."""
+    """Return why this user cannot run Python here, as after a change of user; empty if it can."""
     library = os.path.dirname(os.__file__)
     for path, way in ((sys.executable, os.X_OK), (library, os.R_OK | os.X_OK), (__file__, os.R_OK)):
         if path and not os.access(path, way):
@@ -68,8 +69,8 @@ def _unreadable() -> str:
 
 
 def _shadowed(error: Exception) -> str:
-    """The file that was imported in place of a module of Python's, where there is one; else empty. Nothing of
-    Python's own is below PYTHONPATH, or beside a script."""
+    """Return a sentence about a file that shadows a module of the standard library; empty if there is none.
+    No standard module is below PYTHONPATH or beside a script."""
     others = [os.path.realpath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     for name in sorted(sys.stdlib_module_names & sys.modules.keys()):
         file = getattr(sys.modules[name], "__file__", None) or ""
@@ -84,6 +85,6 @@ def _shadowed(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    from elasticd.cli.begin import main as once  # else there are two of Stopped, of which others know one
+    from elasticd.cli.begin import main as once  # otherwise there would be two classes Stopped
 
     once()

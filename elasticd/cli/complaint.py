@@ -1,4 +1,4 @@
-"""What a command says instead of doing its work: one sentence and an exit code."""
+"""An error of a command: one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ ETCD_UNREACHABLE = 4  # worth another try
 
 
 class Complaint(Exception):
-    """The person can put this right. ``sentence`` says what is wrong and what to do."""
+    """An error that the user can fix. ``sentence`` says what is wrong and what to do."""
 
     def __init__(self, sentence: str, code: int = USAGE) -> None:
         ends = sentence.rstrip(".")

@@ -1,4 +1,4 @@
-"""Lines as wide as the terminal that they are printed on."""
+"""Lines that fit the width of the terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 
 def on_screen(lines: Sequence[str]) -> list[str]:
-    """The same, fitted to the terminal if stdout is one; elsewhere a line stays a line."""
+    """Wrap the lines to the terminal's width. If stdout is not a terminal, return them unchanged."""
     return fitted(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else list(lines)
 
 
 def fitted(lines: Sequence[str], columns: int) -> list[str]:
-    """The same for a terminal so wide: broken between words, and what follows is set below its beginning.
-    A word that is longer, such as a path, stays whole, so that it can be copied."""
+    """Wrap the lines to ``columns``, between words, with continuation lines indented below the text. A long
+    word, such as a path, stays whole so that it can be copied."""
     shown: list[str] = []
     for line in lines:
         named = re.match(r"  \S+(?: \S+)? {2,}", line)

@@ -1,4 +1,4 @@
-"""The network interfaces of this machine, and which of them its workers are to talk over."""
+"""The network interfaces of this machine, and the interface that its workers should use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """All there are, in the kernel's order, with all their addresses."""
+    """Return all interfaces with all their addresses, in the kernel's order."""
     flags: dict[str, int] = {}
     addresses: dict[str, list[str]] = {}
     for name, own_flags, address in _entries():
@@ -35,8 +35,8 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has this address; empty for a host's name, and for loopback, by
-    which nobody else can be reached."""
+    """Return the name of the interface with this address; empty for a host name, and for loopback, which no
+    other machine can reach."""
     try:
         wanted = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -46,7 +46,7 @@ def interface_of(address: str) -> str:
 
 
 def host_addresses() -> tuple[str, ...]:
-    """What the machine's own name resolves to; empty where it does not."""
+    """Return the addresses of this machine's own host name; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -59,12 +59,12 @@ def is_loopback(address: str) -> bool:
 
 
 def network_environment(address: str, environ: Mapping[str, str], *, asked: bool) -> dict[str, str]:
-    """What the workers of a node with this address are to be told besides ``environ``. ``asked``: somebody
-    named the address, and it was not guessed."""
+    """Return the variables that workers of a node with this address need besides ``environ``. ``asked``: the
+    user gave the address."""
     interface = interface_of(address)
     if not interface:
         return {}
-    # Asked last: where name servers are away, it takes seconds.
+    # ``host_addresses`` is called last: without a name server, it takes seconds.
     named = asked or "GLOO_SOCKET_IFNAME" in environ or not all(map(is_loopback, host_addresses()))
     return over_interface(interface, environ, asked=asked, host_is_named=named)
 
@@ -92,7 +92,7 @@ _IfAddrs._fields_ = (
 
 
 def _entries() -> Iterator[tuple[str, int, str]]:
-    """Name, flags and address, one for each address; the address is empty where it is none of IP."""
+    """Yield name, flags and address, once per address. The address is empty if it is not an IP address."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
@@ -111,8 +111,8 @@ def _ip(address: ctypes._Pointer[_SockAddr]) -> str:
     if not address:
         return ""
     match address.contents.family:
-        case socket.AF_INET:  # a port of 2 bytes before it
+        case socket.AF_INET:  # after a port of 2 bytes
             return str(ipaddress.IPv4Address(bytes(address.contents.data[2:6])))
-        case socket.AF_INET6:  # a port of 2, and the flow's 4
+        case socket.AF_INET6:  # after a port of 2 bytes and flow information of 4
             return str(ipaddress.IPv6Address(bytes(address.contents.data[6:22])))
     return ""

@@ -1,4 +1,4 @@
-"""What this machine has to offer: its GPUs, its cores, its names and addresses."""
+"""Facts about this machine: its GPUs, cores, names and addresses."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-NODES_MAX = 100  # of one job on one machine, before agents that were given no name share one
+NODES_MAX = 100  # agents of one job on one machine that get different default names
 
 
 class Machine(Protocol):
-    """Asked only for what is needed, as some answers take time."""
+    """Facts about a machine. Methods are called only when needed, since some take time."""
 
     def gpus(self) -> int:
-        """GPUs that workers would see; 0 without any."""
+        """Return the number of GPUs that workers would see."""
 
     def cores(self) -> int:
-        """Cores that this process may use, by affinity and by cgroup quota."""
+        """Return the number of cores that this process may use, by affinity and by cgroup quota."""
 
     def affinity_cores(self) -> int:
-        """Cores by affinity alone, as torchrun counts them."""
+        """Return the number of cores by affinity alone, as torchrun counts them."""
 
     def torch_devices(self, kind: str) -> int | None:
-        """Devices of another kind ("xpu", or a backend's own name); None if torch knows none such."""
+        """Return the number of devices of another kind ("xpu", or a backend's own name); None if torch does
+        not know the kind."""
 
 
 class ThisMachine:
-    """The machine this runs on."""
+    """The machine that this process runs on."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
 
     def gpus(self) -> int:
-        """From CUDA_VISIBLE_DEVICES and NVIDIA's management library, without importing torch (1.5 s
-        and a CUDA context's worth of memory); AMD's are counted by torch."""
+        """Count by CUDA_VISIBLE_DEVICES and NVIDIA's management library. An import of torch would take 1.5 s
+        and the memory of a CUDA context; only AMD's GPUs are counted by torch."""
         if Path("/dev/kfd").exists():
             return self.torch_devices("cuda") or 0
         return visible(self._environ.get("CUDA_VISIBLE_DEVICES"), _nvml_count())
@@ -62,9 +63,9 @@ class ThisMachine:
 
 
 def visible(cuda_visible_devices: str | None, present: int) -> int:
-    """How many of ``present`` GPUs CUDA shows under this CUDA_VISIBLE_DEVICES (None: not set).
+    """Return how many of ``present`` GPUs CUDA shows with this CUDA_VISIBLE_DEVICES (None: not set).
 
-    As CUDA does, the list ends at its first entry that names no device.
+    As in CUDA, the list ends at the first entry that names no device.
     """
     if cuda_visible_devices is None:
         return present
@@ -93,7 +94,7 @@ def _nvml_count() -> int:
 
 
 def _cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The CPU quota of a container in whole cores, rounded up; None without one."""
+    """Return the CPU quota of the container in cores, rounded up; None without a quota."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
         return None if quota == "max" else -(-int(quota) // int(period))
@@ -102,7 +103,7 @@ def _cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def nowhere() -> str:
-    """What is wrong where the folder that this process works in is gone; else empty."""
+    """Return what is wrong if the working directory no longer exists; else an empty string."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -111,19 +112,19 @@ def nowhere() -> str:
 
 
 def default_node_name() -> str:
-    """The host's name, without what could not stand in a key."""
+    """Return the host name, with characters that cannot be part of a key replaced."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-.") or "node"
 
 
 @contextmanager
 def name_of_its_own(name: str, job: str) -> Iterator[str]:
-    """``name``, or where another agent on this machine goes by it in this job, ``name-2`` and so on. Taken
-    until the end; a process that dies gives it back at once."""
+    """Yield ``name``, or ``name-2`` and so on if another agent of this job on this machine uses the name. The
+    name is reserved until the end of the context or of the process."""
     with ExitStack() as held:
         for number in range(1, NODES_MAX):
             tried = name if number == 1 else f"{name}-{number}"
             mark = held.enter_context(socket.socket(socket.AF_UNIX))
-            try:  # an abstract address, which leaves no file: one for each name and network namespace
+            try:  # an abstract address leaves no file, and is unique per network namespace
                 mark.bind(b"\0elasticd-node-" + hashlib.sha256(f"{job}/{tried}".encode()).digest())
             except OSError:
                 continue
@@ -133,9 +134,9 @@ def name_of_its_own(name: str, job: str) -> Iterator[str]:
 
 
 def routed_address(endpoints: Sequence[tuple[str, int]]) -> str | None:
-    """The local address from which packets to etcd leave; rather one that is not loopback.
+    """Return the local address of the route to etcd, if possible one that is not loopback.
 
-    No packet is sent. None if no endpoint's name resolves or routes.
+    No packet is sent. None if no endpoint resolves or has a route.
     """
     found: str | None = None
     for host, port in endpoints:
@@ -157,7 +158,8 @@ def routed_address(endpoints: Sequence[tuple[str, int]]) -> str | None:
 
 
 def is_ours(address: str) -> bool:
-    """Whether one could listen there. Names are believed, as they may resolve later."""
+    """Return whether this machine can listen on the address. A host name is accepted, because it may resolve
+    later."""
     try:
         ip = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:

@@ -1,5 +1,5 @@
-"""Where the job's nodes meet: its etcd, its name, and torchrun's words for both. Pure but for the
-certificate files, which are looked at."""
+"""Where the job's nodes meet: the etcd and the job's name, from elasticd's and torchrun's options. Pure,
+except that certificate files are checked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HOW = "give --etcd http://HOST:2379 on each node"
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """``etcd`` is None for a standalone run; ``job`` where nobody named it. The times, in seconds,
-    are torchrun's of --rdzv-conf; None where they were not given."""
+    """``etcd``: None for a standalone run; ``job``: None if the user gave no name. The times, in seconds,
+    come from torchrun's --rdzv-conf; None if not given."""
 
     etcd: EtcdAccess | None
     job: str | None
@@ -30,7 +30,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class _Conf:
-    """--rdzv-conf, its keys crossed off as they are understood."""
+    """The values of --rdzv-conf. Keys that were read are noted in ``used``."""
 
     values: dict[str, str]
     used: set[str] = field(default_factory=set)
@@ -61,7 +61,8 @@ class _Conf:
 
 
 def check_name(what: str, name: str) -> str:
-    """The name, if it can be part of a key and stand on a command line. ``what``: "job" or "node"."""
+    """Return the name if it can be part of a key and an argument of a command. ``what``: "job" or "node".
+    Raises Complaint."""
     try:
         names.check_name(name, what)
     except ValueError as error:
@@ -72,7 +73,8 @@ def check_name(what: str, name: str) -> str:
 
 
 def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
-    """Decide it. ``nodes_min`` and ``nodes_max`` are torchrun's --nnodes. Raises Complaint."""
+    """Choose the meeting point. ``nodes_min`` and ``nodes_max`` come from torchrun's --nnodes. Raises
+    Complaint."""
     notes: list[str] = []
     conf = _Conf(_parse_conf(options.rdzv_conf or ""))
     etcd = _etcd(options, conf, notes)
@@ -154,7 +156,7 @@ def _etcd(options: RunOptions, conf: _Conf, notes: list[str]) -> EtcdAccess | No
 
 
 def _check_alone(options: RunOptions, nodes_min: int, nodes_max: int, notes: list[str]) -> None:
-    """Without an etcd only one node can run."""
+    """Check that only one node is requested, since there is no etcd."""
     backend, endpoint = options.rdzv_backend, options.rdzv_endpoint
     if options.standalone:
         if nodes_min > 1:
@@ -180,7 +182,7 @@ def _job(options: RunOptions, notes: list[str]) -> str | None:
         if torchruns and options.rdzv_id != options.job:
             notes.append(f"--rdzv-id {options.rdzv_id} does not count beside --job")
         return check_name("job", options.job or "")
-    if torchruns and options.rdzv_id != "none":  # torchrun's default, written out
+    if torchruns and options.rdzv_id != "none":  # torchrun's default
         return check_name("job", options.rdzv_id or "")
     return None
 

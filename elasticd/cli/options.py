@@ -1,7 +1,7 @@
-"""Every option of ``elasticd run``: our own, and torchrun's under the same names.
+"""Every option of ``elasticd run``: elasticd's own, and torchrun's under the same names.
 
-Options end at the first positional argument (or at ``--``); what follows belongs to the script.
-Torchrun's are also read from ``PET_<NAME>``, ours from ``ELASTICD_<NAME>``.
+Options end at the first positional argument (or at ``--``); the rest belongs to the script. Torchrun's
+options are also read from ``PET_<NAME>``, elasticd's from ``ELASTICD_<NAME>``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Said(IntEnum):
-    """Where a value came from; the greater one counts."""
+    """Where a value came from. The greater source takes precedence."""
 
     NOWHERE = 0
     ENVIRONMENT = 1
@@ -31,7 +31,7 @@ class Said(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The command line of ``elasticd run`` as it was typed; None where nothing was said."""
+    """The options of ``elasticd run`` as given; None if not given."""
 
     target: str
     args: tuple[str, ...] = ()
@@ -116,11 +116,11 @@ class RunOptions:
     signals_to_handle: str | None = None
     shutdown_timeout: float | None = None
     virtual_local_rank: bool = False
-    # which of them the environment said, not the command line
+    # the names of options that came from the environment
     from_environment: frozenset[str] = frozenset()
 
     def said(self, *names: str) -> Said:
-        """Where the most binding of these options was said."""
+        """Return the source of these options that takes precedence."""
         return max(self._said(name) for name in names)
 
     def _said(self, name: str) -> Said:
@@ -130,7 +130,7 @@ class RunOptions:
 
 
 def flag(name: str) -> str:
-    """The option as people type it: ``--nproc-per-node``."""
+    """Return the option as users type it, such as ``--nproc-per-node``."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -160,7 +160,7 @@ def _torchruns_switch(*names: str, help: str) -> Callable[[F], F]:
 
 
 def etcd_options(command: F) -> F:
-    """Where etcd is, and how to prove who one is; shared by all commands."""
+    """Add the options for etcd's address and login, which all commands share."""
     for option in reversed(
         (
             _ours("--etcd", help="etcd endpoints: http://a:2379,http://b:2379", metavar="URLS"),
@@ -374,7 +374,8 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 
 
 def _in_full(token: str) -> str:
-    """--nproc_per_node is --nproc-per-node, and so is --nproc, as no other option begins so."""
+    """Return the full name of an option: underscores become dashes, and an unambiguous prefix is
+    completed."""
     token = token.replace("_", "-")
     names = _names()
     if token in names or len(token) < 2:
@@ -385,7 +386,7 @@ def _in_full(token: str) -> str:
 
 @cache
 def _names() -> frozenset[str]:
-    """Of the long options, without their dashes."""
+    """Return the names of the long options, without dashes."""
 
     def command() -> None: ...
 
@@ -395,7 +396,7 @@ def _names() -> frozenset[str]:
 
 
 CONTEXT_SETTINGS: dict[str, Any] = {
-    # Options end at the first positional argument: the script's own are never looked at.
+    # Options end at the first positional argument: the script's options are never parsed.
     "allow_interspersed_args": False,
     "token_normalize_func": _in_full,
     "max_content_width": 100,
@@ -403,7 +404,7 @@ CONTEXT_SETTINGS: dict[str, Any] = {
 
 
 def run_options(command: F) -> F:
-    """Give a click command all of the table, and TARGET ARGS…"""
+    """Add all options of ``_RUN_OPTIONS``, TARGET and ARGS to a click command."""
     command = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(command)
     command = click.argument("target", type=click.UNPROCESSED, metavar="SCRIPT")(command)
     for option in reversed(_RUN_OPTIONS):
@@ -412,7 +413,7 @@ def run_options(command: F) -> F:
 
 
 def collect(ctx: click.Context, etcd_password: str | None) -> RunOptions:
-    """What click parsed, as RunOptions."""
+    """Return what click parsed, as RunOptions."""
     known = {f.name for f in fields(RunOptions)}
     environment = frozenset(
         name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT

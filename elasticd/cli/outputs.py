@@ -1,4 +1,4 @@
-"""What the options say of logs and signals, as torchrun reads them."""
+"""The options for logs and signals, read as torchrun reads them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, flag
 from elasticd.daemon.config import LogOptions
 
-_STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")  # as torch reads it: ten ranks at most
+_STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")  # torch's own pattern: ten ranks at most
 
 
 def logs(options: RunOptions, environ: Mapping[str, str]) -> LogOptions:
-    """Where what workers print goes. Raises Complaint."""
+    """Return where the workers' output goes. Raises Complaint."""
     for name in ("redirects", "tee"):
         value = getattr(options, name)
         if value is not None and not _STREAMS.fullmatch(value):
@@ -46,7 +46,7 @@ def logs(options: RunOptions, environ: Mapping[str, str]) -> LogOptions:
 
 
 def _check_writable(folder: Path) -> None:
-    """By writing: permissions alone say little (root, read-only mounts). Leaves nothing behind."""
+    """Check by writing a temporary folder: permissions alone are not enough (root, read-only mounts)."""
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -66,14 +66,14 @@ def _ranks(text: str | None) -> frozenset[int] | None:
 
 
 def _commas(text: str | None) -> tuple[str, ...]:
-    """torchrun's lists: a comma separates, two commas are one."""
+    """Split a list as torchrun does: a comma separates, and two commas stand for one."""
     if text is None:
         return ()
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
 
 
 def signals(text: str) -> tuple[str, ...]:
-    """The names of those to handle, each once. Raises Complaint."""
+    """Return the names of the signals to handle, without duplicates. Raises Complaint."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
         if name not in signal.Signals.__members__:

@@ -1,4 +1,4 @@
-"""From options to a checked RunConfig, or to one sentence about what is wrong with them."""
+"""Turns options into a checked RunConfig, or raises one sentence about what is wrong."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _OFTEN = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nn
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """``notes``: what was said and means nothing here, a sentence each, to be told once."""
+    """``notes``: options that have no effect here, one sentence each, to be shown once."""
 
     config: RunConfig
     notes: tuple[str, ...]
 
 
 def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> Planned:
-    """The configuration that these options ask for. Nothing is started or left behind.
+    """Return the configuration for these options. Starts nothing, and leaves nothing behind.
 
-    Raises Complaint for everything that can be seen to be wrong before starting.
+    Raises Complaint for every fault that can be found before the start.
     """
     notes: list[str] = []
     _check_together(options)
@@ -114,7 +114,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
 
 
 def _checkpoints(options: RunOptions) -> dict[str, str]:
-    """What workers are told of them. Raises Complaint."""
+    """Return the workers' environment variables for checkpoints. Raises Complaint."""
     env = {"ELASTICD_RESUME": options.resume} if options.resume != Resume.AUTO else {}
     if options.checkpoint_every is not None:
         try:
@@ -145,7 +145,7 @@ def _check_together(options: RunOptions) -> None:
 
 
 def _check_programs(options: RunOptions, environ: Mapping[str, str]) -> None:
-    """Those that workers are started with, beside the script."""
+    """Check the programs that start workers, other than the script."""
     python, path = environ.get("PYTHON_EXEC"), environ.get("PATH")
     if python is not None and _kind(options) is not CommandKind.PROGRAM:
         if not python:
@@ -174,7 +174,8 @@ def _nothings(options: RunOptions) -> list[str]:
 
 
 def _went_to_the_script(options: RunOptions) -> list[str]:
-    """What stands after the script's name is the script's. But who has these of ours there may not know."""
+    """Return a note for each elasticd option after the script's name that the script's text does not
+    mention."""
     said = {arg.partition("=")[0] for arg in options.args}
     try:
         own = Path(options.target).read_text(errors="replace")
@@ -188,7 +189,7 @@ def _went_to_the_script(options: RunOptions) -> list[str]:
 
 
 def _new_name(stem: str, etcd: EtcdAccess | None, limits: Limits, slots: int) -> str:
-    """A readable name that no other job has."""
+    """Return a readable, unique job name."""
     if etcd is not None and limits.min > slots:
         raise Complaint(
             f"this node offers {slots} of at least {limits.min} workers, "
@@ -209,16 +210,17 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
             raise Complaint(f"{flag(name)} {asked} is not an address of this machine.")
         return asked
     places = hosts_and_ports(etcd.endpoints) if etcd is not None else []
-    if not places:  # nobody can come from another machine
+    if not places:  # no other machine can join
         return "127.0.0.1"
-    # Where no name resolves yet, etcd cannot be reached yet either; the host's own name may do later.
+    # If no endpoint resolves yet, etcd cannot be reached yet either; the host's name may resolve later.
     return routed_address(places) or default_node_name()
 
 
 def _door(options: RunOptions, address: str) -> tuple[tuple[str, ...], int] | None:
-    """Where scripts look for their store that take the port from the command line, as torchrun's may."""
+    """Return the addresses and the port of --master-port, where a script may look for its store as under
+    torchrun."""
     port = options.master_port
-    if not port:  # torchrun takes 0 for any free one
+    if not port:  # 0 means any free port, as in torchrun
         return None
     if not 0 < port < 65536:
         raise Complaint(f"--master-port {port} is not a port: give a number from 1 to 65535.")

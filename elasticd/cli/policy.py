@@ -1,4 +1,4 @@
-"""What the options say of failures, waiting and hangs: the policy of the job, the patience of its agents."""
+"""The options for failures, waiting and hangs: the job's policy, and the agent's patience with hangs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def policy(
     settle_s: float | None,
     node_ttl_s: float | None,
 ) -> Policy:
-    """Our own words first, then --rdzv-conf's, then the defaults. Raises Complaint."""
+    """Return the policy from elasticd's options, then --rdzv-conf, then the defaults. Raises Complaint."""
     default = Policy()
     restarts_max = first(options.max_restarts, default.restarts_max)
-    # Who says how often to restart, as with torchrun, means that number and not an earlier end.
+    # A user who gives --max-restarts expects that many restarts, and no earlier end for lack of progress.
     futile_default = default.futile_max if options.max_restarts is None else restarts_max + 1
     quarantine_s = first(options.quarantine, default.quarantine_s)
     quarantine_max_s = first(options.quarantine_max, max(default.quarantine_max_s, quarantine_s))
@@ -55,7 +55,7 @@ def policy(
 
 
 def patience(options: RunOptions) -> Patience | None:
-    """How long a worker may stand still; None: for ever. Raises Complaint."""
+    """Return how long a worker may stand still; None: without limit. Raises Complaint."""
     default = Patience()
     floor_s = first(options.hang_floor, default.floor_s)
     ceiling_s = first(options.hang_ceiling, max(default.ceiling_s, floor_s))
@@ -94,5 +94,5 @@ def _torch_shutdown_s(environ: Mapping[str, str]) -> float | None:
 
 
 def first(*values: T | None) -> T:
-    """The first that was given."""
+    """Return the first value that is not None."""
     return next(v for v in values if v is not None)

@@ -1,7 +1,7 @@
-"""What a job looks like from outside: one value made of the facts in etcd. Pure.
+"""A view of a job from outside, made from the facts in etcd. Pure.
 
-``as_json`` gives the stable form that ``elasticd status --json`` prints; elasticd/cli/STATUS.md says what
-its fields mean. Fields may be added, never renamed or removed, while ``schema`` stays the same.
+``as_json`` returns the stable form that ``elasticd status --json`` prints; elasticd/cli/STATUS.md describes
+its fields. While ``schema`` stays the same, fields may be added, and never renamed or removed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """``state`` is in the words of the live view. ``rank`` is None without a place in this round."""
+    """``state``: in the terms of the live view. ``rank``: None if the slot is not in this round."""
 
     slot: int
     state: SlotState
@@ -50,8 +50,8 @@ class SlotReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """``state``: "member" of the round, "waiting" for the next, "draining", or "lost": a member
-    whose lease has run out. ``own_bytes``, ``replica_bytes``: see ``Progress``."""
+    """``state``: "member" of the round, "waiting" for the next, "draining", or "lost" (a member whose lease
+    has expired). ``own_bytes``, ``replica_bytes``: see ``Progress``."""
 
     node: str
     state: str
@@ -64,7 +64,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Fewer workers than the job can run with."""
+    """The number of workers, if it is below the job's minimum."""
 
     have: int
     need: int
@@ -72,7 +72,8 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """``traceback`` and what else is None are known only of the failure that broke the last round."""
+    """``traceback`` and the other optional fields are known only for the failure that broke the last
+    round."""
 
     node: str
     slot: int
@@ -87,7 +88,8 @@ class FailureReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """The newest that is committed. ``at``: when; ``age_s``: how long ago; ``size``: bytes."""
+    """The newest committed checkpoint. ``at``: the time of the commit; ``age_s``: its age; ``size``:
+    bytes."""
 
     name: str
     step: int
@@ -101,13 +103,13 @@ class CheckpointReport:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """``phase``: "starting" (nothing is decided yet), "waiting", "live", "closing" or "ended", since
-    ``since``. Times are seconds since the epoch. ``cause``: why the round began; while it closes,
-    why. ``steps_per_s``: the pace of the slowest worker, as all wait for it. ``time``: seconds of all
-    slots together by kind, up to half a minute ago, and ``goodput`` the share that was productive.
-    ``stragglers``: who lags behind in this round, or has a bad GPU, as the leader judges. ``step_told``:
-    whether ``step`` is the job's, as its script tells; else it is counted in this round. ``etcd_full``: it
-    has no room, so that nothing of this can change."""
+    """``phase``: "starting" (no round yet), "waiting", "live", "closing" or "ended", since ``since``. Times
+    are seconds since the epoch. ``cause``: why the round began; of a closing round, why it closes.
+    ``steps_per_s``: the pace of the slowest worker, since all wait for it. ``time``: seconds of all slots by
+    kind, up to half a minute old; ``goodput``: the productive share. ``stragglers``: workers that are slow in
+    this round, or whose GPU is faulty, as the leader judges. ``step_told``: whether the script reports the
+    job's ``step``; otherwise ``step`` counts from the start of this round. ``etcd_full``: etcd has no space,
+    so the job cannot change."""
 
     job: str
     phase: str
@@ -142,21 +144,21 @@ class JobReport:
         return self.phase == Phase.ENDED
 
     def as_json(self) -> dict[str, Any]:
-        """Ready for ``json.dumps``."""
+        """Return a dict for ``json.dumps``."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class StepRate:
-    """Steps per second of each slot: between two heartbeats once there were two, before that on
-    average since the round formed."""
+    """Steps per second of each slot, between its last two heartbeats. Before there are two, the average since
+    the round formed."""
 
     _last: dict[tuple[str, int], SlotProgress] = field(default_factory=dict)
     _rates: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def of(self, node: str, now: SlotProgress, formed_at: float) -> float | None:
         if now.at == 0:
-            return None  # it has made no step yet
+            return None  # no step yet
         key = (node, now.slot)
         before = self._last.get(key)
         fresh = before is None or before.pid != now.pid or now.step < before.step
@@ -173,7 +175,8 @@ class StepRate:
 
 
 def report(job: str, facts: Mapping[str, Fact], now: float, pace: StepRate | None = None) -> JobReport:
-    """The job from its keys (below ``/elasticd/<job>/``). ``now``: seconds since the epoch."""
+    """Return the report of a job from its keys (below ``/elasticd/<job>/``). ``now``: seconds since the
+    epoch."""
     spec, round_, budget, leader = (facts.get(k) for k in ("spec", "round", "budget", "leader"))
     assert spec is None or isinstance(spec, Spec)
     assert round_ is None or isinstance(round_, Round)
@@ -182,7 +185,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: StepRate | Non
     progress = {f.node: f for f in facts.values() if isinstance(f, Progress)}
     pace = pace or StepRate()
     if round_ is not None and round_.phase is Phase.CLOSING and not nodes:
-        round_ = replace(round_, phase=Phase.WAITING)  # who would have told that it is closed is gone
+        round_ = replace(round_, phase=Phase.WAITING)  # no node is left to end the phase
     live = round_ if round_ is not None and round_.phase is Phase.LIVE else None
     members = (
         {m.node: m for m in round_.members} if round_ is not None and round_.phase is not Phase.ENDED else {}
@@ -195,7 +198,7 @@ def report(job: str, facts: Mapping[str, Fact], now: float, pace: StepRate | Non
     ):
         node, member = nodes.get(name), members.get(name)
         if node is not None and member is not None and node.incarnation != member.incarnation:
-            member = None  # it has come back since, as somebody new
+            member = None  # the node was restarted, and is not a member
         beats = {}
         if round_ is not None and name in progress and progress[name].round == round_.number:
             beats = {s.slot: s for s in progress[name].slots}
@@ -283,7 +286,7 @@ def _newest(checkpoints: Fact | None, now: float) -> CheckpointReport | None:
 
 def _of_worker(phase: Phase, beat: SlotProgress | None) -> SlotState:
     if phase is Phase.WAITING:
-        return SlotState.IDLE  # the last round's members are known yet, their workers are gone
+        return SlotState.IDLE  # the record still has the last round's members; their workers are gone
     if phase is Phase.CLOSING:
         return SlotState.STOPPING
     return SlotState.RUNNING if beat is not None and beat.step else SlotState.STARTING
@@ -296,7 +299,7 @@ def _need(
     budget: Budget,
     now: float,
 ) -> Need | None:
-    """How many workers are missing, if that is what a job without a live round waits for."""
+    """Return how many workers are missing, if a job without a live round waits for workers."""
     if spec is None or (round_ is not None and round_.phase in (Phase.LIVE, Phase.ENDED)):
         return None
     staying = [n for n in nodes.values() if not n.draining]
@@ -328,7 +331,8 @@ def _last_failure(round_: Round | None, budget: Budget) -> FailureReport | None:
 
 
 def as_text(r: JobReport, now: float) -> list[str]:
-    """For people: a headline, why it waits, the last failure, and a line for each slot."""
+    """Return the report for people: a headline, the reason to wait, the last failure, and a line for each
+    slot."""
     limits = f" ({r.limits.min}..{r.limits.max})" if r.limits else ""
     head = f"{r.job}: round {r.round} {r.phase}"
     if r.since is not None and not r.ended:

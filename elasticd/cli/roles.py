@@ -1,4 +1,4 @@
-"""``elasticd etcd-role``: a role and a user in etcd that may do everything with one job, and nothing else."""
+"""``elasticd etcd-role``: makes a role and a user in etcd that may access one job only."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from elasticd.etcd.access import EtcdAccess
     from elasticd.etcd.roles import Roles
 
-_COMMON_NAME_MAX = 64  # of a certificate
+_COMMON_NAME_MAX = 64  # the limit of a certificate
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """``password`` is read from ``password_file``, or made and written there (``generate``); without one the
+    """``password_file``: the password is read from this file, or generated into it (``generate``); None: the
     user logs in with a certificate."""
 
     prefix: str
@@ -121,7 +121,7 @@ def _wanted(job: str, user: str | None, password_file: Path | None, generate: bo
     return Wanted(prefix, name, password_file, generate)
 
 
-# ---------------------------------------------------------------- in words for etcdctl
+# ---------------------------------------------------------------- as etcdctl commands
 
 
 def _lines(wanted: Wanted) -> list[str]:
@@ -224,7 +224,7 @@ def _password(wanted: Wanted) -> str | None:
         try:
             return passwords.make(file)
         except FileExistsError:
-            pass  # as the last time
+            pass  # made by an earlier call
     return passwords.check_length(passwords.read(file))
 
 
@@ -248,5 +248,5 @@ def _remove(roles: Roles, wanted: Wanted) -> None:
     if roles.allows(role) is None:
         say(f"There is no role {role}.")
     else:
-        roles.delete_role(role)  # and etcd takes it from all who have it
+        roles.delete_role(role)  # etcd also takes the role from all users
         say(f"The role {role} is gone.")

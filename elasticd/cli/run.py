@@ -1,4 +1,4 @@
-"""``elasticd run``: from the command line to a checked RunConfig, and on to the agent."""
+"""``elasticd run``: makes a checked RunConfig from the command line, and runs the agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elasticd.cli.storecheck import reached
 from elasticd.daemon.config import RunConfig
 from elasticd.telemetry.termination import TerminationLog
 
-# Workers, which run what others wrote, are not to know them.
+# Workers run other people's code, and must not see these variables.
 _FOR_THE_AGENT_ALONE = (
     "ETCD_PASSWORD",
     "ETCD_PASSWORD_FILE",
@@ -45,7 +45,7 @@ def run(ctx: click.Context, /, **_: object) -> int:
         os.environ.pop(f"ELASTICD_{name}", None)
     last_words = TerminationLog(options.termination_log)
     try:
-        if gone := nowhere():  # torch and the script would each fail in a way of their own
+        if gone := nowhere():  # otherwise torch or the script would fail with an unclear error
             raise Complaint(gone)
         return _run(options, last_words)
     except (Complaint, Stopped) as end:
@@ -92,12 +92,12 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
 
 
 def _spell_log_level(environ: MutableMapping[str, str]) -> None:
-    """Torch, here and in the workers, takes a LOGLEVEL only in capitals, and dies of an empty one."""
+    """Write LOGLEVEL in capitals, as torch requires here and in the workers, and remove an empty one."""
     if level := environ.pop("LOGLEVEL", ""):
         environ["LOGLEVEL"] = level.upper()
 
 
 def _try_store(config: RunConfig) -> str:
-    """As ``storecheck.reached``."""
+    """Return what ``storecheck.reached`` returns."""
     where = config.env.get("ELASTICD_CHECKPOINTS")
     return reached(store_at(where)) if where else ""

@@ -1,5 +1,5 @@
-"""What commands print. The one place that does, so that nothing from etcd, a checkpoint or a file reaches a
-terminal but as text."""
+"""Prints for all commands. Only this module prints, so that text from etcd, a checkpoint or a file is always
+cleaned."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from elasticd.telemetry.lines import clean_line
 
 
 def say(*lines: str, err: bool = False, **style: Any) -> None:
-    """Print lines, each of them one line, in click's styles."""
+    """Print the lines, cleaned so that each stays one line, in click's styles."""
     text = "\n".join(map(clean_line, lines))
     click.echo(click.style(text, **style) if any(style.values()) else text, err=err)

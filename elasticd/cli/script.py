@@ -1,4 +1,4 @@
-"""What the workers are to run: found, read and checked before anything is started."""
+"""The program of the workers: found, read and checked before the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elasticd.daemon.config import Command, CommandKind
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """``fingerprint``: sha256 of the script's text (of a program: of its path), in hex."""
+    """``fingerprint``: the sha256, in hex, of the script's text; for a program, of its path."""
 
     command: Command
     fingerprint: str
@@ -27,10 +27,10 @@ class Script:
 
 
 def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: bool = True) -> Script:
-    """The script, checked. Raises Complaint.
+    """Return the script, checked. Raises Complaint.
 
-    ``own_python``: the workers run this interpreter; with another one (PYTHON_EXEC) neither its
-    modules nor its syntax are judged here.
+    ``own_python``: whether workers run this interpreter. If they run another (PYTHON_EXEC), modules and
+    syntax are not checked here.
     """
     if not target:
         raise Complaint("the script's name is empty.")
@@ -45,7 +45,7 @@ def find(kind: CommandKind, target: str, args: tuple[str, ...], *, own_python: b
 
 
 def _read_script(path: Path, own_python: bool) -> str:
-    if os.path.isdir(path):  # which asks no more of a name than that
+    if os.path.isdir(path):  # like Path.is_dir, but accepts any name
         if not (path / "__main__.py").is_file():
             raise Complaint(f"{path} is a directory; expected a Python script.")
         path = path / "__main__.py"
@@ -61,10 +61,10 @@ def _read_script(path: Path, own_python: bool) -> str:
 
 
 def _check_syntax(source: bytes, path: Path) -> None:
-    """Refuse what would fail in every worker before its first line, again and again."""
+    """Reject a script whose syntax error would fail every worker at its start."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the workers will say so themselves
+            warnings.simplefilter("ignore")  # the workers print the warnings
             compile(source, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f"{path}:{error.lineno}" if error.lineno else str(path)
@@ -98,7 +98,7 @@ def _read_module(name: str, own_python: bool) -> str:
 
 
 def _locate(name: str) -> ModuleSpec | None:
-    """The module as ``python -m`` would find it, its parents not imported (they may be torch)."""
+    """Find the module as ``python -m`` does, without an import of its parents (which may import torch)."""
     path: list[str] | None = None
     spec: ModuleSpec | None = None
     parts = name.split(".")
@@ -116,7 +116,7 @@ def _locate(name: str) -> ModuleSpec | None:
 def _find_spec(full_name: str, part: str, path: list[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
         if finder is PathFinder:
-            # By its last part alone: for a namespace package it would else want the parent imported.
+            # By the last part of the name: with the full name, a namespace package needs its parent imported.
             spec = PathFinder.find_spec(part, [os.getcwd(), *sys.path] if path is None else path)
         else:
             find = getattr(finder, "find_spec", None)
@@ -127,7 +127,7 @@ def _find_spec(full_name: str, part: str, path: list[str] | None) -> ModuleSpec 
 
 
 def _program(name: str) -> str:
-    """The program's path as the system would find it."""
+    """Return the program's path on PATH."""
     found = shutil.which(name)
     if found is not None:
         return found

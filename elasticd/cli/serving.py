@@ -1,4 +1,4 @@
-"""Where metrics and the status page are served, and to whom: the options that begin with --http."""
+"""The options that begin with --http: where metrics and the status page are served, and to whom."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HTTP_DEFAULT = ("127.0.0.1", 9408)
 
 
 def http_place(asked: str | None) -> tuple[str, int] | None:
-    """Host and port of what --http says, None for off. Raises Complaint.
+    """Return the host and port of --http; None for off. Raises Complaint.
 
-    Loopback unless somebody says otherwise: what is served tells of paths, hosts and errors.
+    The default is loopback, because the pages show paths, hosts and errors.
     """
     if asked is None:
         return HTTP_DEFAULT
@@ -33,7 +33,7 @@ def http_place(asked: str | None) -> tuple[str, int] | None:
 
 
 def http_tls(options: RunOptions) -> Tls | None:
-    """The files of --http-cert and --http-key, which work together. Raises Complaint."""
+    """Return the files of --http-cert and --http-key, which must be given together. Raises Complaint."""
     cert, key = options.http_cert, options.http_key
     if cert is None and key is None:
         return None
@@ -54,7 +54,7 @@ def http_tls(options: RunOptions) -> Tls | None:
 
 
 def http_token(options: RunOptions) -> str | None:
-    """What --http-token-file holds. Raises Complaint."""
+    """Return the token in --http-token-file. Raises Complaint."""
     file = options.http_token_file
     if file is None:
         return None
@@ -70,7 +70,7 @@ def http_token(options: RunOptions) -> str | None:
 
 
 def http_note(place: tuple[str, int] | None, tls: Tls | None, token: str | None) -> str | None:
-    """What to know where others can reach the pages."""
+    """Return a warning if other machines can read the pages; None otherwise."""
     if place is None or _is_loopback(place[0]) or (tls and token):
         return None
     if token:

@@ -1,4 +1,4 @@
-"""How many workers: from what was asked and what the machine has to limits and slots. Pure."""
+"""The number of workers: limits and slots, from the options and the machine. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from elasticd.cli.machine import Machine
 from elasticd.cli.options import RunOptions, Said
 from elasticd.core.facts import Limits
 
-SLOTS_MAX = 1024  # of one node; who asks for more has mistyped, and would fill the machine with processes
+SLOTS_MAX = 1024  # per node; a larger number is taken for a typing error
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """``notes``: what was said and does not count, in sentences."""
+    """``notes``: options that have no effect, in sentences."""
 
     limits: Limits
     slots: int
@@ -22,9 +22,9 @@ class Sizes:
 
 
 def nodes(options: RunOptions) -> tuple[int, int]:
-    """torchrun's --nnodes as (least, most); (1, 1) where it was not said or does not count.
+    """Return torchrun's --nnodes as (least, most); (1, 1) if not given or not in effect.
 
-    Raises Complaint, also where limits in nodes and limits in workers contradict each other.
+    Raises Complaint, also if limits in nodes and limits in workers contradict each other.
     """
     if options.said("nnodes") is options.said("min", "max") is not Said.NOWHERE:
         raise Complaint("--min and --max count workers and --nnodes counts nodes: give one or the other.")
@@ -41,15 +41,15 @@ def nodes(options: RunOptions) -> tuple[int, int]:
 
 
 def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
-    """Limits in workers and the slots of this node, those of spares among them. Raises Complaint.
+    """Return the limits in workers, and the slots of this node including spares. Raises Complaint.
 
-    ``standalone``: no other node can ever join.
+    ``standalone``: no other node can join.
     """
     found = _sizes(options, machine, standalone=standalone)
     if not options.spares:
         return found
     slots = _at_most(found.slots + options.spares, "--slots with --spares")
-    if (gpus := machine.gpus()) and slots > gpus:  # then they are among those there are
+    if (gpus := machine.gpus()) and slots > gpus:  # spares then take some of the node's GPUs
         slots = max(found.slots, gpus)
     if slots <= options.spares:
         raise Complaint(
@@ -59,7 +59,7 @@ def sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
 
 
 def _sizes(options: RunOptions, machine: Machine, *, standalone: bool) -> Sizes:
-    """The same without spares, after ``nodes``."""
+    """Return the sizes without spares."""
     notes: list[str] = []
     by_nodes, by_workers = options.said("nnodes"), options.said("min", "max")
     if by_nodes and by_workers:
@@ -106,7 +106,7 @@ def _by_workers(
 
 
 def _offered(options: RunOptions, machine: Machine) -> int | None:
-    """The slots that were asked for; None for as many as fit."""
+    """Return the requested slots; None for as many as fit."""
     ours, torchruns = options.said("slots"), options.said("nproc_per_node")
     if ours and ours is torchruns:
         raise Complaint("--slots and --nproc-per-node mean the same: give one or the other.")
@@ -137,7 +137,7 @@ def _slots(text: str, machine: Machine) -> int | None:
 
 
 def _nproc(text: str, machine: Machine) -> int:
-    """torchrun's --nproc-per-node, with its words."""
+    """Return the number for torchrun's --nproc-per-node."""
     match text:
         case "cpu":
             return machine.affinity_cores()

@@ -1,4 +1,4 @@
-"""Whether checkpoints can be written where they are to be: tried before hours of training find out."""
+"""Checks before training that checkpoints can be written to their store."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FOR_GOOD: Final = {
 
 
 def reached(store: CheckpointStore, within_s: float = WITHIN_S) -> str:
-    """Nothing, or a note where the store does not answer: it may by the time it is needed, and training
-    goes on without. Raises Complaint where there is none, or no right to write to it."""
+    """Return an empty string, or a note if the store does not respond: it may respond later, and training
+    goes on. Raises Complaint if the store does not exist, or may not be written to."""
     answers: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
 
     def try_it() -> None:

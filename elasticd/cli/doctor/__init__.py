@@ -1,5 +1,5 @@
 """``elasticd doctor``: whether this machine or pod can run a job, and what is wrong if not.
 
-``command`` has facts gathered (``machine_facts``, ``worker_facts``, and ``elasticd.etcd.examine``), each a
-frozen dataclass, has them judged (``judge``, pure), and shows the findings.
+``command`` collects facts (``machine_facts``, ``worker_facts``, and ``elasticd.etcd.examine``), each a frozen
+dataclass, has them judged (``judge``, pure), and shows the findings.
 """

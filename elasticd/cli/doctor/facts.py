@@ -1,4 +1,4 @@
-"""What can be seen of a machine that is to run workers. Times in seconds, sizes in bytes."""
+"""Facts about a machine that is to run workers. Times in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elasticd.cli.interfaces import Interface
 
 @dataclass(frozen=True, slots=True)
 class PeerFacts:
-    """Another node of the job, tried from here. ``error``: why it could not be reached, or empty."""
+    """The result of a connection to another node of the job. ``error``: why it failed, or empty."""
 
     node: str
     place: str
@@ -18,9 +18,10 @@ class PeerFacts:
 
 @dataclass(frozen=True, slots=True)
 class AddressFacts:
-    """The address that others are told. ``shared``: there is an etcd in which others may be met.
+    """The address that other nodes use to reach this node. ``shared``: an etcd is given, so other nodes may
+    join.
 
-    ``error``: why one cannot listen there and connect to it, or empty.
+    ``error``: why a test could not listen there and connect, or empty.
     """
 
     address: str
@@ -33,7 +34,7 @@ class AddressFacts:
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """The ports that the kernel gives out by itself, and how many of them TCP has in use now."""
+    """The kernel's range of ephemeral ports, and how many of them TCP uses now."""
 
     low: int
     high: int
@@ -42,8 +43,8 @@ class PortFacts:
 
 @dataclass(frozen=True, slots=True)
 class HttpFacts:
-    """Where metrics are to be served. ``error``: why one cannot listen there, or empty; ``agent``: because
-    an agent serves there already."""
+    """Where metrics are to be served. ``error``: why a test could not listen there, or empty; ``agent``:
+    whether an agent already serves there."""
 
     place: str
     error: str = ""
@@ -52,7 +53,7 @@ class HttpFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Shared memory. ``error``: why nothing can be written there, or empty."""
+    """Shared memory. ``error``: why it cannot be written, or empty."""
 
     size_bytes: int
     free_bytes: int
@@ -61,7 +62,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class LimitFacts:
-    """Open files per process (the soft limit), and tasks in the container (None: no limit)."""
+    """The soft limit of open files per process, and the tasks in the container (None: no limit)."""
 
     files: int
     tasks_max: int | None = None
@@ -70,8 +71,8 @@ class LimitFacts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """``host_addresses``: what the machine's own name resolves to, which gloo goes by unless told an
-    interface. ``gloo`` and ``nccl``: the workers' GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or empty."""
+    """``host_addresses``: the addresses of the machine's host name, which gloo uses unless an interface is
+    set. ``gloo``, ``nccl``: the workers' GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or empty."""
 
     interfaces: tuple[Interface, ...]
     host: str
@@ -88,7 +89,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class DriverFacts:
-    """``nodes``: GPUs among the device files. ``error``: why NVIDIA's library says nothing, or empty."""
+    """``nodes``: GPUs among the device files. ``error``: why NVIDIA's library does not work, or empty."""
 
     nodes: int
     version: str = ""
@@ -98,10 +99,10 @@ class DriverFacts:
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What a worker's Python says. Versions are empty where torch was built without; ``devices`` is how
-    many GPUs it can use, ``gloo`` and ``nccl`` why a group of one could not be formed, or empty.
+    """What the workers' Python reports. A version is empty if torch was built without that part. ``devices``:
+    how many GPUs torch can use. ``gloo``, ``nccl``: why a group of one could not be formed, or empty.
 
-    ``error``: why torch itself cannot be imported, or empty.
+    ``error``: why torch cannot be imported, or empty.
     """
 
     python: str
@@ -118,7 +119,7 @@ class TorchFacts:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """An import of the script that fails. ``optional``: the script is prepared for that."""
+    """An import of the script that fails. ``optional``: the script handles the failure."""
 
     module: str
     where: str
@@ -128,7 +129,8 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class ImportFacts:
-    """How many modules the script imports well, and which not; ``error``: why that cannot be told."""
+    """How many imports of the script work, and which fail. ``error``: why the script could not be
+    examined."""
 
     script: str
     working: int = 0

@@ -1,4 +1,4 @@
-"""What the facts mean for a job: findings, each a sentence and what to do. Pure."""
+"""Judges the facts: findings, each with a sentence and advice. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from elasticd.cli.interfaces import Interface
 from elasticd.etcd.examine import Certificate, Endpoint, Examined
 
 MIB, GIB = 2**20, 2**30
-SHM = "/dev/shm"  # noqa: S108  # what is judged
+SHM = "/dev/shm"  # noqa: S108  # the folder that is judged
 
-WRITE_SLOW_S = 0.1  # etcd's own advice for its disk is 10 ms; ten times that is a disk shared with others
+WRITE_SLOW_S = 0.1  # etcd recommends 10 ms for its disk; ten times as much suggests a shared disk
 CLOCK_OFF_S, CLOCK_WRONG_S = 2.0, 30.0
 EXPIRES_SOON_S = 14 * 86400.0
 SHM_SMALL_BYTES, SHM_TINY_BYTES = GIB, 16 * MIB
@@ -38,14 +38,14 @@ SAFE_ETCD = {(3, 5): 30, (3, 6): 11}  # the first release of each line without k
 
 class Grade(StrEnum):
     FINE = "fine"
-    ADVICE = "advice"  # a job can run, and may fare badly
+    ADVICE = "advice"  # a job can run, and may have problems
     WRONG = "wrong"  # a job cannot run, or not for long
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``says``: what is so; ``do``: what to do about it, empty where it is fine. ``later``: it may come
-    right by itself, as an etcd that is not up yet does."""
+    """``says``: what was found; ``do``: what to do, empty if fine. ``later``: the fault may pass by itself,
+    such as an etcd that has not started yet."""
 
     check: str
     grade: Grade
@@ -70,7 +70,7 @@ def _wrong(check: str, says: str, do: str, *, later: bool = False) -> Finding:
 
 
 def etcd(facts: Examined, node_ttl_s: float) -> Iterator[Finding]:
-    """Whether its endpoints answer, and fast enough for leases of so many seconds."""
+    """Judge whether the endpoints respond, and are fast enough for leases of ``node_ttl_s``."""
     bad = [e for e in facts.endpoints if e.error]
     good = [e for e in facts.endpoints if not e.error]
     if not good:
@@ -117,7 +117,7 @@ def _pace(good: Sequence[Endpoint], node_ttl_s: float) -> Finding:
 
 
 def embedded(binary: str, fault: str, missing: str) -> Finding:
-    """The etcd that a standalone run starts. ``missing``: why there is none."""
+    """Judge the etcd that a standalone run starts. ``missing``: why there is none."""
     if missing:
         return _advice("etcd", f"no standalone run is possible: {missing}", "install etcd, or use --etcd")
     if fault:
@@ -143,8 +143,8 @@ def _version(version: str) -> Iterator[Finding]:
 
 
 def clock(facts: Examined) -> Iterator[Finding]:
-    """Whether etcd's clock and ours agree: leases do not depend on it, certificates and logs do, and for
-    how long a failing slot is left out."""
+    """Judge whether etcd's clock and this machine's agree. Leases do not depend on the clocks; certificates,
+    logs and the end of a quarantine do."""
     known = [(e, e.ahead_s) for e in facts.endpoints if e.ahead_s is not None]
     if not known:
         return
@@ -160,13 +160,12 @@ def clock(facts: Examined) -> Iterator[Finding]:
 
 
 def _apart(low: float, high: float) -> float:
-    """How far two clocks are apart at least, if one is ahead by something between these."""
+    """Return the least difference of two clocks, if one is ahead by between ``low`` and ``high``."""
     return low if low > 0 else -high if high < 0 else 0.0
 
 
 def certificates(facts: Examined, now: float) -> Iterator[Finding]:
-    """Their time. Whether they are good for the host and signed by whom they should is seen by connecting,
-    and said by ``etcd``."""
+    """Judge the validity period of certificates. ``etcd`` judges host and signer, by connecting."""
     all_there_are = [*facts.certificates, *(e.certificate for e in facts.endpoints if e.certificate)]
     bad = [finding for c in all_there_are for finding in _time_of(c, now)]
     yield from bad
@@ -205,7 +204,7 @@ def _time_of(certificate: Certificate, now: float) -> Iterator[Finding]:
 
 
 def address(facts: AddressFacts) -> Iterator[Finding]:
-    """Whether others can reach this node where they will be told to."""
+    """Judge whether other nodes can reach this node at its address."""
     if facts.error:
         yield _wrong(
             "address",
@@ -233,7 +232,8 @@ def address(facts: AddressFacts) -> Iterator[Finding]:
 
 
 def ports(facts: PortFacts) -> Iterator[Finding]:
-    """Each round's store, and each connection between workers, takes one of the kernel's choice."""
+    """Judge the free ports: each round's store, and each connection between workers, takes a port that the
+    kernel chooses."""
     free = facts.high - facts.low + 1 - facts.used
     says = f"{free} ports of {facts.low} to {facts.high} are free"
     do = "widen net.ipv4.ip_local_port_range, or end what holds them (see `ss -s`)"
@@ -246,7 +246,7 @@ def ports(facts: PortFacts) -> Iterator[Finding]:
 
 
 def http(facts: HttpFacts) -> Iterator[Finding]:
-    """Whether metrics can be served where --http says; a job runs without them, and nobody sees it."""
+    """Judge whether metrics can be served at --http. A job runs without them."""
     if not facts.error:
         yield _fine("http", f"metrics can be served at {facts.place}")
     elif facts.agent:
@@ -260,7 +260,7 @@ def http(facts: HttpFacts) -> Iterator[Finding]:
 
 
 def network(facts: NetworkFacts, own: AddressFacts) -> Iterator[Finding]:
-    """Whether gloo and NCCL will pick an interface on which others are."""
+    """Judge whether gloo and NCCL will choose an interface that other nodes can reach."""
     findings = [
         *_named_interfaces("GLOO_SOCKET_IFNAME", facts.gloo, facts.interfaces),
         *_named_interfaces("NCCL_SOCKET_IFNAME", facts.nccl, facts.interfaces),
@@ -287,7 +287,8 @@ def network(facts: NetworkFacts, own: AddressFacts) -> Iterator[Finding]:
 
 
 def _named_interfaces(variable: str, told: str, there: Sequence[Interface]) -> Iterator[Finding]:
-    """NCCL's notation: beginnings of names; after ``=`` whole ones; ``^``: not those. Gloo's is a list."""
+    """Check the names in a variable. NCCL's notation: prefixes of names, whole names after ``=``, exclusion
+    after ``^``. Gloo's is a list of names."""
     if not told or told.startswith("^"):
         return
     exact = told.startswith("=") or variable.startswith("GLOO")
@@ -308,7 +309,7 @@ def _named_interfaces(variable: str, told: str, there: Sequence[Interface]) -> I
 
 
 def shared_memory(facts: MemoryFacts) -> Iterator[Finding]:
-    """DataLoader workers hand over batches in it, NCCL and gloo data."""
+    """Judge shared memory, which DataLoader workers use for batches, and NCCL and gloo for data."""
     do = f"make it larger: docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory at {SHM}"
     says = f"{_size(facts.free_bytes)} of {_size(facts.size_bytes)} are free in {SHM}"
     if facts.error:
@@ -322,7 +323,8 @@ def shared_memory(facts: MemoryFacts) -> Iterator[Finding]:
 
 
 def limits(facts: LimitFacts) -> Iterator[Finding]:
-    """Files for sockets between workers and to DataLoader workers; tasks for all their threads."""
+    """Judge the limits of open files (sockets between workers, DataLoader workers) and of tasks (all
+    threads)."""
     soft = facts.files
     says = f"a process may have {soft} files open" if soft < 2**62 else "files may be opened without limit"
     do = "raise it: ulimit -n 65536; in systemd LimitNOFILE=65536; docker run --ulimit nofile=65536"
@@ -345,7 +347,7 @@ def limits(facts: LimitFacts) -> Iterator[Finding]:
 
 
 def gpus(driver: DriverFacts, torch: TorchFacts) -> Iterator[Finding]:
-    """Whether the GPUs that are there are those that workers get."""
+    """Judge whether workers can use the GPUs of the machine."""
     there = max(len(driver.gpus), driver.nodes)
     if torch.hip:
         if torch.device_error:
@@ -382,7 +384,7 @@ _DRIVER = "see `nvidia-smi` and `dmesg`; a driver older than torch's CUDA needs 
 
 
 def torch(facts: TorchFacts) -> Iterator[Finding]:
-    """Whether workers can import it and form groups."""
+    """Judge whether workers can import torch and form groups."""
     if facts.error:
         yield _wrong(
             "torch", f"{facts.python} cannot import it: {facts.error}", "install torch for that Python"
@@ -404,7 +406,7 @@ def torch(facts: TorchFacts) -> Iterator[Finding]:
 
 
 def imports(facts: ImportFacts) -> Iterator[Finding]:
-    """Whether the script will get past its first lines."""
+    """Judge whether the script's imports work."""
     if facts.error:
         yield _wrong("imports", f"{facts.script} cannot be looked at: {facts.error}", "correct it")
         return
@@ -425,7 +427,7 @@ def imports(facts: ImportFacts) -> Iterator[Finding]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed."""
+    """Return the smallest value that ``percent`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 

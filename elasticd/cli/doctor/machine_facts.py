@@ -1,4 +1,4 @@
-"""What the kernel and NVIDIA's library say of this machine. Leaves nothing behind."""
+"""Facts about this machine from the kernel and NVIDIA's library. Leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _CONNECT_S = 3.0
 def look_at_address(
     address: str, endpoints: Sequence[tuple[str, int]], peers: Sequence[tuple[str, str]]
 ) -> AddressFacts:
-    """``endpoints``: etcd's hosts and ports. ``peers``: other nodes of the job, and ``host:port`` where
-    each listens."""
+    """Test the address. ``endpoints``: hosts and ports of etcd. ``peers``: other nodes of the job, with the
+    ``host:port`` where each listens."""
     tried = []
     for node, place in peers:
         host, _, port = place.rpartition(":")
@@ -81,7 +81,7 @@ def _connect(host: str, port: int) -> str:
 
 
 def look_at_http(host: str, port: int) -> HttpFacts:
-    """Where metrics are to be served: can one listen there, and if not, is it an agent that does?"""
+    """Test whether metrics can be served there; if not, whether an agent already serves there."""
     place = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -95,7 +95,7 @@ def look_at_http(host: str, port: int) -> HttpFacts:
 
 
 def _is_healthy(host: str, port: int) -> bool:
-    unverified = ssl.create_default_context()  # it is asked for no secret, and told none
+    unverified = ssl.create_default_context()  # no secret is sent or received
     unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
     plain = http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
     secure = http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=unverified)
@@ -113,7 +113,7 @@ def _says_it_is_well(connection: http.client.HTTPConnection) -> bool:
 
 
 def look_at_ports() -> PortFacts:
-    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())  # not psutil's
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())  # not in psutil
     used = {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.laddr}
     return PortFacts(low, high, sum(low <= port <= high for port in used))
 
@@ -159,7 +159,7 @@ def _unlimited(number: int) -> int:
 
 
 def look_at_network(environ: Mapping[str, str]) -> NetworkFacts:
-    """``environ``: that of the workers."""
+    """Return the network facts. ``environ``: of the workers."""
     return NetworkFacts(
         interfaces=interfaces(),
         host=socket.gethostname(),
@@ -173,7 +173,7 @@ def look_at_network(environ: Mapping[str, str]) -> NetworkFacts:
 
 
 def look_at_driver(devices: Path = Path("/dev")) -> DriverFacts:
-    """By NVIDIA's management library, without a CUDA context."""
+    """Ask NVIDIA's management library, without a CUDA context."""
     nodes = sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

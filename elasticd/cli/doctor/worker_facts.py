@@ -1,4 +1,4 @@
-"""What the workers' own Python can do, asked of it: torch with its GPUs and groups, the script's imports."""
+"""Facts from the workers' own Python: torch with its GPUs and groups, and the script's imports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROBE_S = 180.0  # a first import of torch over a network file system takes minu
 
 
 def ask_torch(told: Mapping[str, str]) -> TorchFacts:
-    """Import it, use each GPU, form a group of one with gloo and with NCCL. ``told``: what the environment
-    of workers has besides ours."""
+    """Import torch, use each GPU, and form a group of one with gloo and with NCCL. ``told``: the workers'
+    variables besides this process's."""
     said = _ask("of_torch.py", [], told)
     if "failed" in said:
         return TorchFacts(_python(), error=said["failed"])
@@ -27,7 +27,7 @@ def ask_torch(told: Mapping[str, str]) -> TorchFacts:
 
 
 def ask_imports(target: str, *, module: bool) -> ImportFacts:
-    """Which imports of the script fail. It is read, not run."""
+    """Return which imports of the script fail. The script is parsed, not run."""
     said = _ask("of_imports.py", ["-m", target] if module else [target])
     if error := said.get("failed") or said.get("error"):
         return ImportFacts(target, error=error)
