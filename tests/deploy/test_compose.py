@@ -93,6 +93,34 @@ def test_nobody_has_a_password_and_nobody_can_log_in() -> None:
         assert not re.search(r"password|secret|token", str(service), re.IGNORECASE), name
 
 
+def test_with_tls_each_service_gets_files_that_are_made_and_an_agent_those_of_its_job_alone(
+    tmp_path: Path,
+) -> None:
+    done = judged_by_its_specification(DEPLOY / "compose.tls.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = yaml.safe_load((DEPLOY / "compose.tls.yaml").read_text())
+    assert told["name"] == COMPOSE["name"] and set(told["services"]) <= set(SERVICES)
+    made = tmp_path / "certs"
+    words = ["sh", DEPLOY / "certs.sh", "--job", "gpt", made, "etcd"]
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    for name, service in told["services"].items():
+        targets = {}
+        for volume in service["volumes"]:
+            source, target, mode = volume.split(":")
+            assert source.startswith("./certs/") and (made / Path(source).name).exists() and mode == "ro"
+            targets[target] = made / Path(source).name
+        if name not in AGENTS:
+            continue
+        assert {path.name for path in targets.values()} == {"ca.crt", "job-gpt.crt", "job-gpt.key"}
+        env = {
+            key: str(value) for key, value in (AGENTS[name]["environment"] | service["environment"]).items()
+        }
+        env = {key: str(targets.get(value, value)) for key, value in env.items()}
+        script = AGENTS[name]["command"][1].replace("/opt/elasticd/workers/", f"{ROOT}/workers/")
+        etcd = planned([script], env).config.etcd
+        assert etcd is not None and etcd.tls and etcd.cert == made / "job-gpt.crt"
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_the_real_command_line_takes_what_an_agent_is_told(name: str) -> None:
     env = {key: str(value) for key, value in AGENTS[name]["environment"].items()}

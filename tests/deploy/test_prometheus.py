@@ -140,7 +140,7 @@ def test_it_scrapes_the_agents_and_etcd_of_the_compose_file() -> None:
         assert dns["names"] == agent["networks"]["default"]["aliases"]
         assert agent["environment"]["ELASTICD_HTTP"] == f"0.0.0.0:{dns['port']}"
     (etcd,) = jobs["etcd"]["static_configs"]
-    assert etcd["targets"] == ["etcd:2379"] and "etcd" in compose
+    assert etcd["targets"] == ["etcd:2381"] and "etcd" in compose
 
 
 @pytest.mark.parametrize(
