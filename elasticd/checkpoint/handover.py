@@ -170,14 +170,14 @@ def is_ours(sock: socket.socket) -> bool:
 
 
 def is_of(sock: socket.socket, agent: int) -> bool:
-    """Whether the process at the other end is the agent of this pid, or one of its descendants: a worker, or
-    what a worker started. The kernel says so, and no secret has to be kept from other processes."""
+    """Return whether the process at the other end is the agent with this pid or one of its descendants: a
+    worker, or a process that a worker started. The kernel reports the pid, so no secret is needed."""
     pid = _peer(sock)[0]
     while pid > 0 and pid != agent:
         try:
             with open(f"/proc/{pid}/stat") as file:
                 pid = int(file.read().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # it has ended
+        except (OSError, ValueError, IndexError):  # the process has ended
             return False
     return pid == agent > 0
 

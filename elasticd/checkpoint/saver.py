@@ -157,7 +157,7 @@ class Saver:
     # ------------------------------------------------------------ the workers
 
     def _accept(self) -> None:
-        """All who have come, and what they have said first."""
+        """Accept all pending connections, and handle the first message of each."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock, _ = self._listener.accept()

@@ -1,4 +1,4 @@
-"""``elasticd ckpt``: what checkpoints there are, whether they are whole, and getting them out."""
+"""``elasticd ckpt``: lists, verifies, exports and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_WHOLE = 5
 
 
 def _opened(ctx: click.Context, param: click.Parameter, value: str) -> CheckpointStore:
-    """A folder that is there, or the address of a store."""
+    """Return the store for an existing folder or an address."""
     if not value:
         raise click.BadParameter("its name cannot be empty.", ctx, param)
     try:
@@ -56,7 +56,7 @@ def ckpt() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """A committed checkpoint, and what a look at its manifest and the sizes of its files says."""
+    """A committed checkpoint, and the result of a check of its manifest and file sizes."""
 
     saved: Saved
     manifest: Manifest | None
@@ -235,7 +235,7 @@ def rm(store: CheckpointStore, which: str, force: bool) -> None:
     say(f"{saved.name}: removed")
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- reading
 
 
 def _known(store: CheckpointStore) -> Checkpoint:
@@ -304,7 +304,7 @@ def _size(count: float) -> str:
 
 @contextmanager
 def _bar(label: str, size: int) -> Iterator[Callable[[int], None]]:
-    """On a terminal only; bytes."""
+    """Show progress in bytes, on a terminal only."""
     with click.progressbar(length=size, label=label, file=sys.stderr) as bar:
         yield bar.update
 

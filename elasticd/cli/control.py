@@ -1,4 +1,5 @@
-"""How commands reach a job: the etcd that was named, or those of standalone runs on this machine."""
+"""How commands reach a job: through the etcd given by options, or those of standalone runs on this
+machine."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An etcd, and the jobs in it. ``shared``: it was named, so no other place is looked at."""
+    """An etcd, and the jobs in it. ``shared``: the etcd was given by options, so no other place is
+    searched."""
 
     access: EtcdAccess
     jobs: tuple[str, ...]
     shared: bool
 
     def ended(self, job: str) -> bool:
-        """Whether it was a standalone run's, which is over: such an etcd does not come back."""
+        """Return whether this is the etcd of a standalone run that is over. Such an etcd does not come
+        back."""
         if self.shared:
             return False
         from elasticd.etcd.registry import standalone_runs
@@ -38,8 +41,8 @@ class Place:
 
 
 def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
-    """Where jobs may be. ``options``: click's values of ``etcd_options``. ``job``: the one that is looked
-    for, beyond which a role that is limited to it may not read. Raises Complaint."""
+    """Return where jobs may be. ``options``: click's values of ``etcd_options``. ``job``: the job that is
+    searched; a role that is limited to this job may not read others. Raises Complaint."""
     access = named_etcd(options)
     if access is not None:
         from elasticd.etcd.client import Client
@@ -58,7 +61,7 @@ def places(options: Mapping[str, Any], job: str | None = None) -> list[Place]:
 
 
 def find(options: Mapping[str, Any], job: str) -> Place:
-    """Where the job is. Raises Complaint, naming the jobs that there are."""
+    """Return where the job is. Raises Complaint, with the names of the known jobs."""
     there = places(options, job)
     for place in there:
         if job in place.jobs:
@@ -74,7 +77,7 @@ def _check_name(job: str) -> None:
 
 
 def _check(client: Client, job: str | None) -> None:
-    """Raises StoreError; Complaint where a job has to be named."""
+    """Check that etcd works. Raises StoreError; Complaint if the user must name a job."""
     try:
         client.check(ROOT if job is None else job_prefix(job))
     except StoreRefused as error:
@@ -84,7 +87,7 @@ def _check(client: Client, job: str | None) -> None:
 
 
 def _jobs(client: Client, job: str | None) -> tuple[str, ...]:
-    """Those that we may see. Raises StoreError."""
+    """Return the jobs that this user may see. Raises StoreError."""
     if job is not None and client.has(job):
         return (job,)
     try:
@@ -114,19 +117,20 @@ def _ran_here(job: str) -> bool:
 
 
 def facts_of(listing: Listing) -> dict[str, Fact]:
-    """By key below the job's prefix."""
+    """Return the facts, by key below the job's prefix."""
     return {e.key: e.fact for e in listing.entries if e.fact is not None}
 
 
 def unusable(job: str, bad: Sequence[BadRecord]) -> Complaint | None:
-    """What to say where nothing true can be told of the job, as its spec or round cannot be read."""
+    """Return a Complaint if the job's spec or round cannot be read, since nothing true can then be shown;
+    else None."""
     worst = next((error for error in bad if error.key in ("spec", "round")), None)
     return None if worst is None else Complaint(f"{job}: {worst}.")
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Turns what etcd may answer into complaints: unreachable is 4, all else the input's fault."""
+    """Turn errors of etcd into complaints: code 4 if etcd is unreachable, else 2."""
     try:
         yield
     except NoSpace as error:
@@ -139,7 +143,7 @@ def answering() -> Iterator[None]:
 
 @contextmanager
 def reaching(place: Place, job: str) -> Iterator[None]:
-    """The same of a job that was found there: a standalone run takes its etcd along when it ends."""
+    """As ``answering``, for a job that was found: the etcd of a standalone run ends with its run."""
     try:
         with answering():
             yield
@@ -150,7 +154,7 @@ def reaching(place: Place, job: str) -> Iterator[None]:
 
 
 def named_etcd(options: Mapping[str, Any]) -> EtcdAccess | None:
-    """The etcd that ``etcd_options`` name; None if they name none. Raises Complaint."""
+    """Return the etcd of ``etcd_options``; None if not given. Raises Complaint."""
     etcd = options.get("etcd")
     tls = {name: options.get(f"etcd_{name}") for name in ("cacert", "cert", "key")}
     user = options.get("etcd_user")

@@ -1,4 +1,5 @@
-"""``elasticd events`` and ``elasticd logs``: what the runs on this machine have written, during and after."""
+"""``elasticd events`` and ``elasticd logs``: what the runs on this machine have written, while they run and
+later."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
         say(how, bold=True, err=True)
         _print([log])
         return
-    newest = {run.node: run for run in known}  # of each node's runs the last
+    newest = {run.node: run for run in known}  # the last run of each node
     if node is not None and node not in newest:
         raise Complaint(f"no agent of {job} named {node} ran here: there is {words.listing(sorted(newest))}")
     found = [
@@ -88,7 +89,7 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
 
 
 def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
-    """The job, by default the one that ran last, and its agents' parts. Raises Complaint."""
+    """Return the job, by default the one that ran last, and the runs of its agents. Raises Complaint."""
     state = runs.state_dir()
     there = runs.jobs(state)
     if job is None and not there:
@@ -102,7 +103,7 @@ def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
 
 
 def last_run(known: list[runs.KnownRun]) -> list[runs.KnownRun]:
-    """Of a job's agents, oldest first, those that took part in its last run."""
+    """Return the agents of the job's last run, from all its agents, oldest first."""
     last: list[runs.KnownRun] = []
     place, over_at = "", math.inf
     for one in known:
@@ -117,12 +118,13 @@ def last_run(known: list[runs.KnownRun]) -> list[runs.KnownRun]:
 
 
 def _over(event: Event) -> bool:
-    """Whether the whole job is, so that whoever comes later is of another run of that name."""
+    """Return whether the event ends the whole job. Agents that start later belong to another run of that
+    name."""
     return event["event"] == "job.ended" or (event["event"] == files.ENDED and bool(event.get("outcome")))
 
 
 def living(started: Event) -> bool:
-    """Whether the agent that wrote this as its first event still is there."""
+    """Return whether the agent that wrote this first event is alive."""
     found = _process(started)
     if found is not None:
         os.close(found)
@@ -130,13 +132,13 @@ def living(started: Event) -> bool:
 
 
 def _process(started: Event) -> int | None:
-    """A descriptor of the agent that wrote this, while it lives."""
+    """Return a pidfd of the agent that wrote this first event; None if the agent is gone."""
     pid = int(started.get("pid") or 0)
     try:
         found = os.pidfd_open(pid)
     except (OSError, ValueError):
         return None
-    if started_at(pid) != started.get("pid_started"):  # somebody else has its number now
+    if started_at(pid) != started.get("pid_started"):  # the pid belongs to another process now
         os.close(found)
         return None
     return found
@@ -153,11 +155,12 @@ def _lines(event: Event) -> list[str]:
 
 
 def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
-    """A sentence, and where its output is. Raises Complaint."""
+    """Return a sentence about the last failure, and the path of its output. Raises Complaint."""
     known = failures(files.read(folders))
     if not known:
         raise Complaint(f"no failure of {job} is known on this machine")
-    # Who leads says which failure broke the round. Elsewhere it was the first: the others are its echoes.
+    # The leader's event names the failure that broke the round. Without it, the first failure of the round
+    # counts: the later ones follow from it.
     last = known[-1]
     if "round" in last:
         last = next(e for e in known if e.get("round") == last["round"])
@@ -169,8 +172,8 @@ def _last_failure(job: str, folders: list[Path]) -> tuple[str, Path]:
 
 
 def _outputs(folder: Path, slot: int | None) -> Iterator[Path]:
-    """Where the newest process of each slot prints to. Who keeps its process from round to round prints to
-    the folder of the first; of a process that was started to wait for a round see ``daemon.logs``."""
+    """Yield the folder that the newest process of each slot prints to. A process that stays from round to
+    round prints to the folder of its first round; ``daemon.logs`` describes the folders of standbys."""
     newest: dict[int, Path] = {}
     standbys = 0
     for event in files.read([folder]):
@@ -187,8 +190,7 @@ def _outputs(folder: Path, slot: int | None) -> Iterator[Path]:
 
 
 def _print(places: Iterable[Path]) -> None:
-    """Files, or folders that hold a worker's streams, each under its name; that there is nothing in them
-    is said, too."""
+    """Print files, or the streams in folders, each under its name. Print a sentence if all are empty."""
     out, printed = sys.stdout.buffer, False
     for place in places:
         paths = [place / name for name in _STREAMS] if place.is_dir() else [place]

@@ -1,4 +1,4 @@
-"""The ``elasticd`` command. Each subcommand's module is imported only when it is called for."""
+"""The ``elasticd`` command. The module of a subcommand is imported only when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ def version() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: one sentence on stderr for what people can put right."""
+    """Run a command and exit. Errors that users can fix are one sentence on stderr."""
     _open_missing_streams()
-    if os.environ.get("ELASTICD_ETCD_PASSWORD"):  # shown in /proc for as long as we live, and by our init
+    if os.environ.get("ELASTICD_ETCD_PASSWORD"):  # otherwise visible in /proc, also of process 1
         hide_memory()
     part_from_init()
     sys.exit(_exit_code(argv))
 
 
 def _open_missing_streams() -> None:
-    """Where a standard stream is closed (``>&-``), the next file or socket would take its number, and
-    get what is printed. Python gives none either."""
+    """Open /dev/null for each standard stream that is closed (``>&-``). Otherwise the next file or socket
+    would get its number, and receive what is printed; Python has no stream object for it either."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             stream = os.fdopen(number, "r" if number == 0 else "w", closefd=False)
             setattr(sys, name, stream)
 
@@ -106,12 +106,12 @@ def _exit_code(argv: Sequence[str] | None) -> int:
             raise
         _say(sentence)
         return 2
-    except PermissionError as error:  # of our own folders, or of a Python that others may not start
+    except PermissionError as error:  # of elasticd's own folders, or of the Python interpreter
         _say(f"{error}.")
         return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of stdout has closed the pipe
         _drop_output()
         return 0
     except OSError as error:
@@ -124,7 +124,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
 
 
 def _drop_output() -> None:
-    """What is left of it, of which Python would complain again when it exits."""
+    """Discard the rest of the output; otherwise Python would report the error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -134,14 +134,15 @@ def _say(sentence: str) -> None:
 
 
 def _leave_word(error: click.ClickException, sentence: str) -> None:
-    """Where ``elasticd run`` was not understood: its options are not known, but the environment is."""
+    """Write the termination log if ``elasticd run`` had bad options. The path comes from the environment,
+    since the options are unknown."""
     path = os.environ.get("ELASTICD_TERMINATION_LOG")
     if path and isinstance(error, click.UsageError) and error.ctx and error.ctx.info_name == "run":
         TerminationLog(Path(path)).write(sentence)
 
 
 def _sentence(error: click.ClickException) -> str:
-    """click's message, and where the value came from when that is not the command line."""
+    """Return click's message, and the variable's name if the value came from the environment."""
     message = error.format_message()
     if isinstance(error, click.BadParameter) and error.ctx and error.param and error.param.name:
         source = error.ctx.get_parameter_source(error.param.name)

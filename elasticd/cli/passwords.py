@@ -1,4 +1,4 @@
-"""Passwords come from a file, a pipe or the environment, and never from a command line."""
+"""Passwords, from a file, a pipe or the environment, and never from a command line."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from elasticd.cli.complaint import Complaint
 from elasticd.procs.linux import hide_memory
 
 VARIABLE = "ELASTICD_ETCD_PASSWORD"
-MOST = 72  # bytes: of what is longer, bcrypt, which etcd uses, ignores the rest or refuses it all
+MOST = 72  # bytes: etcd's bcrypt ignores the rest, or rejects a longer password
 _READ_MAX = 4096
 
 
 def of_login(options: Mapping[str, Any]) -> str | None:
-    """What goes with --etcd-user. ``options``: click's values of ``etcd_options``. Raises Complaint."""
+    """Return the password for --etcd-user. ``options``: click's values of ``etcd_options``. Raises
+    Complaint."""
     file = options.get("etcd_password_file")
     if not options.get("etcd_user"):
         if file is not None:
             raise Complaint(f"--etcd-password-file {file} is given without --etcd-user.")
-        return None  # one in the environment serves those commands that name its user
+        return None  # a password in the environment needs --etcd-user too
     hide_memory()  # from the scripts that the agent runs
     return os.environ.get(VARIABLE) if file is None else read(file)
 
 
 def read(file: Path) -> str:
-    """The line in the file; ``-`` is standard input. Raises Complaint."""
+    """Return the line in the file; ``-`` is standard input. Raises Complaint."""
     shown = "standard input" if str(file) == "-" else str(file)
     try:
         if str(file) == "-":
@@ -58,7 +59,7 @@ def _checked(text: str, shown: str) -> str:
 
 
 def check_length(password: str) -> str:
-    """The password, if etcd can tell it from all others. Raises Complaint."""
+    """Return the password if etcd uses all of it. Raises Complaint."""
     if (length := len(password.encode())) > MOST:
         raise Complaint(
             f"the password is {length} bytes long, and etcd looks at {MOST} at most: take a shorter one."
@@ -67,7 +68,8 @@ def check_length(password: str) -> str:
 
 
 def make(file: Path) -> str:
-    """A new one, in a new file that its owner alone may read. Raises Complaint, FileExistsError."""
+    """Make a password, and write it to a new file that only its owner can read. Raises Complaint,
+    FileExistsError."""
     password = secrets.token_urlsafe(32)
     try:
         number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

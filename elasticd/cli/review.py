@@ -1,4 +1,4 @@
-"""``elasticd report``: what became of a run, on a page and in the terminal."""
+"""``elasticd report``: the history of a run, as a page and in the terminal."""
 
 from __future__ import annotations
 

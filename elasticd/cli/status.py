@@ -1,4 +1,4 @@
-"""``elasticd status`` and ``ls``: how jobs are, once or as it changes."""
+"""``elasticd status`` and ``ls``: the state of jobs, once or at each change."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _look(access: EtcdAccess, job: str) -> JobReport:
     with answering(), Client(access) as client:
         listing, bad = client.list(job)
         full = False
-        with suppress(StoreRefused):  # not ours to ask, perhaps
+        with suppress(StoreRefused):  # the user may lack the permission
             full = client.full()
     if complaint := unusable(job, bad):
         raise complaint from bad[0]
@@ -80,8 +80,8 @@ def _look(access: EtcdAccess, job: str) -> JobReport:
 
 
 def _look_if_there(place: Place, job: str) -> JobReport | None:
-    """None where a standalone run has ended since it was found, or the job's records are unusable
-    (said so): the others can be listed."""
+    """Return the job's report; None if its standalone run has just ended, or if its records are unusable
+    (which is printed), so that the other jobs can still be listed."""
     try:
         return _look(place.access, job)
     except Complaint as complaint:
@@ -131,11 +131,11 @@ def _row(r: JobReport) -> tuple[str, ...]:
     )
 
 
-# ---------------------------------------------------------------- watching
+# ---------------------------------------------------------------- --watch
 
 
 def _show_anew(r: JobReport, as_json: bool) -> None:
-    """On a terminal in place of what was shown before; else below it."""
+    """Show the job: on a terminal in place of the previous output, else below it."""
     if as_json or not sys.stdout.isatty():
         _show(r, as_json)
         sys.stdout.flush()

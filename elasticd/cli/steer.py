@@ -1,4 +1,5 @@
-"""``elasticd scale``, ``drain`` and ``stop``: edits of a job's spec, guarded so that none is lost."""
+"""``elasticd scale``, ``drain`` and ``stop``: guarded changes of a job's spec, so that no concurrent change
+is lost."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def forget(job: str, **etcd: Any) -> None:
             guards = tuple(Unchanged(key, revision) for key, revision in seen.items())
             answer = client.transact(job, guards, (Delete("", prefix=True),))
             if isinstance(answer, Refused):
-                continue  # somebody came in between: look again
+                continue  # another process changed the job: look again
             if not isinstance(answer, Applied) and client.list(job)[0].entries:
                 raise Complaint(
                     f"etcd did not say whether it forgot the job ({answer.why}); try again.", ETCD_UNREACHABLE
@@ -99,16 +100,17 @@ def forget(job: str, **etcd: Any) -> None:
 
 
 def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
-    """Write what ``change`` makes of the spec, made anew from each newer one that came between.
+    """Write the spec that ``change`` returns. After a concurrent change, call ``change`` with the newer spec
+    and try again.
 
-    Raises Complaint where the job has ended, or etcd does not answer.
+    Raises Complaint if the job has ended, or etcd does not respond.
     """
     from elasticd.etcd.client import Client
 
     with reaching(place, job), Client(place.access) as client:
         while True:
             found, round_ = client.get(job, "spec"), client.get(job, "round")
-            # Asked first: a job that ends loses its spec.
+            # The round is checked first, because a job that ends loses its spec.
             if round_ is not None and isinstance(round_.fact, Round) and round_.fact.phase is Phase.ENDED:
                 raise Complaint(f"{job} has ended already.")
             if found is None or not isinstance(found.fact, Spec):
@@ -121,7 +123,7 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
                 case Applied():
                     return wanted
                 case Refused():
-                    continue  # somebody else wrote in between: look again
+                    continue  # another process changed the spec: try again
                 case _:
                     now = client.get(job, "spec")
                     if now is not None and now.fact == wanted:
@@ -134,7 +136,7 @@ def _edit(place: Place, job: str, change: Callable[[Spec], Spec]) -> Spec:
 
 
 def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
-    """The place, the job and the incarnation of a node. Raises Complaint."""
+    """Return the place, the job and the incarnation of a node. Raises Complaint."""
     from elasticd.etcd.client import Client
 
     candidates = (

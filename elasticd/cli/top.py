@@ -1,4 +1,4 @@
-"""``elasticd top``: all nodes of a job, live, on the whole of a terminal."""
+"""``elasticd top``: all nodes of a job, live, on the full terminal."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _draw(report: JobReport, last: list[JobReport]) -> None:
     last[:] = [report]
     size = os.get_terminal_size(1) if sys.stdout.isatty() else shutil.get_terminal_size()
     room = size.lines - 1
-    from elasticd.telemetry import footer  # and with it rich, which --help need not wait for
+    from elasticd.telemetry import footer  # late, since it imports rich, which --help does not need
 
     lines = footer.render(snapshot(report, time.time()), size.columns, 2 * room, rows_max=room, fold=True)
     sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in lines[:room]) + "\x1b[J")
@@ -68,7 +68,7 @@ def _draw(report: JobReport, last: list[JobReport]) -> None:
 
 
 def snapshot(report: JobReport, now: float) -> Snapshot:
-    """The job in the words of the live view. ``now``: seconds since the epoch."""
+    """Return the job in the form of the live view. ``now``: seconds since the epoch."""
     slots = tuple(
         SlotLine(n.node, s.slot, s.state, s.rank, s.pid, s.step or 0, s.steps_per_s, report.step_told)
         for n in report.nodes

@@ -1,4 +1,4 @@
-"""The kinds of values that options take; what is wrong with one is said in a sentence."""
+"""Types of option values. An invalid value is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import click
 
 from elasticd.etcd.names import check_name
 
-MOST = 1_000_000_000  # of anything: clocks and records have an end
+MOST = 1_000_000_000  # the largest number for any option: clocks and records have limits
 
 
 class Unfit(click.BadParameter):
-    """A value that its option cannot have, in a sentence that names both."""
+    """An invalid value. The sentence names the option and the value."""
 
     def __init__(
         self, value: Any, why: str, param: click.Parameter | None, ctx: click.Context | None
@@ -27,7 +27,7 @@ class Unfit(click.BadParameter):
 
 
 class Name(click.ParamType[str]):
-    """The name of something, such as a job or a node, that can have it."""
+    """A valid name of a job or a node."""
 
     name = "name"
 
@@ -43,7 +43,7 @@ class Name(click.ParamType[str]):
 
 
 class Whole(click.ParamType[int]):
-    """A whole number, no less than ``least``."""
+    """A whole number that is at least ``least``."""
 
     name = "integer"
 
@@ -51,7 +51,7 @@ class Whole(click.ParamType[int]):
         self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", str(value)):  # int() takes 1_0 and digits of other scripts
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", str(value)):  # int() accepts 1_0 and non-ASCII digits
             raise Unfit(value, "is not a whole number", param, ctx)
         number = int(value)
         if number > MOST:
@@ -62,7 +62,7 @@ class Whole(click.ParamType[int]):
 
 
 class Seconds(click.ParamType[float]):
-    """A length of time in seconds: finite, and no less than ``least``."""
+    """A finite number of seconds that is at least ``least``."""
 
     name = "seconds"
 
@@ -99,7 +99,7 @@ class Ratio(click.ParamType[float]):
 
 
 class Switch(click.types.BoolParamType):
-    """A flag; from the environment torchrun reads a number, and anything but 0 is yes."""
+    """A flag. As in torchrun, a number from the environment means yes unless it is 0."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
         if isinstance(value, str) and value.strip().lstrip("-").isdecimal():

@@ -1,4 +1,4 @@
-"""``elasticd status --watch``: the job at each change, for as long as somebody looks."""
+"""``elasticd status --watch``: shows the job at each change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elasticd.core.facts import Fact, Round
 from elasticd.core.ports import Listing, Seen
 from elasticd.etcd.errors import BadRecord, StoreError, StoreRefused, StoreUnavailable
 
-QUIET_S = 5.0  # silence after which etcd is asked whether it is still there
-AWAY_S = 1.0  # and after which it is asked again while it is not
-EVERY_S = 1.0  # heartbeats come from each node; this often they are shown, all together
+QUIET_S = 5.0  # after this silence, check whether etcd still responds
+AWAY_S = 1.0  # the interval of checks while etcd is away
+EVERY_S = 1.0  # heartbeats of all nodes are shown together, at this interval
 
 
 def watch(place: Place, job: str, show: Callable[[JobReport], None]) -> None:
-    """Show the job at once, at each new phase and round, and else once in EVERY_S if anything
-    changed, until it has ended. An etcd that goes away is waited for. Raises Complaint."""
+    """Show the job at once, at each new phase and round, and otherwise at most every EVERY_S if anything
+    changed, until the job has ended. Waits if etcd goes away. Raises Complaint."""
     _Watch(place, job, show).run()
 
 
@@ -33,12 +33,12 @@ class _Watch:
         self._news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
         self._facts: dict[str, Fact] = {}
         self._pace = StepRate()
-        self._begun = place.shared  # a standalone run is known before it has written anything
-        self._changed = False  # since it was shown
-        self._shown: object = None  # the round and the phase that were shown
+        self._begun = place.shared  # a standalone run is registered before it writes facts
+        self._changed = False  # since the last display
+        self._shown: object = None  # the round and the phase of the last display
         self._shown_at = -EVERY_S  # on the monotonic clock
         self._away = False
-        self._full = False  # an etcd that is full is quiet: it takes no heartbeats
+        self._full = False  # a full etcd is quiet, because it takes no heartbeats
 
     def run(self) -> None:
         from elasticd.etcd.store import EtcdStore
@@ -51,7 +51,7 @@ class _Watch:
                     self._take(self._news.get(timeout=self._patience_s()))
                 except queue.Empty:
                     if not self._changed and self._is_back():
-                        # Nothing may have changed meanwhile, but the job is to be seen again.
+                        # A new watch lists the job again, even if nothing has changed meanwhile.
                         end()
                         end = store.watch("", self._news.put, prefix=True)
                 if self._is_due() and self._look():
@@ -90,7 +90,7 @@ class _Watch:
             return False
         if time.monotonic() >= self._shown_at + EVERY_S:
             return True
-        # What changed together is shown together.
+        # Changes that arrive together are shown together.
         return self._news.empty() and (self._is_gone() or self._shown != self._mark())
 
     def _is_gone(self) -> bool:
@@ -101,26 +101,27 @@ class _Watch:
         return (round_.number, round_.phase) if isinstance(round_, Round) else (0, "")
 
     def _look(self) -> bool:
-        """Show the job; whether it has ended."""
+        """Show the job. Return whether it has ended."""
         if self._is_gone():
             raise Complaint(f"{self._job} is no longer in etcd.")
         if self._full:
-            self._is_back()  # and has room, perhaps
+            self._is_back()  # etcd may have space again
         now = report(self._job, self._facts, time.time(), self._pace)
         self._show(replace(now, etcd_full=self._full))
         self._changed, self._shown, self._shown_at = False, self._mark(), time.monotonic()
         return now.ended
 
     def _is_back(self) -> bool:
-        """A watch outlives its etcd, hoping; a person wants to know. Agents write their progress
-        every second or two, so it is rarely quiet. True once etcd is there again."""
+        """Check etcd after a silence; return whether etcd was away and is back. A watch waits silently for
+        its etcd, but a person wants to know. Agents write their progress every second or two, so silence is
+        rare."""
         from elasticd.etcd.client import Client
 
         try:
             with Client(self._place.access) as client:
                 client.status()
                 full = False
-                with suppress(StoreRefused):  # not ours to ask, perhaps
+                with suppress(StoreRefused):  # the user may lack the permission
                     full = client.full()
         except StoreUnavailable as error:
             if self._place.ended(self._job):

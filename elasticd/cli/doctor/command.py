@@ -1,4 +1,4 @@
-"""``elasticd doctor``: gather, judge, show."""
+"""``elasticd doctor``: collects facts, judges them, and shows the findings."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _examination(
     key = job_prefix(check_name("job", job)) if job is not None else ROOT
     own = address or (routed_address(endpoints) or default_node_name() if endpoints else "127.0.0.1")
     told = network_environment(own, os.environ, asked=address is not None)
-    with ThreadPoolExecutor() as pool:  # each waits for somebody else
+    with ThreadPoolExecutor() as pool:  # these checks mostly wait
         torch = pool.submit(ask_torch, told)
         imports = pool.submit(ask_imports, script, module=module) if script is not None else None
         examined = examine(access, key=key) if access is not None else None
@@ -122,7 +122,7 @@ def _examination(
 
 
 def _embedded() -> Finding:
-    """The etcd of standalone runs."""
+    """Judge the etcd of standalone runs."""
     from elasticd.etcd.embedded import fault_of, find_etcd, version_of
 
     try:
@@ -136,7 +136,7 @@ def _embedded() -> Finding:
 def _peers(
     access: EtcdAccess | None, examined: Examined | None, job: str | None, own: str
 ) -> list[tuple[str, str]]:
-    """The nodes that the job has now, each with a place where it listens."""
+    """Return the job's present nodes, each with a ``host:port`` where it listens."""
     if access is None or job is None or examined is None or all(e.error for e in examined.endpoints):
         return []
     from elasticd.etcd.client import Client
@@ -145,7 +145,7 @@ def _peers(
         with Client(access) as client:
             listing, _ = client.list(job, "nodes/")
     except StoreError:
-        return []  # said already, by the check of etcd
+        return []  # the check of etcd reports this
     nodes = [entry.fact for entry in listing.entries if isinstance(entry.fact, Node)]
     return [(n.name, f"{n.address}:{n.store_port}") for n in nodes if n.address != own]
 

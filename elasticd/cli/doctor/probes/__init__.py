@@ -1,1 +1,1 @@
-"""Programs that the workers' own Python runs to say what it can do; each prints one JSON object."""
+"""Programs that run in the workers' Python to find out what it can do. Each prints one JSON object."""

@@ -1,8 +1,8 @@
 """Prints which imports of a script fail: ``of_imports.py SCRIPT``, or ``of_imports.py -m MODULE``.
 
-The script is read, not run. Modules beside it are read as well, as running them may do anything;
-installed ones are really imported, since half of what goes wrong (a library of the system that is not
-there, two that do not fit) shows only then. Standard library only: it runs in the workers' Python.
+The script and modules beside it are parsed, not run, since running them could have any effect. Installed
+modules are really imported: many faults, such as a missing system library or incompatible packages, show only
+then. Standard library only: this program runs in the workers' Python.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FORGIVING = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"
 
 
 class Reader:
-    """``root``: the folder the script's own modules are in."""
+    """Collects imports. ``root``: the folder of the script's own modules."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.tried: dict[str, str] = {}  # what importing it says
+        self.tried: dict[str, str] = {}  # import: its error, or empty
         self.read: set[Path] = set()
         self.missing: dict[str, dict[str, object]] = {}
 
@@ -52,7 +52,7 @@ class Reader:
             self.missing[name] = {"module": name, "where": where, "error": error, "optional": optional}
 
     def local(self, module: str) -> list[Path]:
-        """The files of a module that lies beside the script, packages first; none if it does not."""
+        """Return the files of a module beside the script, packages first; none if the module is elsewhere."""
         found = []
         folder = self.root
         for part in module.split("."):
@@ -82,7 +82,8 @@ class Reader:
 
 
 def statements(body: list[ast.stmt], *, optional: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """The imports in there, and whether the script may go on, or not even come, without each."""
+    """Yield the import statements, and whether each is optional: the script handles its failure, or may never
+    reach it."""
     for node in body:
         match node:
             case ast.Import() | ast.ImportFrom():
@@ -112,7 +113,7 @@ def forgives(handler: ast.ExceptHandler) -> bool:
 
 
 def modules_of(node: ast.stmt, package: str) -> Iterator[tuple[str, str]]:
-    """What it imports, as (module, attribute)."""
+    """Yield the imports of a statement, as (module, attribute)."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.name, ""
@@ -153,7 +154,7 @@ def main(argv: list[str]) -> None:
         said["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
     json.dump(said, answer)
     answer.flush()
-    os._exit(0)  # whatever the imported left running
+    os._exit(0)  # ends threads that imported modules have started
 
 
 if __name__ == "__main__":

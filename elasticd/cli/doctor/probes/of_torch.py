@@ -1,6 +1,6 @@
-"""Prints what this Python's torch can do: its builds, its GPUs, and whether groups can be formed.
+"""Prints what this Python's torch can do: its build, its GPUs, and whether groups can be formed.
 
-Runs in the workers' Python, of which nothing is known but that it should have torch.
+Runs in the workers' Python, where only torch is assumed.
 """
 
 import importlib
@@ -13,15 +13,15 @@ from typing import Any
 
 def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not the answer
+    os.dup2(2, 1)  # libraries may print to stdout, which is for the answer
     said: dict[str, object] = {"python": sys.executable}
     try:
         look(said)
-    except BaseException as error:  # noqa: BLE001  # whatever a broken installation throws is the answer
+    except BaseException as error:  # noqa: BLE001  # any error of a broken installation is the answer
         said["error"] = one_line(error)
     json.dump(said, answer)
     answer.flush()
-    os._exit(0)  # without the destructors of half-built groups
+    os._exit(0)  # skips the destructors of incomplete groups
 
 
 def look(said: dict[str, object]) -> None:
@@ -43,7 +43,8 @@ def look(said: dict[str, object]) -> None:
 
 
 def group_of_one(dist: Any, torch: Any, backend: str, device: str) -> str:
-    """Why a group of this one process cannot be formed, or empty. It picks the interface as a job's does."""
+    """Return why a group of this process alone cannot be formed, or an empty string. The interface is chosen
+    as in a job."""
     try:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30)
