@@ -175,7 +175,7 @@ def waiting(wait: r.Wait, now: float) -> str:
         case r.AwaitingCheckpoint(until):
             return f"waiting for the script's next checkpoint before the world is resized{_left(until, now)}"
         case r.AwaitingReturn(nodes, until):
-            return f"waiting for {listing(nodes)} to come back after the etcd outage{_left(until, now)}"
+            return f"waiting for {listing(nodes)} to come back{_left(until, now)}"
         case r.CoolingDown(have, could_have, until):
             return f"could grow from {have} to {count(could_have, 'worker')}{_in(until, now)}"
         case _:
@@ -219,7 +219,8 @@ def sentence(reason: r.Reason, now: float) -> str:
             )
             return f"round {number} ends: {cause(why)}{who}"
         case r.FailureCharged(failed, spent, allowed):
-            return f"{failure(failed)}; {spent} of {allowed} restarts spent"
+            left = f"{spent} of {allowed} restarts spent" if spent <= allowed else "no restart is left"
+            return f"{failure(failed)}; {left}"
         case r.SlotQuarantined(node, slot, until):
             return f"slot {slot} on {node} keeps failing alone and is left out for {span(until - now)}"
         case r.SlotDrained(node, slot, until):

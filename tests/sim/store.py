@@ -334,6 +334,8 @@ class SimStore:
         self._clock = host.clock
         self._watches: list[_Watch] = []
         self._lease: int = 0
+        self._due = 0.0  # when the lease is to be asked for next
+        self._late_s = 0.0  # how late it was asked for since it was held last
         self._news: Callable[[LeaseNews], None] | None = None
         self._silence: Silent | None = None
         self._closed = False
@@ -428,6 +430,7 @@ class SimStore:
         if self._closed:
             return
         lease, asked_at = self._lease, self.host.now()
+        self._late_s = max(self._late_s, asked_at - self._due) if self._due else 0.0
 
         def answered(result: Unknown | int | bool) -> None:
             if self._closed:
@@ -435,17 +438,20 @@ class SimStore:
             match result:
                 case Unknown():
                     self._be_silent(asked_at)
+                    self._due = self.host.now() + 0.2
                     self.host.after(0.2, self._keep)
                 case False:
                     self._silence = None
                     self._lease = 0
-                    self._tell(Lost())
+                    self._tell(Lost(self._late_s))
+                    self._due = self._late_s = 0.0
                     self._keep()
                 case _:
                     self._silence = None
                     self._lease = lease or int(result)
                     self._tell(Held(asked_at + self.ttl_s))
-                    self.host.at(asked_at + self.ttl_s / 3, self._keep)
+                    self._due, self._late_s = asked_at + self.ttl_s / 3, 0.0
+                    self.host.at(self._due, self._keep)
 
         timeout_s = min(self.timeout_s, max(0.5, self.ttl_s / 5))  # as elasticd.etcd.keeper has it
         if lease:
