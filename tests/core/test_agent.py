@@ -19,6 +19,7 @@ from elasticd.core.facts import (
     Phase,
     Policy,
     Report,
+    Resume,
     Round,
 )
 from elasticd.core.messages import (
@@ -76,17 +77,20 @@ def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool =
 # ---------------------------------------------------------------- joining
 
 
-def test_a_job_that_nobody_works_on_can_be_made_another() -> None:
-    one = Agent(spec(script="other.py"))
+@pytest.mark.parametrize("resume", Resume)
+def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
+    other = spec(script="other.py", policy=replace(POLICY, resume=resume))
+    one = Agent(other)
     for key in ("round", "nodes/a"):
         one.sees(key, None)
     one.sees("spec", spec())
     one.told(SawOthers(0))
     write = one.wrote(Tag.SPEC)
     assert write.guards == (Unchanged("spec", one.revision),)
-    assert write.writes[0] == Put("spec", spec(script="other.py"))
+    assert write.writes[0] == Put("spec", other)
     folders = {Delete(f"{name}/", prefix=True) for name in ("reports", "ledger")}
-    assert set(write.writes[1:]) == {Delete("budget"), *folders}, "nothing of an earlier run is left"
+    checkpoint = {Delete("checkpoint")} if resume is Resume.NEVER else set()
+    assert set(write.writes[1:]) == {Delete("budget"), *folders, *checkpoint}, "what an earlier run left"
     one.answered(Tag.SPEC)
     assert one.state.joined
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent.state import Doing, State
-from elasticd.core.facts import Leadership, Node, Outcome, Round, Spec
+from elasticd.core.facts import Leadership, Node, Outcome, Resume, Round, Spec
 from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
 from elasticd.core.reasons import NameTaken, PolicyDiffers
@@ -105,6 +105,7 @@ def join(do: Doing) -> None:
     elif state.others == 0:
         # A job nobody works on any more: what it was is not binding.
         guard = Unchanged("spec", state.seen["spec"].revision)
+        forgotten = (Delete("checkpoint"),) if wanted.policy.resume is Resume.NEVER else ()
         do.transact(
             Tag.SPEC,
             (guard,),
@@ -113,6 +114,7 @@ def join(do: Doing) -> None:
                 Delete("budget"),
                 Delete("reports/", prefix=True),
                 Delete("ledger/", prefix=True),
+                *forgotten,
             ),
         )
     elif state.others > 0:
