@@ -110,6 +110,21 @@ def test_however_many_sit_there_each_who_asks_is_answered(server: HttpServer) ->
             sock.close()
 
 
+def test_the_oldest_connection_makes_room_for_one_too_many(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "PATIENCE_S", 600.0)
+    place = ("127.0.0.1", server.port)
+    with contextlib.ExitStack() as held:
+        idle = [
+            held.enter_context(socket.create_connection(place, timeout=30))
+            for _ in range(served.CONNECTIONS_MAX + 2)
+        ]
+        assert idle[0].recv(1) == idle[1].recv(1) == b""
+        idle[2].sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert idle[2].recv(15) == b"HTTP/1.1 200 OK"
+
+
 def test_who_asks_and_does_not_listen_keeps_nobody_out() -> None:
     pages = {"/": lambda _: Answer(b"home\n"), "/big": lambda _: Answer(bytes(32 << 20))}
     with HttpServer("127.0.0.1", 0, Site(pages)) as server:
