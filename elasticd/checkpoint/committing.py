@@ -32,8 +32,8 @@ class Committer(Protocol):
     """Makes a durable checkpoint the newest. ``FilePointer`` implements this protocol."""
 
     def known(self, *, own: bool = False) -> Checkpoint:
-        """Return the committed checkpoints; with ``own``, only if this job committed them. Raises
-        BadCheckpoint, OSError."""
+        """Return the committed checkpoints; with ``own``, only those of this job. Raises BadCheckpoint,
+        OSError."""
 
     def witness(self, fence: int) -> bool:
         """Return whether the job is still in the round ``fence``. Blocks until the answer is known, or can no

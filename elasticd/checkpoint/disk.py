@@ -80,7 +80,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """An open file."""
+    """An open file of a ``Disk``."""
 
     fd: int
 

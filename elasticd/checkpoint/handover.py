@@ -13,7 +13,7 @@ Worker to saver:
 * ``miss``: ``name step why``. This rank will not hand over its shard of that checkpoint.
 * ``wait``: ``on``. Training waits until the saves are durable, or no longer waits.
 * ``known``: ``path``. Asks for the committed checkpoints. The answer is ``known``, with a file of them
-  (``own``: only if this job committed them; ``why``: the reason that they cannot be read).
+  (``own`` asks only for those of this job; ``why`` says why they cannot be read).
 * ``survey``: ``path``. Asks what the memory of this node, and of nodes that hold replicas, has of worlds that
   are over. The answer is ``offers``, with a file.
 * ``there``: asks for a sign of life while an answer takes long. The answer is ``here``.
@@ -183,7 +183,7 @@ def is_of(sock: socket.socket, agent: int) -> bool:
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Pid and user of the process that made the connection."""
+    """Return pid and user of the process that made the connection."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid

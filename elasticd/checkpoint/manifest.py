@@ -62,7 +62,8 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """``files``: the shards, by rank. ``paths``: the place of each key in the nested state."""
+    """Where each tensor and object is in the shards. ``files``: the shards, by rank. ``paths``: the place of
+    each key in the nested state."""
 
     files: list[str]
     tensors: dict[str, Tensor]
@@ -71,7 +72,8 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class File(msgspec.Struct, frozen=True):
-    """``digests``: the 64-bit xxh3 of each block of ``BLOCK`` bytes."""
+    """A file of a checkpoint, with its checksums. ``digests``: the 64-bit xxh3 of each block of ``BLOCK``
+    bytes."""
 
     name: str
     size: int
@@ -79,7 +81,8 @@ class File(msgspec.Struct, frozen=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """``at``: seconds since the epoch. ``files``: the shards in the order of the index, then ``METADATA``."""
+    """The fields of a manifest other than the index. ``at``: seconds since the epoch. ``files``: the shards
+    in the order of the index, then ``METADATA``."""
 
     v: int
     name: str
@@ -92,8 +95,8 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class Manifest(_Head, frozen=True):
-    """``seal``: the checksum of the rest of the manifest, for readers that have no record of the whole
-    file's."""
+    """The list of a checkpoint's files, with the index. ``seal``: the checksum of the rest of the manifest,
+    for readers that have no record of the whole file's."""
 
     index: Index
     seal: str = ""

@@ -48,8 +48,9 @@ _UNSEALED: Final = msgspec.json.Decoder(_Unsealed)
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """``version``: the tag that ``CheckpointStore.replace`` needs to overwrite the file. ``damage``: what is
-    wrong with the file; ``known`` then lists the whole checkpoints beside the file."""
+    """What a read of the file found. ``version``: the tag that ``CheckpointStore.replace`` needs to overwrite
+    the file. ``damage``: what is wrong with the file; ``known`` then lists the whole checkpoints beside the
+    file."""
 
     known: Checkpoint
     version: str | None

@@ -17,8 +17,8 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """``blocked_s``: how long training waited for the copy. ``took_s``: from the copy to the commit.
-    ``size``: bytes of all ranks. ``why``: the reason of a failure, one clause."""
+    """What happened to one checkpoint. ``blocked_s``: how long training waited for the copy. ``took_s``: from
+    the copy to the commit. ``size``: bytes of all ranks. ``why``: the reason of a failure, one clause."""
 
     fate: Fate
     step: int

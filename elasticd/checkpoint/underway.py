@@ -48,8 +48,8 @@ class Underway:
     def known(
         self, store: CheckpointStore, own: bool, then: Callable[[Checkpoint | BaseException], None]
     ) -> None:
-        """Call ``then`` with the committed checkpoints; with ``own``, only if this job committed them. The
-        committer is asked, because the file that workers can read may lag behind."""
+        """Call ``then`` with the committed checkpoints; with ``own``, only those of this job. The committer
+        is asked, because the file that workers can read may lag behind."""
         self._jobs.run(self._witnesses, lambda: self._committing.known(store, own), then)
 
     def gathering(self, world: SavingWorld, name: str, step: int, at: float, paper: Paper) -> Gathering:

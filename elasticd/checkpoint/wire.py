@@ -31,7 +31,7 @@ SILENCE_S: Final = 20.0  # the longest silence of the other end within an exchan
 
 
 class PeerGone(ConnectionError):
-    """Another node's saver cannot be reached, or no longer. The message says why."""
+    """Another node's saver cannot be reached, or has gone away. The message says why."""
 
 
 class Wire:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 USAGE = 2  # bad usage or bad input
-ETCD_UNREACHABLE = 4  # worth another try
+ETCD_UNREACHABLE = 4  # a new try may succeed
 
 
 class Complaint(Exception):

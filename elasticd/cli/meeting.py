@@ -17,8 +17,8 @@ _HOW = "give --etcd http://HOST:2379 on each node"
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """``etcd``: None for a standalone run; ``job``: None if the user gave no name. The times, in seconds,
-    come from torchrun's --rdzv-conf; None if not given."""
+    """Where the job's nodes meet. ``etcd``: None for a standalone run; ``job``: None if the user gave no
+    name. The times, in seconds, come from torchrun's --rdzv-conf; None if not given."""
 
     etcd: EtcdAccess | None
     job: str | None

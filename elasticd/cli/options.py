@@ -188,7 +188,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Workers this node offers: a number, or auto: its GPUs, else its cores.",
         metavar="N|auto",
     ),
-    # who and where
+    # names and addresses
     _ours("--job", help="Name of the job; the same on all its nodes."),
     _ours("--node", help="Name of this node; the host's by default, with a number where that is taken."),
     _ours("--address", help="Address at which other nodes reach this one; gloo and NCCL use its interface."),
@@ -254,7 +254,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="How much slower: its own time for a step over its peers'.  [1.1]",
         metavar="RATIO",
     ),
-    # steps that make no sense
+    # NaN and infinite values
     _ours(
         "--on-nonfinite",
         type=click.Choice(["ignore", "stop", "rollback"]),
@@ -273,7 +273,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Workers that wait to replace others at once, where scripts use elasticd.worker.  [0]",
         metavar="N",
     ),
-    # what outlives them
+    # checkpoints
     _ours(
         "--checkpoints",
         help="Where a worker.State keeps what is committed, and worker.Checkpoints() what it is given: a "
@@ -304,7 +304,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Nodes that hold a copy of what this one checkpoints, in memory.  [0]",
         metavar="0|1",
     ),
-    # what is noted and shown
+    # audit, metrics and logs
     _our_switch(
         "--audit", "Have workers note which samples they use, for `elasticd audit`; see elasticd.worker.Data."
     ),

@@ -37,7 +37,8 @@ _OFTEN = ("--min", "--max", "--slots", "--etcd", "--job", "--checkpoints", "--nn
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """``notes``: options that have no effect here, one sentence each, to be shown once."""
+    """A checked configuration. ``notes``: options that have no effect here, one sentence each, to be shown
+    once."""
 
     config: RunConfig
     notes: tuple[str, ...]

@@ -37,7 +37,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """``state``: in the terms of the live view. ``rank``: None if the slot is not in this round."""
+    """One slot of a node. ``state``: in the terms of the live view. ``rank``: None if the slot is not in this
+    round."""
 
     slot: int
     state: SlotState
@@ -50,8 +51,8 @@ class SlotReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """``state``: "member" of the round, "waiting" for the next, "draining", or "lost" (a member whose lease
-    has expired). ``own_bytes``, ``replica_bytes``: see ``Progress``."""
+    """One node of the job. ``state``: "member" of the round, "waiting" for the next, "draining", or "lost" (a
+    member whose lease has expired). ``own_bytes``, ``replica_bytes``: see ``Progress``."""
 
     node: str
     state: str
@@ -72,8 +73,8 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """``traceback`` and the other optional fields are known only for the failure that broke the last
-    round."""
+    """The last failure of a worker. ``traceback`` and the other optional fields are known only for the
+    failure that broke the last round."""
 
     node: str
     slot: int
@@ -103,13 +104,13 @@ class CheckpointReport:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """``phase``: "starting" (no round yet), "waiting", "live", "closing" or "ended", since ``since``. Times
-    are seconds since the epoch. ``cause``: why the round began; of a closing round, why it closes.
-    ``steps_per_s``: the pace of the slowest worker, since all wait for it. ``time``: seconds of all slots by
-    kind, up to half a minute old; ``goodput``: the productive share. ``stragglers``: workers that are slow in
-    this round, or whose GPU is faulty, as the leader judges. ``step_told``: whether the script reports the
-    job's ``step``; otherwise ``step`` counts from the start of this round. ``etcd_full``: etcd has no space,
-    so the job cannot change."""
+    """The state of a job. ``phase``: "starting" (no round yet), "waiting", "live", "closing" or "ended",
+    since ``since``. Times are seconds since the epoch. ``cause``: why the round began; of a closing round,
+    why it closes. ``steps_per_s``: the pace of the slowest worker, since all wait for it. ``time``: seconds
+    of all slots by kind, up to half a minute old; ``goodput``: the productive share. ``stragglers``: workers
+    that are slow in this round, or whose GPU is faulty, as the leader judges. ``step_told``: whether the
+    script reports the job's ``step``; otherwise ``step`` counts from the start of this round. ``etcd_full``:
+    etcd has no space, so the job cannot change."""
 
     job: str
     phase: str

@@ -30,8 +30,8 @@ _COMMON_NAME_MAX = 64  # the limit of a certificate
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """``password_file``: the password is read from this file, or generated into it (``generate``); None: the
-    user logs in with a certificate."""
+    """The role and the user to make. ``password_file``: the password is read from this file, or generated
+    into it (``generate``); None: the user logs in with a certificate."""
 
     prefix: str
     user: str

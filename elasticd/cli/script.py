@@ -127,7 +127,7 @@ def _find_spec(full_name: str, part: str, path: list[str] | None) -> ModuleSpec 
 
 
 def _program(name: str) -> str:
-    """Return the program's path on PATH."""
+    """Return the program's path, found as the shell finds it. Raises Complaint."""
     found = shutil.which(name)
     if found is not None:
         return found

@@ -14,7 +14,8 @@ SLOTS_MAX = 1024  # per node; a larger number is taken for a typing error
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """``notes``: options that have no effect, in sentences."""
+    """How many workers the job and this node may run. ``notes``: options that have no effect, in
+    sentences."""
 
     limits: Limits
     slots: int

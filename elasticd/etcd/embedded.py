@@ -128,7 +128,7 @@ class Embedded:
         self.version: Version | None = None  # known after ``start``
         self._pidfd: int | None = None
         self.folder = _private_folder()
-        self._lock = -1  # of the folder
+        self._lock = -1  # descriptor of the locked folder
         self.log = self.folder / "etcd.log"
         self.pid = 0
 

@@ -32,8 +32,8 @@ _BETWEEN_DATES_S = 0.17  # samples at different parts of a second narrow down th
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """``of``: whose certificate it is, in words. Times in seconds since the epoch; ``names``: the hosts it is
-    valid for."""
+    """A certificate's owner and validity. ``of``: whose certificate it is, in words. Times in seconds since
+    the epoch; ``names``: the hosts it is valid for."""
 
     of: str
     not_before: float
@@ -43,7 +43,8 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """``error``: what is wrong with the endpoint, or empty; ``unreachable``: whether the error may pass.
+    """What was found at one endpoint. ``error``: what is wrong with the endpoint, or empty; ``unreachable``:
+    whether the error may pass.
 
     ``reads_s``, ``writes_s``: the duration of each request. ``ahead_s``: the least and the most by which the
     endpoint's clock is ahead of ours; None if unknown.
@@ -61,8 +62,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """``certificates``: our certificates, from files; ``open_key``: the path of our key if other users can
-    read it."""
+    """What was found at all endpoints. ``certificates``: our certificates, from files; ``open_key``: the path
+    of our key if other users can read it."""
 
     url: str
     endpoints: tuple[Endpoint, ...]

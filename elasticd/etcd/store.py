@@ -205,7 +205,7 @@ class EtcdStore:
     # ---- the lease
 
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
-        """See the port."""
+        """See ``ports.Store``."""
         assert self._lease is None, "hold_lease is called once"
         self._lease = self._link.keeper.hold(self._ttl_s, news, self._complain, self._lasts_s)
 

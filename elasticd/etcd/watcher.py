@@ -78,7 +78,7 @@ class KeyWatch:
         self.follower = follower
         self._ended = False  # set by the caller; all else belongs to the watcher's thread
         self._state = _State.TO_LIST
-        self._id = -1  # on its stream
+        self._id = -1  # the watch's id on its stream
         self._revision = 0  # the last revision seen
         self._retries = 0
         self._retry_at = 0.0

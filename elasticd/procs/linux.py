@@ -99,7 +99,7 @@ def _children_the_long_way(parent: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/pid/stat after the command name: state, ppid, pgrp, session, …"""
+    """Return the fields of /proc/pid/stat after the command name: state, ppid, pgrp, session, …"""
     try:
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:

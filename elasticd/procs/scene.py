@@ -25,8 +25,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """``stacks``: the stacks of all threads as text, or why there are none. ``threads``: one line per thread,
-    from the kernel. ``recorded``: torch's flight recorder, see ``recorder.ask``."""
+    """What was seen of one worker. ``stacks``: the stacks of all threads as text, or why there are none.
+    ``threads``: one line per thread, from the kernel. ``recorded``: torch's flight recorder, see
+    ``recorder.ask``."""
 
     subject: Subject
     vitals: Vitals

@@ -16,7 +16,8 @@ from elasticd.procs.linux import children
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``cpu_s``: user and system time, including descendants that have ended."""
+    """The memory and processor time of processes. ``cpu_s``: user and system time, including descendants that
+    have ended."""
 
     resident_bytes: int
     cpu_s: float

@@ -50,7 +50,8 @@ _LAST_REAPING_S = 5.0  # time for processes that SIGKILL does not end at once (s
 
 @dataclass(slots=True)
 class _Child:
-    """``mark``: a ``NAME=value`` that only this process and its descendants have in their environment."""
+    """A child process of the warden. ``mark``: a ``NAME=value`` that only this process and its descendants
+    have in their environment."""
 
     id: int
     pid: int

@@ -26,8 +26,8 @@ _NOTHING = Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """``round``: the round that the worker acts in (``acts``), or acted in last, or was told to enter; 0 for
-    a standby.
+    """One worker process and its place in the round. ``round``: the round that the worker acts in (``acts``),
+    or acted in last, or was told to enter; 0 for a standby.
 
     Output goes where it went at the start, under ``log_rank``. ``steps_before``, ``commits_before``: the
     counts when the worker entered the round. ``parted``: the worker was told to leave the round, and is

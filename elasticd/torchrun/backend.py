@@ -24,7 +24,8 @@ from elasticd.torchrun import BACKEND
 
 
 class EtcdV3RendezvousBackend(RendezvousBackend):
-    """``get_state`` and ``set_state`` on one key; the token is the key's mod_revision.
+    """Torch's RendezvousBackend on etcd: ``get_state`` and ``set_state`` on one key; the token is the key's
+    mod_revision.
 
     The value in etcd is JSON. A state that is JSON in canonical form is stored readably as ``{"state":
     ...}``, any other as ``{"base64": "..."}``.

@@ -32,9 +32,9 @@ class RendezvousView:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``min_nodes``, ``max_nodes``: the bounds of a world, inclusive. ``settle_s``: how long new nodes wait
-    for more before a round below the maximum forms. ``last_call_s``: if given, every round below the maximum
-    waits this long once there are enough nodes, as in torch's own rendezvous."""
+    """When a round may form. ``min_nodes``, ``max_nodes``: the bounds of a world, inclusive. ``settle_s``:
+    how long new nodes wait for more before a round below the maximum forms. ``last_call_s``: if given, every
+    round below the maximum waits this long once there are enough nodes, as in torch's own rendezvous."""
 
     min_nodes: int
     max_nodes: int

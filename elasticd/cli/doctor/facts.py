@@ -71,8 +71,9 @@ class LimitFacts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """``host_addresses``: the addresses of the machine's host name, which gloo uses unless an interface is
-    set. ``gloo``, ``nccl``: the workers' GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or empty."""
+    """The interfaces, and how workers choose one. ``host_addresses``: the addresses of the machine's host
+    name, which gloo uses unless an interface is set. ``gloo``, ``nccl``: the workers' GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME, or empty."""
 
     interfaces: tuple[Interface, ...]
     host: str
@@ -89,7 +90,8 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class DriverFacts:
-    """``nodes``: GPUs among the device files. ``error``: why NVIDIA's library does not work, or empty."""
+    """NVIDIA's driver and its GPUs. ``nodes``: GPUs among the device files. ``error``: why NVIDIA's library
+    does not work, or empty."""
 
     nodes: int
     version: str = ""

@@ -33,19 +33,19 @@ SHM_SMALL_BYTES, SHM_TINY_BYTES = GIB, 16 * MIB
 FILES_FEW, FILES_TOO_FEW = 4096, 512
 TASKS_FEW = 512
 PORTS_FEW, PORTS_TOO_FEW = 1000, 64
-SAFE_ETCD = {(3, 5): 30, (3, 6): 11}  # the first release of each line without known data loss or hole
+SAFE_ETCD = {(3, 5): 30, (3, 6): 11}  # the first release per line without known data loss or security hole
 
 
 class Grade(StrEnum):
     FINE = "fine"
     ADVICE = "advice"  # a job can run, and may have problems
-    WRONG = "wrong"  # a job cannot run, or not for long
+    WRONG = "wrong"  # a job cannot run, or soon fails
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``says``: what was found; ``do``: what to do, empty if fine. ``later``: the fault may pass by itself,
-    such as an etcd that has not started yet."""
+    """The result of one check. ``says``: what was found; ``do``: what to do, empty if fine. ``later``: the
+    fault may pass by itself, such as an etcd that has not started yet."""
 
     check: str
     grade: Grade
