@@ -14,8 +14,8 @@ Worker to saver:
 * ``wait``: ``on``. Training waits until the saves are durable, or no longer waits.
 * ``known``: ``path``. Asks for the committed checkpoints. The answer is ``known``, with a file of them
   (``own`` asks only for those of this job; ``why`` says why they cannot be read).
-* ``survey``: ``path``. Asks what the memory of this node, and of nodes that hold replicas, has of worlds that
-  are over. The answer is ``offers``, with a file.
+* ``survey``: ``path``. Asks for the shards of ended worlds in memory, on this node and on nodes that hold
+  replicas. The answer is ``offers``, with a file.
 * ``there``: asks for a sign of life while an answer takes long. The answer is ``here``.
 * ``lend``: ``path name nodes``. Asks for the shards of that state. The saver answers with one ``held`` per
   shard on this node, and then with ``places``, a file of the addresses of the named nodes.

@@ -1,5 +1,5 @@
 """The replicas in this node's memory. For each shard of another node, the newest whole replica is kept, and
-the one before it, whose memory the next replica takes. Replicas end with the process."""
+the one before it, which is dropped when the next replica arrives. Replicas end with the process."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Replication:
         self._jobs.run(self._senders, look, looked)
 
     def places(self, nodes: Iterable[str], then: Callable[[list[Holder]], None]) -> None:
-        """Call ``then`` with the addresses of those of ``nodes`` that are known."""
+        """Call ``then`` with the addresses of the known nodes among ``nodes``."""
         assert self._jobs is not None
 
         wanted = set(nodes)

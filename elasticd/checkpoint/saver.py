@@ -196,8 +196,8 @@ class Saver:
         return True
 
     def _catch_up(self, asks: _Client) -> None:
-        """Read what all other clients sent before ``asks`` did. A client that has left is then known to have
-        left, and what it handed over can be offered."""
+        """Read all messages that other clients sent before ``asks`` sent its own. Clients that have left are
+        then known to have left, and their shards can be offered."""
         for client in self._clients - {asks}:
             while client in self._clients and self._hear(client):
                 pass

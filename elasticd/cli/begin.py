@@ -1,7 +1,7 @@
 """The entry point of the ``elasticd`` command. It handles errors that occur before the command itself can
 run.
 
-It imports few modules, all of the standard library: an import is what may fail.
+It imports few modules, all of the standard library, because an import may fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cleanup after an agent that was killed together with its warden.
 
-The agent's folder in shared memory names its owner. The next agent of the same user sees that the owner is
-gone, kills the processes that its workers left (their environment names a page in the folder), and removes
-the folder.
+The agent's folder in shared memory names its owner. When the owner is gone, the next agent of the same user
+kills the processes that the owner's workers left, and removes the folder. Such a process has a page of the
+folder in its environment.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A small process beside the agent that kills the agent's workers when the agent cannot.
 
-Torch's agent starts workers in their own sessions, so they outlive a killed agent. If the agent is stopped
-(SIGSTOP, a debugger, swapping), they train on although the node's lease has expired and the others have
-formed a world without it. The agent tells the guard until when the node is sure to be a member. The guard
-kills the agent's workers when that time passes, or when the agent ends without ``bye``. It finds the workers
-by a mark in their environment, which every descendant inherits.
+Torch's agent starts workers in their own sessions, so they outlive a killed agent. Workers of a stopped agent
+(SIGSTOP, a debugger, swapping) train on, although the node's lease has expired and the other nodes have
+formed a world without this node. The agent tells the guard until when the node is sure to be a member. The
+guard kills the agent's workers when that time passes, or when the agent ends without ``bye``. It finds the
+workers by a mark in their environment, which every descendant inherits.
 
 As a program (``python guard.py <pid> <mark>``) the guard imports the standard library only, not even psutil:
 it starts at once, and does not depend on packages that may be broken or replaced. Each line on stdin is a
