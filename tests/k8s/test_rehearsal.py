@@ -127,7 +127,7 @@ def certificates(folder: Path, members: list[str]) -> dict[str, Path]:
         if words[0] == "deploy/certs.sh":
             script = [ROOT / words[0], *words[1:3], folder / words[3], *members]
             subprocess.run(script, check=True, capture_output=True, timeout=60)
-        if words[3:6] == ["create", "secret", "generic"]:
+        if words[3:6] == ["create", "secret", "generic"] and all("=certs/" in word for word in words[7:]):
             secret = secrets[words[6]] = folder / words[6]
             secret.mkdir()
             for source in words[7:]:
