@@ -205,6 +205,9 @@ def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_s
     for argv in (("ls",), ("status", "b"), ("stop", "b")):
         code, out, err = said(*argv)
         assert code == 2 and "denies access" in err and len(err.splitlines()) == 1, (argv, out, err)
+    other = ("run", "--job=b", "--min=1", "--max=1", "--http=off", "--no-python", "true")
+    code, out, err = said(*other)
+    assert code == 2 and "denies access" in err.splitlines()[-1] and "Traceback" not in err, err
 
 
 class ShellJob:
