@@ -1,4 +1,4 @@
-"""What the core's driver asks of the world: a store and a keeper of processes.
+"""What the core's driver asks of the world: a store, a keeper of processes, and one who looks at them.
 
 The daemon gives it etcd and real processes, the simulator gives it simulated ones; one contract
 suite for each port holds both to the same behaviour. Nothing here blocks: every request ends as a
@@ -13,6 +13,9 @@ from typing import Protocol
 
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Fact
+from elasticd.core.hang.judging import Verdict
+from elasticd.core.hang.messages import EvidenceKept, Looked
+from elasticd.core.hang.standstill import Beat, Vitals
 
 # ---------------------------------------------------------------- the store
 
@@ -278,6 +281,36 @@ class Procs(Protocol):
 
     def steps(self) -> Mapping[int, int]:  # read from shared memory: cheap
         """Made in this round, by slot: the steps that a linked worker has committed, or an optimizer's."""
+
+
+# ---------------------------------------------------------------- a look at processes
+
+
+class Inspector(Protocol):
+    """Who looks at the workers of one node that act in its round."""
+
+    def now(self) -> float:
+        """By the clock in which workers tell their steps: seconds that pass while the machine is awake."""
+
+    def listen(self, news: Callable[[Looked | EvidenceKept], None]) -> None:
+        """Called once, before any look: whom to answer."""
+
+    def steps(self, known: Mapping[int, int]) -> tuple[Beat, ...]:
+        """What they tell of their steps. ``known``: how many of each process, by pid, were told before.
+        Cheap: it is read from shared memory."""
+
+    def sample(self, pids: Mapping[int, int]) -> Mapping[int, Vitals]:
+        """How these processes are, by slot. Cheap: the kernel is asked."""
+
+    def look(self, number: int, slots: tuple[int, ...]) -> None:
+        """Find out where these workers are in their code. ``Looked(number, ...)`` may come late, or never."""
+
+    def keep(self, number: int, round: int, verdict: Verdict, look: int) -> None:
+        """Write down what was found at the look of that number, if it was the last one, as evidence of a hang
+        of the round. ``EvidenceKept(number, ...)`` may come late, or never."""
+
+    def condemn(self, slot: int, pid: int, verdict: Verdict, evidence: str) -> None:
+        """Kill the slot's worker, if it is still this process. Its exit says that it hung, and why."""
 
 
 # ---------------------------------------------------------------- the store of a round

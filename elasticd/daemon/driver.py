@@ -14,6 +14,7 @@ from typing import assert_never
 
 from elasticd.core import agent, leader
 from elasticd.core.facts import Exit, Member, Node, Round
+from elasticd.core.hang.messages import EvidenceKept, HangSaid, Looked
 from elasticd.core.messages import (
     Action,
     Answered,
@@ -53,6 +54,7 @@ from elasticd.core.ports import (
     Write,
 )
 from elasticd.core.reasons import Reason
+from elasticd.daemon.hangs import Hangs
 
 LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "paces/", "stragglers")
 LEADER_RETRY_S = 0.2
@@ -73,7 +75,7 @@ class LeaderAnswered:
     answer: Answer
 
 
-Happening = Event | LeaderSaw | LeaderAnswered
+Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangSaid
 
 
 @dataclass(slots=True)
@@ -110,11 +112,11 @@ class Driver:
         process_alive: Callable[[int], bool],
         post: Callable[[Happening], None],
         say: Callable[[Reason], None],
+        hangs: Hangs | None = None,
     ) -> None:
         self.state = state
         self.left: Leave | None = None
         self.wake_at: float | None = None
-        self.leaving_s: Callable[[], float] = lambda: 0.0  # what the job's steps teach of how long that takes
         self._store = store
         self._procs = procs
         self._stores = stores
@@ -123,6 +125,7 @@ class Driver:
         self._process_alive = process_alive
         self._post = post
         self._say = say
+        self._hangs = hangs
         self._term: _Term | None = None
         self._terms = 0
         self._trust_absence_from = 0.0
@@ -151,6 +154,8 @@ class Driver:
     def begin(self) -> None:
         """Take a lease and follow the keys that matter to every agent."""
         self._store.hold_lease(lambda news: self._post(LeaseChanged(news)))
+        if self._hangs is not None:
+            self._hangs.begin(self._post)
         for key in agent.watched(self.state.me):
             self._store.watch(key, partial(self._watched, key))
 
@@ -167,9 +172,15 @@ class Driver:
             case LeaderAnswered(term, answer):
                 if self._term and self._term.number == term:
                     self._leader_answered(self._term, answer, now)
+            case Looked() | EvidenceKept() | HangSaid():
+                if self._hangs is not None:
+                    self._hangs.handle(event, self.state, now, self._say)
             case _:
                 self._step(event, now)
         self._lead(now)
+        if self._hangs is not None and self.left is None:
+            self._hangs.attend(self.state, now, self._say)
+            self._wake_by(self._hangs.wake_at)
 
     def _watched(self, key: str, seen: Seen) -> None:
         if isinstance(seen, Listing) and not any(e.key == key for e in seen.entries):
@@ -218,8 +229,8 @@ class Driver:
                     self._stores.open()
                 self._procs.start(round.number, self._assign(round, member), self._exited)
             case CloseRound(planned, signal, grace_s, part_s, going):
-                if part_s is not None:
-                    part_s = max(part_s, self.leaving_s())
+                if part_s is not None and self._hangs is not None:
+                    part_s = max(part_s, self._hangs.leaving_s(self.state))
                 self._procs.part(planned, signal, grace_s, part_s, going)
             case StopWorkers(signal, grace_s, slots):
                 self._procs.stop(signal, grace_s, slots)

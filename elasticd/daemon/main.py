@@ -23,6 +23,7 @@ from elasticd.daemon.driver import Driver
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.inbox import Inbox, Signals
+from elasticd.daemon.inspector import LocalInspector
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
@@ -117,6 +118,10 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             return assignments(round, member, setting)
 
         setting = identity.setting_of(config, saver.name, began_at, holds=held is not None)
+        hangs = None
+        if config.patience is not None:
+            inspector = LocalInspector(procs, destinations.run_folder)
+            hangs = Hangs(config.patience, inspector, store)
         driver = Driver(
             identity.state_of(config, stores.port, access.url, began_at),
             store=store,
@@ -127,6 +132,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             process_alive=identity.process_alive,
             post=inbox.post,
             say=say,
+            hangs=hangs,
         )
 
         def run_folder() -> Path | None:
@@ -177,10 +183,6 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
         ]
         if held is not None:
             routines.append(holding.Announcement(held[1], driver, store).routine)
-        if config.patience is not None:
-            hangs = Hangs(config.patience, driver, store, procs, destinations.run_folder, say, time.monotonic)
-            routines.append(hangs.routine)
-            driver.leaving_s = hangs.leaving_s
 
         served_at = edges.serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.core.hang import ProcessState
+from elasticd.core.hang.standstill import Vitals
 from elasticd.core.whereabouts import Whereabouts, whereabouts
 from elasticd.procs import recorder, stacks
-from elasticd.procs.vitals import Vitals, thread_report, vitals
+from elasticd.procs.vitals import thread_report, vitals
 
 
 @dataclass(frozen=True, slots=True)

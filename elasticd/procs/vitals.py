@@ -7,25 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from elasticd.core.hang import ProcessState
+from elasticd.core.hang.standstill import Vitals
 from elasticd.procs.linux import children
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _DESCENDANTS_MAX = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Vitals:
-    """``cpu_s``: CPU time so far of the process, its descendants and reaped children. ``wakes``,
-    ``all_wakes``: how often the main thread, and all threads together, have waited for something and
-    continued."""
-
-    state: ProcessState
-    cpu_s: float
-    wakes: int = 0
-    all_wakes: int = 0
 
 
 def vitals(pid: int) -> Vitals:

@@ -157,8 +157,8 @@ def doing(state: ProcessState, pulse: Pulse, where: Whereabouts | None) -> Doing
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One worker, looked at. ``still_s``: since its last step. ``place`` and ``what``: see
-    ``Whereabouts``."""
+    """One worker, looked at. ``step``: how many it has made in the round, which may not be all that its
+    process made. ``still_s``: since its last step. ``place`` and ``what``: see ``Whereabouts``."""
 
     node: str
     slot: int

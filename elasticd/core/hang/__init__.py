@@ -1,0 +1,49 @@
+"""Workers that hang: how long is too long, and who is to blame (``judging``); what is seen of them
+(``standstill``, ``messages``); what the agent of a node does about it (``watching``). What the leader
+concludes is in ``core.leader.hanging``."""
+
+from elasticd.core.hang.judging import (
+    BUSY_ALL_WAKES_PER_S,
+    BUSY_SHARE,
+    BUSY_WAKES_PER_S,
+    FIRST_S,
+    FOREVER_S,
+    GAPS_ENOUGH,
+    REPEAT_S,
+    Allowance,
+    Doing,
+    Look,
+    Patience,
+    ProcessState,
+    Pulse,
+    Verdict,
+    Why,
+    allowance,
+    doing,
+    judge,
+    judge_first,
+    judge_leaving,
+)
+
+__all__ = [
+    "BUSY_ALL_WAKES_PER_S",
+    "BUSY_SHARE",
+    "BUSY_WAKES_PER_S",
+    "FIRST_S",
+    "FOREVER_S",
+    "GAPS_ENOUGH",
+    "REPEAT_S",
+    "Allowance",
+    "Doing",
+    "Look",
+    "Patience",
+    "ProcessState",
+    "Pulse",
+    "Verdict",
+    "Why",
+    "allowance",
+    "doing",
+    "judge",
+    "judge_first",
+    "judge_leaving",
+]

@@ -1,0 +1,81 @@
+"""Looks at this node's workers, keeps what it found, and kills whom it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from elasticd.core.hang.judging import Verdict
+from elasticd.core.hang.messages import EvidenceKept, Looked
+from elasticd.core.hang.standstill import Beat, Inspected, Vitals
+from elasticd.procs import scene
+from elasticd.procs.scene import Scene, Subject
+from elasticd.procs.vitals import vitals
+from elasticd.procs.workers import LocalProcs
+from elasticd.telemetry import words
+
+
+class LocalInspector:
+    """What may take long is done in a thread that nobody waits for. ``folder``: where evidence of this run
+    is kept."""
+
+    def __init__(self, procs: LocalProcs, folder: Callable[[], Path | None]) -> None:
+        self._procs = procs
+        self._folder = folder
+        self._news: Callable[[Looked | EvidenceKept], None] = lambda news: None
+        self._found: tuple[int, tuple[Scene, ...]] = (0, ())
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def listen(self, news: Callable[[Looked | EvidenceKept], None]) -> None:
+        self._news = news
+
+    def steps(self, known: Mapping[int, int]) -> tuple[Beat, ...]:
+        beats = []
+        for w in self._procs.watched():
+            steps, times = w.page.step_times(known.get(w.pid, w.steps_before))
+            beats.append(Beat(w.slot, w.rank, w.pid, w.steps_before, steps, times))
+        return tuple(beats)
+
+    def sample(self, pids: Mapping[int, int]) -> Mapping[int, Vitals]:
+        return {slot: vitals(pid) for slot, pid in pids.items()}
+
+    def look(self, number: int, slots: tuple[int, ...]) -> None:
+        watched = [w for w in self._procs.watched() if w.slot in slots]
+        subjects = [Subject(w.slot, w.rank, w.pid, w.page.path) for w in watched]
+        self._in_a_thread(lambda: self._look(number, subjects))
+
+    def _look(self, number: int, subjects: Sequence[Subject]) -> None:
+        scenes: tuple[Scene, ...] = ()
+        with contextlib.suppress(OSError):
+            scenes = scene.look(subjects)
+        self._found = (number, scenes)
+        sights = (Inspected(s.subject.slot, s.subject.rank, s.vitals, s.where) for s in scenes)
+        self._news(Looked(number, tuple(sights)))
+
+    def keep(self, number: int, round: int, verdict: Verdict, look: int) -> None:
+        base, (found, scenes) = self._folder(), self._found
+        folder = base / f"hang-of-round-{round}" if base is not None else None
+        shown = scenes if found == look else ()
+        self._in_a_thread(lambda: self._keep(number, folder, words.hang(verdict), shown))
+
+    def _keep(self, number: int, folder: Path | None, conclusion: str, scenes: Sequence[Scene]) -> None:
+        place = ""
+        with contextlib.suppress(OSError):
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    scene.write(folder, conclusion, scenes)
+                if (folder / "conclusion.txt").stat().st_size:  # the disk may be full
+                    place = str(folder)
+        self._news(EvidenceKept(number, place))
+
+    def condemn(self, slot: int, pid: int, verdict: Verdict, evidence: str) -> None:
+        seen = f" (see {evidence})" if evidence else ""
+        self._procs.condemn(slot, pid, f"hung: {words.hang(verdict)}{seen}")
+
+    def _in_a_thread(self, call: Callable[[], None]) -> None:
+        threading.Thread(target=call, name="elasticd-hang", daemon=True).start()

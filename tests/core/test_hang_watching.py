@@ -1,0 +1,435 @@
+"""What an agent does about workers that stand still: when it looks, whom it condemns, and when it thinks
+again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from elasticd.core import agent
+from elasticd.core.agent.state import Crew
+from elasticd.core.facts import Cause, Hang, Limits, Member, Phase, Round, Spec, Stall
+from elasticd.core.hang import Doing, Look, Patience, ProcessState, Verdict, Why
+from elasticd.core.hang.messages import (
+    Condemn,
+    Event,
+    EvidenceKept,
+    HangSaid,
+    KeepEvidence,
+    LookAt,
+    Looked,
+    ReadSteps,
+    Sample,
+    StepsRead,
+    Tell,
+    Untell,
+    VitalsSampled,
+    Woke,
+)
+from elasticd.core.hang.standstill import Beat, Inspected, Vitals
+from elasticd.core.hang.watching import ANSWERS_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S, leaving_s, start, step
+from elasticd.core.ports import Entry
+from elasticd.core.reasons import WorkersHung
+from elasticd.core.whereabouts import At, Whereabouts
+
+STEP_S = 0.1
+LIMITS = Limits(1, 9)
+
+
+@dataclass
+class Worker:
+    """Asleep outside of Python, unless the test says otherwise."""
+
+    slot: int
+    times: list[float] = field(default_factory=list)
+    steps_before: int = 0
+    state: ProcessState = ProcessState.SLEEPING
+    where: Whereabouts | None = None
+
+    @property
+    def vitals(self) -> Vitals:
+        return Vitals(self.state, 0.0)
+
+    def beat(self, known: int) -> Beat:
+        times = tuple(self.times[known:][-250:])
+        return Beat(self.slot, self.slot, 100 + self.slot, self.steps_before, len(self.times), times)
+
+
+class Node:
+    """One agent with two workers. ``others``: nodes of one worker each. ``looks``, ``keeps``: whether looking
+    and writing evidence come to an end."""
+
+    def __init__(self, patience: Patience | None = None, others: int = 0) -> None:
+        self.now = 100.0
+        self.workers = [Worker(0), Worker(1)]
+        self.looks = self.keeps = True
+        self.said: list[WorkersHung] = []
+        self.condemned: list[tuple[int, float]] = []
+        self.told: list[tuple[Stall, float]] = []
+        self.looked: list[float] = []
+        self.kept: list[KeepEvidence] = []
+        me = agent.Identity("a", "i", "h", (0, 1), "h", 1)
+        member = Member("a", "i", (0, 1), 0)
+        more = tuple(Member(f"other-{n}", "i", (0,), 2 + n) for n in range(others))
+        live = Round(1, Phase.LIVE, (member, *more), "s:1", Cause.START, 0.0)
+        self.state = replace(
+            agent.start(me, Spec(LIMITS, LIMITS, "job.py", "f"), 1, 60.0),
+            crew=Crew(live, member, False, frozenset({0, 1})),
+            seen={"round": Entry("round", live, 1, 1)},
+        )
+        self.watching = start(patience or Patience(), self.now)
+        self.due: float = self.now
+
+    def crew(self, **how: Any) -> None:
+        assert self.state.crew is not None
+        self.state = replace(self.state, crew=replace(self.state.crew, **how))
+
+    def handle(self, event: Event) -> None:
+        todo = [event]
+        while todo:
+            result = step(self.watching, todo.pop(), self.state, self.now)
+            assert (result.wake_at is None) == any(isinstance(a, ReadSteps | Sample) for a in result.actions)
+            self.watching, self.due = result.watching, result.wake_at or self.due
+            self.said += result.reasons  # type: ignore[arg-type]
+            for action in result.actions:
+                match action:
+                    case ReadSteps(known):
+                        todo.append(StepsRead(tuple(w.beat(known.get(100 + w.slot, w.steps_before))
+                                                    for w in self.workers)))  # fmt: skip
+                    case Sample(pids):
+                        todo.append(VitalsSampled({slot: self.workers[slot].vitals for slot in pids}))
+                    case LookAt(number, slots):
+                        self.looked.append(self.now)
+                        sights = (
+                            Inspected(s, s, self.workers[s].vitals, self.workers[s].where) for s in slots
+                        )
+                        todo += [Looked(number, tuple(sights))] if self.looks else []
+                    case KeepEvidence(number):
+                        self.kept.append(action)
+                        todo += [EvidenceKept(number, "/evidence")] if self.keeps else []
+                    case Condemn(slot):
+                        self.condemned.append((slot, self.now))
+                    case Tell(stall):
+                        self.told.append((stall, self.now))
+                    case Untell():
+                        assert self.told
+
+    def train(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            for worker in self.workers:
+                worker.times.append(self.now)
+            if self.now >= self.due:
+                self.handle(Woke())
+            self.now += STEP_S
+
+    def stand_still(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until and not self.condemned:
+            self.handle(Woke())
+            assert self.due > self.now
+            self.now = min(self.due, until)
+
+    def next_round(self) -> None:
+        """The same processes, in another world."""
+        assert self.state.crew is not None
+        self.crew(round=replace(self.state.crew.round, number=2))
+        for worker in self.workers:
+            worker.steps_before = len(worker.times)
+        self.handle(Woke())
+
+    def stop(self) -> None:
+        self.workers[1].state = ProcessState.STOPPED
+
+
+def test_a_stopped_worker_is_condemned_after_ten_steps_and_the_evidence_is_there_before() -> None:
+    node = Node()
+    node.train(10.0)
+    node.stop()
+    last = node.now - STEP_S
+    node.stand_still(30.0)
+    ((slot, at),) = node.condemned
+    assert slot == 1 and 0.99 < at - last < 1.5
+    (said,) = node.said
+    assert said.verdict.why is Why.STOPPED and said.evidence == "/evidence"
+    assert node.kept[0].look == 1, "what was found goes into the evidence"
+
+
+@pytest.mark.parametrize(("looks", "keeps"), [(True, False), (False, True), (False, False)])
+def test_a_look_or_a_disk_that_hangs_delays_the_verdict_no_longer_than_its_patience(
+    looks: bool, keeps: bool
+) -> None:
+    node = Node()
+    node.train(10.0)
+    node.stop()
+    node.looks, node.keeps = looks, keeps
+    last = node.now - STEP_S
+    if not looks:
+        node.stand_still(10.0)
+        assert not node.condemned and len(node.looked) == 1
+        node.looks = True
+    node.stand_still(60.0)
+    ((slot, at),) = node.condemned
+    patience_s = (LOOK_PATIENCE_S if not looks else 0) + (WRITE_PATIENCE_S if not keeps else 0)
+    assert slot == 1 and at - last < 10.0 + patience_s
+    assert node.said[0].evidence == ("/evidence" if keeps else "")
+
+
+def test_an_answer_that_comes_after_its_time_is_not_heard() -> None:
+    node = Node()
+    node.train(10.0)
+    node.looks = False
+    node.stop()
+    node.stand_still(3.0)
+    stopped = Inspected(1, 1, Vitals(ProcessState.STOPPED, 0.0), None)
+    node.workers[1].state = ProcessState.SLEEPING
+    node.train(5.0)
+    before = node.watching
+    node.handle(Looked(1, (stopped,)))
+    node.handle(EvidenceKept(1, "/elsewhere"))
+    assert node.watching == before and not node.kept
+
+
+def test_only_who_is_stopped_is_judged_before_the_first_step() -> None:
+    node = Node()
+    node.stand_still(1000.0)
+    assert not node.condemned
+    stopped = node.now
+    node.stop()
+    node.stand_still(30.0)
+    ((slot, at),) = node.condemned
+    assert slot == 1 and 9.0 < at - stopped < 13.0, "not for how long it has taken to begin"
+
+
+def test_who_is_stopped_after_it_stood_still_is_condemned_for_the_time_since() -> None:
+    node = Node()
+    node.train(10.0)
+    node.stand_still(20.0)  # in an evaluation, say
+    stopped = node.now
+    node.stop()
+    node.stand_still(30.0)
+    ((slot, at),) = node.condemned
+    assert slot == 1 and 0.49 < at - stopped < 3.0
+
+
+def test_one_stopped_before_its_first_step_is_judged_by_the_steps_of_earlier_rounds() -> None:
+    node = Node()
+    node.train(10.0)
+    node.next_round()
+    node.stop()
+    began = node.now
+    node.stand_still(30.0)
+    ((slot, at),) = node.condemned
+    assert slot == 1 and 0.99 < at - began < 3.0
+
+
+def test_one_that_only_takes_long_to_its_first_step_is_not_judged() -> None:
+    node = Node()
+    node.train(10.0)
+    node.next_round()
+    node.stand_still(1000.0)
+    assert not node.condemned
+
+
+def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned() -> None:
+    node = Node()
+    node.train(10.0)
+    node.crew(stopping=True, parting=True)
+    node.stand_still(30.0)
+    assert not node.condemned, "it may be in a long step"
+    node.stop()
+    node.stand_still(30.0)
+    assert [slot for slot, _ in node.condemned] == [1]
+
+
+@pytest.mark.parametrize(
+    ("how", "is_judged"),
+    [
+        ({}, True),
+        ({"stopping": True, "parting": True, "planned": True}, True),
+        ({"stopping": True, "parting": True}, True),
+        ({"stopping": True, "parting": True, "broken": True}, True),
+        ({"broken": True}, False),  # it waits to be told to leave
+        ({"stopping": True}, False),
+        ({"stopping": True, "parting": True, "killed": True}, False),
+        ({"fenced": True}, False),
+        ({"alive": frozenset()}, False),
+    ],
+)
+def test_workers_are_judged_in_their_round_and_on_their_way_out_of_it_if_they_keep_their_process(
+    how: dict[str, Any], is_judged: bool
+) -> None:
+    node = Node()
+    node.train(10.0)
+    node.crew(**how)
+    node.stop()
+    node.stand_still(30.0)
+    assert [slot for slot, _ in node.condemned] == ([1] if is_judged else [])
+
+
+def test_how_long_leaving_may_take_is_learned_from_the_steps() -> None:
+    node = Node()
+    assert leaving_s(node.watching) < 60.0
+    for at in range(0, 700, 100):
+        node.now = 1000.0 + at
+        for worker in node.workers:
+            worker.times.append(node.now)
+        node.handle(Woke())
+    assert leaving_s(node.watching) >= 200.0
+
+
+def test_what_happened_while_the_agent_itself_was_stopped_counts_for_nothing() -> None:
+    node = Node()
+    node.train(10.0)
+    node.stop()
+    node.now += 500.0
+    woken = node.now
+    node.handle(Woke())
+    assert not node.looked
+    node.stand_still(30.0)
+    assert [at >= woken + 0.99 for _, at in node.condemned] == [True]
+
+
+def test_one_that_goes_on_while_the_evidence_is_written_is_let_live() -> None:
+    node = Node()
+    node.train(10.0)
+    node.stop()
+    node.keeps = False
+    node.stand_still(2.0)
+    assert node.kept and not node.condemned
+    node.workers[1].state = ProcessState.SLEEPING
+    node.train(5.0)
+    assert not node.condemned and not node.said
+
+
+def test_one_that_has_left_the_round_while_the_evidence_is_written_is_let_live() -> None:
+    node = Node()
+    node.train(10.0)
+    node.stop()
+    node.keeps = False
+    node.stand_still(2.0)
+    assert node.kept
+    node.next_round()
+    node.stand_still(WRITE_PATIENCE_S)
+    assert len(node.said) == 1 and not node.condemned, "the same process is in another round"
+
+
+def test_two_asleep_that_nobody_waits_for_get_until_the_ceiling() -> None:
+    """They have no stacks to show, being no Python."""
+    node = Node(Patience(floor_s=0.1, ceiling_s=60.0))
+    node.train(10.0)
+    node.stand_still(1000.0)
+    assert not node.condemned, "who does not say where it is, is not judged without one who waits for it"
+    assert len(node.looked) < 30, "they are looked at less and less often"
+
+
+def test_who_was_killed_at_a_place_gets_twice_the_time_there_the_next_time() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    last = node.workers[1].times[-1]
+    look = Look("a", 1, 1, len(node.workers[1].times), 60.0, Doing.ASLEEP, "job.py:7")
+    asleep, stopped = Verdict(Why.ASLEEP, (look,)), Verdict(Why.STOPPED, (look,))
+    elsewhere = Verdict(Why.ASLEEP, (replace(look, place="job.py:8"),))
+    before = {(Why.ASLEEP, "job.py:7"): 60.0}
+
+    def is_condemned(verdict: Verdict, still_s: float, killed: Any) -> bool:
+        one = Node(others=1)
+        one.state, one.workers, one.keeps = node.state, node.workers, False
+        one.watching = replace(node.watching, killed=killed, due=last + still_s)
+        one.now = last + still_s
+        one.handle(HangSaid(Hang(1, verdict)))
+        return bool(one.kept)
+
+    assert is_condemned(asleep, 60, {})
+    assert not is_condemned(asleep, 119, before)
+    assert is_condemned(asleep, 121, before)
+    assert is_condemned(stopped, 10, before)
+    assert is_condemned(elsewhere, 60, before)
+
+
+def test_of_several_nodes_the_others_are_told_and_waited_for_but_not_for_long() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    node.stop()
+    last = node.now - STEP_S
+    node.stand_still(30.0)
+    ((slot, at),) = node.condemned
+    ((stall, told_at), *_) = node.told
+    assert [(look.slot, look.doing) for look in stall.looks][1] == (1, Doing.STOPPED)
+    assert 0.99 < told_at - last < 1.5 and ANSWERS_S <= at - told_at < ANSWERS_S + 0.5
+    assert slot == 1
+
+
+def test_once_all_have_told_the_stopped_one_is_condemned_with_what_the_others_do() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    node.stop()
+    while not node.told:
+        node.stand_still(0.1)
+    ((stall, told_at),) = node.told
+    guilty = stall.looks[1]
+    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (guilty,)), asks=True)))
+    node.stand_still(0.5)
+    assert not node.condemned, "a question is no verdict"
+    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (guilty,), 2, "all_reduce", "job.py:7"))))
+    node.stand_still(30.0)
+    ((slot, at),) = node.condemned
+    assert slot == 1 and at - told_at < 1.0
+    assert node.said[0].verdict.others_what == "all_reduce"
+
+
+def test_who_is_asked_looks_and_tells_though_nobody_here_hangs() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    node.stand_still(2.0)
+    assert not node.told, "they are asleep for less long than a sleeping one may be"
+    there = Look("other-0", 0, 2, 100, 2.0, Doing.STOPPED, "job.py:7")
+    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (there,)), asks=True)))
+    node.stand_still(1.0)
+    ((stall, _),) = node.told
+    assert [look.rank for look in stall.looks] == [0, 1]
+    node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (there,), 2))))
+    node.stand_still(1.0)
+    (said,) = node.said
+    assert said.verdict.guilty == (there,) and not node.condemned
+    assert node.kept[0].look == 1
+
+
+def test_a_newcomer_that_waits_with_the_survivors_is_not_in_another_place_than_they() -> None:
+    """Its process has made fewer steps, but as many in the round."""
+    node = Node()
+    node.train(10.0)
+    node.next_round()
+    node.workers.append(Worker(2))
+    node.crew(alive=frozenset({0, 1, 2}))
+    node.train(10.0)
+    all_reduce = Whereabouts(At.COLLECTIVE, "job.py:7", "all_reduce")
+    for worker in node.workers:
+        worker.where = all_reduce
+    node.stand_still(1000.0)
+    assert node.said[0].verdict.why is Why.DEADLOCK
+
+
+def test_whose_time_has_not_come_hangs_at_no_node_and_a_verdict_is_of_one_stall_only() -> None:
+    node = Node(others=1)
+    there = Look("other-0", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7")
+    node.train(10.0)
+    node.stand_still(60.0)
+    node.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (there,), 2))))
+    node.stand_still(2.0)
+    assert [said.round for said in node.said] == [1]
+    node.next_round()
+    node.train(10.0)
+    node.stand_still(60.0)
+    node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
+    node.stand_still(20.0)
+    node.train(10.0)
+    node.told.clear()
+    node.stand_still(450.0)
+    assert [said.round for said in node.said] == [1], "it has gone on since"
+    assert node.told, "and is asked about anew"
+    node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
+    node.stand_still(2.0)
+    assert [said.round for said in node.said] == [1, 2]
