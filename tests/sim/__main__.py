@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.sim.schedule import KINDS, draw, run, shrink
+from tests.sim.schedule import ALL_KINDS, draw, run, shrink
 
 
 def replay_command(seed: int, nodes: int | None = None, only: str = "") -> str:
@@ -16,8 +16,10 @@ def replay_command(seed: int, nodes: int | None = None, only: str = "") -> str:
 
 def _kinds(asked: str) -> frozenset[str] | None:
     kinds = frozenset(filter(None, asked.split(",")))
-    if kinds - KINDS.keys():
-        raise SystemExit(f"no such fault: {', '.join(sorted(kinds - KINDS.keys()))} (of {', '.join(KINDS)})")
+    if kinds - ALL_KINDS.keys():
+        raise SystemExit(
+            f"no such fault: {', '.join(sorted(kinds - ALL_KINDS.keys()))} (of {', '.join(ALL_KINDS)})"
+        )
     return kinds or None
 
 
@@ -26,7 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--schedules", type=int, default=1, help="how many seeds from there on")
     parser.add_argument("--nodes", type=int, help="as many nodes, instead of some number from 2 to 12")
-    parser.add_argument("--only", default="", help=f"only these faults, of {','.join(KINDS)}")
+    parser.add_argument("--only", default="", help=f"only these faults, of {','.join(ALL_KINDS)}")
     parser.add_argument("--shrink", action="store_true", help="leave out the faults that do not matter")
     parser.add_argument("--keep-going", action="store_true", help="count the failing seeds")
     parser.add_argument("--trace", action="store_true", help="show what happened even if all went well")

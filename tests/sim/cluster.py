@@ -10,12 +10,15 @@ from random import Random
 
 from elasticd.core import agent, environment
 from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
+from elasticd.core.hang import Patience
 from elasticd.core.messages import Leave, Signalled, Tick
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Reason
 from elasticd.daemon.driver import Driver, Happening
+from elasticd.daemon.hangs import Hangs
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
+from tests.sim.inspector import SimInspector
 from tests.sim.procs import Job, SimProcs, Training
 from tests.sim.store import Health, Network, SimEtcd, SimStore
 
@@ -30,6 +33,7 @@ POLICY = Policy(
     quarantine_s=5.0,
     quarantine_max_s=20.0,
 )
+PATIENCE = Patience(floor_s=0.1, ceiling_s=60.0)
 SPIN_MAX = 400  # wake-ups of one agent within a second of simulated time
 
 
@@ -94,6 +98,8 @@ class SimAgent:
         self.store = SimStore(cluster.etcd, self.host, cluster.network, ttl_s=setup.policy.node_ttl_s)
         self.procs = SimProcs(self.host, cluster.training, cluster.bad_slots.setdefault(name, {}))
         self.stores = SimRoundStores(cluster, name)
+        self.inspector = SimInspector(self.procs)
+        self.hangs = Hangs(PATIENCE, self.inspector, self.store)
         self.left: Leave | None = None
         self.signalled = False
         slots += setup.job.spares  # which are beside those to train on, as on the command line
@@ -121,12 +127,15 @@ class SimAgent:
             process_alive=lambda pid: pid in cluster.pids,
             post=self.post,
             say=self._say,
+            hangs=self.hangs,
         )
         self._inbox: deque[Happening] = deque()
         self._busy = False
         self._wake: Timer | None = None
         self._wakes: deque[float] = deque(maxlen=SPIN_MAX)
         cluster.pids.add(self.pid)
+        for told in cluster.joined:
+            told(self)
         self.host.call(self._begin)
 
     @property
@@ -219,6 +228,8 @@ class Cluster:
         self.bad_slots: dict[str, dict[int, float]] = {}
         self.agents: dict[str, SimAgent] = {}  # the newest of each name
         self.all: list[SimAgent] = []
+        self.joined: list[Callable[[SimAgent], None]] = []  # told of each agent that starts
+        self.mended_at: float | None = None
         self.restarting = False  # whoever leaves a running job is started again
         self._ports = 1024
         self._pids = 100
@@ -306,6 +317,7 @@ class Cluster:
     def mend(self, *, restart: bool = True) -> None:
         """End every fault; with ``restart`` every node that died or left is started again."""
         self.clock.note("sim", "everything is mended")
+        self.mended_at = self.clock.now()
         if self.etcd.health is not Health.SERVING:
             self.etcd.recover()
         self.mend_network()
@@ -313,6 +325,7 @@ class Cluster:
             slots.clear()
         for a in self.running():
             a.host.slow_s = 0.0
+            a.inspector.blind = 0.0
             a.host.resume()
             if a.store.cut:
                 a.store.reconnect()

@@ -7,12 +7,16 @@ as it happens.
 from __future__ import annotations
 
 from elasticd.core.facts import Budget, Exit, Limits, Outcome, Phase, Round, Spec
+from elasticd.core.hang import REPEAT_S, Verdict, Why
+from elasticd.core.hang.watching import AGAIN, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
-from tests.sim.cluster import Broken, Cluster, SimAgent
+from tests.sim.cluster import PATIENCE, Broken, Cluster, SimAgent
+from tests.sim.inspector import Illness
 from tests.sim.procs import SimWorker, World
 
 EXIT_CODES = {Outcome.SUCCEEDED: 0, Outcome.FAILED: 1, Outcome.SHORT: 3, Outcome.STOPPED: 143}
 NEWS_S = 15.0  # a watch lags by at most this, and then a transaction
+HANG_CHECK_S = 5.0
 
 
 class Invariants:
@@ -34,6 +38,9 @@ class Invariants:
         cluster.training.formed.append(self._formed)
         cluster.training.stepped.append(self._stepped)
         cluster.training.failed.append(self._failed)
+        cluster.training.fell_ill.append(self._fell_ill)
+        cluster.joined.append(lambda agent: agent.inspector.condemned.append(self._condemned))
+        self.condemned: list[tuple[SimWorker, Verdict]] = []
 
     # ---- 1, 2: one live round, numbers that only grow, sizes within the limits
 
@@ -173,6 +180,45 @@ class Invariants:
             raise Broken(f"{len(budget.charges)} charges, but {policy.restarts_max} are allowed")
         if budget.total > len(self.broken_by_user):
             raise Broken(f"{budget.total} charges, but user code broke {len(self.broken_by_user)} rounds")
+
+    # ---- hangs: nobody is condemned in place of another, and none outlasts its limit while its agent lives
+
+    def _condemned(self, worker: SimWorker, verdict: Verdict) -> None:
+        now = self.cluster.clock.now()
+        self.condemned.append((worker, verdict))
+        ill, world = worker.ill, worker.world
+        of_world = list(world.workers.values()) if world is not None else []
+        apart = [w for w in of_world if w.ill is not None and w.ill.illness is Illness.APART]
+        if verdict.why is Why.DEADLOCK and apart:
+            return  # who left what out cannot be told from the outside
+        if ill is not None and ill.illness is not Illness.BUSY:
+            return
+        if ill is not None and now - ill.since >= PATIENCE.ceiling_s:
+            return
+        if worker.stuck or (worker.times and worker.well_since >= worker.times[-1]):
+            return  # it hung in this standstill, and got well after it had been looked at
+        raise Broken(
+            f"{worker.procs.host.name}'s slot {worker.slot} is condemned, but does not hang: {verdict}"
+        )
+
+    def _fell_ill(self, worker: SimWorker) -> None:
+        self.cluster.clock.after(HANG_CHECK_S, lambda: self._check_hang(worker))
+
+    def _check_hang(self, worker: SimWorker) -> None:
+        ill, now, mended_at = worker.ill, self.cluster.clock.now(), self.cluster.mended_at
+        if ill is None or not worker.alive or ill.illness is Illness.BUSY:
+            return
+        if mended_at is not None and now - max(ill.since, mended_at) > self._patience_s():
+            raise Broken(f"{worker.procs.host.name}'s slot {worker.slot} hangs since {now - ill.since:.0f} s")
+        self._fell_ill(worker)
+
+    def _patience_s(self) -> float:
+        """With any worker that hangs, as long as the agents live and hear of each other."""
+        known = [agent.hangs.allowed for agent in self.cluster.running()]
+        limit_s = max(
+            (allowed.busy_s for allowed in known if allowed is not None), default=PATIENCE.ceiling_s
+        )
+        return AGAIN * limit_s + REPEAT_S + LOOK_PATIENCE_S + WRITE_PATIENCE_S + NEWS_S
 
     # ---- the end
 

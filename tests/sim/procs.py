@@ -26,6 +26,7 @@ from elasticd.core.ports import (
 )
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
+from tests.sim.inspector import Ill, Illness
 
 NEWS_S = 5.0  # as long a worker that has lost the others waits before it says so
 HANG_S = 12.0  # after which one that does nothing is taken for hung, and killed
@@ -92,6 +93,7 @@ class World:
         self.broken = False
         self.leaving = False  # with the next step, all of them
         self.held = False  # at what was saved
+        self._waits = False  # for one that is ill
         self._next: Timer | None = None
 
     def join(self, worker: SimWorker) -> None:
@@ -157,8 +159,18 @@ class World:
         else:
             self._next = clock.after(job.step_s, self._make_step)
 
+    def go_on_after_all(self) -> None:
+        """One of them got well that the others waited for."""
+        if self._waits and not any(worker.ill for worker in self.workers.values()):
+            self._waits = False
+            if self.running and not self.broken:
+                self._go_on()
+
     def _make_step(self) -> None:
         job = self.training.job
+        if any(worker.ill for worker in self.workers.values()):
+            self._waits = True
+            return
         if job.bug_at is not None and self.step == job.bug_at:
             self.workers[0].die(1, f"a bug at step {self.step}", primary=True)
             return
@@ -169,6 +181,7 @@ class World:
             job.saved = max(job.saved, self.step)
         for worker in self.workers.values():
             worker.committed = self.step
+            worker.times.append(self.training.clock.now())
         for stepped in self.training.stepped:
             stepped(self)
         if self.leaving and self.step < job.total_steps:
@@ -190,7 +203,8 @@ class World:
 class Training:
     """The user's job, over all its worlds and nodes.
 
-    ``formed`` and ``stepped`` are told of worlds, ``failed`` of workers that failed by themselves.
+    ``formed`` and ``stepped`` are told of worlds, ``failed`` of workers that failed by themselves,
+    ``fell_ill`` of those that hang.
     """
 
     def __init__(self, clock: Clock, job: Job) -> None:
@@ -200,8 +214,20 @@ class Training:
         self.formed: list[Callable[[World], None]] = []
         self.stepped: list[Callable[[World], None]] = []
         self.failed: list[Callable[[SimWorker, Exit], None]] = []
+        self.fell_ill: list[Callable[[SimWorker], None]] = []
         self.serves: Callable[[str], bool] = lambda store: True  # is a round's store open there?
         self._worlds: dict[tuple[int, str], World] = {}
+        self._pids = 100_000
+        self._line = 100
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    def next_line(self) -> int:
+        """Of the script: one hangs at another place each time."""
+        self._line += 1
+        return self._line
 
     def world(self, round_number: int, store: str, size: int, handover: bool = False) -> World:
         key = (round_number, store)
@@ -216,19 +242,27 @@ class Training:
 class SimWorker:
     """One process. ``round``: the one it acts in, or did last; 0 for a standby.
 
-    ``committed`` and ``whole``: the state it holds. ``made``: steps, in the round. ``parted``: it was
-    told to leave, and is killed if it does not in time."""
+    ``committed`` and ``whole``: the state it holds. ``made``: steps, in the round; ``times``: of all its
+    steps, of which it had made ``steps_before`` before it came to its round. ``parted``: it was told to
+    leave, and is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told
+    meanwhile it hears once it is well."""
 
     __slots__ = (
-        "_busy_until", "_kill", "_kill_at", "_next", "_there", "acts", "agreed", "alive", "committed",
-        "doomed", "exited", "failing", "finishing", "made", "parted", "procs", "rank", "round", "slot",
-        "stopping", "stuck", "whole", "world",
+        "_busy_until", "_kill", "_kill_at", "_next", "_there", "_unheard", "acts", "agreed", "alive",
+        "committed", "doomed", "exited", "failing", "finishing", "ill", "made", "parted", "pid", "procs",
+        "rank", "round", "slot", "steps_before", "stopping", "stuck", "times", "well_since", "whole", "world",
     )  # fmt: skip
 
     def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
         self.procs = procs
         self.slot = slot
         self.rank = rank
+        self.pid = procs.training.next_pid()
+        self.times: list[float] = []
+        self.steps_before = 0
+        self.ill: Ill | None = None
+        self.well_since = 0.0
+        self._unheard: list[Callable[[], None]] = []
         self.exited = exited
         self.world: World | None = None
         self.round = 0
@@ -266,6 +300,7 @@ class SimWorker:
         """Take part in this world: now, if it waits for that."""
         self.world, self.round, self.rank = world, world.round, rank
         self.made, self.acts, self.parted = 0, True, False
+        self.steps_before = len(self.times)
         if self._there:
             self._join()
 
@@ -290,12 +325,49 @@ class SimWorker:
         else:  # the port listens already, or nobody is there any more: try until killed
             self.procs.training.clock.after(0.2, self._join)
 
+    # ---- ill
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is busy in code of its own."""
+        if self.ill is not None:
+            return self.ill.illness is Illness.BUSY
+        away = self.world is None or self.world.workers.get(self.rank) is not self
+        return away or self.finishing or self._busy_until > self.procs.host.clock.now()
+
+    @property
+    def deaf(self) -> bool:
+        """Whether it is where it hears of nothing; one in a collective would."""
+        return self.ill is not None and self.ill.illness is not Illness.APART
+
+    def fall_ill(self, illness: Illness) -> None:
+        procs = self.procs
+        self.ill = Ill(illness, procs.training.next_line(), procs.host.clock.now())
+        procs.host.clock.note(procs.host.name, f"slot {self.slot} is {illness} from now on")
+        for ill in procs.training.fell_ill:
+            ill(self)
+
+    def get_well(self) -> None:
+        if self.ill is None or not self.alive:
+            return
+        self.ill, self.well_since = None, self.procs.host.clock.now()
+        self.procs.host.clock.note(self.procs.host.name, f"slot {self.slot} is well again")
+        unheard, self._unheard = self._unheard, []
+        for call in unheard:
+            call()
+        if self.world is not None:
+            self.world.go_on_after_all()
+
     # ---- in place
 
     def part(self, planned: bool) -> bool:
         """Whether it can leave the round. ``come_out`` follows: at a step if it is planned."""
         if not self._there or self.stopping:
             return False
+        if self.deaf:
+            number = self.round
+            self._unheard.append(lambda: self._hear(number, planned))
+            return True
         training = self.procs.training
         clock, random = training.clock, training.random
         if self.parted and not planned and self._busy_until > clock.now():
@@ -313,8 +385,15 @@ class SimWorker:
             clock.after(max(random.uniform(0.005, 0.05), self._busy_until - clock.now()), self._abort)
         return True
 
+    def _hear(self, number: int, planned: bool) -> None:
+        """What it was told while it was ill."""
+        if self.alive and self.acts and self.round == number and not (self.parted and planned):
+            self.part(planned)
+
     def _abort(self) -> None:
-        if self.alive and self.acts and self.parted:
+        if self.deaf:
+            self._unheard.append(self._abort)
+        elif self.alive and self.acts and self.parted:
             self.come_out()
 
     def has_entered(self) -> None:
@@ -326,11 +405,14 @@ class SimWorker:
         """At once, or when it comes out of what it is doing. Who is to leave in good order does so then."""
         training, number = self.procs.training, self.round
         clock, random = training.clock, training.random
+        if self.deaf:
+            self._unheard.append(self.loses_the_others)
+            return
         if training.job.dwells and random.random() < training.job.dwells:
             self._busy_until = clock.now() + random.uniform(*training.job.dwell_s)
 
         def say() -> None:
-            if self.alive and self.acts and self.round == number and not self.stuck:
+            if self.alive and self.acts and self.round == number and not self.stuck and not self.ill:
                 self.procs.tell(WorkerBroke(self.slot, number, fails=False))
                 self._abort()
 
@@ -345,6 +427,8 @@ class SimWorker:
         """Leave the world, if it is in one, and wait for the next."""
         if self.stopping or self.stuck or self.finishing:
             return
+        if not self.deaf:
+            self.ill = None  # it has left the collective that the others are not in
         self._leave_world()
         self.acts = False
         if self.parted:
@@ -375,7 +459,9 @@ class SimWorker:
             self._kill = None
 
     def fail_soon(self, code: int, message: str, *, primary: bool) -> None:
-        if not self.doomed:
+        if self.deaf:
+            self._unheard.append(lambda: self.fail_soon(code, message, primary=primary))
+        elif not self.doomed:
             self.doomed = True
             training = self.procs.training
             training.clock.after(
@@ -411,6 +497,8 @@ class SimWorker:
             return
         if number == signals.SIGKILL:
             self.die(-number, "", primary=False, fenced=fenced)
+        elif self.ill is not None and self.ill.illness is Illness.STOPPED:
+            self._unheard.append(lambda: self.signal(number))
         elif self.procs.training.job.on_sigterm is not OnSigterm.IGNORE:
             self.stopping = True
             clock, random = self.procs.training.clock, self.procs.training.random
@@ -540,9 +628,30 @@ class SimProcs:
 
     # ---- faults
 
+    def condemn(self, worker: SimWorker, why: str) -> None:
+        """It hung, which is the user's fault."""
+        worker.die(-signals.SIGKILL, why, primary=True, hung=True)
+
+    def make_ill(self, illness: Illness, much: float, for_s: float) -> None:
+        """One of those that are in the middle of training, for a while or (0) for good."""
+        training = [
+            worker
+            for _, worker in sorted(self.workers.items())
+            if worker.world is not None
+            and worker.world.running
+            and worker.world.made
+            and worker.world.workers.get(worker.rank) is worker
+            and not (worker.ill or worker.stopping or worker.finishing or worker.parted or worker.stuck)
+        ]
+        if training:
+            worker = training[int(much * len(training))]
+            worker.fall_ill(illness)
+            if for_s:
+                self.host.clock.after(for_s, worker.get_well)
+
     def crash(self, slot: int, code: int = 1, message: str = "the user's code raised", **how: Any) -> None:
         """The user's code fails. ``how``: further fields of its worker's ``Exit``."""
-        if worker := self.workers.get(slot):
+        if (worker := self.workers.get(slot)) and not worker.ill:
             worker.fail(code, message, **how)
 
     def note_failure(self, worker: SimWorker, exit: Exit) -> None:

@@ -14,11 +14,13 @@ from random import Random
 from elasticd.core.facts import Limits, Outcome
 from tests.sim.clock import START
 from tests.sim.cluster import Broken, Cluster, Setup, SimAgent
+from tests.sim.inspector import Illness
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job, OnSigterm
 
 FAULTS_S = 60.0  # faults happen in the first minute; then everything is mended
 STEP_BOUND_S = 90.0  # to the next step after that
+HANG_BOUND_S = 240.0  # the same, where a worker hangs: nobody mends that but the agents
 LEAVE_BOUND_S = 30.0  # from the end of the job to the last agent's
 
 
@@ -91,6 +93,24 @@ def _user_failure(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
     slots = sorted(agent.procs.workers)
     if slots:
         agent.procs.crash(slots[int(fault.much * len(slots))], code=1)
+
+
+def _ill(illness: Illness) -> Callable[[Cluster, Fault], None]:
+    def act(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+        agent.procs.make_ill(illness, fault.much, fault.for_s)
+
+    return _on_node(act)
+
+
+def _blind(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    """Looks at its workers take long, or never come to an end."""
+    cluster.clock.note(agent.name, f"is blind ({fault.much:.2f})")
+    agent.inspector.blind = fault.much
+
+    def mend() -> None:
+        agent.inspector.blind = 0.0
+
+    cluster.clock.after(fault.for_s, mend)
 
 
 def _reset(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
@@ -181,6 +201,14 @@ KINDS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # how ofte
     "all_crash": (0.2, _all_crash),
     "stop": (0.1, lambda cluster, fault: cluster.stop()),
 }
+HANGS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn apart from the others
+    "stopped": (2.0, _ill(Illness.STOPPED)),
+    "asleep": (2.0, _ill(Illness.ASLEEP)),
+    "busy": (1.0, _ill(Illness.BUSY)),
+    "apart": (1.0, _ill(Illness.APART)),
+    "blind": (1.5, _on_node(_blind)),
+}
+ALL_KINDS = KINDS | HANGS
 ETCD_FAULTS = {"etcd_kill", "etcd_hang"}
 
 
@@ -219,7 +247,7 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
     etcd_free_at = 0.0
     first_s = random.uniform(0.0, FAULTS_S)
     window_s = (first_s, min(first_s + 15.0, FAULTS_S)) if random.random() < 0.5 else (0.0, FAULTS_S)
-    for _ in range(random.randint(0, random.choice((14, 14, 14, 40)))):
+    for _ in range(random.randint(0, random.choice((14, 14, 14, 40))) if allowed else 0):
         kind = random.choices(favourites, [allowed[k] for k in favourites])[0]
         at_s = round(random.uniform(*window_s), 2)
         for_s = round(random.choice((random.uniform(0.2, 4.0), random.uniform(2.0, 25.0))), 2)
@@ -229,6 +257,7 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
         if kind in ("crash", "sigterm", "drain") and random.random() < 0.3:
             for_s = 0.0
         faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
+    faults += _draw_hangs(seed, count, kinds)
     faults.sort(key=lambda f: f.at_s)
     kept = []
     for fault in faults:  # one outage of etcd at a time
@@ -238,6 +267,23 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
             etcd_free_at = fault.at_s + fault.for_s + 0.1
         kept.append(fault)
     return Schedule(setup, tuple(kept))
+
+
+def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:
+    """Workers that hang, in some schedules: of their own dice, as this came later."""
+    random = Random(f"{seed}/hangs")
+    allowed = {k: w for k, (w, _) in HANGS.items() if kinds is None or k in kinds}
+    if not allowed or (kinds is None and random.random() < 0.5):
+        return []
+    faults = []
+    for _ in range(random.randint(1, 5)):
+        kind = random.choices(list(allowed), list(allowed.values()))[0]
+        at_s = round(random.uniform(5.0, FAULTS_S), 2)
+        passes = kind in ("busy", "blind") or random.random() < 0.3
+        for_s = round(random.uniform(0.5, 25.0), 2) if passes else 0.0
+        node = random.choice([f"n{i}" for i in range(count)] + ["leader"])
+        faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
+    return faults
 
 
 # ---------------------------------------------------------------- a run
@@ -267,18 +313,20 @@ def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
     clock = cluster.clock
     cluster.start_all(within_s=2.0)
     for fault in schedule.faults:
-        clock.after(fault.at_s, partial(KINDS[fault.kind][1], cluster, fault))
+        clock.after(fault.at_s, partial(ALL_KINDS[fault.kind][1], cluster, fault))
     quiet = START + FAULTS_S if schedule.faults else START
     if not clock.run(until=quiet, done=lambda: bool(invariants.ends)):
         cluster.mend()
         mended = clock.now()
+        hangs = any(fault.kind in HANGS for fault in schedule.faults)
+        step_s = HANG_BOUND_S if hangs else STEP_BOUND_S
         if not clock.run(
-            until=mended + STEP_BOUND_S,
+            until=mended + step_s,
             done=lambda: bool(invariants.ends) or invariants.last_step_at > mended,
         ):
-            raise Broken(f"no step within {STEP_BOUND_S} s after everything was mended")
+            raise Broken(f"no step within {step_s} s after everything was mended")
         job = cluster.training.job
-        bound_s = STEP_BOUND_S + 3 * job.total_steps * job.step_s
+        bound_s = step_s + 3 * job.total_steps * job.step_s
         if not clock.run(until=mended + bound_s, done=lambda: bool(invariants.ends)):
             raise Broken(f"the job is not over {bound_s:.0f} s after everything was mended")
     _check_the_end(cluster, invariants, schedule)

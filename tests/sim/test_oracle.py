@@ -11,7 +11,8 @@ import pytest
 from elasticd.core import agent, budget, world
 from elasticd.core.agent import leaving, stepping
 from elasticd.core.facts import Round
-from elasticd.core.leader import deciding, forming, settling
+from elasticd.core.hang import judging, watching
+from elasticd.core.leader import deciding, forming, hanging, settling
 from elasticd.core.messages import Leave
 from elasticd.core.ports import Put, StillThere, Unchanged
 from elasticd.daemon.driver import Driver
@@ -129,11 +130,31 @@ def _steps_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "leave", lambda self, worker: self.workers.pop(worker.rank, None))
 
 
+def _victims_condemned(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits is taken for the one to blame."""
+    judged = judging.judge
+
+    def blind(looks: Any, allowed: Any) -> Any:
+        verdict = judged(looks, allowed)
+        waiting = tuple(look for look in looks if look.doing is judging.Doing.WAITING)
+        return replace(verdict, guilty=waiting) if verdict is not None and waiting else verdict
+
+    for module in (watching, hanging):
+        patch.setattr(module, "judge", blind)
+
+
+def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
+    for module in (watching, hanging):
+        patch.setattr(module, "judge", lambda looks, allowed: None)
+
+
 LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soon shows
     _release_unasked: frozenset({"drain", "scale"}),
     _never_enough: frozenset({"bad_slot", "user_failure"}),
     _no_fence: frozenset({"pause"}),
     _finished_too_early: frozenset({"user_failure"}),
+    _victims_condemned: frozenset({"asleep", "blind"}),
+    _hangs_forgiven: frozenset({"stopped"}),
 }
 # A leader that waits for no release forms round after round, which is dear to simulate: some seconds of it
 # are enough, and this seed is one of the cheap ones among those that show it.
@@ -156,6 +177,8 @@ HURRIED: dict[Break, int] = {_release_unasked: 16}
         (_never_back, "after everything was mended"),
         (_numbers_go_back, "lives again"),
         (_steps_alone, "workers make a step"),
+        (_victims_condemned, "is condemned, but does not hang"),
+        (_hangs_forgiven, "hangs since"),
     ],
 )
 def test_a_breakage_turns_an_invariant_red(

@@ -149,6 +149,24 @@ def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> 
     _hold(run(1625, draw(1625, 3, kinds)), replay_command(1625, 3, ",".join(sorted(kinds))))
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("kind", ["stopped", "asleep", "apart"])
+def test_one_that_hangs_is_replaced_and_charged_once(kind: str, inplace: bool) -> None:
+    job = Job(total_steps=200, step_s=0.25, inplace=inplace)
+    result = _run(Fault(20.0, kind, "n1"), setup=Setup((1, 1, 1), Limits(3, 3), job=job))
+    ((worker, _),) = result.invariants.condemned
+    assert worker.procs.host.name == "n1" and worker.ill is not None
+    assert [end.restarts for end in result.invariants.ends] == [1]
+    assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
+
+
+def test_one_that_is_busy_for_a_while_is_left_alone_though_looks_come_late() -> None:
+    faults = (Fault(10.0, "blind", "n0", 50.0, 0.9), Fault(20.0, "busy", "n0", 25.0))
+    job = Job(total_steps=200, step_s=0.25)
+    result = _run(*faults, setup=Setup((2, 1), Limits(3, 3), job=job))
+    assert not result.invariants.condemned and result.invariants.ends[-1].restarts == 0
+
+
 @pytest.mark.slow
 def test_a_thousand_nodes_form_a_world_and_lose_some_of_them() -> None:
     cluster = Cluster("thousand", Setup((1,) * 1000, Limits(500, 1000), job=Job(total_steps=40, step_s=1.0)))
