@@ -1,0 +1,123 @@
+"""The core decides; the daemon looks, writes and kills. Only ``driver`` and ``hangs`` ask the core what to do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOUSE = ROOT / "elasticd"
+DAEMON = sorted((HOUSE / "daemon").glob("*.py"))
+TIES = {"driver.py", "hangs.py"}  # between the core's decisions and the world; the simulator drives them, too
+REASONS = "elasticd.core.reasons"
+
+# Functions of the core that other modules of the daemon call. Only the last three decide anything, and are to
+# go where the driver asks for them.
+CALLED = {
+    ("identity.py", "elasticd.core.agent.start"),
+    ("lastwords.py", "elasticd.core.ledger.totals"),
+    ("main.py", "elasticd.core.environment.assignments"),
+    ("main.py", "elasticd.core.environment.standbys"),
+    ("main.py", "elasticd.core.ledger.totals"),
+    ("etcdpointer.py", "elasticd.core.retention.commit"),
+    ("stragglers.py", "elasticd.core.straggler.own_times"),
+    ("timekeeper.py", "elasticd.core.ledger.keep_every_s"),
+}
+# Modules of the core that may be called by their names, as above.
+MODULES_USED = {
+    ("identity.py", "elasticd.core.auditlog"),
+    ("publish.py", "elasticd.core.budget"),
+}
+# A reason says why something was decided. Who makes one decides.
+MAKES_REASONS = {"advice.py"}
+
+# What belongs to checkpoints, data or views, and is in the core only because it is pure. It is to get less.
+ELSEWHERE = {
+    "audit", "auditlog", "bandwidth", "cadence", "dealing", "environment", "ledger", "link", "order",
+    "outage", "replicas", "retention", "sharding", "summing",
+}  # fmt: skip
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    """Where each name that is imported from our own packages comes from, and what it is called."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("elasticd"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.startswith("elasticd"))
+
+
+def file_of(module: str) -> Path | None:
+    base = ROOT.joinpath(*module.split("."))
+    return next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
+
+
+def is_function(module: str, name: str) -> bool:
+    file = file_of(module)
+    assert file is not None
+    if any(isinstance(n, ast.FunctionDef) and n.name == name for n in ast.parse(file.read_text()).body):
+        return True
+    return any(is_function(origin, name) for origin, n in imported(file) if n == name and file_of(origin))
+
+
+def called() -> Iterator[tuple[str, str]]:
+    for file in DAEMON:
+        for module, name in imported(file) if file.name not in TIES else ():
+            if module.startswith("elasticd.core") and file_of(module) and is_function(module, name):
+                yield file.name, f"{module}.{name}"
+
+
+def modules_used() -> Iterator[tuple[str, str]]:
+    for file in DAEMON:
+        for module, name in imported(file) if file.name not in TIES else ():
+            if module.startswith("elasticd.core") and file_of(f"{module}.{name}"):
+                yield file.name, f"{module}.{name}"
+
+
+def test_the_daemon_asks_the_core_for_decisions_in_two_places_only() -> None:
+    assert set(called()) == CALLED
+    assert set(modules_used()) == MODULES_USED
+
+
+def makes_reasons(file: Path) -> bool:
+    reasons = {name for module, name in imported(file) if module == REASONS}
+    calls = (node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    return any(isinstance(call, ast.Name) and call.id in reasons for call in calls)
+
+
+def test_the_daemon_gives_no_reasons_of_its_own() -> None:
+    assert {file.name for file in DAEMON if makes_reasons(file)} == MAKES_REASONS
+
+
+def reached(*starts: str) -> set[str]:
+    """All modules of the core that these import, directly or not."""
+    seen: set[str] = set()
+    todo = list(starts)
+    while todo:
+        module = todo.pop()
+        file = file_of(module)
+        if file is None or module in seen:
+            continue
+        seen.add(module)
+        names = (n for origin, name in imported(file) for n in (origin, f"{origin}.{name}"))
+        todo += [name for name in names if name.startswith("elasticd.core")]
+    return seen
+
+
+def test_the_core_holds_what_agent_and_leader_decide_with() -> None:
+    decides = reached("elasticd.daemon.driver", "elasticd.daemon.hangs")
+    modules = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for file in (HOUSE / "core").rglob("*.py")
+    }
+    assert {m.removeprefix("elasticd.core.") for m in modules - decides - {"elasticd.core"}} == ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("elasticd.core.hang", "judge"), ("elasticd.core.leader", "decide")]
+)
+def test_a_decision_is_known_for_one_wherever_it_is_imported_from(module: str, name: str) -> None:
+    assert is_function(module, name) and not is_function("elasticd.core.hang", "Verdict")
