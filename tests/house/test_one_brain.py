@@ -1,4 +1,4 @@
-"""The core decides; the daemon looks, writes and kills. Only ``driver`` and ``hangs`` ask the core what to do."""
+"""The core decides; the daemon looks, writes and kills. Two of its modules ask the core what to do."""
 
 from __future__ import annotations
 
