@@ -795,6 +795,7 @@ class State:
             "parameters": {name: dict(m.named_parameters()) for name, m in self._modules.items()},
             "optimizers": {name: o.state_dict()["state"] for name, o in self._optimizers.items()},
             "order": self._order(),
+            "undoes": self._undo.wanted,
         }
 
     def _order(self) -> dict[str, list[list[str]]]:
@@ -846,6 +847,10 @@ class State:
             _give(optimizer, snapshot["optimizers"][name])
         self._committed.take(kept)
         self._step = snapshot["step"]
+        if (
+            self._undoes is not False
+        ):  # what was seen to change early there does so here, from the first step on
+            self._undo.want(*snapshot["undoes"])
 
     def _learned(self) -> Iterator[torch.Tensor]:
         """All parameters and what the optimizers have of them, in one order everywhere. Buffers where they

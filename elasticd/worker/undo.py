@@ -34,6 +34,11 @@ class Undo:
         self._wanted_optimizers |= set(optimizers)
         return len(self._wanted) + len(self._wanted_optimizers) > before
 
+    @property
+    def wanted(self) -> tuple[list[int], list[str]]:
+        """As ``want`` takes it, of parameters that all workers have in one order."""
+        return sorted(self._wanted), sorted(self._wanted_optimizers)
+
     def keep(self) -> None:
         """This is what there is to go back to."""
         if not self._wanted and not self._wanted_optimizers:

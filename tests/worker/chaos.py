@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,47 @@ class Plan:
 
 
 def draw(seed: int) -> Plan:
+    return _with_more(_simple(seed), random.Random(f"more chaos {seed}"))
+
+
+def _with_more(plan: Plan, chance: random.Random) -> Plan:
+    """The plan with what only some scripts do, in three of four."""
+    script = plan.script
+    if chance.random() < 0.25:
+        return plan
+    plain = script.optimizer not in ("closure", "fused") and script.ddp != "static"
+    again = plain and script.data == "numbers" and script.kind == "mlp" and not script.scaler
+    if again and chance.random() < 0.5:  # the samples of a step of Data are there once
+        script = replace(script, optimizer="lbfgs", every=1, clip=False)
+    more = replace(
+        script,
+        autocast=script.consistent and chance.random() < 0.5,
+        follows=chance.choice(["", "early", "averages"]) if script.ddp != "static" else "",
+        sharp=chance.random() < 0.25,
+        unfreezes=plain and script.kind != "gan" and chance.random() < 0.25,
+        codes=chance.random() < 0.2,
+        undo=chance.choice([None, None, True]),
+    )
+    faults = plan.faults
+    if more.follows == "averages":
+        faults = tuple(
+            replace(f, point="evaluated", step=f.step | 1)
+            if f.point in POINTS and chance.random() < 0.4
+            else f
+            for f in faults
+        )
+    if more.undo is None:  # what is to be copied is seen in the first steps
+        first = max(2, more.every)
+        faults = tuple(
+            replace(f, step=max(f.step, first | 1 if f.point == "evaluated" else first))
+            if f.point in (*POINTS, "evaluated")
+            else f
+            for f in faults
+        )
+    return replace(plan, script=more, faults=faults)
+
+
+def _simple(seed: int) -> Plan:
     chance = random.Random(f"chaos {seed}")
     data = chance.choice(["numbers", "map", "map", "stream", "sharding"])
     consistent = data != "numbers" and chance.random() < 0.5
@@ -116,6 +157,7 @@ class Agent(Crew):
         self._coming: list[Hand] = []
         self.drained: list[Hand] = []
         self.lost = 0  # workers that were replaced
+        self.befell: Counter[str] = Counter()  # faults
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -179,6 +221,7 @@ class Agent(Crew):
 
     def _wish(self) -> None:
         kind, pid = self._wishes.recv(100).decode().split()
+        self.befell[kind] += 1
         hand = next(h for h in self.hands if h.process.pid == int(pid))
         if kind in ("stop", "pause"):
             number = signal.SIGKILL if kind == "stop" else signal.SIGCONT
@@ -284,8 +327,9 @@ def _ledger(folder: Path, script: Script) -> list[str]:
     return found
 
 
-def run(seed: int, plan: Plan | None = None) -> list[str]:
-    """What is wrong with the run of that seed; nothing, if it is as it should be."""
+def run(seed: int, plan: Plan | None = None, befell: Counter[str] | None = None) -> list[str]:
+    """What is wrong with the run of that seed; nothing, if it is as it should be. ``befell``: is told
+    how many faults of each kind there were."""
     plan = plan or draw(seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     alone = folder / "alone"
@@ -313,6 +357,10 @@ def run(seed: int, plan: Plan | None = None) -> list[str]:
                 undisturbed.join(PATIENCE_S)
                 undisturbed.kill()
                 undisturbed.join()
+            if befell is not None:
+                killed = sum(hand.status == -signal.SIGKILL for hand in agent.hands)
+                befell.update(agent.befell, kill=killed - agent.befell["stop"])
+                befell["fail"] += sum(hand.status == 1 for hand in agent.hands)
             if undisturbed.exitcode != 0:
                 return [f"alone it ended with {undisturbed.exitcode}: {_last(alone / 'alone.err')}"]
             return differences(agent, disturbed, alone, plan)
@@ -333,11 +381,12 @@ def main() -> int:
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its workers end with it
     began, failed, made = time.monotonic(), [], 0
+    befell: Counter[str] = Counter()
     for seed in range(asked.seed, asked.seed + asked.runs):
         if time.monotonic() - began > 60 * asked.minutes:
             break
         started = time.monotonic()
-        wrong = run(seed)
+        wrong = run(seed, befell=befell)
         made += 1
         took_s = time.monotonic() - started
         print(f"seed {seed}: {'WRONG' if wrong else 'right'} in {took_s:.1f} s; {draw(seed)}", flush=True)
@@ -346,8 +395,12 @@ def main() -> int:
             print(*(f"  {line}" for line in wrong), f"  replay: {replay(seed)}", sep="\n", flush=True)
             if not asked.keep_going:
                 break
-    which = f": {failed}" if failed else ""
-    print(f"{made} runs in {time.monotonic() - began:.0f} s, {len(failed)} wrong{which}")
+    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(befell.items()) if count)
+    took = f"{made} runs in {time.monotonic() - began:.0f} s, {len(failed)} wrong"
+    print(f"seeds {asked.seed} to {asked.seed + made - 1}: {took}")
+    print(f"what befell them: {faults or 'nothing'}")
+    for seed in failed:
+        print(f"replay: {replay(seed)}")
     return 1 if failed else 0
 
 

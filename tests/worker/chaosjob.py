@@ -5,6 +5,7 @@ It keeps a ledger of its own: what it took in which step, and which steps it saw
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import functools
 import hashlib
@@ -45,8 +46,11 @@ torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports a great deal, a
 @dataclass(frozen=True)
 class Script:
     """``data``: numbers, map, stream or sharding. ``every``: steps to a commit. ``wrapper``: what is around
-    the loop. ``twice``: whether ``steps`` is called once for each half of the training. ``spoilt``: what goes
-    wrong after the first world, to see that it is found."""
+    the loop. ``twice``: whether ``steps`` is called once for each half of the training. ``follows``: averages
+    of the weights are in another module, brought up to date before the sums of a step (early) or after the
+    optimizer, and swapped in for an evaluation (averages). ``sharp``: gradients are of other weights than
+    those that are trained. ``unfreezes``: the first layer is frozen to begin with. ``codes``: a large buffer
+    changes through ``.data``. ``spoilt``: what goes wrong after the first world, to see that it is found."""
 
     data: str = "map"
     consistent: bool = False
@@ -62,6 +66,12 @@ class Script:
     wrapper: str = ""
     twice: bool = False
     checkpoints: bool = False
+    autocast: bool = False
+    follows: str = ""
+    sharp: bool = False
+    unfreezes: bool = False
+    codes: bool = False
+    undo: bool | None = None
     seed: int = 0
     spoilt: str = ""
 
@@ -213,6 +223,8 @@ def build(script: Script) -> tuple[dict[str, nn.Module], dict[str, torch.optim.O
     middle: list[nn.Module] = [nn.BatchNorm1d(8), nn.Dropout(0.1)] if script.kind == "bn" else []
     model = nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, 1))
     modules: dict[str, nn.Module] = {"model": model}
+    if script.codes:
+        model.register_buffer("codes", torch.zeros(70_000))
     if script.kind == "two":
         modules["head"] = nn.Linear(1, 1)
     parameters = [p for module in modules.values() for p in module.parameters()]
@@ -223,8 +235,11 @@ def build(script: Script) -> tuple[dict[str, nn.Module], dict[str, torch.optim.O
         "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
         "fused": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True),
         "closure": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3, history_size=3),
     }[script.optimizer]
     optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": make(parameters)}
+    if script.follows:
+        modules["follower"] = copy.deepcopy(model).requires_grad_(False)
     if script.kind == "gan":
         optimizers = {"optimizer": make(model[0].parameters()), "second": make(model[2].parameters())}
     return modules, optimizers
@@ -270,9 +285,13 @@ class Training:
             checkpoints=str(folder / "checkpoints") if script.checkpoints else None,
             seen=[],
             total=0.0,
+            table={},
+            noise=torch.Generator().manual_seed(script.seed),
+            undo=script.undo,
         )
         self.optimizers = optimizers
         self.number = -1
+        self.told, self.summed = True, torch.zeros(())
         register_optimizer_step_pre_hook(lambda *_: faults.at("in the optimizer", self.number))
         register_optimizer_step_post_hook(lambda *_: faults.at("after an optimizer", self.number))
         keep = self.state._committed.keep
@@ -320,23 +339,88 @@ class Training:
 
     def make(self, step: Any, commits: bool) -> None:
         """Gradients of all steps that a commit covers go into one update."""
-        self.state.seen.append(self.number)
+        self.note()
+        if self.script.unfreezes:
+            self.trained[0].requires_grad_(self.number >= 4)
+        if self.script.follows == "averages" and self.number % 2:
+            self.evaluate()
+        if self.script.follows == "early" and commits:
+            self.follow()
         if not commits:
             self.gradients(step)
             return
         if self.script.optimizer == "closure":
             for optimizer in self.optimizers.values():
                 optimizer.step(lambda: self.gradients(step))
+        elif self.script.optimizer == "lbfgs":
+            self.again_and_again(step)
         else:
             self.gradients(step)
             self.update()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
+        if self.script.codes:
+            self.trained.codes.data.add_(1.0)
+        if self.script.follows == "averages":
+            self.follow()
         self.faults.at("stepped", self.number)
         if self.script.schedule:
             self.state.schedule.step()
 
-    def gradients(self, step: Any) -> float:
+    @property
+    def trained(self) -> Any:
+        """The model as it is."""
+        return self.state._modules["model"]
+
+    def note(self) -> None:
+        """Plain data, with all kinds of keys."""
+        self.state.seen.append(self.number)
+        drawn = float(torch.rand(1, generator=self.state.noise))
+        self.state.table[self.number] = {"a.b": drawn, "a": {"b": str(self.number)}, (1, None): True}
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for mine, other in zip(
+                self.state._modules["follower"].parameters(), self.trained.parameters(), strict=True
+            ):
+                mine.data.mul_(0.5).add_(other.data, alpha=0.5)
+
+    def evaluate(self) -> None:
+        """With the averages in place of the weights."""
+        parameters = list(self.trained.parameters())
+        own = [p.data.clone() for p in parameters]
+        for mine, other in zip(parameters, self.state._modules["follower"].parameters(), strict=True):
+            mine.data.copy_(other.data)
+        self.trained.eval()
+        with torch.no_grad():
+            found = self.state.model(torch.ones(2, 6)).mean()
+        self.faults.at("evaluated", self.number)
+        dist.all_reduce(found)
+        self.trained.train()
+        for mine, data in zip(parameters, own, strict=True):
+            mine.data.copy_(data)
+
+    def again_and_again(self, step: Any) -> None:
+        [optimizer] = self.optimizers.values()
+        calls = 0
+
+        def closure() -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            optimizer.zero_grad()
+            self.gradients(step, told=calls == 1)
+            return self.summed
+
+        optimizer.step(closure)
+
+    def gradients(self, step: Any, told: bool = True) -> float:
+        """``told``: of the samples that are used."""
+        self.told, self.summed = told, torch.zeros(())
+        if self.script.sharp:
+            own = [p.detach().clone() for p in self.trained.parameters()]
+            with torch.no_grad():
+                for p in self.trained.parameters():
+                    p.add_(0.01 * p.sign())
         if isinstance(step, int):
             self.of_own_samples(step)
         else:
@@ -345,6 +429,9 @@ class Training:
                 loss = self.loss(batch)
                 self.watch(loss)
                 step.backward(loss)
+        if self.script.sharp:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.trained.parameters()), own)
         self.faults.at("summed", self.number)
         return 0.0
 
@@ -366,14 +453,19 @@ class Training:
                     loss = self.loss((ids, torch.stack(x), torch.stack(y))) * share
                 self.watch(loss)
                 self.scaled(loss).backward()
+                self.summed += loss.detach() / worker.world_size()
+        if self.script.optimizer == "lbfgs":
+            dist.all_reduce(self.summed)
 
     def took(self, ids: list[int]) -> None:
-        self.ledger.write(took=self.number, ids=ids)
+        if self.told:
+            self.ledger.write(took=self.number, ids=ids)
         self.faults.at("fetched", self.number)
 
     def loss(self, batch: Any) -> torch.Tensor:
         _, x, y = batch
-        out = self.state.model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.script.autocast):
+            out = self.state.model(x)
         self.faults.at("forward", self.number)
         loss = (out - y).square().mean()
         return self.scaled(loss) if self.script.data != "numbers" else loss
@@ -384,8 +476,8 @@ class Training:
     def watch(self, loss: torch.Tensor) -> None:
         if self.faults.wants("backward", self.number):
             number = self.number
-            weight = next(iter(self.state._modules["model"].parameters()))
-            if weight.requires_grad:
+            weight = next((p for p in self.trained.parameters() if p.requires_grad), None)
+            if weight is not None:
                 weight.register_hook(lambda _: self.faults.at("backward", number))
 
     def update(self) -> None:
@@ -412,12 +504,13 @@ class Training:
         for name, optimizer in self.optimizers.items():
             for number, values in optimizer.state_dict()["state"].items():
                 for key, value in values.items():
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, torch.Tensor) and self.script.optimizer != "lbfgs":
                         tensors[f"{name}.{number}.{key}"] = value.double().flatten().tolist()
                         exact.update(value.contiguous().numpy().tobytes())
         rates = [g["lr"] for o in self.optimizers.values() for g in o.param_groups]
         scale = self.state.scaler.get_scale() if self.script.scaler else 1.0
-        plain = {"seen": self.state.seen, "rates": rates, "scale": scale, "step": self.state.step}
+        plain = {"seen": self.state.seen, "rates": rates, "scale": scale, "step": self.state.step,
+                 "table": str(self.state.table)}  # fmt: skip
         return {"tensors": tensors, "digest": exact.hexdigest(), "plain": plain}
 
 

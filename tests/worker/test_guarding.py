@@ -116,6 +116,25 @@ def test_who_comes_after_a_layer_was_unfrozen_trains_it_with_the_others(crew, tm
     assert reads(tmp_path, "0", "weights") == reads(tmp_path, "2", "weights")
 
 
+def test_who_comes_can_undo_its_first_step_where_the_others_have_seen_that_it_must(crew, tmp_path):
+    comes, dies = Gate(tmp_path / "comes"), Gate(tmp_path / "dies")
+    first = crew.start(guarded, str(tmp_path), "0", "Sharp", Accident("forward", 5, comes.wait))
+    crew.all_waiting(first)
+    crew.form(first)
+    comes.until_somebody_waits()
+    heir = crew.start(guarded, str(tmp_path), "1", "Sharp", Accident("forward", 6, dies.wait))
+    crew.grow(heir)
+    comes.open()
+    crew.until(lambda: crew.round == 2)
+    dies.until_somebody_waits()
+    first.process.kill()
+    dies.open()
+    crew.all_ended()
+    assert heir.status == 0, (tmp_path / "1.err").read_text()
+    assert reads(tmp_path, "1", "entered") == [6, 6]
+    assert reads(tmp_path, "1", "committed") == [7, 8]
+
+
 def test_what_a_script_changes_after_the_commit_is_said_before_a_kill_loses_it(crew, tmp_path):
     assert train(crew, tmp_path / "late", "Late", [NOTHING, Accident("forward", 5)]) == [0, -9]
     assert (
