@@ -6,6 +6,7 @@ Keys are those of ``torch.distributed.checkpoint.state_dict``, so that plain DCP
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from elasticd.worker.wrapping import is_flattened
 Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
 _KEYS: Final = "elasticd: keys"
+_SOME: Final = "elasticd: entries "
 _MANY: Final = 64  # entries, which are better written in one piece
 _WHOLE_MAX: Final = 1 << 20  # bytes of tensors in it, which are better written by whoever has the time
 
@@ -138,8 +140,8 @@ def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
 def _whole_where_odd(value: Any) -> Any:
     """DCP cuts mappings apart by key, and forgets which keys were no strings, which mappings were empty,
     and their types. Where that would change what comes back, it gets them in one piece, marked, or, where
-    they hold much, with their keys beside them. A list with many small entries is one piece, too; a mapping
-    is not, as each rank may have a key of its own there."""
+    they hold much, with their keys beside them. A list with many small entries is one piece, too, and so is
+    what has no tensors in a mapping with many keys."""
     if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
         return value
     if not isinstance(value, list | dict):
@@ -151,7 +153,9 @@ def _whole_where_odd(value: Any) -> Any:
             return (_WHOLE, value)
         return [_whole_where_odd(v) for v in value]
     if value and type(value) in (dict, OrderedDict) and _are_plain(value.keys()):
-        return {key: _whole_where_odd(v) for key, v in value.items()}
+        plain = _without_tensors(value) if len(value) > _MANY else {}
+        parts = {_SOME + _keys_of(plain): (_WHOLE, plain)} if plain else {}
+        return parts | {key: _whole_where_odd(v) for key, v in value.items() if key not in plain}
     return (_WHOLE, value) if size.bytes <= _WHOLE_MAX else _with_keys(value)
 
 
@@ -160,13 +164,56 @@ def _as_it_was(value: Any) -> Any:
     if _is_whole(value):
         return value[1]
     if isinstance(value, dict) and _KEYS in value:
-        _, (made, names) = value[_KEYS]
+        _, (mapping, names) = value[_KEYS]
         for name, key in names.items():
-            made[key] = _as_it_was(value[name])
-        return made
+            mapping[key] = _as_it_was(value[name])
+        return mapping
     if isinstance(value, dict):
-        return {key: _as_it_was(v) for key, v in value.items()}
+        made: dict[str, Any] = {}
+        for key, part in value.items():
+            if isinstance(key, str) and key.startswith(_SOME) and _is_whole(part):
+                _merge(made, part[1])
+            else:
+                made[key] = _as_it_was(part)
+        return made
     return [_as_it_was(v) for v in value] if isinstance(value, list) else value
+
+
+def _merge(made: dict[str, Any], others: Mapping[str, Any]) -> None:
+    for key, part in others.items():
+        if isinstance(part, dict) and isinstance(made.get(key), dict):
+            _merge(made[key], part)
+        else:
+            made[key] = part
+
+
+def _without_tensors(value: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, part in value.items():
+        size = _Size()
+        size.add(part)
+        if not size.tensors:
+            found[key] = part
+    return found
+
+
+def _keys_of(value: Any) -> str:
+    """Differs where the keys do, within what is in it, too: a rank may have some of its own, and has them
+    saved under another name."""
+    summary = hashlib.blake2b(digest_size=8)
+
+    def take(part: Any) -> None:
+        if isinstance(part, dict):
+            summary.update(f"{len(part)} ".encode())
+            for key, item in part.items():
+                summary.update(f"{key!r} ".encode())
+                take(item)
+        elif isinstance(part, list | tuple):
+            for item in part:
+                take(item)
+
+    take(value)
+    return summary.hexdigest()
 
 
 def _is_whole(value: Any) -> bool:
@@ -196,12 +243,14 @@ class _Size:
     """Of a nest. ``alone``: all its tensors are whole, and in the memory of the host."""
 
     entries: int = 0
+    tensors: int = 0
     bytes: int = 0
     alone: bool = True
 
     def add(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self.entries += 1
+            self.tensors += 1
             self.bytes += value.nbytes
             self.alone = self.alone and type(value) is torch.Tensor and value.device.type == "cpu"
         elif isinstance(value, dict | list | tuple):

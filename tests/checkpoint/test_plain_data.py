@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker.collect import flatten
+from elasticd.worker.collect import Flat, flatten, restore
 from elasticd.worker.plain import copied, loaded, outlined, with_tensors
 from tests.checkpoint.likeness import with_types
 
@@ -45,6 +45,10 @@ DATA = {
     "counted": Counter("abca"),
     "a history": [{"step": n, "loss": n / 7, "name": str(n)} for n in range(200)],
     "many": {f"entry {n}": n for n in range(200)},
+    "many, of several kinds": {
+        f"entry {n}": [torch.tensor(n), {str(n): torch.ones(2)}, {"a.b": n, 3: ()}, None][n // 50]
+        for n in range(200)
+    },
     "many tensors": [{"at": torch.tensor(n), "by": {"n": n}} for n in range(80)],
 }
 
@@ -120,12 +124,17 @@ def test_two_entries_of_one_name_are_refused(opened):
         opened().save({"a.b": 1, "a": {"b": 2}}, 1)
 
 
-def test_a_long_history_costs_a_save_little(opened):
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_long_history_costs_a_save_little(opened, kind):
     """8,000 entries of their own took four seconds, beside a hundredth of one."""
-    history = [{"step": n, "loss": n / 7, "rate": 0.1, "name": "train"} for n in range(8000)]
+    entries = [{"step": n, "loss": n / 7, "rate": 0.1, "name": "train"} for n in range(8000)]
+    history: Any = entries if kind is list else {f"step {n}": entry for n, entry in enumerate(entries)}
     checkpoints = opened()
     assert checkpoints.save({"history": history}, 1) and checkpoints.wait()
-    history.append({"step": 8000})
+    if kind is list:
+        history.append({"step": 8000})
+    else:
+        history["last"] = {"step": 8000}
     began = time.process_time()
     assert checkpoints.save({"history": history}, 2)
     assert time.process_time() - began < 1.0
@@ -139,3 +148,20 @@ def test_what_each_rank_has_under_a_key_of_its_own_is_saved_by_each():
     states = [{"ours": {"random": {str(rank): (3, tuple(range(700)), None)}, "of": {}}} for rank in range(2)]
     keys = [set(flatten(state).objects) for state in states]
     assert keys == [{"ours.random.0", "ours.of"}, {"ours.random.1", "ours.of"}]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_ranks_have_under_keys_of_their_own_in_a_long_mapping_is_saved_by_each(deep):
+    """All of it comes back to each, as it does from a short one."""
+    states = []
+    for rank in range(2):
+        common: dict[str, Any] = {f"entry {n}": n for n in range(100)}
+        states.append({"ours": common | ({"by": {f"of {rank}": 1}} if deep else {f"of {rank}": 1})})
+    flats = [flatten(state) for state in states]
+    assert not flats[0].objects.keys() & flats[1].objects.keys()
+    together = Flat({}, flats[0].objects | flats[1].objects, flats[0].paths | flats[1].paths)
+    state: dict[str, Any] = {"ours": None}
+    restore(state, together)
+    assert state["ours"].keys() >= states[0]["ours"].keys() | states[1]["ours"].keys()
+    if deep:
+        assert state["ours"]["by"] == {"of 0": 1, "of 1": 1}

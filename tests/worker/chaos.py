@@ -84,8 +84,8 @@ def _with_more(plan: Plan, chance: random.Random) -> Plan:
             else f
             for f in faults
         )
-    if more.undo is None:  # what is to be copied is seen in the first steps
-        first = max(2, more.every)
+    if more.undo is None:  # what is to be copied is seen in the first two commits
+        first = 2 * more.every
         faults = tuple(
             replace(f, step=max(f.step, first | 1 if f.point == "evaluated" else first))
             if f.point in (*POINTS, "evaluated")
