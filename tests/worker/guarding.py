@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
-from tests.worker.jobs import Accident, Journal, begin, commit
+from tests.worker.jobs import Accident, Journal, begin, commit, hear_of_leaving
 
 
 def batch_of(step: int) -> torch.Tensor:
@@ -464,6 +464,7 @@ STEPS = 8
 def guarded(address: str, folder: str, name: str, kind: str, accident: Accident, **environment: str) -> None:
     """A whole script of that kind."""
     begin(address, folder, name)
+    hear_of_leaving()
     os.environ.update(environment)
     journal = Journal(folder, name)
     script = SCRIPTS[kind]()

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,18 @@ class Accident:
 
 
 NOTHING = Accident()
+LEAVING = threading.Event()
+
+
+def hear_of_leaving() -> None:
+    """Have LEAVING be set where this worker is told to leave its world."""
+    ask = world.World.ask_to_leave
+
+    def tell(this: world.World, going: bool) -> None:
+        ask(this, going)
+        LEAVING.set()
+
+    world.World.ask_to_leave = tell  # type: ignore[method-assign]
 
 
 class Gate:
@@ -125,6 +138,11 @@ class Gate:
         """One worker only."""
         self.came.write_text("here")
         self.path.read_text()
+
+    def wait_and_leave(self) -> None:
+        """In a worker that hears of it: until it is told to leave its world, too."""
+        self.wait()
+        LEAVING.wait()
 
     def until_somebody_waits(self) -> None:
         self.came.read_text()

@@ -15,7 +15,7 @@ from torch import nn
 from elasticd import worker
 from tests.checkpoint.likeness import with_types
 from tests.worker.guarding import Counting, batch_of, linear
-from tests.worker.jobs import NOTHING, Accident, Journal, begin, commit, take_the_same_of_all
+from tests.worker.jobs import NOTHING, Accident, Journal, begin, commit, hear_of_leaving, take_the_same_of_all
 
 STEPS = 10
 SAVED = 6  # the step after which those who are told to do so save what they have, and die
@@ -150,6 +150,7 @@ def train(
 ) -> None:
     """A whole script. Without an address: in a world of its own."""
     begin(address, folder, name)
+    hear_of_leaving()
     os.environ.pop("ELASTICD_SAVER", None)
     if saver:
         os.environ["ELASTICD_SAVER"] = saver

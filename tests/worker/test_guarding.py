@@ -102,7 +102,7 @@ def test_what_a_world_of_survivors_cannot_go_on_with_is_refused_in_a_sentence(
 def test_who_comes_after_a_layer_was_unfrozen_trains_it_with_the_others(crew, tmp_path):
     """To that worker the layer was frozen when State wrapped the model."""
     gate = Gate(tmp_path / "gate")
-    for name, accident in (("0", Accident("forward", 5, gate.wait)), ("1", Accident("forward", 4))):
+    for name, accident in (("0", Accident("forward", 5, gate.wait_and_leave)), ("1", Accident("forward", 4))):
         crew.start(guarded, str(tmp_path), name, "Unfrozen", accident)
     crew.all_waiting(*crew.hands)
     crew.form(*crew.hands)
@@ -118,7 +118,7 @@ def test_who_comes_after_a_layer_was_unfrozen_trains_it_with_the_others(crew, tm
 
 def test_who_comes_can_undo_its_first_step_where_the_others_have_seen_that_it_must(crew, tmp_path):
     comes, dies = Gate(tmp_path / "comes"), Gate(tmp_path / "dies")
-    first = crew.start(guarded, str(tmp_path), "0", "Sharp", Accident("forward", 5, comes.wait))
+    first = crew.start(guarded, str(tmp_path), "0", "Sharp", Accident("forward", 5, comes.wait_and_leave))
     crew.all_waiting(first)
     crew.form(first)
     comes.until_somebody_waits()

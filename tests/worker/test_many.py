@@ -37,7 +37,7 @@ def test_all_things_reach_who_comes_when_a_worker_was_killed(crew, tmp_path, exp
     """One whose script has its groups in another order is refused, and costs the others nothing. Then the
     last of those who were there from the start is killed: what is left was handed over."""
     comes, dies = Gate(tmp_path / "comes"), Gate(tmp_path / "dies")
-    first = crew.start(many.train, str(tmp_path), "0", Accident("forward", 5, comes.wait))
+    first = crew.start(many.train, str(tmp_path), "0", Accident("forward", 5, comes.wait_and_leave))
     crew.start(many.train, str(tmp_path), "1", Accident("forward", 3))
     crew.all_waiting(*crew.hands)
     crew.form(*crew.hands)
