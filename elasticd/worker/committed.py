@@ -20,9 +20,11 @@ LOOK_EVERY = 64
 class Committed:
     """Of plain data, modules' buffers, extra states and modes (``train()``, ``eval()``), optimizers'
     settings, what has a ``state_dict``, and random numbers.
-    Parameters, and what optimizers have of them, are not copied: only an optimizer's step changes those.
+    Parameters, and what optimizers have of them, are not copied here: only an optimizer's step changes those.
+    ``Undo`` copies them where that is asked for.
 
-    ``kept``: plain data and tensors, the last copy; empty before the first.
+    ``kept``: the last copy, by these kinds; empty before the first. A large buffer that has not changed is
+    not copied again.
     """
 
     def __init__(

@@ -88,6 +88,15 @@ def play(seed: int, asked: argparse.Namespace, only: frozenset[str], options: st
             print(f"its ledgers and logs: {nemesis.kept}")
             print(f"replay: python -m tests.chaos --seed {this} --jobs 1 --minutes 60{options}", flush=True)
             return 1
+        except FileNotFoundError as error:
+            if not str(error.filename).startswith(str(nemesis.folder)):
+                raise
+            print(
+                f"the folder of this training, {nemesis.folder}, was removed while it ran (by something that "
+                "tidies up there?): start it again",
+                file=sys.stderr,
+            )
+            return 2
         lines = nemesis.ledgers.lines
         rounds, newest = len({line.round for line in lines}), max(line.step for line in lines)
         slowest = max(nemesis.hurt_s, default=0.0)

@@ -9,10 +9,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parent / "programs" / "worlds.py"
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(900)
 def test_what_any_world_saved_any_other_resumes_and_so_does_plain_dcp(tmp_path):
     world = subprocess.Popen(
         [sys.executable, str(PROGRAM), str(tmp_path)],
@@ -23,7 +26,7 @@ def test_what_any_world_saved_any_other_resumes_and_so_does_plain_dcp(tmp_path):
         start_new_session=True,
     )
     try:
-        said, _ = world.communicate(timeout=110)
+        said, _ = world.communicate()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(world.pid, signal.SIGKILL)

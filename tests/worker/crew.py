@@ -32,6 +32,7 @@ from elasticd.core.link import (
     Waiting,
     encode,
 )
+from elasticd.procs.linux import kill_tree
 
 PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "60"))
 _addresses = itertools.count()
@@ -92,8 +93,8 @@ class Crew:
 
     def __exit__(self, *_: object) -> None:
         for hand in self.hands:
-            if hand.process.is_alive():
-                hand.process.kill()
+            if hand.process.is_alive() and hand.process.pid is not None:
+                kill_tree(hand.process.pid)  # with those that load its data
             hand.process.join()
             if hand.socket is not None:
                 hand.socket.close()
