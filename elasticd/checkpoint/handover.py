@@ -22,6 +22,8 @@ Worker to saver:
 
 Saver to worker:
 
+* ``admitted``. First, by a saver that has an agent: the saver has seen that the process is a worker of that
+  agent, and could not see that once the process has ended. Workers hand over nothing before.
 * ``free``: ``plan buffer``. The buffer is written and copied to its holder, or never will be.
 * ``copied``: ``plan buffer``. The holder has its replica, or never will.
 * ``committed``: ``name step took_s size``.
@@ -147,8 +149,10 @@ def listen(name: str = "") -> tuple[socket.socket, str]:
 
 
 def connect(name: str, secret: str = "") -> SaverSocket:
-    """Connect to the saver ``name``. ``secret``: what a saver without an agent asks for. Raises Gone if no
-    saver listens there, or if the process belongs to another user."""
+    """Connect to the saver ``name``. ``secret``: what a saver without an agent asks for. A saver with an
+    agent admits its workers by itself, and this waits for that. Raises Gone if no saver listens there, if the
+    process belongs to another user, or if the saver turns this process away; SaverSilent if the saver says
+    nothing for ``SILENCE_S``."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(f"\0{name}")
@@ -161,7 +165,24 @@ def connect(name: str, secret: str = "") -> SaverSocket:
     line = SaverSocket(sock)
     if secret:
         line.send({"is": "key", "key": secret})
+        return line
+    try:
+        _await_admission(line)
+    except BaseException:
+        sock.close()
+        raise
     return line
+
+
+def _await_admission(line: SaverSocket) -> None:
+    readable = select.poll()
+    readable.register(line.socket, select.POLLIN)
+    if not readable.poll(SILENCE_S * 1000):
+        raise SaverSilent(f"it has said nothing for {SILENCE_S:g} s")
+    try:
+        line.receive()
+    except Gone as error:
+        raise Gone("the saver has turned this process away, or has ended") from error
 
 
 def is_ours(sock: socket.socket) -> bool:

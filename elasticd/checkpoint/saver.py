@@ -166,6 +166,8 @@ class Saver:
                     sock.close()
                     continue
                 client = _Client(SaverSocket(sock), admitted=not self._secret)
+                if client.admitted:
+                    client.line.reply({"is": "admitted"})
                 self._met = self._met or client.admitted
                 self._clients.add(client)
                 self._selector.register(sock, selectors.EVENT_READ, client)

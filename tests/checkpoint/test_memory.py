@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path, PurePath
 
 import psutil
@@ -72,12 +72,12 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forke
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(2), 2) and checkpoints.wait()
     saver = psutil.Process(int(os.environ["SAVER_PID"]))
+    line = handover.connect(os.environ["ELASTICD_SAVER"])
     saver.suspend()
     try:
         for _ in range(5):
             checkpoints._saving._line.mention({"is": "wait", "on": False})
         checkpoints.close()
-        line = handover.connect(os.environ["ELASTICD_SAVER"])
         line.send({"is": "survey", "path": store_at(tmp_path / "run").url})
     finally:
         saver.resume()
@@ -258,10 +258,11 @@ def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_el
         assert secret.encode() not in Path(f"/proc/{process.pid}/{shown}").read_bytes()
     question = {"is": "known", "path": str(tmp_path)}
     try:
-        for guess in ("", "guessed"):
-            stranger = handover.connect(name, guess)
-            with suppress(handover.Gone):  # it may have hung up already
-                stranger.send(question)
+        for first in (question, {"is": "key", "key": "guessed"}):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.connect(f"\0{name}")
+            stranger = handover.SaverSocket(sock)
+            stranger.send(first)
             with pytest.raises(handover.Gone):
                 stranger.receive()
             stranger.close()

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elasticd import daemon
@@ -573,6 +574,44 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
     else:
         assert fates == [Fate.COPIED, Fate.COMMITTED] and not service.unsaved
         assert [s.step for s in FilePointer(tmp_path).read().saved] == [5]
+
+
+WORKER = """
+import os, sys
+from elasticd.checkpoint import handover
+from tests.daemon.test_saver import hands_over
+
+class Poll:
+    def __init__(self):
+        self._poll = poll()
+        self.register = self._poll.register
+    def poll(self, *timeout):
+        print("waits", flush=True)
+        return self._poll.poll(*timeout)
+
+poll, handover.select.poll = handover.select.poll, Poll
+hands_over(sys.argv[1], sys.argv[2], 3, 5)
+os._exit(0)
+"""
+
+
+def test_a_worker_hands_over_nothing_before_its_saver_has_seen_whose_it_is(server, client, tmp_path):
+    """It ends right after it has handed over, when nobody could tell any more."""
+    round_is(client, 3)
+    with Warden.start() as warden:
+        service = SaverService(warden, server.access, "j")
+        handover.connect(service.name).close()
+        saver = psutil.Process(service._pid)
+        saver.suspend()
+        argv = [sys.executable, "-c", WORKER, service.name, str(tmp_path)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as worker:
+            assert worker.stdout is not None
+            worker.stdout.readline()  # it waits, or has ended
+            saver.resume()
+            assert worker.wait() == 0
+        service.close()
+    assert [report.fate for report in service.reports] == [Fate.COPIED, Fate.COMMITTED]
+    assert committed(client) == [5]
 
 
 def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatch):
