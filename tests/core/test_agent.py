@@ -48,6 +48,7 @@ from elasticd.core.ports import (
     Put,
     Refused,
     Silent,
+    StillThere,
     Unchanged,
     Unknown,
 )
@@ -75,6 +76,18 @@ def closing(round: Round, cause: Cause = Cause.WORKER_FAILED, *, planned: bool =
 
 
 # ---------------------------------------------------------------- joining
+
+
+def test_the_first_agent_says_what_the_job_is() -> None:
+    one = Agent(spec(2, 4))
+    for key in ("round", "nodes/a"):
+        assert one.sees(key, None) == ()
+    one.sees("spec", None)
+    write = one.wrote(Tag.SPEC)
+    assert write.writes == (Put("spec", spec(2, 4)),)
+    assert write.guards == (Unchanged("spec", 0), Unchanged("round", 0))
+    one.answered(Tag.SPEC)
+    assert one.state.joined
 
 
 @pytest.mark.parametrize("resume", Resume)
@@ -131,6 +144,18 @@ def test_a_job_that_finished_unseen_is_not_started_again_by_a_late_spec() -> Non
 
 
 # ---------------------------------------------------------------- registering
+
+
+def test_a_registered_agent_offers_itself_as_leader_when_there_is_none() -> None:
+    one = Agent.registered()
+    assert not one.all_of(Transact)
+    one.sees("leader", None)
+    write = one.wrote(Tag.LEAD)
+    own = one.state.own
+    assert own is not None
+    assert set(write.guards) == {Unchanged("leader", 0), StillThere("nodes/a", own.created)}
+    one.answered(Tag.LEAD)
+    assert one.state.leads is not None
 
 
 def test_an_agent_that_leaves_does_not_offer_itself() -> None:
@@ -228,6 +253,9 @@ def test_a_host_whose_port_is_no_longer_the_one_in_the_round_asks_for_another_ro
 def test_a_report_that_may_be_lost_is_sent_again_but_not_at_once(answer: Answer) -> None:
     one = Agent.working(ROUND)
     one.exits(1, exit(1, 1))
+    assert one.state.own is not None
+    record = Unchanged("nodes/a", one.state.own.revision)
+    assert one.wrote(Tag.REPORT).guards == (record,), "a late report cannot undo a newer one"
     one.answered(Tag.REPORT, answer)
     assert one.did == () and one.wake_at == NOW + RETRY_S
     one.at(NOW + RETRY_S)
