@@ -167,7 +167,7 @@ def assert_sound(job: Job, done: Training, why: object) -> None:
     assert [epoch for epoch, _, _ in done.steps] == sorted(epoch for epoch, _, _ in done.steps), why
 
 
-SEEDS = 400
+SEEDS = 250
 
 
 @cache
