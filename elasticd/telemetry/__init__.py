@@ -1,4 +1,4 @@
-"""What people and machines are told: log events, the live view, the last screen.
+"""What elasticd tells people and machines: log events, the live view, metrics, pages and reports.
 
-Turns the core's facts and reasons into words. Never talks to etcd, processes or the disk.
+The package turns the core's facts and reasons into words. It never talks to etcd or to processes.
 """

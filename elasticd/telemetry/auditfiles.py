@@ -1,4 +1,4 @@
-"""Reads what the workers of a run noted for an audit."""
+"""Read the files that the workers of a run wrote for an audit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from elasticd.telemetry.events import COURSE, FILE
 
 
 def read(folders: Iterable[Path]) -> dict[str, Numbered]:
-    """The notes in these runs' folders (or in their ``audit`` folders), by file. Raises OSError."""
+    """Return the notes by file name. Each folder is a run's folder, or the ``audit`` folder in it. Raises
+    OSError."""
     places = [folder / FOLDER if (folder / FOLDER).is_dir() else folder for folder in folders]
-    others = (FILE, COURSE)  # of a run that nobody was to audit
+    others = (FILE, COURSE)  # a run without an audit has these files as well
     paths = [p for place in places for p in sorted(place.glob(f"*{SUFFIX}")) if p.name not in others]
     sizes = [path.stat().st_size for path in paths]
     return as_of({str(path): (path.read_bytes(), size) for path, size in zip(paths, sizes, strict=True)})

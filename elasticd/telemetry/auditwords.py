@@ -1,4 +1,4 @@
-"""What an audit found, in sentences without a full stop."""
+"""The findings of an audit as sentences without a full stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMED = 10
 
 
 def summary(verdict: AuditVerdict) -> Iterator[str]:
-    """What there is, and what became of each epoch."""
+    """Yield one sentence about the steps of the run, and one about each epoch."""
     if not verdict.steps:
         yield "no step is committed"
         return

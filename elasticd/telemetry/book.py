@@ -1,4 +1,5 @@
-"""What is measured, by the names of the catalogue: written by one thread, read by any as a copy."""
+"""The measured values of this agent, by the catalogue's names. One thread writes; any thread may read a
+copy."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from dataclasses import dataclass
 
 from elasticd.telemetry.catalog import BY_NAME, Type
 
-Labels = tuple[str, ...]  # values, in the order of the metric's labels
+Labels = tuple[str, ...]  # the values of a metric's labels, in the order of its labels
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """``counts``: by bucket, each without those below it; the last is of what is above all bounds."""
+    """The observations of a histogram. ``counts``: the number in each bucket alone, not cumulative. The last
+    bucket is for values above all bounds."""
 
     counts: tuple[int, ...]
     sum: float
@@ -24,28 +26,32 @@ Value = float | Histogram
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All values at one moment, by metric and labels. Never changed."""
+    """All values at one moment, by metric and labels. Immutable."""
 
     values: Mapping[str, Mapping[Labels, Value]]
 
 
 class Book:
-    """Not for several threads; ``copy`` is. Names that are not in the catalogue, and labels that do
-    not fit, are errors of ours (KeyError, AssertionError)."""
+    """The measured values. One thread may use it; a result of ``copy`` is for any thread.
+
+    A name that is not in the catalogue, or labels that do not fit the metric, are mistakes in elasticd
+    (KeyError, AssertionError).
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, dict[Labels, Value]] = {}
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
-        """A gauge's value; for an age, the time since when (seconds since the epoch). None: ``forget``."""
+        """Set a gauge. The value of an age is its start, in seconds since the epoch. None means
+        ``forget``."""
         if value is None:
             self.forget(name, *labels)
             return
         self._of(name, labels, Type.GAUGE, Type.AGE)[_texts(labels)] = float(value)
 
     def add(self, name: str, amount: float, *labels: object) -> None:
-        """Count; with 0, show that there is a counter before anything was counted, since an increase
-        can only be seen by who saw the value before it."""
+        """Add ``amount`` to a counter. 0 creates the counter: Prometheus sees an increase only where it
+        scraped the value before."""
         of = self._of(name, labels, Type.COUNTER)
         key = _texts(labels)
         before = of.get(key, 0.0)
@@ -54,13 +60,13 @@ class Book:
         of[key] = before + amount
 
     def count_to(self, name: str, value: float, *labels: object) -> None:
-        """For a counter that somebody else keeps; it does not go back."""
+        """Raise a counter to ``value``, which is counted elsewhere. A smaller value changes nothing."""
         before = self.get(name, *labels)
         self.add(name, max(0.0, value - (before if isinstance(before, float) else 0.0)), *labels)
 
     def start(self, name: str, *labels: object) -> None:
-        """Show a counter or histogram from the start, with all the values its last label may have;
-        ``labels``: those before it."""
+        """Create a counter or histogram before its first event, for every value of its last label.
+        ``labels``: the values of the labels before the last."""
         metric = BY_NAME[name]
         for full in [(*labels, v) for v in metric.values] or [labels]:
             if metric.type is Type.COUNTER:
@@ -69,11 +75,11 @@ class Book:
                 self.observe(name, 0.0, *full, times=0)
 
     def observe(self, name: str, value: float, *labels: object, times: int = 1) -> None:
-        """``times`` observations of ``value``, for a histogram."""
+        """Add ``value`` to a histogram ``times`` times."""
         self.observe_all(name, [value], *labels, times=times)
 
     def observe_all(self, name: str, values: Sequence[float], *labels: object, times: int = 1) -> None:
-        """Each of the values, ``times`` over."""
+        """Add each value to a histogram ``times`` times."""
         of = self._of(name, labels, Type.HISTOGRAM)
         bounds = BY_NAME[name].buckets
         key = _texts(labels)
@@ -85,12 +91,12 @@ class Book:
         of[key] = Histogram(tuple(counts), total + sum(values) * times)
 
     def choose(self, name: str, chosen: object, *labels: object) -> None:
-        """Of a gauge's kinds, 1 for the chosen and 0 for the others."""
+        """Set the gauge of the chosen kind to 1, and the gauges of the other kinds to 0."""
         for kind in BY_NAME[name].values:
             self.set(name, kind == str(chosen), *labels, kind)
 
     def forget(self, name: str, *labels: object) -> None:
-        """The value is no longer known, or its subject is gone."""
+        """Remove a value that is no longer known, or whose subject is gone."""
         self._values.get(name, {}).pop(_texts(labels), None)
 
     def get(self, name: str, *labels: object) -> Value | None:

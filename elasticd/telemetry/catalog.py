@@ -1,14 +1,14 @@
-"""Every metric there is: its name, kind, unit, labels and help. What is released here stays.
+"""Every metric: its name, type, unit, labels and help. A released metric keeps its name and meaning.
 
-Labels are bounded: ``run`` (the job's name; a label ``job`` would collide with Prometheus's own),
-``node``, ``slot``, and ``cause`` or ``kind`` with the values listed. Every sample carries ``run`` and
-``node``, the agent that tells it.
+The number of label values is bounded. The labels are ``run`` (the job's name; ``job`` is Prometheus's own
+label), ``node``, ``slot``, and ``cause`` or ``kind`` with listed values. Every sample has ``run`` and
+``node``, the agent that exports it.
 
-* What belongs to a slot is told by the agent of its node.
-* What is true of the whole job is a gauge that every agent tells as it knows it: take the ``max by
-  (run)``. Those marked "told by the leader" are told by the leader alone.
-* What happens to the whole job is counted by one agent and is 0 at the others: take the ``sum by
-  (run)`` of the increases, so that a new leader is no reset.
+* The agent of a node exports the metrics of the node's slots.
+* Every agent exports the gauges of the whole job, as it knows them: use ``max by (run)``. A gauge marked
+  "told by the leader" comes from the leader alone.
+* One agent counts an event of the whole job, and the counter is 0 at the others. Use ``sum by (run)`` of the
+  increases; a new leader is then no reset.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Type(StrEnum):
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
-    AGE = "age"  # a gauge that is set to a time and shown as the seconds since then
+    AGE = "age"  # a gauge that is set to a time, and exported as the seconds since that time
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``labels``: beside ``run`` and ``node``. ``values``: those of the label ``cause`` or ``kind``, where
-    they are known beforehand. ``buckets``: upper bounds, in the metric's unit, without infinity."""
+    """One metric. ``labels``: the labels besides ``run`` and ``node``. ``values``: the values of the label
+    ``cause`` or ``kind``, where they are known beforehand. ``buckets``: the upper bounds in the metric's
+    unit, without infinity."""
 
     name: str
     type: Type

@@ -1,4 +1,4 @@
-"""Plots as SVG, small and without script: what a page can show that has no network. Pure."""
+"""Plots as small SVG without scripts, for pages that must work without a network. Pure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def over_time(
     marks: Sequence[tuple[float, str]] = (),
     colours: Sequence[str] = ("var(--a)",),
 ) -> str:
-    """Values that hold from each point to the next. ``marks``: times at which something happened, and
-    what. ``top``: of the scale, where it is not the largest value."""
+    """Return a plot of step functions: a value holds until the next point. ``marks``: times of events and
+    their texts. ``top``: the upper end of the scale; by default it follows from the largest value."""
     values = [v for s in series for _, v in s.points if v is not None]
     if not values:
         return "<p class=dim>nothing was measured</p>"
@@ -62,7 +62,7 @@ def over_time(
 
 
 def shares(parts: Mapping[str, float], names: Mapping[str, str]) -> str:
-    """A bar that is cut into parts; the class of each is its key."""
+    """Return a bar divided into parts. The key of a part is its CSS class."""
     total = sum(parts.values())
     if total <= 0:
         return ""
@@ -81,7 +81,7 @@ def shares(parts: Mapping[str, float], names: Mapping[str, str]) -> str:
 def _steps(
     points: Sequence[tuple[float, float | None]], x: Callable[[float], float], y: Callable[[float], float]
 ) -> list[str]:
-    """A staircase for each stretch in which there are values."""
+    """Return one SVG path for each stretch of points that have values."""
     paths: list[str] = []
     drawing = ""
     for at, value in points:
@@ -95,7 +95,7 @@ def _steps(
 
 
 def _round_up(value: float) -> float:
-    """To a number that is easily halved."""
+    """Round up to a number whose half is a round number as well."""
     if value <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))

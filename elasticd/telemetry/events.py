@@ -1,10 +1,12 @@
-"""What happened, a line of JSON each, in the folder of the run: written here, and read and followed.
+"""The events of a run: one line of JSON each, in the run's folder. This module writes, reads and follows
+them.
 
-A line is ``{"at": seconds since the epoch, "event": dotted name, "level", "job", "node", "text": a
-sentence, ...fields}``. Names and fields are those of the log (``words.event``). The first of an agent is
-``agent.started``, which says what process it is; the last, unless it died, ``agent.ended``.
+A line is ``{"at": seconds since the epoch, "event": dotted name, "level", "job", "node", "text": a sentence,
+...fields}``. Names and fields are the log's (``words.event``). An agent's first event is ``agent.started``,
+which names the agent's process. Its last event is ``agent.ended``, unless the agent died.
 
-Beside them lies the course of the run: what ``telemetry.course`` measures, a line now and then.
+A second file in the folder holds the course of the run: measurements that ``telemetry.course`` takes at
+intervals.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ _log = logging.getLogger(__name__)
 FILE = "events.jsonl"
 COURSE = "course.jsonl"
 STARTED, ENDED = "agent.started", "agent.ended"
-WAITING_MAX = 10_000  # lines that cannot be written yet; the rest is lost, training is not
-LAST_S = 2.0  # for what is still to be written at the end
+WAITING_MAX = 10_000  # lines that wait for the disk; further lines are dropped, so that training goes on
+LAST_S = 2.0  # how long to wait for the last lines at the end
 
 Event = dict[str, Any]
 
 
 def event(reason: Reason, at: float, job: str, node: str, **more: object) -> Event:
-    """The event of a decision made ``at`` (seconds since the epoch)."""
+    """Return the event for a decision that was made ``at`` (seconds since the epoch)."""
     told = words.event(reason)
     text = words.sentence(reason, at)
     head = {"at": round(at, 6), "event": told.name, "level": told.level, "job": job, "node": node}
@@ -44,7 +46,7 @@ def event(reason: Reason, at: float, job: str, node: str, **more: object) -> Eve
 
 
 def of_agent(what: str, at: float, job: str, node: str, text: str, **fields: object) -> Event:
-    """The first or the last event of an agent, or one that is nobody's decision."""
+    """Return an event that is no decision, such as the first or the last of an agent."""
     return {
         "at": round(at, 6),
         "event": what,
@@ -57,9 +59,11 @@ def of_agent(what: str, at: float, job: str, node: str, text: str, **fields: obj
 
 
 class EventFile:
-    """Writes events, and the run's course, in a thread of its own, as a disk may be slow or gone.
-    ``folder`` says where to, once that is known; ``opened`` is then told so, in that thread, when the
-    first events are there. It may raise OSError."""
+    """Write events and the run's course in a thread, since a disk may be slow or gone.
+
+    ``folder`` returns the run's folder, or None while the folder is unknown. The thread calls ``opened``
+    once, with the folder, after it has written the first events. ``opened`` may raise OSError.
+    """
 
     def __init__(self, folder: Callable[[], Path | None], opened: Callable[[Path], None]) -> None:
         self._folder = folder
@@ -83,7 +87,7 @@ class EventFile:
         self._put(FILE, what)
 
     def note(self, course: Mapping[str, Any]) -> None:
-        """A line of the run's course."""
+        """Write a line of the run's course."""
         self._put(COURSE, course)
 
     def _put(self, name: str, what: Mapping[str, Any] | None) -> None:
@@ -91,7 +95,7 @@ class EventFile:
             self._queue.put_nowait((name, what, self._folder()))
 
     def nudge(self) -> None:
-        """Call from time to time: events from before the folder was known need not wait for the next."""
+        """Write the events that waited for the folder, without a new event. Call it from time to time."""
         if not self._placed and self._folder() is not None:
             self._placed = True
             self._put(FILE, None)
@@ -115,7 +119,7 @@ class EventFile:
                         known = True
                         self._opened(folder)
                 except OSError as error:
-                    del lines[1:-WAITING_MAX]  # a full disk may be emptied; the first may be half written
+                    del lines[1:-WAITING_MAX]  # the disk may get room again; line 0 may be half written
                     if not troubled:
                         troubled = True
                         _log.warning("what happens cannot be noted for now: %s", error)
@@ -124,8 +128,8 @@ class EventFile:
 
 
 def _append(file: int, lines: list[bytes]) -> None:
-    """Write the lines and take them off the list; a line that a full disk has cut stays there with what
-    of it is left to write. Raises OSError when there is no more room."""
+    """Write the lines and remove them from the list. A full disk may cut a line: the rest of the line then
+    stays in the list. Raises OSError when the disk is full."""
     while lines:
         written = os.write(file, b"".join(lines))
         while lines and written >= len(lines[0]):
@@ -138,7 +142,7 @@ def _append(file: int, lines: list[bytes]) -> None:
 
 
 def read(folders: Sequence[Path]) -> list[Event]:
-    """All events in these folders, in the order of their times."""
+    """Return all events in these folders, sorted by time."""
     found: list[Event] = []
     for folder in folders:
         with suppress(OSError), (folder / FILE).open("rb") as file:
@@ -147,7 +151,7 @@ def read(folders: Sequence[Path]) -> list[Event]:
 
 
 def read_course(folder: Path) -> list[dict[str, Any]]:
-    """The course of one agent's part, as far as it was written."""
+    """Return the course that one agent wrote. Lines that are not valid JSON are left out."""
     with suppress(OSError), (folder / COURSE).open("rb") as file:
         return _parsed(file.read())
     return []
@@ -156,11 +160,11 @@ def read_course(folder: Path) -> list[dict[str, Any]]:
 def follow(
     folders: Callable[[], Sequence[Path]], parent: Path, process: Callable[[Event], int | None]
 ) -> Iterator[Event]:
-    """All events, and each new one as it is written, until no agent is left that writes any.
+    """Yield all events, and each new event as it is written, until no agent writes any more.
 
-    ``folders`` is asked again when anything changes in ``parent``, where they become known. ``process``
-    takes the first event of an agent, and gives a descriptor (a pidfd, ours from then on) that is
-    readable once that agent has ended; None if it has.
+    ``folders`` is called again after every change in ``parent``, where new folders become known. ``process``
+    takes an agent's first event and returns a pidfd, which this function closes, or None if the agent has
+    ended.
     """
     with ExitStack() as cleanup:
         notices = _Notices()
@@ -188,14 +192,14 @@ def follow(
             if not writing:
                 if over:
                     return
-                over = True  # look once more: what was written before the end, but after we had read
+                over = True  # read once more: an agent may have written its last events after the read
                 continue
             over = False
             writing -= notices.wait(writing)
 
 
 def _parsed(data: bytes) -> list[Event]:
-    """The lines that are whole; the last may be half written, after a crash."""
+    """Return the valid lines. A crash may have left the last line half written."""
     found = []
     for line in data.splitlines():
         with suppress(ValueError):
@@ -206,7 +210,7 @@ def _parsed(data: bytes) -> list[Event]:
 
 
 class _Notices:
-    """Linux's inotify: wakes who waits when something changes in the folders it watches."""
+    """Linux's inotify: wait for a change in the watched folders."""
 
     _MASK = 0x2 | 0x100 | 0x80  # IN_MODIFY, IN_CREATE, IN_MOVED_TO
 
@@ -220,7 +224,8 @@ class _Notices:
         self._libc.inotify_add_watch(self._fd, os.fsencode(folder), self._MASK)
 
     def wait(self, others: Collection[int]) -> set[int]:
-        """Until something has changed, or one of the other descriptors can be read: which can."""
+        """Wait until a watched folder changes or another descriptor is readable. Return the readable
+        descriptors."""
         ready, _, _ = select.select([self._fd, *others], [], [])
         if self._fd in ready:
             os.read(self._fd, 65536)

@@ -1,6 +1,6 @@
-"""Measured values as prometheus_client writes them for Prometheus, in the format that the scraper asks for.
+"""Export the measured values with prometheus_client, in the format that the scraper asks for.
 
-Importing this module costs some 15 ms: import it where something is scraped.
+The import takes about 15 ms, so import this module only when a scrape comes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from prometheus_client.registry import Collector
 from elasticd.telemetry.book import Histogram, Labels, Measured, Value
 from elasticd.telemetry.catalog import METRICS, Metric, Type
 
-# What the client tells of any process: process_* and python_info, without the labels "run" and "node".
+# The client's own metrics of a process: process_* and python_info, without the labels "run" and "node".
 _OF_THE_AGENT = (ProcessCollector(registry=None), PlatformCollector(registry=None))
 
 
 def expose(measured: Measured, run: str, node: str, now: float, accept: str = "") -> tuple[bytes, str]:
-    """The body of a scrape and its content type. ``now``: seconds since the epoch, which ages are told from.
-    ``accept``: the header of the request; without one the answer is in Prometheus' own text format."""
+    """Return the body and the content type of a scrape. ``now``: seconds since the epoch, to compute ages.
+    ``accept``: the request's Accept header; an empty one selects Prometheus's text format."""
     registry = CollectorRegistry()
     for collector in (_Measured(measured, (_encodable(run), _encodable(node)), now), *_OF_THE_AGENT):
         registry.register(collector)
@@ -35,7 +35,7 @@ def expose(measured: Measured, run: str, node: str, now: float, accept: str = ""
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     try:
         return choose_encoder(accept)
-    except TypeError:  # the client cannot compare a version that is not made of numbers
+    except TypeError:  # the client cannot parse the version in the header
         return choose_encoder("")
 
 
@@ -71,5 +71,6 @@ class _Measured(Collector):
 
 
 def _encodable(text: str) -> str:
-    """A name from a command line may hold bytes that are no UTF-8, which the client does not write."""
+    """Return the text as valid UTF-8: a name from the command line may hold other bytes, which the client
+    cannot encode."""
     return text if text.isascii() else text.encode(errors="replace").decode()

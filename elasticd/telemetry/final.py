@@ -1,4 +1,5 @@
-"""The last screen: of a failed job, who failed first, how, why, and where to read on."""
+"""The last screen of a run. For a failed job it names the worker that failed first, the error, and the
+log."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ def screen(
     spent: Mapping[str, float] = _NOTHING,
     unsaved: str = "",
 ) -> str:
-    """What to print when the job has ended, from its last round.
+    """Return the text to print when the job has ended.
 
-    ``restarts``: failures the job has had in all; ``lasted_s``: how long it took, in seconds;
-    ``spent``: what the time of its slots was spent on, in seconds by kind; ``unsaved``: of checkpoints
-    that came to nothing.
+    ``last``: the job's last round. ``restarts``: the number of failures of the whole job. ``lasted_s``: the
+    job's length in seconds. ``spent``: the time of its slots in seconds, by kind. ``unsaved``: the
+    checkpoints that were not saved, in words.
     """
     return "\n".join([*_ending(job, last, restarts, lasted_s), *_balance(spent, unsaved)])
 
@@ -40,8 +41,9 @@ def left(
     spent: Mapping[str, float] = _NOTHING,
     unsaved: str = "",
 ) -> str:
-    """What to print when a node has left a job that has not ended. ``why``: what it did, "drained"; ``last``:
-    the last round of a job that is all its own; the rest as above."""
+    """Return the text to print when a node has left a job that goes on. ``why``: a verb such as "drained".
+    ``last``: the last round, where the job runs on this node alone. For the other arguments see
+    ``screen``."""
     course = f" in {words.count(last.number, 'round')}{_restarted(last.restarts)}" if last else ""
     said = f"{job}: {node} {why}, after {words.span(lasted_s)}{course}."
     return "\n".join([said, *_balance(spent, unsaved)])
@@ -97,7 +99,8 @@ def _failure(failure: Failure, several_rounds: bool) -> Sequence[str]:
 
 
 def _shortened(lines: list[str]) -> list[str]:
-    """A traceback says where at its start and what at its end; a deep recursion fills the middle."""
+    """Leave out the middle of a long traceback. Its start and its end matter; a deep recursion fills the
+    middle."""
     if len(lines) <= TRACEBACK_LINES_MAX:
         return lines
     head = TRACEBACK_LINES_MAX // 3

@@ -1,4 +1,4 @@
-"""The lines at the bottom of the terminal, from a snapshot and the terminal's size. Pure."""
+"""Render the lines at the bottom of the terminal from a snapshot and the terminal's size. Pure."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ SLOT_ROWS_MAX = 8
 def render(
     snapshot: Snapshot, width: int, height: int, rows_max: int = SLOT_ROWS_MAX, *, fold: bool = False
 ) -> list[str]:
-    """Lines with ANSI colours, each narrower than ``width`` cells; never more than half of
-    ``height``, whatever the number of slots, nor more than ``rows_max`` lines of them. ``fold``: what
-    happened is told to its end where there is room for more lines, else cut off."""
+    """Return lines with ANSI colours, each narrower than ``width`` cells.
+
+    There are at most ``height // 2`` lines in all, and at most ``rows_max`` lines of slots. ``fold``: wrap
+    the texts of events where there is room for more lines, else cut them off.
+    """
     snapshot = cleaned(snapshot)
     room = max(1, height // 2)
     usable = max(8, width - 1)  # a full last column makes some terminals wrap
@@ -54,7 +56,7 @@ def _told(events: Sequence[Event], width: int, room: int, fold: bool) -> list[Te
     lines: list[Text] = []
     for at, event in enumerate(events, 1):
         clock = time.strftime(" %H:%M:%S ", time.localtime(event.at))
-        most = room - len(lines) - (len(events) - at)  # a line for each of the others
+        most = room - len(lines) - (len(events) - at)  # keep one line for each later event
         words = textwrap.wrap(event.text, max(8, width - len(clock))) if fold and most > 1 else [event.text]
         if len(words) > most:
             words = [*words[: most - 1], " ".join(words[most - 1 :])]
@@ -65,7 +67,7 @@ def _told(events: Sequence[Event], width: int, room: int, fold: bool) -> list[Te
 
 
 def _head(s: Snapshot, width: int) -> Text:
-    """The job in one line: what is most important first, as many words as fit."""
+    """Return the job in one line: the most important words first, and as many words as fit."""
     pace = s.steps_per_s
     words: list[tuple[str, str]] = [
         (f"world {s.world_size}", "bold green" if s.world_size else "bold yellow"),
@@ -86,7 +88,7 @@ def _head(s: Snapshot, width: int) -> Text:
 
 
 def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
-    """Slots in as many columns as fit; what does not fit is counted."""
+    """Return the slots in as many columns as fit. A last line counts the slots that do not fit."""
     if not slots or rows < 1:
         return []
     names = told_apart({s.node for s in slots})
@@ -96,7 +98,7 @@ def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
     capacity = columns * rows
     rest = 0
     if len(cells) > capacity:
-        # What is not running as it should is what people look for.
+        # People look for the slots that do not run as they should.
         order = sorted(range(len(slots)), key=lambda i: (slots[i].state is SlotState.RUNNING, i))
         kept = sorted(order[: max(0, columns * (rows - 1))])
         rest = len(cells) - len(kept)
@@ -115,7 +117,7 @@ def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
 
 
 def _cell(s: SlotLine, node: str) -> Text:
-    """``node``: what to call it, or nothing where there is no other."""
+    """Return one slot. ``node``: the node's short name, or empty in a job on one node."""
     where = f"{node}/{s.slot}" if node else f"slot {s.slot}"
     cell = Text.assemble((where, "dim"))
     if s.rank is not None:

@@ -1,5 +1,7 @@
-"""What NVIDIA's management library says of the GPUs behind the slots. Where there is no driver or no
-``nvidia-ml-py``, there is nothing to say."""
+"""The state of the GPUs behind the slots, from NVIDIA's management library (NVML).
+
+Without the NVIDIA driver or ``nvidia-ml-py``, ``Gpus.open`` returns None.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """Of one GPU; None where it does not say. ``throttled``: whether its clock is held down, by what.
-    ``ecc``: errors since the driver was loaded, by kind. ``xids``: XID errors since the last reading.
-    ``lost``: the driver cannot reach it any more."""
+    """One GPU's state. A value is None where the GPU does not report it.
+
+    ``throttled``: whether each cause holds the GPU's clock down. ``ecc``: memory errors since the driver was
+    loaded, by kind. ``xids``: XID errors since the last reading. ``lost``: the driver cannot reach the GPU
+    any more.
+    """
 
     utilization: float | None = None
     memory_used: int | None = None
@@ -32,14 +37,14 @@ class GpuReading:
     lost: bool = False
 
 
-# XID errors that speak of the GPU, its memory or its links, and not of the program that ran on it
-# (13, 31, 43 and 45 do), as NVIDIA's catalogue of them has it.
+# XID errors that concern the GPU, its memory or its links, after NVIDIA's catalogue. Others (13, 31, 43, 45)
+# concern the program that ran on the GPU.
 _ITS_OWN = frozenset((48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 136, 140, 143, 145, 155, 156))
 
 
 def trouble(reading: GpuReading, spoilt_before: int) -> str:
-    """What it tells of errors of its own, in a clause; empty for a GPU that is well. ``spoilt_before``: the
-    uncorrected memory errors that it told of when the job came to it."""
+    """Return a clause about the GPU's own errors; empty for a healthy GPU. ``spoilt_before``: the uncorrected
+    memory errors that the GPU had when the job started on it."""
     told = sorted(set(reading.xids) & _ITS_OWN)
     if told:
         return f"its driver reports XID {', '.join(map(str, told))}"
@@ -51,15 +56,15 @@ def trouble(reading: GpuReading, spoilt_before: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """As it was found while it still answered: one that is lost is found no more. ``events``: a set that
-    holds its own alone, so that it need not be asked whose they are; None if it tells of none."""
+    """A GPU's handle, kept because NVML does not find a GPU that is lost. ``events``: an event set for this
+    GPU alone, so that every event in it concerns this GPU; None if the GPU reports no events."""
 
     handle: Any
     events: Any
 
 
 class Gpus:
-    """The library, once it answers. All calls may take long where a GPU is broken."""
+    """NVML, initialised. Any call may take long where a GPU is broken."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -67,7 +72,7 @@ class Gpus:
 
     @classmethod
     def open(cls) -> Self | None:
-        """None where there is no GPU of this maker, or nothing to ask it with."""
+        """Initialise NVML. Return None where there is no NVIDIA GPU or no ``nvidia-ml-py``."""
         try:
             import pynvml
         except ImportError:
@@ -79,7 +84,8 @@ class Gpus:
         return cls(pynvml)
 
     def read(self, devices: Sequence[str]) -> dict[int, GpuReading]:
-        """By slot: ``devices`` are theirs in order, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the readings by slot. ``devices``: the GPU of each slot in order, as in
+        CUDA_VISIBLE_DEVICES."""
         readings: dict[int, GpuReading] = {}
         for slot, device in enumerate(devices):
             xids: tuple[int, ...] = ()
@@ -90,7 +96,7 @@ class Gpus:
                 readings[slot] = self._read(self._found[slot].handle, xids)
             except self._nvml.NVMLError_GpuIsLost:
                 readings[slot] = GpuReading(xids=xids, lost=True)
-            except (self._nvml.NVMLError, ValueError):  # there is none of that name
+            except (self._nvml.NVMLError, ValueError):  # no GPU has this name
                 pass
         return readings
 
@@ -108,12 +114,12 @@ class Gpus:
         return _Gpu(handle, events)
 
     def _xids(self, gpu: _Gpu) -> tuple[int, ...]:
-        """Those that were told since the last call."""
+        """Return the XID errors since the last call."""
         told: list[int] = []
         try:
             while gpu.events is not None:
                 told.append(int(self._nvml.nvmlEventSetWait_v2(gpu.events, 0).eventData))
-        except self._nvml.NVMLError:  # there is none left
+        except self._nvml.NVMLError:  # no event is left
             pass
         return tuple(told)
 
@@ -150,5 +156,5 @@ class Gpus:
             return question(*args)
         except self._nvml.NVMLError_GpuIsLost:
             raise
-        except self._nvml.NVMLError:  # many a GPU has no answer to many a question
+        except self._nvml.NVMLError:  # not every GPU answers every question
             return None

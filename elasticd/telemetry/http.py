@@ -1,15 +1,16 @@
-"""A few pages over HTTP or HTTPS, from one thread that nothing else waits for.
+"""Serve a few pages over HTTP or HTTPS from one thread that nothing else waits for.
 
-The thread imports the server, tornado, when the first connection comes: a run that nobody looks at does not
-pay the 30 ms and 4 MiB. What is asked for is bounded in size, in time, and in how many ask at once: where too
-many have come, the connection that has been there longest is closed, so that idle ones keep no probe out.
-Of the servers that were measured, uvicorn, waitress and cheroot refuse a probe or make it wait while 32
-connections send half a request; hypercorn and aiohttp do not, and bring six more packages and more. tornado
-brings none, and has a documented place to count connections in.
+The thread imports the server, tornado, at the first connection: a run without readers saves 30 ms and 4 MiB.
+Requests are bounded in size, time and number. When there are too many connections, the oldest one is closed,
+so that idle connections block no probe.
 
-A browser may be told by a name server that a stranger's name is this machine's address, and then lets the
-stranger's page read what is here. So pages that tell more than numbers are shown only to who asks for this
-machine by an address, or by a name that it is known to have.
+Other servers were measured with 32 connections that send half a request. uvicorn, waitress and cheroot then
+refuse a probe or make the probe wait. hypercorn and aiohttp answer, but bring six more packages or more.
+tornado brings none, and documents where a server can count connections.
+
+DNS rebinding: a name server may tell a browser that a stranger's host name has this machine's address. The
+stranger's page could then read the pages here. Pages with more than numbers therefore require a Host header
+with an address, or with a known name of this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Self
 
 CONNECTIONS_MAX = 32
 REQUEST_MAX_BYTES = 16 * 1024
-PATIENCE_S = 10.0  # for all of a request and of its answer
+PATIENCE_S = 10.0  # for one request and its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,13 @@ class Answer:
     status: int = 200
 
 
-# Given the headers, whose names may be asked for in any case. Must not block: all are answered by one thread.
+# Takes the headers; lookup ignores case. Must not block: one thread answers all requests.
 Page = Callable[[Mapping[str, str]], Answer]
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The files of a certificate and of its key, as PEM."""
+    """The PEM files of a certificate and its key."""
 
     cert: Path
     key: Path
@@ -50,9 +51,11 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """``pages``: by path. ``guarded``: the paths of pages that are for those alone who ask for this machine
-    by an address, as localhost, or by one of ``names``. ``private``: the paths of pages that ask for the
-    ``token``, if there is one."""
+    """The pages and who may read them.
+
+    ``pages``: by path. ``guarded``: paths whose Host header must be an address, localhost or one of
+    ``names``. ``private``: paths that require the ``token``, if there is one.
+    """
 
     pages: Mapping[str, Page]
     guarded: Collection[str] = ()
@@ -62,10 +65,10 @@ class Site:
 
 
 class HttpServer:
-    """Serves ``site`` until ``close``. ``port`` is the one it listens on.
+    """Serve ``site`` until ``close``. The attribute ``port`` is the port that the server listens on.
 
-    ``port``: the one wanted; if somebody has it already, a free one is taken. Raises OSError where the
-    address cannot be listened on at all, or the files of ``tls`` cannot be used.
+    The argument ``port`` is the wanted port; if it is in use, the system chooses a free one. Raises OSError
+    if the address or the files of ``tls`` cannot be used.
     """
 
     def __init__(self, host: str, port: int, site: Site, tls: Tls | None = None) -> None:
@@ -90,7 +93,7 @@ class HttpServer:
         return f"{'https' if self._context else 'http'}://{host}:{self.port}/"
 
     def close(self) -> None:
-        """Stop listening and drop who is being answered."""
+        """Stop listening and drop all open connections."""
         self._closed_to_end.close()
         self._thread.join()
 
@@ -104,7 +107,7 @@ class HttpServer:
                 asyncio.run(serve(self._site, listener, self._context, self._over))
 
     def _somebody_comes(self, listener: socket.socket) -> bool:
-        """Whether that is before the end."""
+        """Wait for a connection or the end. Return True if a connection comes first."""
         with selectors.DefaultSelector() as either:
             either.register(listener, selectors.EVENT_READ)
             either.register(self._over, selectors.EVENT_READ)
@@ -112,9 +115,9 @@ class HttpServer:
 
 
 def context(tls: Tls) -> ssl.SSLContext:
-    """Raises OSError, which ssl.SSLError is, where the files cannot be used."""
+    """Return a context for ``tls``. Raises OSError (ssl.SSLError is one) if the files cannot be used."""
     made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    made.load_cert_chain(tls.cert, tls.key, password="")  # else one that is encrypted asks the terminal
+    made.load_cert_chain(tls.cert, tls.key, password="")  # without it an encrypted key asks the terminal
     return made
 
 

@@ -1,4 +1,4 @@
-"""A site's pages as tornado serves them. Import this module where somebody asks for a page."""
+"""Serve a site's pages with tornado. Import this module when the first request comes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(site: Site, listener: socket.socket, tls: ssl.SSLContext | None, over: socket.socket) -> None:
-    """Until ``over`` has something to read."""
-    logging.getLogger("tornado").setLevel(logging.ERROR)  # else strangers who send nonsense write our log
+    """Serve until ``over`` is readable."""
+    logging.getLogger("tornado").setLevel(logging.ERROR)  # or invalid requests would fill the agent's log
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(over, ended.set)
     listener.setblocking(False)
@@ -45,7 +45,7 @@ async def serve(site: Site, listener: socket.socket, tls: ssl.SSLContext | None,
 
 
 class _Server(HTTPServer):
-    """Bounds how many connections there are, and how long each of them lasts."""
+    """An HTTPServer that limits the number of connections and the length of each."""
 
     def initialize(self, *args: Any, **options: Any) -> None:
         super().initialize(*args, **options)
@@ -86,7 +86,7 @@ def _application(site: Site) -> Application:
 
 
 class _Plain(RequestHandler):
-    """Answers in plain text, and lets nobody keep or embed what is shown."""
+    """Answer in plain text, with headers that forbid to cache or embed the page."""
 
     def set_default_headers(self) -> None:
         self.clear_header("Server")
@@ -96,14 +96,14 @@ class _Plain(RequestHandler):
         self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
 
     def compute_etag(self) -> str | None:
-        return None  # nobody keeps a copy to compare
+        return None  # pages are not cached, so there is nothing to compare
 
     def refuse(self, status: HTTPStatus, why: str) -> None:
         self.set_status(status)
         self.finish(f"{why}\n")
 
     def write_error(self, status_code: int, **_: Any) -> None:
-        """For what this handler has no method for, and for a page that fails."""
+        """Answer an unsupported method, and a page that raised."""
         status = HTTPStatus(status_code)
         says = {
             HTTPStatus.METHOD_NOT_ALLOWED: "there is nothing to change here",
@@ -125,8 +125,8 @@ class _Missing(_Plain):
 
 
 class _Shown(_Plain):
-    """``names``: of this machine, where it has to be asked for by one of them. ``token``: what the request
-    has to show, if anything."""
+    """A page. ``names``: the allowed names in the Host header, or None for any. ``token``: the token that the
+    request must carry, or None."""
 
     def initialize(self, page: Page, names: set[str] | None, token: str | None) -> None:
         self._page = page
@@ -138,7 +138,9 @@ class _Shown(_Plain):
             names = ", ".join(sorted(self._names))
             self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"ask for this machine by its address, or as {names}")
         elif self._token and not self._is_told(self._token):
-            self.set_header("WWW-Authenticate", 'Basic realm="elasticd"')  # a browser asks for the password
+            self.set_header(
+                "WWW-Authenticate", 'Basic realm="elasticd"'
+            )  # a browser then asks for the password
             self.refuse(HTTPStatus.UNAUTHORIZED, "give the token, as Bearer or as the password of any user")
 
     def _is_told(self, token: str) -> bool:
@@ -154,7 +156,8 @@ class _Shown(_Plain):
 
 
 def _sent(authorization: str) -> bytes:
-    """The token: after "Bearer", or the password after "Basic" whoever the user is."""
+    """Return the token of an Authorization header: the text after "Bearer", or the password after "Basic" for
+    any user."""
     scheme, _, credentials = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return credentials.strip().encode()
@@ -167,7 +170,8 @@ def _sent(authorization: str) -> bytes:
 
 
 def _is_one_of(names: set[str], host: str) -> bool:
-    """Whether it is this machine that is asked for. A browser always says; other programs need not."""
+    """Whether the Host header is an address or one of ``names``. Browsers always send the header; a request
+    without one is allowed."""
     name = re.sub(r":\d*$", "", host).lower()
     if not host or name.rstrip(".") in names:
         return True

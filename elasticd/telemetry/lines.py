@@ -1,7 +1,7 @@
-"""From the bytes that workers write to whole lines that cannot disturb a screen.
+"""Turn the bytes that workers write into whole lines that cannot disturb a screen.
 
-Workers write what they like: halves of lines, progress bars that return the carriage, codes that
-move the cursor. Above a live view only whole lines may be printed, and only colours may pass.
+Workers may write half lines, progress bars with carriage returns, and codes that move the cursor. Above a
+live view only whole lines may be printed, and only colour codes may pass.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ _ESCAPE = re.compile(
     r"|\x1b",
     re.DOTALL,
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")  # not tab, not what is left of ESC
-# What clean() takes away beside: all of C0 but tab and line feed, C1, and what turns the order of reading.
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")  # tab and the ESC of colours stay
+# Further characters that clean() removes: C0 except tab and line feed, C1, and marks that change the reading
+# direction.
 _UNCLEAN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _Value = TypeVar("_Value")
 _RESET = "\x1b[0m"
-PARTIAL_MAX_CHARS = 64 * 1024  # a "line" longer than this is broken, not kept in memory
+PARTIAL_MAX_CHARS = 64 * 1024  # a longer line is broken in two, to bound memory
 
 
 class LineBuffer:
-    """One writer's output. Feed it bytes; it gives back whole lines and keeps the last, open one.
+    """The output of one writer. ``feed`` takes bytes and returns whole lines; the last, open line is kept.
 
-    ``partial`` is what the open line shows now: of a progress bar, its latest state.
+    ``partial`` is the open line as a terminal shows it now, for example the latest state of a progress bar.
     """
 
     def __init__(self, *, colors: bool = True) -> None:
@@ -40,11 +41,11 @@ class LineBuffer:
         self._colors = colors
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that these bytes complete, ready to print, without their line ends."""
+        """Return the lines that these bytes complete, ready to print, without line ends."""
         *whole, self._open = (self._open + self._decoder.decode(data)).split("\n")
         if len(self._open) > PARTIAL_MAX_CHARS:
-            # A progress bar grows by its rewrites: only its latest state matters. What has no
-            # carriage return is a giant line, and is broken.
+            # A progress bar rewrites its line, and only its latest state matters. A long line without a
+            # carriage return is broken.
             if "\r" in self._open.rstrip("\r"):
                 self._open = _last_state(self._open)
             else:
@@ -57,32 +58,34 @@ class LineBuffer:
         return shown(self._open, colors=self._colors)
 
     def close(self) -> str:
-        """The open line, which nobody will finish any more; empty when there is none."""
+        """Return the open line, which its writer will not finish; empty when there is none."""
         rest = self._open + self._decoder.decode(b"", final=True)
         self._open = ""
         return shown(rest, colors=self._colors)
 
 
 def shown(line: str, *, colors: bool = True) -> str:
-    """What a terminal would show of the line in the end, with nothing in it that moves the cursor."""
+    """Return the line as a terminal shows it in the end, without codes that move the cursor."""
     text = _ESCAPE.sub(_keep_colors if colors else "", _last_state(line))
     text = _CONTROL.sub("", text).expandtabs()
     return text + _RESET if "\x1b" in text and not text.endswith(_RESET) else text
 
 
 def clean(text: str) -> str:
-    """The text without anything that a terminal or a page would take for more than text. What comes from
-    etcd, a checkpoint or a file passes here before somebody sees it. Lines stay lines."""
+    """Return the text without characters that a terminal or a page interprets. Line feeds stay.
+
+    Text from etcd, a checkpoint or a file passes this function before a person sees it.
+    """
     return _UNCLEAN.sub("", _ESCAPE.sub("", text))
 
 
 def clean_line(text: str) -> str:
-    """The same on one line."""
+    """Return the clean text on one line."""
     return " ".join(clean(text).splitlines())
 
 
 def cleaned(value: _Value) -> _Value:
-    """A record with all its texts clean, however deep they are; the same one where they are."""
+    """Return the value with every string in it cleaned, at any depth; the same object if nothing changes."""
     found: Any = value
     if type(value) is str:
         found = clean(str(value))
@@ -102,7 +105,7 @@ def cleaned(value: _Value) -> _Value:
 
 
 def _last_state(line: str) -> str:
-    """What was written after the last carriage return that something follows."""
+    """Return the text after the last carriage return, ignoring carriage returns at the end."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 

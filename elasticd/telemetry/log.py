@@ -1,7 +1,7 @@
-"""The log: structlog events on stderr, readable on a terminal, JSON for machines.
+"""The log: structlog events on stderr, in a readable form on a terminal, as JSON for machines.
 
-``setup`` once, ``bind`` what every event carries (job, node, round), ``get`` a logger anywhere.
-Events are named with dots and say what changed: ``log.info("round.formed", round=7, workers=12)``.
+Call ``setup`` once, ``bind`` for the fields of every event (job, node, round), and ``get`` for a logger. An
+event has a dotted name that says what changed: ``log.info("round.formed", round=7, workers=12)``.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Format = Literal["auto", "console", "json"]
 
 
 class _Context:
-    """What every event carries. Process-wide, not in contextvars, as those do not reach the threads
-    that edges log from. Replaced whole, never changed in place, so that readers need no lock."""
+    """The fields of every event. They are process-wide: contextvars do not reach the threads of the edges.
+    The dict is replaced and never changed, so readers need no lock."""
 
     fields: ClassVar[dict[str, object]] = {}
 
 
 def bind(**fields: object) -> None:
-    """Add fields to every event from now on, whatever thread it comes from."""
+    """Add fields to every event from now on, in all threads."""
     _Context.fields = {**_Context.fields, **fields}
 
 
 def unbind_all() -> None:
-    """Forget what was bound."""
+    """Remove all bound fields."""
     _Context.fields = {}
 
 
 def get(name: str = "elasticd") -> FilteringBoundLogger:
-    """A logger; ``name`` says which part of elasticd speaks."""
+    """Return a logger. ``name``: the part of elasticd that logs."""
     logger: FilteringBoundLogger = structlog.get_logger(name)
     return logger
 
@@ -53,7 +53,7 @@ def reason(logger: FilteringBoundLogger, why: Reason) -> None:
 
 
 def takes_colors(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a terminal, where there is one, is to be sent more than text."""
+    """Whether the environment allows colours and cursor codes on a terminal."""
     return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") not in ("", "dumb")
 
 
@@ -66,9 +66,8 @@ def setup(
 ) -> None:
     """Make structlog and the standard library's logging write one line per event.
 
-    ``format``: "auto" is "console" when stderr is a terminal, else "json". ``line`` takes each
-    finished line (the live view's, so that its footer stays whole); by default it goes to stderr.
-    Raises ValueError for an unknown level.
+    ``format``: "auto" is "console" when stderr is a terminal, else "json". ``line`` takes each finished line,
+    for example for the live view; by default the line goes to stderr. Raises ValueError for an unknown level.
     """
     terminal = sys.stderr.isatty()
     as_json = format == "json" or (format == "auto" and not terminal)
@@ -118,12 +117,12 @@ def setup(
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    # Libraries tell of their daily life at INFO; what people asked for is ours.
+    # Libraries log routine work at INFO; users asked for elasticd's log.
     root.setLevel(max(number, logging.WARNING))
 
 
 class _Lines:
-    """What structlog calls a logger: takes finished lines."""
+    """A structlog logger that takes finished lines."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -142,12 +141,12 @@ class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._write(self.format(record))
-        except Exception:  # noqa: BLE001 - logging's own contract: never raise into who logs
+        except Exception:  # noqa: BLE001 - a logging handler never raises into its caller
             self.handleError(record)
 
 
 def _to_stderr(text: str) -> None:
-    # Looked up at each call, so that a replaced sys.stderr is honoured.
+    # Read sys.stderr at each call: it may have been replaced.
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -159,7 +158,7 @@ def _add_bound(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
 
 
 def _quiet_for_people(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """On a terminal there is one job and one node, named at the start: do not repeat them."""
+    """Drop the job and the node: a terminal shows one job and one node, which the first line names."""
     if event.get("event") != "agent.started":
         for key in ("job", "node"):
             if event.get(key) == _Context.fields.get(key, object()):
@@ -168,7 +167,7 @@ def _quiet_for_people(_: Any, __: str, event: MutableMapping[str, Any]) -> Mutab
 
 
 def _clean_for_terminals(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """What is logged may come from another machine."""
+    """Clean the values, which may come from another machine."""
     for key, value in event.items():
         if not key.startswith("_"):
             event[key] = cleaned(value) if isinstance(value, str | tuple | list | dict) else value

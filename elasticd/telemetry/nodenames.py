@@ -1,14 +1,14 @@
-"""What to call nodes where there is little room. Pure."""
+"""Short names of nodes, for places with little room. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 
-LENGTH = 20  # to aim at
+LENGTH = 20  # the wanted length, in characters
 
 
 def told_apart(nodes: Set[str]) -> dict[str, str]:
-    """For each node its name without its domain, and with its middle left out, as far as they still
+    """Return a short name for each node: without its domain and its middle, as far as the names still
     differ."""
     hosts = {node: node.partition(".")[0] for node in nodes}
     if len(set(hosts.values())) < len(nodes) or any(host.isdigit() for host in hosts.values()):
@@ -21,7 +21,7 @@ def told_apart(nodes: Set[str]) -> dict[str, str]:
 
 
 def shortened(name: str, most: int) -> str:
-    """The name, with its middle left out where it is longer than ``most`` characters."""
+    """Return the name, without its middle if it is longer than ``most`` characters."""
     if len(name) <= most:
         return name
     head = (most - 1) // 2

@@ -1,4 +1,4 @@
-"""How the parts look that elasticd's pages share. They define the colours."""
+"""The CSS that elasticd's pages share. Each page defines the colours."""
 
 TILES_NOTES_TABLES = """\
 .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:1rem 0}

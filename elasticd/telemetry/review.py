@@ -1,7 +1,7 @@
-"""What became of a run, from what its agents wrote while it lasted: their events, and its course. Pure.
+"""The review of a run, computed from the events and the course that its agents wrote. Pure.
 
-A run that crashed is told as far as its lines go. Times are in seconds since the epoch, and lengths in
-seconds; worker time is that of all slots together.
+The review of a run that crashed ends with its last line. Times are in seconds since the epoch, lengths in
+seconds. Worker time is the time of all slots together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _TOLD_ELSEWHERE = (
     "failure.charged",
     "workers.hung",
     *_STRAGGLERS,
-)  # warnings though they are
-_UNCHARGED = (Cause.NODE_LOST, Cause.WORLD_BROKEN)  # those of no worker that has ended
+)  # warnings with a section of their own
+_UNCHARGED = (Cause.NODE_LOST, Cause.WORLD_BROKEN)  # causes without a worker that ended
 _CHANGES = ("job.waiting", "workers.stopping", "workers.leaving", "round.awaiting_release")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one agent wrote. ``alive``: it may still be writing."""
+    """The events and the course of one agent. ``alive``: the agent may still be writing."""
 
     events: Sequence[Event]
     course: Sequence[Line]
@@ -40,7 +40,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class AgentPart:
-    """``ended_at``: when it was last heard of. ``code``: None if it did not say that it ended."""
+    """One agent. ``ended_at``: the time of its last line. ``code``: its exit code; None if it wrote no
+    end."""
 
     node: str
     began_at: float
@@ -58,8 +59,9 @@ class AgentPart:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """``lost_s``: worker time that was lost from when the round before it was last well to when it was itself
-    (the last round: to its end); None where nothing was measured in it."""
+    """One round. ``lost_s``: the worker time lost between the last line of the round before and the last
+    line of this round while live (for the last round: its end). None if the course has no live line of
+    this round."""
 
     number: int
     began_at: float
@@ -72,9 +74,9 @@ class RoundPart:
 
 @dataclass(frozen=True, slots=True)
 class FailurePart:
-    """``cost_s``: worker time that was lost by it and until the next round was last well, by all that befell
-    that; None where there was no other, or nothing was measured. ``shared``: it is the cost of the failure
-    before this one, too, as the same round came after both."""
+    """One failure. ``cost_s``: the worker time lost until the next round was last live; None if there was no
+    next round, or nothing was measured. ``shared``: the failure before has the same next round, so the cost
+    is counted there as well."""
 
     event: Event
     cost_s: float | None
@@ -83,7 +85,7 @@ class FailurePart:
 
 @dataclass(frozen=True, slots=True)
 class SlotPart:
-    """Of one slot of one node. ``step_s``: the mean of its productive steps."""
+    """One slot of one node. ``step_s``: the mean time of its steps, in seconds."""
 
     node: str
     slot: int
@@ -94,7 +96,7 @@ class SlotPart:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line of a plot: a value from each time on, None where there is none."""
+    """A line of a plot. Each value holds from its time on; None is a gap."""
 
     name: str
     points: tuple[tuple[float, float | None], ...]
@@ -102,8 +104,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """``outcome``: what became of the job, in words. ``spent``: worker time by kind. ``unseen``: nodes
-    that took part and whose course is not here."""
+    """The whole review. ``outcome``: the job's end in words. ``spent``: worker time by kind. ``unseen``:
+    nodes that took part but left no files here."""
 
     job: str
     script: str
@@ -133,7 +135,8 @@ class Review:
 
 
 def review(parts: Sequence[Part]) -> Review:
-    """The run that these agents took part in. Raises ValueError, if none of them has written anything."""
+    """Return the review of a run from its agents' parts. Raises ValueError if no agent has written
+    anything."""
     parts = [part for part in parts if part.events or part.course]
     if not parts:
         raise ValueError("nothing was written of this run")
@@ -220,7 +223,7 @@ def _outcome(events: Sequence[Event], agents: Sequence[AgentPart]) -> tuple[str,
 
 
 def _told_at_the_end(events: Sequence[Event]) -> dict[str, dict[str, float]]:
-    """What each node's time was spent on, as far as an agent that ended well was told by them all."""
+    """Return the time of each node by kind, from the ``agent.ended`` event that knows the most nodes."""
     over = [e for e in events if e["event"] == ENDED and e.get("outcome") and isinstance(e.get("time"), dict)]
     told: list[dict[str, dict[str, float]]] = [e["time"] for e in over]
     return max(told, key=len, default={})
@@ -234,7 +237,8 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _slots(node: str, lines: Sequence[Line]) -> list[SlotPart]:
-    """An agent that came back goes on with its ledger, but counts its steps anew."""
+    """Return the slots of one node. An agent that starts again continues its ledger, but counts its steps
+    from 0."""
     found = []
     for slot in sorted({k for line in lines for k in line.get("slots", {})}, key=int):
         mine = [line["slots"][slot] for line in lines if slot in line.get("slots", {})]
@@ -246,7 +250,7 @@ def _slots(node: str, lines: Sequence[Line]) -> list[SlotPart]:
 
 
 def _grown(counts: Sequence[int]) -> int:
-    """In all, of a counter that begins anew now and then."""
+    """Return the total of a counter that starts again from 0 now and then."""
     return sum(max(0, b - a) if b >= a else b for a, b in zip((0, *counts), counts, strict=False))
 
 
@@ -259,8 +263,10 @@ def _all_slots(line: Line) -> dict[str, float]:
 
 
 def _losses(lines: Sequence[Line]) -> dict[int, float]:
-    """How much was lost in all by when each round was last live; by the end, for the last. What a failure
-    costs while its own round closes is so the next one's."""
+    """Return the worker time lost when each round was last live; for the last round, at the end.
+
+    The time that a failure costs while its round closes thus belongs to the next round.
+    """
     live = [line for line in lines if line.get("phase") == "live"]
     last = {int(line["round"]): _lost(_all_slots(line)) for line in live}
     return last | {max(last): _lost(_all_slots(lines[-1]))} if last else last
@@ -307,7 +313,7 @@ def _rounds(
 
 
 def _why(closing: Event) -> str:
-    """ "a worker failed: rank 1 on node-b"."""
+    """Return a clause such as "a worker failed: rank 1 on node-b"."""
     cause = str(closing.get("cause", ""))
     why = words.cause(Cause(cause)) if cause in set(Cause) else cause or str(closing.get("text", ""))
     if closing.get("failed_node"):
@@ -317,8 +323,10 @@ def _why(closing: Event) -> str:
 
 
 def failures(events: Sequence[Event]) -> list[Event]:
-    """Those that were charged, by when they were; and of workers of these nodes that failed without, as a
-    failure is charged by the node that leads."""
+    """Return the failures, sorted by time: the charged ones, and failed workers without a charge.
+
+    The leader writes the charge, so the events of this machine may hold a failure without its charge.
+    """
     charged = [e for e in events if e["event"] == "failure.charged"]
     known = {(e.get("failed_node"), e.get("slot"), e.get("rank"), e.get("log")) for e in charged}
     own = [e for e in events if e["event"] == "worker.ended" and e.get("code")]
@@ -327,7 +335,7 @@ def failures(events: Sequence[Event]) -> list[Event]:
 
 
 def _failures(events: Sequence[Event], rounds: Sequence[RoundPart]) -> tuple[FailurePart, ...]:
-    """Nodes that were lost, and workers that lost each other, are among them, though nobody is charged."""
+    """Return all failures, including lost nodes and broken worlds, which the budget does not pay for."""
     more = [e for e in events if e["event"] == "round.closing" and e.get("cause") in _UNCHARGED]
     found: list[FailurePart] = []
     before = None
@@ -340,7 +348,7 @@ def _failures(events: Sequence[Event], rounds: Sequence[RoundPart]) -> tuple[Fai
 
 
 def _once(events: Sequence[Event], *fields: str) -> tuple[Event, ...]:
-    """What several agents have noted is one thing."""
+    """Return one event for each value of ``fields``: several agents may write the same event."""
     found: dict[tuple[object, ...], Event] = {}
     for event in events:
         found.setdefault(tuple(str(event.get(f)) for f in fields), event)
@@ -351,7 +359,7 @@ def _once(events: Sequence[Event], *fields: str) -> tuple[Event, ...]:
 
 
 def _world(course: Sequence[Line], ended_at: float) -> Series:
-    """As those agents know it that know of the newest round: others have just begun, or lag behind."""
+    """Return the world size over time. Lines of an older round than the newest one are ignored."""
     points: list[tuple[float, float | None]] = []
     newest = 0
     for line in course:
@@ -385,7 +393,7 @@ def _goodput_over_time(by_node: Mapping[str, Sequence[Line]], began_at: float, e
 
 
 def _at(edges: Sequence[float], known: Sequence[tuple[float, dict[str, float]]]) -> list[dict[str, float]]:
-    """What was known at each of the edges; at the last, all."""
+    """Return the last known state at each edge. The last edge takes the newest state."""
     times = [at for at, _ in known]
     return [
         known[i - 1][1] if (i := bisect_right(times, edge + 1e-3)) else {}
@@ -394,7 +402,7 @@ def _at(edges: Sequence[float], known: Sequence[tuple[float, dict[str, float]]])
 
 
 def _step_times(node: str, slot: str, lines: Sequence[Line], began_at: float, ended_at: float) -> Series:
-    """The mean of each part of the time."""
+    """Return the mean time of a step over time, for one slot."""
     mine = [(float(line["at"]), line["slots"][slot]) for line in lines if slot in line.get("slots", {})]
     edges = _edges(began_at, ended_at, len(mine))
     states = _at(

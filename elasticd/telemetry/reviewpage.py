@@ -1,4 +1,4 @@
-"""The report of a run as one page: no script, no network, no other file. Pure."""
+"""The report of a run as one HTML page without scripts, network or other files. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.review import FailurePart, Review, RoundPart, SlotPart
 
-ROWS_MAX = 200  # of a table; a run of many rounds is told by the others
+ROWS_MAX = 200  # of a table; the middle rows of a longer one are left out
 _COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)")
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -59,7 +59,7 @@ NAMES = {
 
 
 def render(r: Review, version: str, now: float) -> str:
-    """``version``: of the elasticd that writes the page, ``now``: when, seconds since the epoch."""
+    """Return the page. ``version``: the elasticd that writes the page. ``now``: seconds since the epoch."""
     r = cleaned(r)
     marks = [(e.ended_at, f"round {e.number} ended: {e.ended_by}") for e in r.rounds[:-1] if e.ended_by]
     plots = [
@@ -139,7 +139,7 @@ def render(r: Review, version: str, now: float) -> str:
 
 
 def notes(r: Review) -> list[str]:
-    """What a reader must know to believe the numbers."""
+    """Return the warnings that a reader needs to judge the numbers."""
     said = []
     if any(agent.code is None and not agent.alive for agent in r.agents):
         said.append(
@@ -216,7 +216,7 @@ def _slot(one: SlotPart) -> str:
 
 
 def _happened(title: str, events: Sequence[Event], since: float, place: str = "") -> str:
-    """``place``: the field that says where there is more to read."""
+    """Return a section of events. ``place``: the field with the path of further reading."""
     rows = (
         f"<td>{_since(float(e['at']), since)}<td class=t>{escape(str(e.get('node', '')))}"
         f"<td class='t w'>{escape(_capital(str(e.get('conclusion') or e.get('text') or e['event'])))}"
@@ -262,7 +262,7 @@ def percent(share: float) -> str:
 
 
 def length(seconds: float) -> str:
-    """To a tenth of a second, below a minute."""
+    """Return a length of time in words, to a tenth of a second below a minute."""
     return f"{seconds:.1f} s" if 0 < seconds < 60 else words.span(seconds)
 
 

@@ -13,7 +13,7 @@ from elasticd.telemetry.reviewpage import NAMES, length, notes, percent
 
 T = TypeVar("T")
 
-EACH_MAX = 12  # of what there may be many of
+EACH_MAX = 12  # rows of one list
 _BAR = 24
 
 
@@ -79,7 +79,7 @@ def _events(events: tuple[Event, ...], since: float) -> list[str]:
 
 
 def _some(all_of_them: tuple[T, ...]) -> list[T | None]:
-    """The first and the last, where there are many."""
+    """Return the first and the last items of a long tuple, with None between them."""
     if len(all_of_them) <= EACH_MAX:
         return list(all_of_them)
     return [*all_of_them[: EACH_MAX // 2], None, *all_of_them[-EACH_MAX // 2 :]]

@@ -1,7 +1,7 @@
-"""Where the runs on this machine keep what they write: a link per agent, by the name of its job.
+"""Find the folders of this machine's runs by the name of the job.
 
-``<state>/runs/<job>/<when it began>-<node>`` leads to the folder of its logs and events, wherever
-``--log-dir`` may have put that.
+``<state>/runs/<job>/<when it began>-<node>`` is a link to the folder of one agent's logs and events, which
+may lie anywhere (``--log-dir``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RUNS_KEPT = 50
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """One agent's part. ``began_at``: seconds since the epoch."""
+    """One agent's folder. ``began_at``: seconds since the epoch."""
 
     began_at: float
     node: str
@@ -25,9 +25,12 @@ class KnownRun:
 
 
 def state_dir() -> Path:
-    """Where runs keep what outlives them: ``$XDG_STATE_HOME/elasticd``, or a temporary folder where
-    there is no home to write to. Raises PermissionError where that is somebody else's."""
-    with suppress(OSError, RuntimeError):  # the latter where nobody knows of a home
+    """Return the folder for state that outlives a run.
+
+    It is ``$XDG_STATE_HOME/elasticd``, or a folder in the temporary directory if the home is not writable.
+    Raises PermissionError if that folder belongs to another user.
+    """
+    with suppress(OSError, RuntimeError):  # Path.home raises RuntimeError where there is no home
         home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         folder = Path(home) / "elasticd"
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,7 @@ def state_dir() -> Path:
 
 
 def note(state: Path, job: str, node: str, began_at: float, folder: Path) -> None:
-    """Have the folder found by the job's name from now on. Raises OSError."""
+    """Link the folder under the job's name. Raises OSError."""
     place = jobs_place(state, job)
     _forget_those_gone(place.parent)
     place.mkdir(parents=True, exist_ok=True)
@@ -55,16 +58,17 @@ def note(state: Path, job: str, node: str, began_at: float, folder: Path) -> Non
 
 
 def _forget_those_gone(jobs: Path) -> None:
-    """Runs whose folder was removed since: jobs are named anew each time, and would add up."""
+    """Remove the links whose folder is gone. Every run may have a new job name, so old links would pile
+    up."""
     for link in jobs.glob("*/*"):
         with suppress(OSError):
             if not link.exists():
                 link.unlink()
-                link.parent.rmdir()  # if it was the last
+                link.parent.rmdir()  # fails unless it is empty
 
 
 def of_job(state: Path, job: str) -> list[KnownRun]:
-    """Oldest first, without those whose folder is gone."""
+    """Return the runs of a job, oldest first, without those whose folder is gone."""
     found = []
     with suppress(OSError):
         for link in sorted(jobs_place(state, job).iterdir()):
@@ -76,7 +80,7 @@ def of_job(state: Path, job: str) -> list[KnownRun]:
 
 
 def jobs(state: Path) -> list[str]:
-    """The jobs of which something is known, the most recent last."""
+    """Return the names of the known jobs, the most recent last."""
     place = state / "runs"
     with suppress(OSError):
         return [f.name for f in sorted(place.iterdir(), key=lambda f: f.stat().st_mtime)]

@@ -1,4 +1,4 @@
-"""What the live view shows, as one immutable value: whoever knows the job publishes a new one."""
+"""The job's state as one immutable value. Each change publishes a new one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from elasticd.core.facts import Limits
 
 
 class SlotState(StrEnum):
-    IDLE = "idle"  # offered, but without a worker
-    READY = "ready"  # its worker waits to take part in a round
-    STARTING = "starting"  # its worker has made no step yet
+    IDLE = "idle"  # part of the job, but without a worker
+    READY = "ready"  # its worker waits for a round
+    STARTING = "starting"  # its worker has made no step in this round
     RUNNING = "running"
     STOPPING = "stopping"
     FINISHED = "finished"
@@ -21,7 +21,8 @@ class SlotState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotLine:
-    """A slot and its worker, if it has one. ``steps_per_s`` is None while it cannot be told."""
+    """A slot and its worker, if it has one. ``steps_per_s`` is None while it is unknown. ``tells``: the
+    script reports its own step number; otherwise steps are counted in this round."""
 
     node: str
     slot: int
@@ -35,7 +36,7 @@ class SlotLine:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened, in words. ``at``: seconds since the epoch."""
+    """An event in words. ``at``: seconds since the epoch."""
 
     at: float
     text: str
@@ -45,10 +46,10 @@ class Event:
 class Snapshot:
     """The job as one agent knows it.
 
-    ``round`` is 0 before the first. ``phase`` is a word such as "live"; ``waiting`` says in a
-    sentence what the job waits for, or is empty. ``budget_left``: failures the job still survives, which
-    the leader alone knows. ``events``: the last ones, oldest first. ``last_failure``: the last
-    that was charged, if any.
+    ``round`` is 0 before the first. ``phase`` is a word such as "live". ``waiting`` is a sentence on what the
+    job waits for, or empty. ``budget_left``: the failures that the job still survives; only the leader knows
+    the number. ``events``: the last events, oldest first. ``last_failure``: the last failure that was
+    charged, if any.
     """
 
     job: str
@@ -66,16 +67,16 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        """The furthest step of any worker: see ``SlotProgress.of_job``."""
+        """The highest step of any worker: see ``SlotProgress.of_job``."""
         return max((s.step for s in self.slots), default=0)
 
     @property
     def tells(self) -> bool:
-        """Whether that is the job's; else it is counted in this round."""
+        """Whether ``step`` is the job's step; otherwise steps are counted in this round."""
         return all(s.tells for s in self.slots if s.step)
 
     @property
     def steps_per_s(self) -> float | None:
-        """The pace of the world: that of its slowest worker, as all wait for it."""
+        """The pace of the slowest worker, which all others wait for."""
         paces = [s.steps_per_s for s in self.slots if s.steps_per_s is not None]
         return min(paces, default=None)

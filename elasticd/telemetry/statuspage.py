@@ -1,5 +1,4 @@
-"""The small page an agent shows of its job: plain HTML that needs no script, no network and no other
-file. Pure."""
+"""The agent's status page: plain HTML that needs no script, no network and no other file. Pure."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem;white-space:normal;ov
 
 
 def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") -> str:
-    """``unready``: why this node takes no part, or empty. ``at``: when this was so, seconds since the
-    epoch. ``spent``: what became of its slots' time, in words."""
+    """Return the page. ``unready``: why this node takes no part, or empty. ``at``: the snapshot's time, in
+    seconds since the epoch. ``spent``: the time of this node's slots, in words."""
     s, unready, spent = cleaned(s), clean(unready), clean(spent)
     tiles = [
         ("phase", s.phase),

@@ -1,11 +1,11 @@
-"""Why this process ended, left in a file for who started it: Kubernetes' termination message."""
+"""Write the reason for this process's end to a file: Kubernetes' termination message."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-BYTES_MAX = 4096  # what Kubernetes shows of it
+BYTES_MAX = 4096  # Kubernetes shows no more
 _CUT = "\n[...]\n"
 
 KILLED = (
@@ -14,8 +14,10 @@ KILLED = (
 
 
 class TerminationLog:
-    """Made at the start, it says at once what will be true if nothing else is written: that the agent
-    was killed. A file that cannot be written is no reason to end: ``problem`` says it, else is empty.
+    """The termination message. At first it says that the agent was killed, which is true if nothing else gets
+    written.
+
+    A file that cannot be written does not stop the agent: ``problem`` then says why, and is empty otherwise.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -24,11 +26,11 @@ class TerminationLog:
         self.write(KILLED)
 
     def write(self, text: str) -> None:
-        """Have this as the whole message; too long a one loses its middle."""
+        """Replace the whole message. A text that is too long loses its middle."""
         if self._path is None:
             return
         try:
-            # Not replaced but rewritten: in a container the file is a mount.
+            # The file is rewritten in place: in a container the file is a mount.
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             with open(file, "wb") as stream:
                 stream.write(shortened(text.rstrip() + "\n"))
@@ -37,12 +39,13 @@ class TerminationLog:
 
 
 def shortened(text: str, bytes_max: int = BYTES_MAX) -> bytes:
-    """The text in UTF-8 within so many bytes: its start says what happened, its end where to read on."""
+    """Return the text in UTF-8, without its middle if it is longer than ``bytes_max``: the start says what
+    happened, the end where to read on."""
     whole = text.encode(errors="replace")
     if len(whole) <= bytes_max:
         return whole
     room = bytes_max - len(_CUT.encode())
     tail_bytes = room // 2
-    head = whole[: room - tail_bytes].decode(errors="ignore")  # a character cut in two is left out
+    head = whole[: room - tail_bytes].decode(errors="ignore")  # drops a character that is cut in two
     tail = whole[len(whole) - tail_bytes :].decode(errors="ignore")
     return f"{head}{_CUT}{tail}".encode()

@@ -1,7 +1,7 @@
-"""What a person at the terminal sees of a run: the workers' output, and below it the live view.
+"""The output on the terminal: what workers print, and the live view below it.
 
-``open_view`` gives a ``LiveView`` where there is a terminal and nobody objects, else a
-``PlainView`` that passes bytes on untouched. Both may be called from any thread.
+``open_view`` returns a ``LiveView`` on a terminal, unless the user declines it, else a ``PlainView``, which
+passes bytes on unchanged. Any thread may call either of them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from elasticd.telemetry.lines import LineBuffer
 from elasticd.telemetry.log import takes_colors
 from elasticd.telemetry.snapshot import Snapshot
 
-REPAINT_S = 0.05  # between two paintings: smooth to the eye, and cheap under a flood of output
-PENDING_MAX_CHARS = 1 << 20  # a terminal slower than its writers holds them back from here on
-PARTIALS_MAX = 4  # progress bars shown at a time
+REPAINT_S = 0.05  # between two repaints: smooth to the eye, and cheap while workers print much
+PENDING_MAX_CHARS = 1 << 20  # writers wait while more than this is unprinted
+PARTIALS_MAX = 4  # progress bars shown at once
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
-_SYNC, _UNSYNC = "\x1b[?2026h", "\x1b[?2026l"  # terminals that know it draw all at once
+_SYNC, _UNSYNC = "\x1b[?2026h", "\x1b[?2026l"  # terminals that support this draw a frame at once
 
 
 class View(ABC):
-    """Where a run's output goes.
+    """The destination of a run's output.
 
-    ``live``: whether workers must write through ``write`` (else they may inherit the streams).
+    ``live``: whether workers must write through ``write``; otherwise they may inherit the streams.
     """
 
     live: bool
@@ -45,7 +45,7 @@ class View(ABC):
 
     @abstractmethod
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
-        """Pass on a worker's output; ``stream`` is 1 or 2, ``source`` tells its writers apart.
+        """Print a worker's output. ``stream`` is 1 or 2; ``source`` identifies the writer.
 
         Blocks while the terminal is slower than the writers.
         """
@@ -56,7 +56,7 @@ class View(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Take the live view down, everything written. May be called twice."""
+        """Print everything and remove the live view. A second call does nothing."""
 
     def finish(self, text: str) -> None:
         """``close``, then print the last screen to stderr."""
@@ -72,20 +72,21 @@ class View(ABC):
 
 
 def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> View:
-    """The live view, unless it was declined (``--plain``, NO_COLOR) or stderr is no terminal that can."""
+    """Return the live view, or a PlainView if ``--plain`` or NO_COLOR is set or stderr is no capable
+    terminal."""
     if plain or not takes_colors(environ) or not sys.stderr.isatty():
         return PlainView()
     return LiveView()
 
 
 class PlainView(View):
-    """No live view: bytes pass as they came."""
+    """A view that passes bytes on unchanged."""
 
     live = False
 
     def __init__(self) -> None:
         self._terminals = {n for n in (1, 2) if os.isatty(n)}
-        self._mid_line = False  # a worker's line is open on the terminal
+        self._mid_line = False  # a worker's last line on the terminal has no end yet
 
     def show(self, snapshot: Snapshot) -> None:
         pass
@@ -96,7 +97,7 @@ class PlainView(View):
         _tell(stream, data)
 
     def line(self, text: str) -> None:
-        # Not into the middle of a progress bar.
+        # Do not print into the middle of a progress bar.
         start = "\n" if self._mid_line and 2 in self._terminals else ""
         self._mid_line = False
         _tell(2, f"{start}{text}\n".encode(errors="replace"))
@@ -106,11 +107,11 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """A few lines at the bottom of the terminal; all else is printed above them.
+    """A few lines at the bottom of the terminal; all other output is printed above them.
 
-    One thread paints; the others hand over what is to be printed. It starts with the first
-    snapshot, since before that the agent forks and wants no threads; until then, and again when
-    closed, all passes as it came. So does what goes to a stream that is no terminal (``> log.txt``).
+    One thread paints; other threads hand over their lines. The thread starts with the first snapshot: the
+    agent forks before that, and should have no threads then. Before the start and after ``close``, output
+    passes unchanged. Output to a stream that is no terminal (``> log.txt``) always does.
     """
 
     live = True
@@ -120,13 +121,13 @@ class LiveView(View):
         self._wake = threading.Condition()
         self._pending: list[str] = []
         self._pending_chars = 0
-        self._buffers: dict[Hashable, LineBuffer] = {}  # both streams are the one terminal
+        self._buffers: dict[Hashable, LineBuffer] = {}  # both streams are the same terminal
         self._snapshot: Snapshot | None = None
         self._dirty = False
         self._closed = False
         self._broken = False
-        # Touched by the painter alone:
-        self._painted: list[int] = []  # how many cells each line of the footer took
+        # Only the painter uses the following fields.
+        self._painted: list[int] = []  # the width of each footer line, in cells
         self._rendered: tuple[Snapshot | None, tuple[int, int], list[str]] | None = None
         self._stdio = (sys.stdout, sys.stderr)
         self._painter: threading.Thread | None = None
@@ -201,7 +202,7 @@ class LiveView(View):
                     self._frame(lines, partials, snapshot, closed).encode(errors="replace"),
                 )
             except OSError:
-                # The terminal is gone; the training is not. Nobody is left to look.
+                # The terminal is gone, so nobody sees the view. Training goes on.
                 with self._wake:
                     self._broken = True
             if closed:
@@ -216,13 +217,13 @@ class LiveView(View):
         snapshot: Snapshot | None,
         closed: bool,
     ) -> str:
-        """Everything between two states of the screen, to be written at once."""
+        """Return the bytes that change the screen from one state to the next, to be written at once."""
         size = shutil.get_terminal_size() if not os.isatty(2) else os.get_terminal_size(2)
         width, height = size.columns or 80, size.lines or 24
-        # Lines painted when the terminal was wider have been wrapped by it since.
+        # A terminal that was narrowed has wrapped the painted lines.
         above = sum(max(1, -(-cells // width)) for cells in self._painted)
-        # Line by line: tmux takes "clear to the end" from the top of the screen for a reason to
-        # keep what was cleared in its history.
+        # Clear each line: after "clear to the end" from the top of the screen, tmux keeps the cleared text in
+        # its history.
         erase = "\r" + "\x1b[1A\x1b[2K" * above
         printed = "".join(f"{line}\r\n" for line in lines)
         bottom = (
@@ -242,7 +243,7 @@ class LiveView(View):
 
 
 class _Redirected:
-    """Stands in for sys.stdout or sys.stderr, so that whatever this process prints joins in."""
+    """A replacement of sys.stdout or sys.stderr that sends what this process prints through the view."""
 
     def __init__(self, view: LiveView, stream: int, original: IO[str]) -> None:
         self._view, self._stream, self._original = view, stream, original
@@ -271,7 +272,7 @@ def _cells(text: str) -> int:
 
 
 def _tell(stream: int, data: bytes) -> None:
-    """Write it, if anybody is left to read (``elasticd run ... | head``): the training goes on."""
+    """Write the data, and ignore a closed reader (``elasticd run ... | head``): training goes on."""
     with suppress(OSError):
         _write_all(stream, data)
 
@@ -281,5 +282,5 @@ def _write_all(fd: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:  # somebody made it non-blocking
+        except BlockingIOError:  # another process made the stream non-blocking
             select.select([], [fd], [])

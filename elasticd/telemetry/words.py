@@ -1,4 +1,4 @@
-"""Facts and reasons in words: sentences for people, named events with fields for the log."""
+"""Facts and reasons in words: sentences for people, and named events with fields for the log."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _SIGNAL_HINTS: dict[str, str] = {
 
 
 def cause(cause: Cause) -> str:
-    """Why a round began or ended, as a clause: "a node was lost"."""
+    """Return why a round began or ended, as a clause such as "a node was lost"."""
     return _CAUSES[cause]
 
 
 def signal_name(number: int) -> str:
-    """ "SIGKILL" for 9; "signal 99" for what has no name."""
+    """Return "SIGKILL" for 9, and "signal 99" for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -57,8 +57,8 @@ def signal_name(number: int) -> str:
 
 
 def ending(code: int, *, hung: bool = False) -> str:
-    """How a process ended, from its exit status or minus the signal that killed it. ``hung``: it was
-    killed because it hung."""
+    """Return how a process ended. ``code``: its exit status, or minus the signal that killed it. ``hung``:
+    elasticd killed the process because it hung."""
     if code == 0:
         return "ended well"
     if hung:
@@ -78,28 +78,28 @@ def _with_hint(name: str) -> str:
 
 
 def worker(node: str, exit: Exit) -> str:
-    """ "rank 3 (slot 1 on node-b)"."""
+    """Return the worker in words, such as "rank 3 (slot 1 on node-b)"."""
     return f"rank {exit.rank} (slot {exit.slot} on {node})"
 
 
 def failure(failure: Failure) -> str:
-    """Who failed and how, in a clause without a full stop."""
+    """Return which worker failed and how, in a clause without a full stop."""
     said = f": {first_line(failure.exit.message)}" if failure.exit.message.strip() else ""
     return f"{worker(failure.node, failure.exit)} {ending(failure.exit.code, hung=failure.exit.hung)}{said}"
 
 
 def first_line(text: str) -> str:
-    """The first line that says something."""
+    """Return the first line that is not blank."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def count(n: int, noun: str) -> str:
-    """ "1 worker", "2 workers"."""
+    """Return the number and the noun: "1 worker", "2 workers"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def listing(names: Sequence[str], most: int = 5) -> str:
-    """ "a, b and c"; beyond ``most`` names, how many more there are."""
+    """Return the names as "a, b and c". Beyond ``most`` names, only the number of the rest is given."""
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
     if len(names) > 1:
@@ -108,12 +108,13 @@ def listing(names: Sequence[str], most: int = 5) -> str:
 
 
 def step(number: int, tells: bool) -> str:
-    """How far a job is; ``tells``: its script says so, else steps are counted from where the round began."""
+    """Return the job's step in words. ``tells``: the script reports its own step number; otherwise steps are
+    counted in this round."""
     return f"step {number}" if tells else f"step {number} of this round"
 
 
 def span(seconds: float) -> str:
-    """A length of time to two units: "45 s", "3 min 20 s", "2 h 5 min", "1 d 2 h"."""
+    """Return a length of time in at most two units: "45 s", "3 min 20 s", "2 h 5 min", "1 d 2 h"."""
     s = max(0, round(seconds))
     for unit, length, smaller, part in (
         ("d", 86400, "h", 3600),
@@ -137,9 +138,12 @@ _SPENT: dict[Kind, str] = {
 
 
 def spent(seconds: Mapping[str, float]) -> str:
-    """What became of the time of all slots together, by kind: "93.1 % productive of 2 h 5 min of worker
-    time; lost: 3 min starting and losing workers, 20 s forming worlds". Empty before there was any. Where no
-    step was seen: "no step was seen in 2 h 5 min of worker time; of that 20 s forming worlds"."""
+    """Return the use of the time of all slots, by kind: "93.1 % productive of 2 h 5 min of worker time; lost:
+    3 min starting and losing workers, 20 s forming worlds".
+
+    Without a step: "no step was seen in 2 h 5 min of worker time; of that 20 s forming worlds". Empty if no
+    time was spent.
+    """
     wanted_s = wanted(seconds)
     if wanted_s <= 0:
         return ""
@@ -158,7 +162,7 @@ def spent(seconds: Mapping[str, float]) -> str:
 
 
 def waiting(wait: r.Wait, now: float) -> str:
-    """Why nothing happens, in a sentence. ``now``: seconds since the epoch."""
+    """Return why the job waits, in a sentence. ``now``: seconds since the epoch."""
     match wait:
         case r.BelowMinimum(have, need, until):
             missing = count(need - have, "more worker")
@@ -191,7 +195,7 @@ def _in(until: float, now: float) -> str:
 
 
 def sentence(reason: r.Reason, now: float) -> str:
-    """What was decided and why, in a sentence without a full stop."""
+    """Return a decision and its reason, in a sentence without a full stop."""
     match reason:
         case (
             r.BelowMinimum()
@@ -209,7 +213,7 @@ def sentence(reason: r.Reason, now: float) -> str:
                 f"on {count(nodes, 'node')}: {cause(why)}"
             )
         case r.RoundClosing(number, why, nodes, failed):
-            # How it failed is told by its own node, and when it is charged.
+            # The worker's own node says how the worker failed, and so does the charge.
             who = (
                 f" ({worker(failed.node, failed.exit)})"
                 if failed
@@ -252,7 +256,7 @@ def sentence(reason: r.Reason, now: float) -> str:
             again = f"tried again{_in(until, now)}"
             return f"the worker that was to wait in slot {slot} {ending(code)}{said}; {again}"
         case r.WorkerEnded(_, slot, rank, code, message, hung):
-            if hung:  # at which place has just been told
+            if hung:  # a WorkersHung event has just named the place
                 return f"rank {rank} (slot {slot}) was killed by elasticd, as it hung"
             said = f": {first_line(message)}" if message.strip() else ""
             return f"rank {rank} (slot {slot}) {ending(code)}{said}"
@@ -310,7 +314,7 @@ def sentence(reason: r.Reason, now: float) -> str:
 
 
 def laggard(one: Laggard) -> str:
-    """Who lags behind, or has a bad GPU, in a clause without a full stop."""
+    """Return which worker lags behind or has a bad GPU, in a clause without a full stop."""
     found = (
         r.SlotBad(one.node, one.slot, one.rank, one.why)
         if one.why
@@ -324,7 +328,7 @@ def _asker(signal_number: int) -> str:
 
 
 def ended(outcome: Outcome) -> str:
-    """The verb of a job's end."""
+    """Return the verb for a job's end."""
     match outcome:
         case Outcome.SUCCEEDED:
             return "finished"
@@ -350,8 +354,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def hang(verdict: Verdict) -> str:
-    """Who hangs and where, in a clause: "rank 3 on node b is in job.py:88, data loading; the other
-    7 wait for it in all_reduce"."""
+    """Return which ranks hang and where, in a clause such as "rank 3 on node b is in job.py:88, data loading;
+    the other 7 wait for it in all_reduce"."""
     if verdict.why is Why.DEADLOCK:
         return _deadlock(verdict)
     who = "; ".join(_culprit(verdict.why, look) for look in verdict.guilty[:3])
@@ -407,7 +411,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """A reason as the log wants it: a dotted name, a level, and flat fields."""
+    """A reason as a log event: a dotted name, a level, and flat fields."""
 
     name: str
     level: Level
@@ -462,7 +466,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
 
 
 def event(reason: r.Reason) -> LogEvent:
-    """The reason as a log event. Nested facts become flat fields (``node``, ``slot``, ``rank``)."""
+    """Return the reason as a log event. Nested facts become flat fields (``node``, ``slot``, ``rank``)."""
     name, level = _NAMES[type(reason)]
     if isinstance(reason, r.WorkerEnded) and reason.code != 0:
         level = "warning"
@@ -474,7 +478,7 @@ def event(reason: r.Reason) -> LogEvent:
         Outcome.REFUSED,
     ):
         level = "error"
-    # The node that closes a round charges its failure in a moment: once is enough for a long message.
+    # The leader charges the failure right after the close; the charge carries the long message.
     said_later = isinstance(reason, r.RoundClosing) and reason.cause.charged
     flat: dict[str, object] = {}
     for f in fields(reason):
