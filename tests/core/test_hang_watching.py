@@ -177,6 +177,20 @@ def test_a_look_or_a_disk_that_hangs_delays_the_verdict_no_longer_than_its_patie
     assert node.said[0].evidence == ("/evidence" if keeps else "")
 
 
+def test_a_look_that_comes_to_no_end_tells_the_others_nothing_but_who_is_stopped() -> None:
+    """The leader would take a node that tells of no worker for one that has none."""
+    node = Node(Patience(floor_s=0.1), others=1)
+    node.train(10.0)
+    node.looks = False
+    node.stand_still(100.0)
+    assert len(node.looked) > 1 and not node.told
+    node.stop()
+    node.stand_still(60.0)
+    (stall, _), *_ = node.told
+    assert [(look.slot, look.doing) for look in stall.looks] == [(1, Doing.STOPPED)]
+    assert [slot for slot, _ in node.condemned] == [1]
+
+
 def test_an_answer_that_comes_after_its_time_is_not_heard() -> None:
     node = Node()
     node.train(10.0)

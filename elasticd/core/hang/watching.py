@@ -27,6 +27,7 @@ from elasticd.core.hang.judging import (
     Doing,
     Look,
     Patience,
+    ProcessState,
     Verdict,
     Why,
     allowance,
@@ -249,10 +250,10 @@ class _Step:
         if looking is not None:
             if not looking.over and at < looking.until:
                 return min(STALLED_S, looking.until - at)
-            if not looking.over:
-                self.set(sights=(), seen=0)
             self.set(looking=None)
-            return self.conclude(crew, allowed)
+            if not looking.over:  # of the others nothing is known, which is not to be told for all there is
+                self.set(sights=self.stopped(), seen=0)
+            return self.conclude(crew, allowed) if self.w.sights else STALLED_S
         if still_s < allowed.stopped_s:
             return min(STALLED_S, allowed.stopped_s - still_s)
         late = self.is_late(allowed)
@@ -286,6 +287,14 @@ class _Step:
             self.actions.append(LookAt(number, tuple(sorted(self.w.still.workers))))
             return STALLED_S
         return min(STALLED_S, look_at_s - still_s)
+
+    def stopped(self) -> tuple[Inspected, ...]:
+        """Those of which the kernel alone says enough."""
+        return tuple(
+            Inspected(worker.slot, worker.rank, worker.sampled[-1][1], None)
+            for _, worker in sorted(self.w.still.workers.items())
+            if worker.sampled and worker.sampled[-1][1].state is ProcessState.STOPPED
+        )
 
     def conclude(self, crew: Crew, allowed: Allowance) -> float | None:
         """From what was seen here, and where that does not suffice, from what all have seen."""
