@@ -1,6 +1,6 @@
 """Pure decisions: frozen events in, actions and reasons out.
 
-Standard library only; no clock, randomness, threads, sockets, files or logs. Time is an argument,
-in seconds since the epoch, and never goes backwards. The same code runs in the daemon and in the
-simulator of ``tests/sim``.
+The package imports the standard library only, and uses no clock, randomness, threads, sockets, files or logs.
+Time is an argument, in seconds since the epoch, and never goes backwards. The daemon and the simulator
+(``tests/sim``) run the same code.
 """

@@ -1,4 +1,4 @@
-"""How old what a worker remembers is."""
+"""The age of a training state."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Age:
-    """How far a training's state has come: the last committed step, and the round in which all its
-    workers agreed on what came before that. ``agreed`` is the higher authority: a worker that was
-    left behind may have committed a step that the others have since made anew."""
+    """The age of a worker's training state.
+
+    ``step``: the last committed step. ``agreed``: the round in which all workers last agreed on the state
+    before that step. ``agreed`` counts first: a worker that was left behind may have committed a step that
+    the others made again since.
+    """
 
     agreed: int
     step: int
 
     def is_behind(self, round: int, step: int) -> bool:
-        """Whether what was kept in that round, after that step, is of a later world that came further. By
-        round alone it could not be told: those of checkpoints run ahead where a folder outlives jobs."""
+        """Whether a state that was kept in ``round``, after ``step``, is newer.
+
+        Both must be larger: the round alone proves nothing, since a checkpoint folder that outlives jobs may
+        hold higher round numbers.
+        """
         return round > self.agreed and step > self.step

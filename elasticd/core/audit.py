@@ -1,7 +1,7 @@
-"""Judges what the workers of a run noted: was each sample used once, and where do two runs part? Pure.
+"""Judge the notes of a run's workers: was each sample used once, and where do two runs differ? Pure.
 
-Which of several attempts at a step counts is not a matter of time but of what was gone on from: a round
-begins after some step, and whatever was committed after that step in earlier rounds is no more.
+A step may have been made several times. The attempt that counts is the one that training continued from: a
+round begins after some step, and later commits of earlier rounds are void.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from elasticd.core.auditlog import BadNote, CommitNote, EntryNote, Gap, Note, Took, Weights, unpack
 from elasticd.core.order import Order, known
 
-NAMED_MAX = 20  # samples by name; of the rest the positions are enough
-Round = tuple[str, int]  # its series and its number
+NAMED_MAX = 20  # samples to name; for the others the positions are enough
+Round = tuple[str, int]  # the series and the number of the round
 
 
 # ---------------------------------------------------------------- what may be found
@@ -24,8 +24,8 @@ Round = tuple[str, int]  # its series and its number
 
 @dataclass(frozen=True, slots=True)
 class LostSamples:
-    """Positions of an epoch that no committed step used; ``samples``: the first of what lies there,
-    where that is known."""
+    """Positions of an epoch that no committed step used. ``samples``: the first samples at these positions,
+    where they are known."""
 
     epoch: int
     positions: range
@@ -34,7 +34,7 @@ class LostSamples:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Positions of an epoch that were used before, by ``step`` again."""
+    """Positions of an epoch that were used before, and that ``step`` used again."""
 
     epoch: int
     positions: range
@@ -44,7 +44,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Mistaken:
-    """Samples that were fetched in place of others: how often too much, how often too little."""
+    """Samples that were fetched in place of others. Each count says how often too many or too few."""
 
     epoch: int
     too_often: Mapping[int, int]
@@ -53,7 +53,7 @@ class Mistaken:
 
 @dataclass(frozen=True, slots=True)
 class Unrecorded:
-    """A committed step of which these ranks of its world have no whole note."""
+    """A committed step with no complete note from these ranks of its world."""
 
     step: int
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ class Unrecorded:
 
 @dataclass(frozen=True, slots=True)
 class Jumped:
-    """A round that began after a step which nobody noted to be committed."""
+    """A round that began after a step that no worker noted as committed."""
 
     round: int
     after: int
@@ -71,7 +71,7 @@ class Jumped:
 
 @dataclass(frozen=True, slots=True)
 class Disagreed:
-    """Workers of a round that noted different things of the same step."""
+    """Workers of one round that noted different facts about the same step."""
 
     round: int
     step: int
@@ -88,7 +88,7 @@ class DivergedRuns:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A line in the middle of a file that is no note."""
+    """A line in the middle of a file that is not a note."""
 
     file: str
     line: int
@@ -97,7 +97,7 @@ class Damaged:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A worker could not write its notes for a while; ``step``: from which on it could again."""
+    """A worker could not write its notes for a while. ``step``: the first step with notes again."""
 
     file: str
     step: int
@@ -112,9 +112,12 @@ Finding = (
 
 @dataclass(frozen=True, slots=True)
 class EpochCount:
-    """``used``: how many samples; ``begun_at``: the position from which on there are notes;
-    ``length``: None where only the data's end says it; ``over``: nothing more of it will come;
-    ``left_out``: how many at its end, as asked."""
+    """The use of one epoch.
+
+    ``used``: the number of samples used. ``begun_at``: the first position with notes. ``length``: None where
+    only the end of the data tells it. ``over``: no more samples of this epoch will follow. ``left_out``:
+    samples at the end that were left out on request.
+    """
 
     number: int
     begun_at: int
@@ -126,9 +129,11 @@ class EpochCount:
 
 @dataclass(frozen=True, slots=True)
 class AuditVerdict:
-    """``steps``: those that are committed; ``rounds``: in how many, and ``worlds`` of which sizes;
-    ``again``: how many steps were made anew after having been committed by somebody.
-    ``losses`` and ``weights``: by step."""
+    """The result of an audit.
+
+    ``steps``: the committed steps. ``rounds``: the number of rounds that made them. ``worlds``: the sizes of
+    their worlds. ``again``: committed steps that were made again. ``losses`` and ``weights``: by step.
+    """
 
     findings: tuple[Finding, ...]
     epochs: tuple[EpochCount, ...]
@@ -136,7 +141,7 @@ class AuditVerdict:
     rounds: int
     worlds: tuple[int, ...]
     again: int
-    kind: str  # of the data's order; empty where there was no data
+    kind: str  # of the data's order; empty without data
     losses: Mapping[int, float]
     weights: Mapping[int, str]
 
@@ -146,7 +151,7 @@ class AuditVerdict:
 
 @dataclass(slots=True)
 class _Life:
-    """What one worker noted in one round."""
+    """The notes of one worker in one round."""
 
     entered: EntryNote
     took: dict[int, list[Took]] = field(default_factory=lambda: defaultdict(list))
@@ -155,7 +160,7 @@ class _Life:
 
 
 def judge(files: Mapping[str, Iterable[tuple[int, Note | BadNote]]]) -> AuditVerdict:
-    """``files``: the numbered notes of each worker, by the name of its file."""
+    """Return the result of an audit. ``files``: each worker's numbered notes, by file name."""
     findings: list[Finding] = []
     rounds: dict[Round, list[_Life]] = defaultdict(list)
     for name, notes in files.items():
@@ -206,7 +211,7 @@ def _lives(
         else:
             match note:
                 case Took(step, turn):
-                    if turn == 0:  # begun anew, without ever having been committed
+                    if turn == 0:  # the step starts again and was never committed
                         life.took[step].clear()
                     life.took[step].append(note)
                 case CommitNote(step):
@@ -220,7 +225,7 @@ def _lives(
 def _lineage(
     rounds: Mapping[Round, Sequence[_Life]], findings: list[Finding]
 ) -> tuple[dict[int, tuple[Round, CommitNote]], int]:
-    """The commits that count, and in which round each was made; how many steps were made that do not."""
+    """Return the valid commits with their rounds, by step, and the number of steps that were made again."""
     made: dict[int, tuple[Round, CommitNote]] = {}
     again = 0
     for key in sorted(rounds):
@@ -244,7 +249,7 @@ def _lineage(
 
 
 def _of_commit(commit: CommitNote, lives: Sequence[_Life], findings: list[Finding]) -> list[Took]:
-    """What all workers together took of what is committed, as if one had: a Took for each global batch."""
+    """Return what all workers took for a commit: one Took for each worker and global batch."""
     world = lives[0].entered.world
     if not commit.covers or all(life.entered.data is None for life in lives):
         return []
@@ -271,8 +276,10 @@ def _weights(step: int, lives: Sequence[_Life], findings: list[Finding]) -> str:
 
 
 def _loss(batches: Sequence[Took]) -> float | None:
-    """The mean over the global batch, in a sum that does not depend on who computed what; over several
-    batches of one step their mean. None unless all of it is there."""
+    """Return the mean loss over the global batch, summed so that the world size does not matter.
+
+    Over several batches of one step it is their mean. None if a part of a batch is missing.
+    """
     whole: dict[tuple[int, int], int] = {}
     terms: list[float] = []
     for took in batches:
@@ -328,7 +335,7 @@ def _epochs(
 
 
 def _spans(batches: Iterable[Took]) -> Iterator[tuple[int, int, list[int], int]]:
-    """Neighbouring positions, what was fetched for them, and in which step."""
+    """Yield spans of positions, the samples fetched for each span, and the step."""
     for took in batches:
         ids = list(unpack(took.ids))
         at = 0
@@ -338,7 +345,7 @@ def _spans(batches: Iterable[Took]) -> Iterator[tuple[int, int, list[int], int]]
 
 
 def _should(order: Order | None, data: Mapping[str, Any], epoch: int, positions: range) -> list[int] | None:
-    """What had to be fetched for the positions; None where the notes cannot say it."""
+    """Return the samples that belong at these positions; None where the notes do not tell them."""
     if order is not None:
         return order.at(epoch, positions)
     return list(positions) if data["order"]["kind"] == "stream" else None
@@ -357,7 +364,7 @@ def _at(order: Order | None, epoch: int, positions: range) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``what``: "loss" or "weights"."""
+    """The first difference between two runs. ``what``: "loss" or "weights"."""
 
     step: int
     what: str
@@ -367,7 +374,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """``losses`` and ``weights``: how many were there in both, up to the first difference."""
+    """Two runs compared. ``losses`` and ``weights``: how many values are in both runs, up to the first
+    difference."""
 
     difference: Difference | None
     losses: int
@@ -375,7 +383,7 @@ class RunComparison:
 
 
 def compare(one: AuditVerdict, other: AuditVerdict) -> RunComparison:
-    """Step by step, bit by bit."""
+    """Compare two runs step by step, bit for bit."""
     losses = weights = 0
     for step in sorted(one.losses.keys() & other.losses.keys() | one.weights.keys() & other.weights.keys()):
         if step in one.losses and step in other.losses:

@@ -1,8 +1,7 @@
-"""What a worker notes for an audit, a line of JSON each: what it took, what was committed.
+"""The notes that a worker writes for an audit: one line of JSON for each batch and commit.
 
-A line says what it says of the round that the last ``entered`` in its file names. A worker notes what it
-has taken before anybody can commit it, so of every committed step there is a note of all its workers,
-however they died.
+A note belongs to the round of the last ``entered`` line before it in the file. A worker notes a batch before
+any worker can commit it. So all workers' notes of every committed step exist, however the workers died.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = 1
-FOLDER = "audit"  # in the folder of a run
+FOLDER = "audit"  # in the run's folder
 SUFFIX = ".jsonl"
-VARIABLE = "ELASTICD_AUDIT_FOLDER"  # where a worker finds that folder
-EVERY = "ELASTICD_AUDIT_EVERY"  # after how many steps it notes a digest of the weights
+VARIABLE = "ELASTICD_AUDIT_FOLDER"  # the audit folder, in a worker's environment
+EVERY = "ELASTICD_AUDIT_EVERY"  # a worker notes a digest of its weights every so many steps
 SERIES = "ELASTICD_AUDIT_SERIES"
 
 
 class BadNote(ValueError):
-    """That is no note of a worker's; says what it was."""
+    """The line is not a note. The message says what it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryNote:
-    """A worker takes part in a round, with ``step`` steps committed and the data at that position.
+    """A worker entered a round, with ``step`` committed steps and the data at this position.
 
-    ``series`` tells apart, in order of time, rounds of one number: those of an etcd that was thrown away
-    and its successor. ``data``: what the data says of itself, and None where the State has none.
+    ``series`` orders rounds of the same number: a new etcd starts again at round 1. ``data``: the data's own
+    facts; None where the State has no data.
     """
 
     round: int
@@ -45,11 +44,11 @@ class EntryNote:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What this worker has fetched of one global batch, and what it lost by it.
+    """The samples of one global batch that this worker fetched, and their losses.
 
-    ``step``: the first that was not committed then; ``turn``: how many batches came before since. ``first``
-    and ``samples``: where the global batch begins in the epoch, and its size. ``parts``: of each part where
-    it begins in the batch, how many samples it has, and its loss. ``ids``: packed; those really fetched.
+    ``step``: the first uncommitted step at that time. ``turn``: the number of batches since the last commit.
+    ``first`` and ``samples``: the batch's first position in the epoch, and its size. ``parts``: for each
+    part, its start in the batch, its number of samples and its loss. ``ids``: the fetched samples, packed.
     """
 
     step: int
@@ -63,20 +62,20 @@ class Took:
 
 @dataclass(frozen=True, slots=True)
 class CommitNote:
-    """So many steps are committed; ``covers``: how many of them by this, maybe none."""
+    """``step`` steps are committed. ``covers``: the number of steps that this commit adds, perhaps 0."""
 
     step: int
     covers: int = 1
 
     @property
     def first(self) -> int:
-        """The first of them."""
+        """The first step that the commit adds."""
         return self.step - max(1, self.covers) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The digest of what has been learned after so many steps."""
+    """The digest of the weights after ``step`` steps."""
 
     step: int
     digest: str
@@ -84,7 +83,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """So many notes before this one could not be written, and why; those of ``step`` on are there again."""
+    """``notes`` notes before this one could not be written, because of ``why``. Notes exist again from
+    ``step``."""
 
     step: int
     notes: int
@@ -95,7 +95,7 @@ Note = EntryNote | Took | CommitNote | Weights | Gap
 
 
 def encode(note: Note) -> bytes:
-    """One line, newline included."""
+    """Return one line, newline included."""
     said: dict[str, Any]
     match note:
         case EntryNote():
@@ -114,7 +114,7 @@ def encode(note: Note) -> bytes:
 
 
 def decode(line: bytes) -> Note:
-    """Raises BadNote. Fields that this version does not know are passed over."""
+    """Return the note on a line. Unknown fields are ignored. Raises BadNote."""
     try:
         said = json.loads(line)
         match said:
@@ -152,8 +152,8 @@ Numbered = list[tuple[int, Note | BadNote]]
 
 
 def lines(data: bytes, first: int = 1) -> Iterator[tuple[int, Note | BadNote]]:
-    """The notes in a file, with their lines' numbers. What comes after the last newline was cut off when
-    its writer died, and is none."""
+    """Yield the notes in a file with their line numbers. Bytes after the last newline are half a line, and
+    are ignored."""
     for number, line in enumerate(data.split(b"\n")[:-1], start=first):
         try:
             yield number, decode(line)
@@ -162,10 +162,10 @@ def lines(data: bytes, first: int = 1) -> Iterator[tuple[int, Note | BadNote]]:
 
 
 def as_of(files: Mapping[str, tuple[bytes, int]]) -> dict[str, Numbered]:
-    """The notes of a run as they stood at one time, though it goes on while its files are read.
+    """Return the notes of a run as of one time, although the run goes on while its files are read.
 
-    ``files``: what was read of each, and the size that it had before any of them was read. What is
-    committed there is counted; for what was taken by then, the later notes are looked at, too.
+    ``files``: the bytes read from each file, and the file's size before any file was read. Commits before
+    that size count. Notes after it are used only where they belong to these commits.
     """
     seen: dict[str, Numbered] = {}
     later: dict[str, Numbered] = {}
@@ -173,7 +173,7 @@ def as_of(files: Mapping[str, tuple[bytes, int]]) -> dict[str, Numbered]:
         end = data.rfind(b"\n", 0, size) + 1
         seen[name] = list(lines(data[:end]))
         later[name] = list(lines(data[end:], len(seen[name]) + 1))
-    # Rounds before the newest were over when its first worker entered it.
+    # A round is over when the first worker enters a newer one.
     newest, last = ("", 0), 0
     for notes in seen.values():
         for number, note in _by_round(notes):
@@ -204,7 +204,7 @@ def _by_round(
 
 
 def pack(numbers: Iterable[int]) -> str:
-    """Differences to the one before, in as many bytes as they need."""
+    """Return the numbers as base64 of their differences, with a variable number of bytes for each."""
     packed = bytearray()
     before = 0
     for number in numbers:
@@ -219,7 +219,7 @@ def pack(numbers: Iterable[int]) -> str:
 
 
 def unpack(text: str) -> Sequence[int]:
-    """Raises BadNote."""
+    """Return the numbers that ``pack`` packed. Raises BadNote."""
     numbers = []
     number = rest = shift = 0
     try:

@@ -1,4 +1,4 @@
-"""Bytes per second, as people write them."""
+"""Parse a bandwidth in bytes per second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _TIMES |= {f"{letter}I": 1 << 10 * n for n, letter in enumerate("KMGT", 1)}
 
 
 def parse(text: str) -> int:
-    """``200M``, ``1.5G``, ``512Mi``, or a number of bytes. Raises ValueError, with a clause for people."""
+    """Return the number of bytes in ``200M``, ``1.5G``, ``512Mi`` or a plain number. Raises ValueError with a
+    clause for people."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]I?)?B?", text.strip().upper())
     size = float(match[1]) * _TIMES[match[2] or ""] if match else 0
     if size < 1:

@@ -1,7 +1,7 @@
-"""The restart budget: what a broken round costs, and when a job has had enough.
+"""The restart budget: the price of a failed round, and when a job must end.
 
-Intensity and period, as in Erlang's supervisors: at most ``restarts_max`` charged failures within
-``restart_window_s``. Only a failure of the user's code is charged, once per broken round.
+The rule has an intensity and a period, as in Erlang's supervisors: at most ``restarts_max`` charged failures
+within ``restart_window_s``. Only a failure of the user's code is charged, once per round.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from elasticd.core.facts import (
 )
 
 _IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b")
-PROGRESS_AFTER_S = 60.0  # a round that lived this long counts as progress even without a step seen
-ASTRAY_MAX = 3  # to go back is worth a try: it may have been a bit that flipped, or data that is dealt anew
+PROGRESS_AFTER_S = 60.0  # a round that lived this long made progress, even if no step was seen
+ASTRAY_MAX = 3  # going back may help: a bit may have flipped, or the data may come in another order
 
 
 def first_failure(
     round: Round, reports: Iterable[Report], *, fatal: bool = False, raised: bool = False
 ) -> Failure | None:
-    """The failure that broke the round: the earliest, as the others are usually its echoes. ``fatal``: of
-    those only that the job is to end with; ``raised``: of those that were nobody else's doing for sure."""
+    """Return the earliest failure of the round; later ones are usually its consequences.
+
+    ``fatal``: only failures that are to end the job. ``raised``: only failures of workers that raised an
+    exception of their own.
+    """
     failures = [
         f
         for f in _exits(round, reports)
@@ -42,12 +45,12 @@ def first_failure(
 
 
 def astray_at(round: Round, reports: Iterable[Report]) -> int | None:
-    """The step at which the round's workers came to what is NaN or infinite, if some ended to go back."""
+    """Return the step at which a loss or gradient was not finite, if a worker ended to go back; else None."""
     return max((f.exit.astray for f in _exits(round, reports) if f.exit.astray is not None), default=None)
 
 
 def _exits(round: Round, reports: Iterable[Report]) -> list[Failure]:
-    """Of the round's workers, however they ended."""
+    """Return all exits of the round's workers."""
     return [
         Failure(report.node, exit)
         for report in reports
@@ -57,19 +60,19 @@ def _exits(round: Round, reports: Iterable[Report]) -> list[Failure]:
 
 
 def progressed(round: Round, reports: Iterable[Report], lived_s: float, *, commits: bool = False) -> bool:
-    """Whether the round was of any use: some worker took a step, or it lived long. ``commits``: its workers
-    commit what they do, so that nothing else counts, for however long they tried."""
+    """Whether the round made progress: a worker made a step, or the round lived long. ``commits``: the
+    workers commit their steps, so only a step counts."""
     stepped = any(r.steps > 0 for r in reports if r.round == round.number)
     return stepped or (not commits and lived_s >= PROGRESS_AFTER_S)
 
 
 def visible(budget: Budget, round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
-    """Whether the job's steps can be seen: some have been. ``commits``: as above."""
+    """Whether the job's steps can be seen: at least one was. ``commits``: see ``progressed``."""
     return commits or budget.stepped or any(r.steps > 0 for r in reports if r.round == round.number)
 
 
 def alike(failure: Failure, before: Failure | None) -> bool:
-    """Whether the failure may come each time anew: it is an error, and the one there was before."""
+    """Whether the failure may repeat in every round: it is an error exit, and equal to the failure before."""
     exit = failure.exit
     return exit.code > 0 and (
         before is None or (before.exit.code, before.exit.message) == (exit.code, exit.message)
@@ -77,8 +80,8 @@ def alike(failure: Failure, before: Failure | None) -> bool:
 
 
 def unrunnable(budget: Budget, round: Round, reports: Iterable[Report]) -> str | None:
-    """Why another try makes no sense, though it is the first failure: wherever the script was started, it
-    could not be imported. None if that is not so, or cannot be told."""
+    """Return why a restart cannot help: on every node of the job's first round the script failed to import,
+    with the same error. None otherwise."""
     if budget.total or round.cause is not Cause.START:
         return None
     failures = [failure for failure in _exits(round, reports) if failure.exit.failed]
@@ -92,8 +95,11 @@ def unrunnable(budget: Budget, round: Round, reports: Iterable[Report]) -> str |
 def charge(
     budget: Budget, failure: Failure, progressed: bool, policy: Policy, now: float, step: int | None = None
 ) -> Budget:
-    """The budget after one more failure; charges that left the window are forgotten. ``step``: see
-    ``Charge``; if it is beyond the last one's, rounds in between that ended in good order were of use."""
+    """Return the budget after one more failure, without the charges that left the window.
+
+    ``step``: see ``Charge``. If it is larger than the last charge's step, planned rounds in between made
+    progress.
+    """
     last = budget.charges[-1].step if budget.charges else None
     progressed = progressed or (step is not None and last is not None and step > last)
     recent = tuple(c for c in budget.charges if c.at > now - policy.restart_window_s)
@@ -102,7 +108,7 @@ def charge(
 
 
 def get_on(budget: Budget) -> Budget:
-    """The budget after a round that was of use and ended without a failure: the job has made progress."""
+    """Return the budget after a round that made progress and ended without a failure."""
     if not budget.charges or budget.charges[-1].progressed:
         return budget
     last = replace(budget.charges[-1], progressed=True)
@@ -110,7 +116,7 @@ def get_on(budget: Budget) -> Budget:
 
 
 def go_back(budget: Budget, step: int) -> Budget:
-    """The budget after the training has come to what is NaN or infinite at this step of the job."""
+    """Return the budget after a loss or gradient was not finite at this step of the job."""
     before = budget.astray
     if before is None or step > before.step:
         return replace(budget, astray=Astray(step, 1))
@@ -118,7 +124,7 @@ def go_back(budget: Budget, step: int) -> Budget:
 
 
 def lost(budget: Budget) -> str | None:
-    """Why going back does not help any more, in a sentence; None while it may."""
+    """Return why going back does not help any more, in a sentence; None while it may help."""
     astray = budget.astray
     if astray is None or astray.times < ASTRAY_MAX:
         return None
@@ -129,7 +135,7 @@ def lost(budget: Budget) -> str | None:
 
 
 def come_apart(budget: Budget, step: int, now: float) -> Budget:
-    """The budget after workers have lost each other, who go on from this step of the job: no charge."""
+    """Return the budget after the workers lost each other and continue from this step: nothing is charged."""
     before = budget.apart
     if before is None or step > before.step:
         return replace(budget, apart=Apart(step, 1, now))
@@ -137,8 +143,11 @@ def come_apart(budget: Budget, step: int, now: float) -> Budget:
 
 
 def hopeless(budget: Budget, policy: Policy, now: float) -> str | None:
-    """Why workers that lose each other need not try again, in a sentence; None while they may: a network may
-    be away for as long as nodes may be, but a script may have one of them wait in vain every time."""
+    """Return why workers that lose each other should not try again, in a sentence; else None.
+
+    The job waits for the join timeout, since a network may be away for that long. A script that makes one
+    worker wait in vain would otherwise repeat for ever.
+    """
     apart = budget.apart
     if apart is None or not 0 < policy.futile_max <= apart.times:
         return None
@@ -151,7 +160,8 @@ def hopeless(budget: Budget, policy: Policy, now: float) -> str | None:
 
 
 def exhausted(budget: Budget, policy: Policy, *, commits: bool = False) -> str | None:
-    """Why the job must end now, in a sentence, or None while it may go on. ``commits``: as above."""
+    """Return why the job must end now, in a sentence; None while it may go on. ``commits``: see
+    ``progressed``."""
     spent = len(budget.charges)
     futile = 0
     for c in reversed(budget.charges):
@@ -173,13 +183,14 @@ def exhausted(budget: Budget, policy: Policy, *, commits: bool = False) -> str |
 
 
 def left(budget: Budget, policy: Policy, now: float) -> int:
-    """How many more failures the job survives."""
+    """Return the number of failures that the job still survives."""
     recent = sum(c.at > now - policy.restart_window_s for c in budget.charges)
     return max(0, policy.restarts_max - recent)
 
 
 def suspect(budget: Budget, policy: Policy) -> tuple[str, int] | None:
-    """The slot that failed alone, ``quarantine_after`` times in a row, if there is one."""
+    """Return the slot that alone caused the last ``quarantine_after`` failures; None if there is no such
+    slot."""
     last = budget.charges[-policy.quarantine_after :]
     if len(last) < policy.quarantine_after or policy.quarantine_after < 1:
         return None
@@ -190,10 +201,11 @@ def suspect(budget: Budget, policy: Policy) -> tuple[str, int] | None:
 def quarantine(
     budget: Budget, place: tuple[str, int], policy: Policy, now: float, *, at_least_s: float = 0.0
 ) -> Budget:
-    """The budget with the slot kept out: longer each time, forgotten a window after its end."""
+    """Return the budget with the slot in quarantine. Each quarantine is longer than the one before; one is
+    forgotten ``restart_window_s`` after its end."""
     known = {(q.node, q.slot): q for q in budget.quarantines if q.until + policy.restart_window_s > now}
     before = known.pop(place, None)
     times = before.times + 1 if before else 1
-    doublings = min(times - 1, 64)  # more of them than any float needs, and fewer than overflow one
+    doublings = min(times - 1, 64)  # enough for any float, without overflow
     length_s = max(at_least_s, min(policy.quarantine_s * 2.0**doublings, policy.quarantine_max_s))
     return replace(budget, quarantines=(*known.values(), Quarantine(*place, now + length_s, times)))

@@ -1,4 +1,4 @@
-"""How often to save: every so many steps, every so many seconds, or as often as it pays."""
+"""How often to save: every N steps, every N seconds, or at the best interval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-BELIEVED_S: Final = 6 * 3600.0  # between failures, before any was seen
+BELIEVED_S: Final = 6 * 3600.0  # the assumed time between failures, before the first one
 LEAST_S: Final = 1.0
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -24,14 +24,15 @@ class EverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """As often as makes the work that is lost and the price of saving cost least together."""
+    """The interval at which the cost of saving and the cost of lost work are least together."""
 
 
 Cadence = EverySteps | EverySeconds | Auto
 
 
 def parse(text: str) -> Cadence:
-    """``100`` (steps), ``90s``, ``10m``, ``1h`` or ``auto``. Raises ValueError, with a clause for people."""
+    """Return the cadence of ``100`` (steps), ``90s``, ``10m``, ``1h`` or ``auto``. Raises ValueError with a
+    clause for people."""
     if text == "auto":
         return Auto()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
@@ -45,15 +46,17 @@ def parse(text: str) -> Cadence:
 
 
 def between_failures_s(failures: int, over_s: float) -> float:
-    """The mean time from one to the next, after so many in so long. What was believed before counts as
-    much as one failure does."""
+    """Return the mean time between failures after ``failures`` failures in ``over_s`` seconds. The assumed
+    time counts like one failure."""
     return (BELIEVED_S + max(0.0, over_s)) / (1 + failures)
 
 
 def best_interval_s(cost_s: float, between_s: float) -> float:
-    """Daly's refinement of Young's sqrt(2 C M), in seconds of training from one save to the next.
+    """Return the best time between two saves, in seconds of training: Daly's refinement of Young's sqrt(2 C
+    M).
 
-    ``cost_s``: by how much a save holds the training up. ``between_s``: mean time between failures."""
+    ``cost_s``: how long a save holds up training. ``between_s``: the mean time between failures.
+    """
     cost_s, between_s = max(cost_s, 1e-6), max(between_s, LEAST_S)
     if cost_s >= 2 * between_s:
         return max(LEAST_S, between_s)
@@ -62,8 +65,8 @@ def best_interval_s(cost_s: float, between_s: float) -> float:
 
 
 def interval_s(cadence: EverySeconds | Auto, cost_s: float, durable_s: float, between_s: float) -> float:
-    """From one save to the next. ``durable_s``: how long the last one took to be committed, below
-    which it is of no use to begin another."""
+    """Return the time from one save to the next. ``durable_s``: how long the last checkpoint took until its
+    commit. An earlier save would be useless."""
     if isinstance(cadence, EverySeconds):
         return cadence.seconds
     return max(best_interval_s(cost_s, between_s), durable_s)
@@ -71,16 +74,18 @@ def interval_s(cadence: EverySeconds | Auto, cost_s: float, durable_s: float, be
 
 @dataclass(frozen=True, slots=True)
 class CadenceLook:
-    """``save`` now; and with which step to ask again."""
+    """Whether to save now, and the step at which to ask again."""
 
     save: bool
     next: int
 
 
 def look(step: int, now: float, due: float, step_s: float | None) -> CadenceLook:
-    """All ranks must save at the same step, and only one clock can say when: this is asked seldom, the
-    more so the longer there is time, and everybody goes by the answer. ``step_s``: how long steps
-    take, if that is known."""
+    """Decide whether to save at this step.
+
+    All ranks must save at the same step, so one rank's clock decides for all. To keep that cheap, the answer
+    says when to ask again, at about half of the time left. ``step_s``: the time of a step, if it is known.
+    """
     if step_s is None:
         return CadenceLook(False, step + 1)
     left = (due - now) / max(step_s, 1e-9)

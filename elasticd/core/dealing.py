@@ -1,10 +1,15 @@
-"""A global batch of constant size, whatever the world: cut into virtual ranks, which are dealt onto
-the workers that are there.
+"""Divide a global batch of constant size among the workers of any world.
+
+The batch is cut into virtual ranks, and the virtual ranks are dealt to the workers.
 
     global batch        0 1 2 3 4 5 6 7 8 9 10 11
     virtual ranks       0     1     2      3
-    a world of three    worker 0 | worker 1 | worker 2
-                        0        | 1        | 2 and 3
+    a world of three    worker 0
+ worker 1
+ worker 2
+                        0
+ 1
+ 2 and 3
 """
 
 from __future__ import annotations
@@ -14,11 +19,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What a worker's model sees at once: samples of one virtual rank.
+    """The samples of one virtual rank that a worker's model sees at once.
 
-    ``samples``: which of the global batch, counted from its first. ``weight``: what a mean over them
-    counts for in the mean over the global batch. ``opens`` and ``closes``: whether it is the first and
-    the last of its virtual rank; ``last``: whether it is the last of its worker.
+    ``samples``: their indices in the global batch. ``weight``: the weight of their mean in the mean over the
+    global batch. ``opens`` and ``closes``: whether this is the first and the last portion of its virtual
+    rank. ``last``: whether this is the worker's last portion.
     """
 
     virtual_rank: int
@@ -31,7 +36,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one step: so many positions of an epoch, from ``first`` on."""
+    """The samples of one step: ``samples`` positions of an epoch, from ``first``."""
 
     epoch: int
     first: int
@@ -43,8 +48,11 @@ class Batch:
 
 
 def next_batch(epoch: int, position: int, *, length: int, size: int, drop_last: bool = False) -> Batch:
-    """What comes after ``position`` samples of an epoch of that length: ``size`` more, or what is left of
-    it, which ``drop_last`` leaves out. Raises ValueError where an epoch has no batch at all."""
+    """Return the batch after ``position`` samples of an epoch.
+
+    It has ``size`` samples, or the rest of the epoch, which ``drop_last`` leaves out. Raises ValueError if an
+    epoch has no batch at all.
+    """
     for begin in ((epoch, position), (epoch + 1, 0)):
         samples = min(size, length - begin[1])
         if samples == size or (samples > 0 and not drop_last):
@@ -55,22 +63,22 @@ def next_batch(epoch: int, position: int, *, length: int, size: int, drop_last: 
 
 
 def cut(count: int, parts: int) -> tuple[range, ...]:
-    """``range(count)`` in so many neighbouring pieces whose sizes differ by at most one."""
+    """Return ``range(count)`` cut into contiguous pieces whose sizes differ by at most one."""
     return tuple(range(i * count // parts, (i + 1) * count // parts) for i in range(parts))
 
 
 def deal(virtual_ranks: int, world: int) -> tuple[range, ...]:
-    """The virtual ranks of each worker, by rank. A world larger than that leaves some with none."""
+    """Return the virtual ranks of each worker, by rank. In a larger world some workers have none."""
     return cut(virtual_ranks, world)
 
 
 def parts_of(
     rank: int, world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1
 ) -> list[Portion]:
-    """What the worker of that rank computes of a global batch of ``samples``, in order; nothing where
-    the batch is too short to reach all. Each virtual rank's samples come in ``accumulate`` pieces.
+    """Return a worker's portions of a global batch of ``samples``, in order.
 
-    How samples are put together depends on the batch alone, not on the world.
+    The list is empty where the batch is too short for all workers. Each virtual rank's samples come in
+    ``accumulate`` pieces. The portions depend on the batch alone, not on the world.
     """
     batch = cut(samples, virtual_ranks)
     cuts = []

@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's contract, and what elasticd adds to it.
+"""The environment of a worker: torchrun's variables, and elasticd's own.
 
 Source: torch.distributed.elastic.agent.server.local_elastic_agent (2.13).
 """
@@ -15,8 +15,11 @@ from elasticd.core.ports import Assignment
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the workers of an agent have in common. ``inherited`` is the agent's own environment;
-    ``devices``: the GPUs of the node's slots, in slot order, as CUDA_VISIBLE_DEVICES names them."""
+    """The settings that all workers of an agent share.
+
+    ``inherited``: the agent's own environment. ``devices``: the GPUs of the node's slots in order, as in
+    CUDA_VISIBLE_DEVICES.
+    """
 
     job: str
     role: str = "default"
@@ -28,7 +31,7 @@ class Setting:
 
 
 def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignment, ...]:
-    """One for each of the member's slots, in rank order; the environment is on top of
+    """Return one assignment for each slot of the member, in rank order. Each environment is added to
     ``setting.inherited``."""
     address, _, port = round.store.rpartition(":")
     group_rank = round.members.index(member)
@@ -68,24 +71,31 @@ def assignments(round: Round, member: Member, setting: Setting) -> tuple[Assignm
 
 
 def run_id(job: str, began: float) -> str:
-    """Another one for each run of the job, as scripts name sockets and shared memory by it: those of an
-    earlier run may still be there. The same on all nodes, and from the first round of the run to the last,
-    as is ``Round.began``, when the run's first round formed; 0 while there is none."""
+    """Return an id for this run of the job. Scripts name sockets and shared memory by it, and an earlier run
+    may have left some.
+
+    The id is the same on all nodes and in all rounds, as is ``began``, the time of the run's first round; 0
+    before that.
+    """
     return f"{job}-{round(began * 1000):x}" if began else job
 
 
 def standbys(
     slots: tuple[int, ...], node_slots: tuple[int, ...], setting: Setting, began: float
 ) -> tuple[Assignment, ...]:
-    """For workers started ahead of any round. The local rank is that of a node with all its slots, as
-    devices go by it; all other ranks are given anew with the round. ``began``: see ``run_id``."""
+    """Return assignments for workers that start before they have a round.
+
+    Their local ranks are those of a node with all its slots, since devices follow the local rank. The round
+    sets all other ranks anew. ``began``: see ``run_id``.
+    """
     member = Member("", "", node_slots, 0)
     alone = Round(0, Phase.WAITING, (member,), "localhost:0", Cause.START, 0.0, began=began)
     return tuple(a for a in assignments(alone, member, setting) if a.slot in slots)
 
 
 def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str]:
-    """Scripts take LOCAL_RANK for the GPU's index; where a slot is left out, that must still hold."""
+    """Return CUDA_VISIBLE_DEVICES where needed: scripts use LOCAL_RANK as the GPU's index, also where a slot
+    is left out."""
     if not setting.devices:
         return {}
     mine = [setting.devices[s] for s in member.slots if s < len(setting.devices)]
@@ -99,15 +109,17 @@ def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str
 def over_interface(
     name: str, inherited: Mapping[str, str], *, asked: bool, host_is_named: bool
 ) -> dict[str, str]:
-    """What has gloo and NCCL talk over this network interface, as far as nobody has told them otherwise.
+    """Return the variables that bind gloo and NCCL to this network interface, except those that are already
+    set.
 
-    Left alone, gloo goes by what the host's own name resolves to: with ``host_is_named`` an address that
-    others can reach, else loopback, where it would never meet them. NCCL takes what looks fastest. So both
-    are told where somebody ``asked`` to be reached at that interface's address, and gloo where it has to be.
+    By default gloo uses the address of the host's name. With ``host_is_named`` other nodes can reach that
+    address; otherwise it is loopback, and gloo would never connect. NCCL uses the fastest interface. So if
+    the user ``asked`` for this interface's address, both are bound. Otherwise only gloo is bound, and only if
+    the host is not named.
     """
     told = {}
     if asked or not host_is_named:
         told["GLOO_SOCKET_IFNAME"] = name
     if asked:
-        told["NCCL_SOCKET_IFNAME"] = f"={name}"  # that one alone, and not all whose names begin so
+        told["NCCL_SOCKET_IFNAME"] = f"={name}"  # "=": exactly this name, not every name with this prefix
     return {variable: value for variable, value in told.items() if variable not in inherited}

@@ -1,7 +1,7 @@
-"""What is true of a job: the records that agents share through etcd.
+"""The facts of a job: the records that agents share through etcd.
 
-Everything here is frozen. Each record is one etcd value (``elasticd.etcd.records`` turns it into
-JSON and back); the key it lives under is named in its docstring, below ``/elasticd/<job>/``.
+Every record is frozen, and is one etcd value (``elasticd.etcd.records`` converts it to JSON and back). The
+docstring names the record's key, below ``/elasticd/<job>/``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Limits:
 
 
 class Resume(StrEnum):
-    """From checkpoints: from the newest whole one, if there is any; or the job ends without one; or
-    not from those that another job made."""
+    """Whether to resume from checkpoints: from the newest whole one if there is one (auto); the same, but the
+    job ends if there is none (required); or never from another job's checkpoints."""
 
     AUTO = "auto"
     REQUIRED = "required"
@@ -42,28 +42,28 @@ class Resume(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How patient the leader is; times in seconds.
+    """The leader's policy. Times are in seconds.
 
-    ``settle_s``: how long a starting job waits, after the last node came, for more of them.
-    ``grow_cooldown_s``: how long a round lives before it is ended in order to grow.
-    ``join_timeout_s``: how long a job may wait below ``min`` before it ends with exit code 3.
-    ``shutdown_s``: how long workers get between SIGTERM and SIGKILL when a round ends as planned.
-    ``broken_s``: the same when the round is broken, so that there is nothing left to save.
-    ``part_s``: how long workers that keep their process get to leave a round that is broken, before they
-    are killed after all: from when others wait who hold the job's state; and any round, where their node
-    leaves or the job ends.
-    ``node_ttl_s``: the lease of a node; a lost node is noticed after at most this long.
-    ``checkpoint_wait_s``: how long a round that is to be resized waits for the next checkpoint of scripts
-    that tell of their own; one that a node leaves, for half of ``shutdown_s`` at most.
-    ``restarts_max`` in ``restart_window_s``: the restart budget.
-    ``futile_max``: failures in a row without a single step of progress before the job gives up.
-    ``quarantine_after``: failures in a row by which a slot is judged to fail alone (below
-    ``futile_max``, so that a bad slot is tried without before the job is called futile).
-    ``quarantine_s``: its first quarantine; doubled each time up to ``quarantine_max_s``.
-    ``resume``: whether a job that begins forgets what a former one of its name committed (never).
-    ``straggler_ratio``: a worker whose own time for a step is so many times its peers' for most of
-    ``straggler_window_s`` is named. ``straggler_drain``: its slot is then left out for a while, and so
-    is one whose GPU tells of errors.
+    * ``settle_s``: how long a starting job waits for more nodes after the last one came.
+    * ``grow_cooldown_s``: how long a round lives before it may end in order to grow.
+    * ``join_timeout_s``: how long a job may stay below ``min`` before it ends with exit code 3.
+    * ``shutdown_s``: the time between SIGTERM and SIGKILL when a round ends as planned.
+    * ``broken_s``: the same when a round has failed, and nothing is left to save.
+    * ``part_s``: the time after which workers that keep their process are killed if they have not left a
+      failed round. It starts once other workers wait with the job's state. It limits every round whose node
+      leaves or whose job ends.
+    * ``node_ttl_s``: the lease of a node. A lost node is noticed after at most this time.
+    * ``checkpoint_wait_s``: how long a resize waits for the next checkpoint of a script that writes its own.
+      If a node leaves, the wait is at most half of ``shutdown_s``.
+    * ``restarts_max`` in ``restart_window_s``: the restart budget.
+    * ``futile_max``: failures in a row without progress before the job ends.
+    * ``quarantine_after``: failures in a row after which a slot counts as failing alone. It is below
+      ``futile_max``, so that the job tries without a bad slot before it gives up.
+    * ``quarantine_s``: a slot's first quarantine, doubled each time up to ``quarantine_max_s``.
+    * ``resume``: with "never", a new job forgets the checkpoints of an earlier job of the same name.
+    * ``straggler_ratio``: a straggler's own time for a step is this many times its peers' for most of
+      ``straggler_window_s``. ``straggler_drain``: leave the slot of a straggler, or of a GPU with errors, out
+      for a while.
     """
 
     settle_s: float = 1.0
@@ -88,7 +88,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A node that was asked to leave; the incarnation keeps a returning node from leaving again."""
+    """A node that was asked to leave. The incarnation lets the node come back later."""
 
     node: str
     incarnation: str
@@ -96,13 +96,12 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What people want of the job. Key ``spec``, no lease.
+    """What users want of the job. Key ``spec``, no lease.
 
-    ``asked`` are the limits on the command lines of its agents, which must agree; ``limits`` are
-    those in force, which ``elasticd scale`` changes. ``script`` is what runs, for people;
-    ``fingerprint`` tells another script from the same one. ``inplace``: its workers keep their
-    process from round to round, as the first of them said (``elasticd.worker``). ``checkpointed``: they
-    write checkpoints of their own, and tell of them.
+    ``asked``: the limits on the agents' command lines, which must agree. ``limits``: the limits in force,
+    which ``elasticd scale`` changes. ``script``: the script's name, for people. ``fingerprint`` identifies
+    the script. ``inplace``: the job's workers keep their process from round to round (``elasticd.worker``).
+    ``checkpointed``: the job's scripts write checkpoints of their own and report them.
     """
 
     asked: Limits
@@ -118,18 +117,20 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One agent and what it offers. Key ``nodes/<name>``, on the agent's lease: no key, no node.
+    """One agent and its slots. Key ``nodes/<name>``, on the agent's lease: without the key the node does not
+    exist.
 
-    ``incarnation`` is new each time the agent starts. ``slots`` are the places a worker can run
-    in. ``released`` is the newest round of which no worker is left here (0 before the first): a
-    member of round n can be given work in a later round only once it has released n. ``told`` are the
-    ``ends`` in its report of that round, which may be seen later. ``fenced`` is
-    the newest round whose workers were killed here because the lease was running out.
-    ``store_port`` is a port already listening for the store of the next round this node hosts.
-    ``ready``: slots with a process that waits to take part in a round; in a job that recovers in
-    place, those are what the node has to offer. ``most``: how many of its slots may be in a world at a
-    time, the rest being spares (0: all). ``age``: of the newest state that any of those ready has
-    whole, None if they have none; ``holders``: which of them have it.
+    ``incarnation`` is new each time the agent starts. ``slots`` are the places for workers. ``released`` is
+    the newest round without a worker left on this node (0 before the first). A member of round n gets work in
+    a later round only after it has released n. ``told``: the ``ends`` in the node's report of that round,
+    which the leader may see later than this record. ``fenced``: the newest round whose workers were killed
+    here because the lease was running out. ``store_port``: a port that already listens, for the store of the
+    next round that this node hosts.
+
+    ``ready``: slots with a process that waits for a round. In a job that recovers in place, only these slots
+    can get work. ``most``: how many of the slots may be in a world at once; the others are spares (0: all).
+    ``age``: the age of the newest whole state of the ready slots, None if there is none. ``holders``: the
+    ready slots that have this state.
     """
 
     name: str
@@ -163,7 +164,7 @@ class Member:
 
 
 class Phase(StrEnum):
-    """Where a round is in its life: waiting* -> live -> closing -> (the next round | waiting | ended)."""
+    """The phase of a round: waiting* -> live -> closing -> (the next round | waiting | ended)."""
 
     WAITING = "waiting"  # nothing runs, and there are too few workers for the next round
     LIVE = "live"  # its workers run
@@ -172,28 +173,28 @@ class Phase(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a round began, or why it is closing. Bounded, as it becomes a metric label."""
+    """Why a round began, or why it is closing. The values are few, since they are labels of metrics."""
 
     START = "start"
     WORKER_FAILED = "worker_failed"
     WORKER_HUNG = "worker_hung"
     NODE_LOST = "node_lost"
-    WORLD_BROKEN = "world_broken"  # workers cannot reach each other any more, though none has ended
-    NODE_FAULT = "node_fault"  # a worker failed of its node: the disk of its log was full
+    WORLD_BROKEN = "world_broken"  # workers lost each other, though no worker ended
+    NODE_FAULT = "node_fault"  # a worker failed because its node's disk was full
     NODE_DRAINED = "node_drained"
-    SLOT_DRAINED = "slot_drained"  # its worker was slower than the others, or its GPU is bad
+    SLOT_DRAINED = "slot_drained"  # its worker was a straggler, or its GPU has errors
     GREW = "grew"
     SCALED = "scaled"
     STOPPED = "stopped"
 
     @property
     def charged(self) -> bool:
-        """Whether it is the user's code that ended the round, which the budget pays for."""
+        """Whether the user's code ended the round, so that the budget pays."""
         return self in (Cause.WORKER_FAILED, Cause.WORKER_HUNG)
 
     @property
     def failure(self) -> bool:
-        """Whether nobody had planned it: what was not saved by then may be lost."""
+        """Whether the end was unplanned, so that unsaved work may be lost."""
         return self.charged or self in (Cause.NODE_LOST, Cause.NODE_FAULT, Cause.WORLD_BROKEN)
 
 
@@ -202,17 +203,18 @@ LAST_OUTPUT: Final = "last output: "
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended. ``code``: its exit status, or minus the signal that killed it.
+    """How a worker ended.
 
-    ``at``: seconds since the epoch. ``message`` and ``traceback`` come from the worker's error
-    file where it wrote one (torch's ``@record``), else from the end of its stderr; where that names no error,
-    the message is the last line after ``LAST_OUTPUT``. ``log``: where
-    its output is, on its node. ``fenced``: it was killed because its node's lease was running out.
-    ``hung``: it was killed because it hung, and ``message`` says where. ``fatal``: it said before that
-    the job is to end with it. ``astray``: the job's step at which something was NaN or infinite, if it
-    ended for the job to go back to a checkpoint. ``node_fault``: it failed, and what it printed could not
-    be written, as its node's disk was full; the code it ran is not charged for it. ``raised``: it said
-    before that an exception of its own was to end it.
+    ``code``: its exit status, or minus the signal that killed it. ``at``: seconds since the epoch.
+    ``message`` and ``traceback`` come from the worker's error file (torch's ``@record``), or else from the
+    end of its stderr. If stderr names no error, the message is ``LAST_OUTPUT`` and the last line. ``log``:
+    the path of its output, on its node.
+
+    ``fenced``: it was killed because its node's lease was running out. ``hung``: it was killed because it
+    hung; ``message`` says where. ``fatal``: it asked for the job's end before it ended. ``astray``: it ended
+    to go back to a checkpoint, since a value was not finite at this step of the job. ``node_fault``: it
+    failed while its node's disk was full and its output could not be written; no failure is charged.
+    ``raised``: it announced that an exception of its own ends it.
     """
 
     slot: int
@@ -235,7 +237,7 @@ class Exit:
 
     @property
     def cause(self) -> Cause:
-        """Why its round ends, if it is because of this."""
+        """The cause of the round's end, if this exit ends the round."""
         if self.node_fault:
             return Cause.NODE_FAULT
         return Cause.WORKER_HUNG if self.hung else Cause.WORKER_FAILED
@@ -254,38 +256,31 @@ class Outcome(StrEnum):
     FAILED = "failed"  # the budget is spent, or failures repeat without progress
     SHORT = "short"  # fewer than min workers for longer than the join timeout
     STOPPED = "stopped"  # by `elasticd stop`
-    DIVERGED = "diverged"  # a loss or gradient was not finite, and the job was to stop then
+    DIVERGED = "diverged"  # a loss or gradient was not finite, and the user wants the job to stop then
     NOWHERE = "nowhere"  # no checkpoint to resume from, and one was required
-    REFUSED = "refused"  # the data is not what the training that is to be gone on with had
+    REFUSED = "refused"  # the data differs from the data of the training to resume
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The numbered life of one world. Key ``round``, no lease; written by the leader only.
+    """The life of one world. Key ``round``, no lease; only the leader writes it.
 
-    ``number`` only grows; it fences everything. ``members`` are in rank order. ``store`` is
-    ``address:port`` of the c10d store, hosted by the agent of the first member. ``cause`` says why
-    the round began; once it closes, ``closing`` says why and ``planned`` whether its workers may
-    still save. ``since``: when the phase began, in seconds since the epoch; ``lived_s``: how long a
-    closing round had lived. ``restarts`` counts the
-    failures charged so far, and ``failure`` is the last of them. An ended job has an ``outcome`` and,
-    in a sentence, ``why``. Round 0 never lives: it is the job waiting for its first workers.
+    ``number`` only grows, and fences all work of older rounds. ``members`` are in rank order. ``store``: the
+    ``address:port`` of the c10d store, which the first member's agent hosts. ``cause``: why the round began.
+    Once the round closes, ``closing`` says why, and ``planned`` whether workers may still save. ``since``:
+    the start of the phase, in seconds since the epoch. ``lived_s``: how long a closing round was live.
+    ``restarts``: the failures charged so far; ``failure`` is the last one. An ended job has an ``outcome``
+    and a sentence ``why``. Round 0 is never live: the job waits for its first workers.
 
-    Where workers keep their process: ``leaving`` are nodes that are asked to leave and have all there
-    is of the state; until ``leave_by`` they stay to hand it over. ``handover``: this round does that and
-    no more: its workers pass the state on, make no step, and leave it by themselves.
+    Where workers keep their process: ``leaving`` are nodes that were asked to leave and alone hold the state.
+    They stay until ``leave_by`` to hand the state over. ``handover``: the workers of this round pass the
+    state on, make no step, and leave by themselves. ``outlived``: a closing round has members that do not
+    leave, while workers that left it, on any node, hold all the state that the round agreed on. ``anew``: a
+    value was not finite, so the job goes back to a checkpoint. No worker keeps its process or its state.
 
-    ``outlived``: of a round that some have not left for long, that others have, on another node
-    perhaps, with all that its workers had agreed on.
-
-    ``resizes_by``: the round is to be resized with the next checkpoint that its scripts tell of, where
-    they are held for it, or then at the latest; 0 where it is not.
-
-    ``began``: when the job's first round of this run did; ``failures``: how many of its rounds since began
-    after one that nobody had planned to end.
-
-    ``anew``: nobody is to go on with what a worker has in memory: it has come to what is NaN or infinite,
-    and the job goes back to a checkpoint. Who could keep its process ends with the round.
+    ``resizes_by``: the round is to be resized at its script's next checkpoint, or at this time at the latest;
+    0 otherwise. ``began``: the time of this run's first round. ``failures``: the number of rounds since then
+    that followed an unplanned end.
     """
 
     number: int
@@ -316,7 +311,7 @@ class Round:
 
     @property
     def next_cause(self) -> Cause:
-        """Why the round after this one begins, or is still waited for."""
+        """Why the next round begins, or why the job waits for it."""
         return self.closing or self.cause
 
     def member(self, node: str, incarnation: str) -> Member | None:
@@ -328,14 +323,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an agent last saw of its workers of a round. Key ``reports/<node>``, no lease.
+    """What an agent last saw of its workers in a round. Key ``reports/<node>``, no lease.
 
-    ``exits`` are those the agent did not cause itself. ``finished``: every worker here ended with
-    status 0. ``steps``: made here in this round, by the slot that made the most: committed ones, where
-    workers commit, else an optimizer's.
-    ``returned``: the run function has, in all workers of the round; only the end of the scripts is to come.
-    ``checkpointed``: a worker here has just written a checkpoint, and is held there. ``broken``: one can do
-    nothing more in the round, as it lost the others.
+    ``exits``: the exits that the agent did not cause. ``finished``: every worker on this node ended with
+    status 0. ``steps``: the most steps that a slot here made in this round: committed steps where workers
+    commit, else optimizer steps. ``returned``: the run function has returned in all workers of the round, and
+    only the end of the scripts remains. ``checkpointed``: a worker here has just written a checkpoint, and
+    waits there. ``broken``: a worker here lost the others and cannot go on in this round.
     """
 
     node: str
@@ -350,13 +344,13 @@ class Report:
 
     @property
     def ends(self) -> int:
-        """How much it tells of how the workers here have ended."""
+        """A number that grows with each end of a worker that the report tells."""
         return len(self.exits) + self.finished
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A slot kept out of the world until ``until`` (seconds since the epoch)."""
+    """A slot that is left out of the world until ``until`` (seconds since the epoch)."""
 
     node: str
     slot: int
@@ -366,9 +360,11 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One failure of the user's code, charged to the budget. ``progressed``: its round was of use, or
-    one after it, or nobody can tell. ``step``: the committed one that the job goes on
-    from, where workers have it in memory."""
+    """One failure of the user's code, charged to the budget.
+
+    ``progressed``: its round or a later one made progress, or nothing can tell. ``step``: the committed step
+    that the job continues from, where workers hold the state in memory.
+    """
 
     at: float
     node: str
@@ -379,8 +375,8 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Astray:
-    """How often the training came to what is NaN or infinite and went back, since it last got further
-    than ever before: to ``step``."""
+    """How often a value was not finite and the training went back, since it last came further than ever: to
+    ``step``."""
 
     step: int
     times: int
@@ -388,8 +384,7 @@ class Astray:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How often the workers of a round lost each other with the state at ``step``, no further than when they
-    did so before, and ``since`` when."""
+    """How often in a row the workers lost each other without a step beyond ``step``, and since when."""
 
     step: int
     times: int
@@ -398,11 +393,11 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What failures have cost the job. Key ``budget``, no lease; written by the leader only.
+    """The restart budget. Key ``budget``, no lease; only the leader writes it.
 
-    ``charges`` of the window, oldest first. ``total`` counts all there ever were. ``astray`` is not
-    forgotten with the window: the way to that step may be longer. ``apart`` costs nothing, but has an end.
-    ``stepped``: a step was seen in a round that failed, so that rounds without one have made none.
+    ``charges``: the charges within the window, oldest first. ``total``: the number of all charges ever.
+    ``astray`` is kept beyond the window, since the way to its step may be longer. ``apart`` is not charged,
+    but limited. ``stepped``: a failed round showed a step, so a round that shows none made none.
     """
 
     charges: tuple[Charge, ...] = ()
@@ -415,10 +410,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class SlotProgress:
-    """A worker's heartbeat, as its agent read it. ``at``: seconds since the epoch; 0 for never.
-    ``step``: optimizer steps made in this round. ``base``: the job's step after which it began this round,
-    if it said so. ``held_s``: for how long in all checkpoints have held it up. ``committed``: the job's step
-    that all ranks have applied, if it said so."""
+    """A worker's heartbeat, as its agent read it.
+
+    ``at``: seconds since the epoch; 0 for never. ``step``: optimizer steps in this round. ``base``: the job's
+    step at which the worker began this round, if the script told it. ``held_s``: the total time for which
+    checkpoints held the worker up. ``committed``: the job's last committed step, if the script told it.
+    """
 
     slot: int
     rank: int
@@ -431,23 +428,23 @@ class SlotProgress:
 
     @property
     def of_job(self) -> int:
-        """The job's step where the script tells it (``tells``), else how many it made in this round."""
+        """The job's step if the script tells it (``tells``), else the steps of this round."""
         if self.committed is not None:
             return self.committed
         return self.step if self.base is None else self.base + self.step
 
     @property
     def tells(self) -> bool:
-        """Whether the script says at which step of the job it is, or from which it went on."""
+        """Whether the script tells the job's step, or the step that it began from."""
         return self.committed is not None or self.base is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the workers of a node are. Key ``progress/<node>``, on the agent's lease. ``own_bytes`` and
-    ``replica_bytes``: memory that checkpoints of its workers, and of other nodes', lie in there.
+    """The progress of a node's workers. Key ``progress/<node>``, on the agent's lease.
 
-    Written every second or two, for people to look at; no decision rests on it.
+    ``own_bytes`` and ``replica_bytes``: the memory on this node that holds checkpoints of its own workers,
+    and of other nodes. The record is written every second or two for people; no decision depends on it.
     """
 
     node: str
@@ -459,8 +456,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What the workers of a node do that make no steps. Key ``stalls/<node>``, on the agent's lease,
-    and only while they make none. ``allowed``: what this node learned of the job's steps."""
+    """What the workers of a node do while they make no steps. Key ``stalls/<node>``, on the agent's lease,
+    and only for that time. ``allowed``: the limits that this node learned from the job's steps."""
 
     node: str
     incarnation: str
@@ -471,9 +468,11 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Who hangs, as the leader judged from all nodes' stalls. Key ``hang``, on the leader's lease.
-    Each agent kills its own of the guilty, if they still are what they were seen to be. ``asks``: not
-    yet, as every agent is first to look at its own workers and to tell what they do."""
+    """The leader's verdict from the stalls of all nodes. Key ``hang``, on the leader's lease.
+
+    Each agent kills the hung workers on its node, if they are still in the state that was judged. ``asks``:
+    no worker is killed yet; every agent is first to look at its workers and report.
+    """
 
     round: int
     verdict: Verdict
@@ -482,7 +481,7 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class SlotPace:
-    """``own_s``: a worker's own time for a step, of late: without waiting for others."""
+    """The pace of a slot. ``own_s``: the worker's recent time for a step, without waiting for others."""
 
     slot: int
     rank: int
@@ -491,7 +490,7 @@ class SlotPace:
 
 @dataclass(frozen=True, slots=True)
 class BadSlot:
-    """Its GPU has told of an error of its own; ``why`` says of which."""
+    """A slot whose GPU reports an error; ``why`` names the error."""
 
     slot: int
     rank: int
@@ -500,8 +499,8 @@ class BadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """How fast the workers of a node are, in one period. Key ``paces/<node>``, on the agent's lease.
-    ``number``: of the period; it only grows. ``slots``: those of which it is known."""
+    """The paces of a node's workers in one period. Key ``paces/<node>``, on the agent's lease. ``number``:
+    the number of the period, which only grows. ``slots``: the slots with a known pace."""
 
     node: str
     incarnation: str
@@ -513,7 +512,8 @@ class Paces:
 
 @dataclass(frozen=True, slots=True)
 class Laggard:
-    """``ratio``: of its own time for a step to its peers'. ``why``: it is not slow but its GPU is bad."""
+    """A straggler. ``ratio``: its own time for a step over its peers'. ``why``: if set, the slot is not slow,
+    but its GPU is bad."""
 
     node: str
     slot: int
@@ -524,8 +524,8 @@ class Laggard:
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Who lags behind, as the leader judged from all nodes' paces. Key ``stragglers``, on the leader's
-    lease. ``usual_s``: the median of all workers' own times for a step; 0 where it is not known."""
+    """The stragglers, as the leader judged from the paces of all nodes. Key ``stragglers``, on the leader's
+    lease. ``usual_s``: the median of all workers' own times for a step; 0 if unknown."""
 
     round: int
     usual_s: float
@@ -534,9 +534,11 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True)
 class SlotTime:
-    """What the time of a slot was spent on: seconds by kind (``core.ledger.Kind``). ``furthest``: the
-    job's last step known to have been made there. ``untold_s``: of the last time, that of a step under
-    way, of which it is not known yet what it is spent on."""
+    """The use of a slot's time: seconds by kind (``core.ledger.Kind``).
+
+    ``furthest``: the job's last step that was made in this slot. ``untold_s``: the time of a step under way,
+    whose kind is not known yet.
+    """
 
     slot: int
     spent: Mapping[str, float]
@@ -546,9 +548,11 @@ class SlotTime:
 
 @dataclass(frozen=True, slots=True)
 class NodeLedger:
-    """Where a node's time went in this run, up to ``at`` (seconds since the epoch). Key ``ledger/<node>``,
-    no lease: it outlives the agent, whose next incarnation goes on with it. Written rarely. ``run``: the
-    create_revision of the job's spec, which another run of the same name has another of."""
+    """The use of a node's time in this run, up to ``at`` (seconds since the epoch). Key ``ledger/<node>``, no
+    lease: the agent's next incarnation continues the record. Written rarely.
+
+    ``run``: the create_revision of the job's spec, which identifies this run among runs of the same name.
+    """
 
     node: str
     at: float
@@ -558,7 +562,7 @@ class NodeLedger:
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """Who leads. Key ``leader``, on the leader's lease; created only if absent."""
+    """The leader. Key ``leader``, on the leader's lease; created only if absent."""
 
     node: str
     incarnation: str
@@ -566,9 +570,11 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One committed checkpoint. ``name``: its folder, never used again. ``step``: the last step it
-    holds. ``round`` and ``world`` of those who saved it; ``at``: seconds since the epoch;
-    ``size``: bytes in all. ``digest``: xxh3 of its manifest, which has those of all else.
+    """One committed checkpoint.
+
+    ``name``: its folder, never used again. ``step``: the last step it holds. ``round`` and ``world``: the
+    round that saved it, and its size. ``at``: seconds since the epoch. ``size``: bytes in all. ``digest``:
+    xxh3 of the manifest, which has the digests of all other files.
     """
 
     name: str
@@ -585,8 +591,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What may be resumed from. Key ``checkpoint``, no lease. ``saved`` are below ``path``, in the
-    order they were committed; the last is the newest."""
+    """The checkpoints to resume from. Key ``checkpoint``, no lease. ``saved`` are folders below ``path``, in
+    the order of their commits; the last is the newest."""
 
     path: str
     saved: tuple[Saved, ...] = ()
@@ -598,7 +604,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Where the saver of a node serves those of others, who prove that they know its ``secret``. Key
+    """The address of a node's saver, for other nodes' savers, which must prove that they know ``secret``. Key
     ``savers/<node>``, on the agent's lease, and only in jobs that hold copies in other nodes' memory."""
 
     node: str

@@ -1,8 +1,8 @@
-"""Where all who hold the state leave at once: who comes after them, and who passes it on to these.
+"""The handover of the state when all nodes that hold it leave at once.
 
-Workers that keep their process have the state in memory. While one of them stays in the job, whoever
-joins gets it from there. If all of them are to leave, their round lives on until others are ready; then
-a round that makes no step takes the state over: all the heirs, and one of those that leave.
+Workers that keep their process hold the state in memory. While one of them stays in the job, new workers get
+the state from it. If all of them leave, their round lives on until other nodes are ready. Then a round
+without steps passes the state on: its members are all heirs and one of the leaving workers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from elasticd.core.facts import Member, Node, Round
 
 
 def may_come(round: Round, nodes: Iterable[Node]) -> bool:
-    """Whether there are nodes that could take over, once their workers are ready."""
+    """Whether there are nodes that could take over the state, once their workers are ready."""
     return any(n.slots and not n.draining and not round.member(n.name, n.incarnation) for n in nodes)
 
 
 def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) -> tuple[Member, ...]:
-    """Those of the round that hands over, before the heirs train; none if there is nothing to hand over.
-    The one that gives comes last, since the first hosts the store. It may not know yet that it is to
-    leave. ``round``: the last, which is over."""
+    """Return the members of the handover round, which comes before the heirs train; empty if there is nothing
+    to hand over.
+
+    The leaving worker comes last, since the first member hosts the store. It may not know yet that it is to
+    leave. ``round``: the last round, which is over.
+    """
     holding = world.newest_holders(nodes.values())
     if any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
         return ()

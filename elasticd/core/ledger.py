@@ -1,12 +1,20 @@
-"""Where the time went: every second of every slot in exactly one kind. Pure.
+"""The ledger: every second of every slot has exactly one kind. Pure.
 
-What a slot does is seen from time to time: either it has no worker at work, and the time is of the
-kind that says why; or a worker is at work, and then time is only told once it is known what it was
-spent on. Up to a worker's first step it was spent on starting it; between steps on training; and what
-follows its last step is lost, unless it ends well.
+A slot is observed at intervals. Without a worker at work, the observation tells the kind. With a worker at
+work, the kind is known only later. The time before a worker's first step was spent on starting; the time
+between steps on training. The time after its last step is lost, unless the worker ends well.
 
-    seen:    idle | worker ----- step 1 ----- step 5 ----------- gone | waiting |
-    kinds:   idle | restarting | productive | productive? lost: | ... | waiting |
+    seen:    idle
+ worker ----- step 1 ----- step 5 ----------- gone
+ waiting
+
+    kinds:   idle
+ restarting
+ productive
+ productive? lost:
+ ...
+ waiting
+
                                               restarting
 """
 
@@ -18,30 +26,29 @@ from enum import StrEnum
 
 from elasticd.core.facts import NodeLedger, SlotTime
 
-ABSENT_MAX_S = 300.0  # an agent away for longer was not restarted: its node was not there
-KEPT_SHARE = 0.01  # of an agent's time, that is not told as what it was if it is killed
+ABSENT_MAX_S = 300.0  # an agent that was away for longer was not restarted: its node was gone
+KEPT_SHARE = 0.01  # the share of an agent's time whose kind may be lost if the agent is killed
 KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0
 
 
 class Kind(StrEnum):
-    PRODUCTIVE = "productive"  # steps that were made for the first time
-    REPLAYED = "replayed"  # steps that had been made before, and were lost
+    PRODUCTIVE = "productive"  # steps made for the first time
+    REPLAYED = "replayed"  # steps made again, because they were lost
     CHECKPOINT = "checkpoint"  # held up by a checkpoint
     RENDEZVOUS = "rendezvous"  # ready, while the next world forms
     RESTARTING = "restarting"  # from a worker's last step to its end, and from its start to its first
-    WAITING = "waiting"  # too few workers are there for a world
-    HUNG = "hung"  # from the last step of a worker that is judged hung
-    IDLE = "idle"  # nobody wants a worker here now
+    WAITING = "waiting"  # too few workers for a world
+    HUNG = "hung"  # from the last step of a worker that hangs
+    IDLE = "idle"  # the job wants no worker in this slot now
 
 
 @dataclass(frozen=True, slots=True)
 class AtWork:
-    """A worker in its slot, of this round.
+    """A worker at work in a round.
 
-    ``step``: steps made in this round, the last of them at ``at`` and the first at ``first_at`` (seconds
-    since the epoch; 0 where not known). ``base``: the number of the job's step after which it began, or
-    None where nobody knows that; then no step counts as replayed. ``held_up_s``: for how long in all
-    checkpoints have kept it from training.
+    ``step``: steps made in this round; the first at ``first_at``, the last at ``at`` (seconds since the
+    epoch; 0 if unknown). ``base``: the job's step at which the worker began; without it (None) no step counts
+    as replayed. ``held_up_s``: the total time for which checkpoints held up training.
     """
 
     round: int
@@ -57,9 +64,9 @@ Seen = Kind | AtWork
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The time of one slot. ``told_until``: seconds since the epoch; all before it is in ``spent``.
-    ``furthest``: the job's last step that is known to have been made here. ``carried``: what of ``spent`` was
-    before this agent, by kind."""
+    """The account of one slot. ``told_until``: seconds since the epoch; all time before it is in ``spent``.
+    ``furthest``: the job's last step known to have been made in this slot. ``carried``: the part of ``spent``
+    from before this agent, by kind."""
 
     told_until: float
     spent: Mapping[Kind, float] = field(default_factory=dict)
@@ -68,7 +75,8 @@ class Account:
     carried: Mapping[Kind, float] = field(default_factory=dict)
 
     def see(self, what: Seen, now: float) -> Account:
-        """The account once the slot has been seen at ``now``. Time that goes back is as if it stood."""
+        """Return the account after an observation at ``now``. A ``now`` that goes backwards counts as no
+        time."""
         now = max(now, self.told_until)
         before = self.seen
         if isinstance(before, Kind):
@@ -76,13 +84,13 @@ class Account:
         if isinstance(what, AtWork) and what.round == before.round:
             return self._stepped(before, what, now)
         if what is Kind.IDLE:
-            rest = Kind.PRODUCTIVE  # it ended well: what came after the last step was the script's end
+            rest = Kind.PRODUCTIVE  # it ended well: the time after the last step was the end of the script
         else:
             rest = Kind.HUNG if what is Kind.HUNG else Kind.RESTARTING
         return replace(self._tell(rest, now), seen=what)._stepped(before, what, now)
 
     def close(self, now: float) -> Account:
-        """Tell all the time up to now, as the slot will not be seen again."""
+        """Return the account with all time up to now: no observation follows."""
         return self.see(Kind.RENDEZVOUS if isinstance(self.seen, AtWork) else self.seen, now)
 
     @property
@@ -91,7 +99,7 @@ class Account:
 
     @property
     def own(self) -> dict[Kind, float]:
-        """What was spent in the life of this agent, as a counter that begins with it must say."""
+        """The time spent during this agent's life, for counters that begin with the agent."""
         return {kind: seconds - self.carried.get(kind, 0.0) for kind, seconds in self.spent.items()}
 
     def _tell(self, kind: Kind, until: float) -> Account:
@@ -102,7 +110,7 @@ class Account:
         return replace(self, told_until=until, spent=spent)
 
     def _stepped(self, before: Seen, what: Seen, now: float) -> Account:
-        """Tell the time of the steps that ``what`` has made since ``before``, up to the last."""
+        """Account for the time of the steps since ``before``, up to the last step."""
         if not isinstance(what, AtWork):
             return self
         same = isinstance(before, AtWork) and before.round == what.round
@@ -117,7 +125,7 @@ class Account:
         return replace(account._train(done, last, what, min(what.at, now)), seen=what)
 
     def _train(self, done: int, last: AtWork, what: AtWork, until: float) -> Account:
-        """The steps after ``done``: replayed up to the furthest, then productive."""
+        """Account for the steps after ``done``: replayed up to the furthest step, then productive."""
         account, furthest = self, self.furthest
         held_up_s = min(max(0.0, what.held_up_s - last.held_up_s), max(0.0, until - account.told_until))
         account = account._tell(Kind.CHECKPOINT, account.told_until + held_up_s)
@@ -138,7 +146,7 @@ class Ledger:
     slots: Mapping[int, Account] = field(default_factory=dict)
 
     def see(self, seen: Mapping[int, Seen], now: float) -> Ledger:
-        """A slot that was not known before is accounted for from now on."""
+        """Return the ledger after these observations. The account of a new slot begins now."""
         accounts = dict(self.slots)
         for slot, what in seen.items():
             account = accounts.get(slot) or Account(
@@ -149,7 +157,7 @@ class Ledger:
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds of all slots together by kind, every kind there is."""
+        """The seconds of all slots together, with an entry for every kind."""
         sums = dict.fromkeys(map(str, Kind), 0.0)
         for account in self.slots.values():
             for kind, seconds in account.spent.items():
@@ -160,7 +168,7 @@ class Ledger:
         return Ledger({slot: account.close(now) for slot, account in self.slots.items()})
 
     def record(self, node: str, now: float, run: int = 0) -> NodeLedger:
-        """What to keep in etcd. To the millisecond, as that is enough and much shorter."""
+        """Return the record for etcd, in milliseconds: more digits would only make it longer."""
         up_to_now = {slot: account.see(account.seen, now) for slot, account in self.slots.items()}
         times = tuple(
             SlotTime(
@@ -174,9 +182,11 @@ class Ledger:
         return NodeLedger(node, now, times, run)
 
     def resume(self, kept: NodeLedger, began_at: float) -> Ledger:
-        """This ledger, begun at ``began_at``, as the continuation of what an earlier agent of this node
-        has kept. What came after the last step it knew of is lost, as after any worker's; and that the
-        agent was away too, unless for so long that its node was."""
+        """Return this ledger, begun at ``began_at``, as the continuation of an earlier agent's record.
+
+        The time after that agent's last known step is lost, as after any worker's. The agent's absence is
+        lost as well, unless it lasted so long that the node must have been gone.
+        """
         accounts = dict(self.slots)
         gap_s = max(0.0, began_at - kept.at)
         for time in kept.slots:
@@ -192,29 +202,29 @@ class Ledger:
 
 
 def keep_every_s(lived_s: float) -> float:
-    """How often an agent that has lived for so long keeps its record: what it has not kept when it is
-    killed is told as restarting, whatever it was."""
+    """Return how often to write the record, for an agent of this age. Time that is not written when the agent
+    is killed counts as restarting."""
     return min(max(KEPT_SHARE * lived_s, KEPT_FIRST_S), KEPT_MOST_S)
 
 
 def totals(records: Iterable[NodeLedger]) -> dict[str, float]:
-    """Seconds of all slots together by kind, every kind there is."""
+    """Return the seconds of all slots of all records together, with an entry for every kind."""
     sums = dict.fromkeys(map(str, Kind), 0.0)
     for record in records:
         for time in record.slots:
             for kind, seconds in time.spent.items():
-                if kind in sums:  # a newer elasticd may know more of them
+                if kind in sums:  # a newer elasticd may write further kinds
                     sums[kind] += seconds
     return sums
 
 
 def wanted(spent: Mapping[str, float]) -> float:
-    """The seconds in which work was wanted."""
+    """Return the seconds in which a worker was wanted."""
     return sum(seconds for kind, seconds in spent.items() if kind != Kind.IDLE)
 
 
 def goodput(spent: Mapping[str, float]) -> float | None:
-    """The share of the time that was productive, of that in which work was wanted. None where no step was
-    seen, as of scripts without an optimizer: then nobody can tell."""
+    """Return the share of the wanted time that was productive. None without a seen step, for example for
+    scripts without an optimizer."""
     trained_s = sum(spent.get(kind, 0.0) for kind in (Kind.PRODUCTIVE, Kind.REPLAYED, Kind.CHECKPOINT))
     return spent.get(Kind.PRODUCTIVE, 0.0) / wanted(spent) if trained_s > 0 else None
