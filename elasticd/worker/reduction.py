@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.core.dealing import Portion
+from elasticd.worker.wrapping import Silence
 
 
 class Reduction(Protocol):
@@ -42,13 +43,21 @@ class Reduction(Protocol):
 
 class Averaged:
     """Leaves it to DistributedDataParallel, which averages over workers: once for each step, with the
-    last part's backward pass. ``models``: as State has wrapped them by now, while it may wrap one anew. Where
-    none is wrapped in that, gradients are weighted, and adding them up is left to the script."""
+    last part's backward pass. ``models``: as State has wrapped them by now; ``wrap_anew`` wraps those anew of
+    which other parameters are to be trained now. Where none is wrapped in that, gradients are weighted, and
+    adding them up is left to the script."""
 
     loss: torch.Tensor | None = None
 
-    def __init__(self, models: Collection[Any]) -> None:
+    def __init__(
+        self,
+        models: Collection[Any],
+        silence: Silence | None = None,
+        wrap_anew: Callable[[], None] = lambda: None,
+    ) -> None:
         self._models = models
+        self._silence = silence or Silence()
+        self._wrap_anew = wrap_anew
 
     @property
     def _parallel(self) -> list[DistributedDataParallel]:
@@ -56,9 +65,7 @@ class Averaged:
 
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
-        with contextlib.ExitStack() as inside:
-            for model in self._parallel if not part.last else ():
-                inside.enter_context(model.no_sync())
+        with contextlib.nullcontext() if part.last else self._silence.over(self._parallel):
             yield
 
     def backward(self, loss: torch.Tensor, part: Portion) -> None:
@@ -66,6 +73,8 @@ class Averaged:
         (loss * (part.weight * world)).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, parts: list[Portion]) -> None:
+        if not parts:
+            self._wrap_anew()  # as the other workers have, when they called the model
         if not parts and self._parallel:
             torch.stack([_of_nothing(model) for model in self._parallel]).sum().backward()  # type: ignore[no-untyped-call]
 

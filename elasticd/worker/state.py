@@ -41,12 +41,12 @@ from elasticd.worker.world import World, WorldChanged
 from elasticd.worker.wrapping import (
     SHARDED,
     Calls,
+    Silence,
     Wrap,
     Wrapped,
     data_parallel,
     is_flattened,
     to_wrap,
-    without_sums,
 )
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class State:
         self._gpus: set[torch.device] = set()
         self._wrap = wrap
         self._wraps: dict[str, Any] = {}  # wrapped modules
+        self._silence = Silence()
         self._as_wrapped: dict[str, Wrapped] = {}
         self._stepped: set[str] = (
             set()
@@ -245,15 +246,24 @@ class State:
 
     def _called(self, name: str) -> Any:
         """A module as it is called in the present world: wrapped for the parameters that are trained now."""
+        self._wrap_anew(name)
+        if name not in self._wraps:
+            self._see_swapped()
+            return self._modules[name]
+        return self._wraps[name]
+
+    def _wrap_anew(self, name: str) -> None:
+        """Where other parameters of the module are to be trained than when it was wrapped."""
         if name in self._as_wrapped and not self._as_wrapped[name].as_it_was:
             if name in self._wraps:
                 Averaged([self._wraps.pop(name)]).close()
             self._wrap_for(name)
             self._calls.leave_out(self._wraps.get(name))
-        if name not in self._wraps:
-            self._see_swapped()
-            return self._modules[name]
-        return self._wraps[name]
+            self._silence.take_in(self._wraps.get(name))
+
+    def _wrap_all_anew(self) -> None:
+        for name in self._to_wrap:
+            self._wrap_anew(name)
 
     def _wrap_for(self, name: str) -> None:
         """Unless all of it is frozen, and has no gradient to add up."""
@@ -422,7 +432,7 @@ class State:
             for number in numbers:
                 for turn in range(accumulate):
                     self._micro = micro = Micro(number, turn, last=turn == accumulate - 1)
-                    with without_sums(() if micro.last else self._wraps.values()):
+                    with contextlib.nullcontext() if micro.last else self._silence.over(self._wraps.values()):
                         yield micro
         finally:
             self._micro = None
@@ -582,7 +592,7 @@ class State:
                 thing.scale(torch.zeros((), device=self._committed.device))
         for name in self._to_wrap:
             self._wrap_for(name)
-        self._reduction = Averaged(self._wraps.values())
+        self._reduction = Averaged(self._wraps.values(), self._silence, self._wrap_all_anew)
         self._calls = Calls(self._wraps.values())
         if world is not None and world.size > 1 and self._compares:
             self._alike = Alike(self._trained, self._shared, world, self._step, exact=self._exact)

@@ -107,14 +107,25 @@ class Wrapped:
         return wrapped
 
 
-@contextlib.contextmanager
-def without_sums(models: Iterable[Any]) -> Iterator[None]:
-    """In which backward passes through the models add nothing up over the workers."""
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            if isinstance(model, DistributedDataParallel):
-                stack.enter_context(model.no_sync())
-        yield
+class Silence:
+    """A time in which backward passes through the models add nothing up over the workers."""
+
+    def __init__(self) -> None:
+        self._open: contextlib.ExitStack | None = None
+
+    @contextlib.contextmanager
+    def over(self, models: Iterable[Any]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_open", None)
+            self._open = stack
+            for model in models:
+                self.take_in(model)
+            yield
+
+    def take_in(self, model: Any) -> None:
+        """A model that is wrapped anew meanwhile."""
+        if self._open is not None and isinstance(model, DistributedDataParallel):
+            self._open.enter_context(model.no_sync())
 
 
 class Calls:

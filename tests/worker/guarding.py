@@ -372,6 +372,29 @@ class WithData(Script):
         return y.square().mean()
 
 
+class UnfrozenParts(WithData):
+    """The first layer is trained from the fourth step on. Of three workers one has two parts of a batch."""
+
+    samples, virtual_ranks = 96, 4
+
+    def make(self) -> worker.State:
+        state = super().make()
+        model = nn.Sequential(linear(1), nn.Tanh(), linear(2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3)
+        return worker.State(model, optimizer, data=state.data)
+
+    def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
+        state._modules["model"][0].requires_grad_(state.step >= 3)
+        super().step(state, batch, at)
+
+
+class UnfrozenIdle(UnfrozenParts):
+    """Of three workers one has no part of a batch."""
+
+    virtual_ranks = 2
+
+
 class Contrastive(WithData):
     """Each batch is compared with those of the other workers, of which four have as many as each other."""
 
@@ -455,7 +478,8 @@ SCRIPTS: dict[str, type[Script]] = {
     kind.__name__: kind
     for kind in (
         TwoModules, Apart, Adversaries, Closure, Lbfgs, Momentum, Swapped, Averages, Sharp, Scaled, Unfrozen,
-        Beginning, Embedded, Late, Lengths, Contrastive, LoneSample, Stale, Accumulated, Extra, Codebook,
+        UnfrozenParts, UnfrozenIdle, Beginning, Embedded, Late, Lengths, Contrastive, LoneSample, Stale,
+        Accumulated, Extra, Codebook,
     )
 }  # fmt: skip
 STEPS = 8

@@ -14,7 +14,7 @@ from tests.worker.jobs import NOTHING, Accident, Gate, reads
 POINTS = {"Adversaries": "between"}
 SURVIVED = (
     "TwoModules", "Adversaries", "Closure", "Lbfgs", "Momentum", "Swapped", "Averages", "Sharp", "Scaled",
-    "Unfrozen", "Embedded", "Extra", "Codebook",
+    "Unfrozen", "UnfrozenParts", "Embedded", "Extra", "Codebook",
 )  # fmt: skip
 
 
@@ -58,6 +58,12 @@ def test_a_death_within_a_step_leaves_the_survivors_with_what_was_committed(crew
         assert train(other, tmp_path / "undisturbed", kind, [NOTHING, NOTHING]) == [0, 0]
     [undisturbed] = reads(tmp_path / "undisturbed", "0", "weights")
     assert expected == [pytest.approx(e, rel=1e-3, abs=1e-4) for e in undisturbed]
+
+
+def test_a_worker_without_a_batch_wraps_anew_what_the_others_have_unfrozen(crew, tmp_path):
+    assert train(crew, tmp_path / "idle", "UnfrozenIdle", [NOTHING] * 3) == [0, 0, 0]
+    weights = [reads(tmp_path / "idle", name, "weights") for name in "012"]
+    assert weights[0] == weights[1] == weights[2]
 
 
 @pytest.mark.parametrize(
