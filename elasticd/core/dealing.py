@@ -4,12 +4,8 @@ The batch is cut into virtual ranks, and the virtual ranks are dealt to the work
 
     global batch        0 1 2 3 4 5 6 7 8 9 10 11
     virtual ranks       0     1     2      3
-    a world of three    worker 0
- worker 1
- worker 2
-                        0
- 1
- 2 and 3
+    a world of three    worker 0 | worker 1 | worker 2
+                        0        | 1        | 2 and 3
 """
 
 from __future__ import annotations

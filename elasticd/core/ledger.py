@@ -4,17 +4,8 @@ A slot is observed at intervals. Without a worker at work, the observation tells
 work, the kind is known only later. The time before a worker's first step was spent on starting; the time
 between steps on training. The time after its last step is lost, unless the worker ends well.
 
-    seen:    idle
- worker ----- step 1 ----- step 5 ----------- gone
- waiting
-
-    kinds:   idle
- restarting
- productive
- productive? lost:
- ...
- waiting
-
+    seen:    idle | worker ----- step 1 ----- step 5 ----------- gone | waiting |
+    kinds:   idle | restarting | productive | productive? lost: | ... | waiting |
                                               restarting
 """
 

@@ -1,6 +1,6 @@
-"""What a worker that recovers in place and its agent say to each other: one JSON object a line.
+"""The protocol between an agent and a worker that recovers in place: one JSON object a line.
 
-They meet at an abstract Unix stream socket whose name, without the leading NUL, is the worker's
+Both ends use an abstract Unix stream socket. Its name, without the leading NUL, is in the worker's
 ``ELASTICD_LINK``. The agent listens; the worker connects when it first enters its run function.
 
     worker                         agent
@@ -16,12 +16,12 @@ They meet at an abstract Unix stream socket whose name, without the leading NUL,
     ...
     Done(round l)             ->
 
-A script that keeps to torchrun's ways says no Hello, but perhaps, each time it has written a checkpoint,
-Checkpointed. It is held until the agent hangs up, or says by Leave that it is to end; then it may go on
-to its end. To those that have said Hello nothing is answered.
+A script that works as under torchrun sends no Hello. It may send Checkpointed each time it has written a
+checkpoint. The worker then waits until the agent closes the stream, or sends Leave to say that the worker is
+to end; then the script may run to its end. A worker that has sent Hello gets no answer to Checkpointed.
 
-A worker whose group breaks is told so by Leave, as a rule: another has ended, and its agent knows. Where
-it is not, it says Broken. The end of the stream is the end of whoever was there.
+When a group breaks, the agent usually knows, since another worker has ended, and sends Leave. If the agent
+does not know, the worker sends Broken. The end of the stream means that the other end is gone.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from elasticd.core.age import Age
 
 VERSION = 1
 ADDRESS = "ELASTICD_LINK"
-HANDOVER = "ELASTICD_HANDOVER"  # set in the environment of a round that only passes the state on
+HANDOVER = "ELASTICD_HANDOVER"  # in the environment of a handover round, which only passes the state on
 LINE_BYTES_MAX = 1 << 20
 
 
 class Source(StrEnum):
-    """Where a worker that enters a round has the training's state from."""
+    """Where a worker that enters a round got the training state."""
 
-    SURVIVOR = "survivor"  # itself, or another worker that trained before
-    MEMORY = "memory"  # of this node, where the saver keeps what was handed over
-    PEER = "peer"  # the same, and some of it of another node
-    DISK = "disk"  # the newest checkpoint that is whole
-    SCRIPT = "script"  # what the script starts from, or restores
+    SURVIVOR = "survivor"  # the worker itself, or another worker of an earlier round
+    MEMORY = "memory"  # this node's memory, where the saver keeps replicas
+    PEER = "peer"  # this node's memory and other nodes' memory
+    DISK = "disk"  # the newest whole checkpoint
+    SCRIPT = "script"  # the script's initial state, or what the script restores itself
 
 
 class LinkError(ValueError):
-    """What the other end sent is not of this protocol; says what it was."""
+    """The other end sent something that is not in the protocol. The message quotes it."""
 
 
 class Holds(StrEnum):
-    """What a waiting worker has of the training's state."""
+    """What a waiting worker has of the training state."""
 
-    NONE = "none"  # nothing but what its script starts from
-    WHOLE = "whole"  # the step that it last committed
-    TORN = "torn"  # an optimizer's step that it cannot finish or undo
+    NONE = "none"  # only the script's initial state
+    WHOLE = "whole"  # the whole state of its last commit
+    TORN = "torn"  # an optimizer step that can be neither finished nor undone
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A process has come to its run function. ``v``: the version of the protocol that it speaks."""
+    """A process has reached its run function. ``v``: its version of the protocol."""
 
     pid: int
     v: int = VERSION
@@ -71,8 +71,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """It acts in no round (``round``: the last one, 0 if there was none) and waits for the next.
-    ``step``: the last that it committed; ``agreed``: see ``Age``."""
+    """The worker is in no round and waits for the next. ``round``: its last round, 0 if there was none.
+    ``step``: its last committed step. ``agreed``: see ``Age``."""
 
     round: int
     step: int
@@ -81,15 +81,15 @@ class Waiting:
 
     @property
     def age(self) -> Age | None:
-        """Of the state that it could bring."""
+        """The age of the worker's state; None unless the state is whole."""
         return Age(self.agreed, self.step) if self.state is Holds.WHOLE else None
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """It has joined the group and has the state, and calls the user's function. What that took.
-    ``batch``: samples of a batch that grows with the world, and what it multiplies learning rates by
-    (``rates``); 0 where it does not grow."""
+    """The worker has joined the group, has the state, and calls the user's function. ``group_s`` and
+    ``state_s``: how long the first two took. ``batch`` and ``rates``: the samples of a batch that grows with
+    the world, and the factor of its learning rates; ``batch`` is 0 where it does not grow."""
 
     round: int
     step: int
@@ -102,15 +102,15 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The run function returned in every worker of the round; what follows is the script's end."""
+    """The run function returned in every worker of the round. Only the end of the script remains."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """It can do nothing more in the round, and waits to be told to leave; or, if it ``fails``, an exception
-    of its own ends it. ``why``: what it ran into, for people."""
+    """The worker cannot go on in the round, and waits for Leave. If it ``fails``, an exception of its own
+    ends it. ``why``: the error, for people."""
 
     round: int
     fails: bool
@@ -119,14 +119,14 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """The script has written a checkpoint of its own, ``path``, and it is whole."""
+    """The script has written a whole checkpoint of its own at ``path``."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Take part in the round. ``env`` replaces those variables of the worker's environment."""
+    """Take part in the round. ``env``: variables to set in the worker's environment."""
 
     round: int
     env: Mapping[str, str]
@@ -134,9 +134,12 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The round closes. ``planned``: leave it at a commit that all its workers agree on; otherwise
-    at once, in the middle of whatever it is doing. A planned leave may be followed by the other.
-    ``going``: this worker will be in no later round, and what it has in memory is lost with it."""
+    """The round closes.
+
+    ``planned``: leave at a commit that all workers agree on; otherwise at once, in the middle of a step. An
+    unplanned Leave may follow a planned one. ``going``: this worker will be in no later round, so its memory
+    is lost with it.
+    """
 
     round: int
     planned: bool
@@ -149,12 +152,12 @@ Message = FromWorker | FromAgent
 
 
 def encode(message: Message) -> bytes:
-    """One line, newline included."""
+    """Return one line, newline included."""
     return json.dumps({"is": type(message).__name__.lower(), **asdict(message)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Raises LinkError. Fields that this version does not know are passed over."""
+    """Return the message on a line. Unknown fields are ignored. Raises LinkError."""
     try:
         said = json.loads(line)
     except ValueError:
@@ -197,13 +200,13 @@ def decode(line: bytes) -> Message:
 
 
 class Lines:
-    """Makes messages of the bytes of a stream, however they were cut."""
+    """Turn the bytes of a stream into messages. A message may arrive in pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that ``data`` completes. Raises LinkError."""
+        """Return the messages that ``data`` completes. Raises LinkError."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LINE_BYTES_MAX:
             raise LinkError(f"a line of the link is longer than {LINE_BYTES_MAX} bytes")

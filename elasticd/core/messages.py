@@ -1,4 +1,4 @@
-"""What happens to an agent, and what it does about it: the alphabet of ``core.agent``."""
+"""The events that an agent receives, and the actions that it takes: the vocabulary of ``core.agent``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from elasticd.core.ports import Answer, Entry, Guard, LeaseNews, WorkerNews, Wri
 
 @dataclass(frozen=True, slots=True)
 class Saw:
-    """News of one of the keys that every agent watches: spec, round, leader, its own node.
-    ``fact`` is None where the key does not exist."""
+    """News of a key that every agent watches: spec, round, leader, and its own node. ``fact`` is None where
+    the key does not exist."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class SawOthers:
-    """Answer to ``LookAround``: how many other nodes are registered."""
+    """Answer to ``LookAround``: the number of other registered nodes."""
 
     count: int
 
 
 class Tag(StrEnum):
-    """Which of the agent's writes an answer belongs to; one of each is under way at a time."""
+    """The kind of a write, to match its answer. At most one write of each kind is under way."""
 
     SPEC = "spec"
     NODE = "node"
@@ -66,9 +66,12 @@ class PortReserved:
 
 @dataclass(frozen=True, slots=True)
 class StoreComplained:
-    """The store answers but says no (credentials, certificates, not an etcd), or holds a record
-    that this version cannot read. ``why``: a sentence. ``forgot``: it was wiped, or restored from
-    an older state, so that nothing it says about this job can be relied on."""
+    """The store answers with an error (credentials, certificates, not an etcd), or holds a record that this
+    version cannot read.
+
+    ``why``: a sentence. ``forgot``: the store was wiped or restored from an older state, so its records of
+    this job cannot be trusted.
+    """
 
     why: str
     forgot: bool = False
@@ -76,7 +79,7 @@ class StoreComplained:
 
 @dataclass(frozen=True, slots=True)
 class StoreFilled:
-    """The store answers, and has no room: ``why`` is a sentence, empty once it takes writes again."""
+    """The store answers but has no room. ``why``: a sentence; empty once the store takes writes again."""
 
     why: str
 
@@ -88,21 +91,21 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGone:
-    """Answer to ``CheckProcess``: no process of that incarnation is left on this machine."""
+    """Answer to ``CheckProcess``: the process of that incarnation is gone."""
 
     incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """This process lacks what it needs to go on, though the job could: ``why`` is a sentence."""
+    """This process lacks a resource and cannot go on, though the job could. ``why``: a sentence."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperLost:
-    """The process keeper died and took all workers with it."""
+    """The warden died, and all workers with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Transact:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Host the round's store first if this node is its first member."""
+    """Start the workers of a round. If this node is the first member, host the round's store before."""
 
     round: Round
     member: Member
@@ -149,9 +152,12 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Workers that can leave the round are told to: at a commit point that all agree on if it is
-    ``planned``, else at once; they are killed after ``part_s``, if there is such a limit. The others get the
-    signal, and are killed after ``grace_s``. ``going``: none of them is to take part in the next round."""
+    """Have the workers leave the round.
+
+    Workers that can leave are told to: at a commit that all agree on if ``planned``, else at once. They are
+    killed after ``part_s``, unless it is None. The others get the signal, and are killed after ``grace_s``.
+    ``going``: none of these workers will be in the next round.
+    """
 
     planned: bool
     signal: int
@@ -162,7 +168,7 @@ class CloseRound:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """``slots``: only these; None: every process there is."""
+    """Stop workers. ``slots``: only these; None: every process."""
 
     signal: int
     grace_s: float
@@ -171,22 +177,22 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Hold the workers of these slots no longer, which have told of a checkpoint."""
+    """Let the workers of these slots go on after their checkpoint."""
 
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StartStandbys:
-    """Start processes that belong to no round yet."""
+    """Start processes that wait for a round."""
 
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RenewStore:
-    """Reserve a port for the next store; the present one serves until then, since workers of other
-    nodes may still be saving with its help."""
+    """Reserve a port for the next store. The present store serves until then, since workers of other nodes
+    may still need it for a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class LookAround:
-    """Count the other nodes of the job, once."""
+    """Count the other nodes of the job once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ class CheckProcess:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Revoke the lease and end with this exit code. ``why``: a sentence for a person."""
+    """Revoke the lease and end with this exit code. ``why``: a sentence for people."""
 
     code: int
     why: str

@@ -1,4 +1,4 @@
-"""The names of checkpoints, which become paths of what is read, written and removed."""
+"""The names of checkpoint folders. They become paths, so they are checked before any use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-WORLD_MAX: Final = 1 << 20  # workers that save together; more is no size but a mistake
+WORLD_MAX: Final = 1 << 20  # workers that save together; a larger number must be an error
 _NAME: Final = re.compile(
     r"step-(?P<step>\d{10,19})-r(?P<round>\d{1,19})-(?P<token>[0-9a-f]{8})\.(?P<seq>\d{1,19})", re.ASCII
 )
@@ -14,7 +14,7 @@ _NAME: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What the name of a checkpoint's folder says."""
+    """The parts of a checkpoint folder's name."""
 
     step: int
     round: int
@@ -23,12 +23,13 @@ class Folder:
 
 
 def folder_name(step: int, round: int, token: str, seq: int) -> str:
-    """Never the same twice: the token is drawn by those who save together, who count their saves."""
+    """Return a name that is never used again: the workers that save together draw the token and count their
+    saves."""
     return f"step-{step:010d}-r{round}-{token}.{seq}"
 
 
 def parse_folder(name: str) -> Folder | None:
-    """None for a folder that is none of ours."""
+    """Return the parts of a folder's name; None if the folder is not a checkpoint's."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -36,7 +37,7 @@ def parse_folder(name: str) -> Folder | None:
 
 
 def require_name(name: str, step: int, round: int, world: int) -> None:
-    """Raises ValueError unless so many workers may have saved this step of this round under that name."""
+    """Raise ValueError unless ``world`` workers may have saved this step of this round under that name."""
     there = parse_folder(name)
     if there is None:
         raise ValueError(f"{name!r} is no checkpoint's name")

@@ -1,8 +1,8 @@
-"""The order in which an epoch uses its samples: a pure function of seed, epoch and position, the same in
-every worker, process and version of torch, whatever has happened before.
+"""The order of the samples in an epoch: a pure function of seed, epoch and position.
 
-An epoch has as many positions as the order is long. Nothing is kept from one position to the next, so
-going on in the middle costs what going on at the start does.
+The order is the same in every worker, process and version of torch, and does not depend on the past. An epoch
+has as many positions as the order is long. Nothing is kept between positions, so a start in the middle costs
+no more than a start at position 0.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from math import isfinite
 from struct import unpack
 from typing import Any, Final, Protocol
 
-_ROUNDS: Final = 6  # three make a Feistel network a permutation that looks random, four a strong one
+_ROUNDS: Final = 6  # three make a Feistel network a pseudorandom permutation, four a strong one
 _BITS_MIN: Final = 6
 _MASK_64: Final = (1 << 64) - 1
 
 
 class Order(Protocol):
-    """``facts``: what tells it from another order, in JSON's types."""
+    """An order of samples. ``facts`` identify the order, in JSON's types."""
 
     @property
     def length(self) -> int: ...
@@ -32,16 +32,16 @@ class Order(Protocol):
     def facts(self) -> dict[str, Any]: ...
 
     def at(self, epoch: int, positions: range) -> list[int]:
-        """The indices of the samples at these positions of the epoch."""
+        """Return the indices of the samples at these positions of the epoch."""
         ...
 
 
 class BadOrder(ValueError):
-    """No order can be made of that. The message says why, in a sentence."""
+    """The arguments make no order. The message says why, in a sentence."""
 
 
 class Sequential:
-    """As the samples lie."""
+    """The samples in the order of the dataset."""
 
     def __init__(self, length: int) -> None:
         self.length = _checked(length)
@@ -52,8 +52,11 @@ class Sequential:
 
 
 class Shuffled:
-    """Each sample once, mixed anew in each epoch: a Feistel network permutes the numbers of so many
-    bits, and is walked on from a result that is none of ours until one is. Needs no memory."""
+    """Each sample once, shuffled anew in each epoch, without memory.
+
+    A Feistel network permutes the numbers below a power of two. It is applied again until the result is below
+    the length.
+    """
 
     def __init__(self, length: int, seed: int) -> None:
         self.length = _checked(length)
@@ -82,10 +85,10 @@ class Shuffled:
 
 
 class Weighted:
-    """Each position draws a sample by itself, with replacement: the more weight, the more often."""
+    """Each position draws a sample independently, with replacement, in proportion to its weight."""
 
     def __init__(self, weights: Sequence[float], seed: int, draws: int | None = None) -> None:
-        """Raises BadOrder. ``draws``: the length of an epoch; as many as there are weights."""
+        """Raises BadOrder. ``draws``: the length of an epoch; by default the number of weights."""
         given = array("d", map(float, weights))
         _checked(len(given))
         wrong = next((i for i, w in enumerate(given) if not (isfinite(w) and w >= 0)), None)
@@ -114,7 +117,7 @@ class Weighted:
 
 
 def known(facts: dict[str, Any]) -> Order | None:
-    """The order of these facts, where they are enough to make it again."""
+    """Return the order with these facts; None where the facts are not enough to rebuild it."""
     match facts:
         case {"kind": "sequential", "length": int(length)} if length > 0:
             return Sequential(length)
@@ -124,7 +127,7 @@ def known(facts: dict[str, Any]) -> Order | None:
 
 
 def chance_of(seed: int, epoch: int, position: int) -> int:
-    """63 bits to seed what happens to the sample at a position by chance."""
+    """Return 63 bits to seed the random transformations of the sample at a position."""
     return _mixed(_mixed(position ^ _keys(seed, epoch)[2]) ^ _keys(seed, epoch)[3]) >> 1
 
 
@@ -141,7 +144,7 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _mixed(number: int) -> int:
-    """SplitMix64's finalizer: every bit of the result depends on every bit."""
+    """Return SplitMix64's finalizer: each bit of the result depends on every bit of the number."""
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK_64
     return number ^ number >> 31

@@ -1,4 +1,4 @@
-"""How long training stood still: from what ended a round to the first step of a later one. Pure."""
+"""The length of an outage: from the event that ended a round to the first step of a later round. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from elasticd.core.facts import Cause, Phase, Round
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """``detect_s``: from the fault to the decision to end the round; None where the round was ended as
-    planned. ``recover_s``: from the fault, or from that decision, to the first step."""
+    """One recovery. ``detect_s``: from the fault to the decision to end the round; None if the end was
+    planned. ``recover_s``: from the fault, or from a planned decision, to the first step."""
 
     cause: Cause
     detect_s: float | None
@@ -19,9 +19,9 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What is known of the present one, if there is one. Times are seconds since the epoch.
+    """The present outage, if there is one. Times are seconds since the epoch.
 
-    ``number``: the newest round seen live. ``last_step_at``: of the round before, 0 for none.
+    ``number``: the newest round seen live. ``last_step_at``: the last step of the round before, 0 for none.
     """
 
     number: int = 0
@@ -33,7 +33,8 @@ class Outage:
     fault_at: float | None = None
 
     def see(self, round: Round, last_step_at: float) -> Outage:
-        """``last_step_at``: of this node's workers in the round that was live last, 0 for none."""
+        """Return the outage after news of the round. ``last_step_at``: the last step of this node's workers
+        in the last live round, 0 for none."""
         if round.number < self.number:
             return self
         now = self
@@ -51,7 +52,7 @@ class Outage:
                 last_step_at=last_step_at,
             )
         if round.phase is Phase.LIVE and round.number > self.number:
-            if now.cause is None and now.stepped:  # its closing was never seen, or there was none
+            if now.cause is None and now.stepped:  # the round closed unseen, or did not close
                 now = replace(now, cause=round.cause, decided_at=round.since, last_step_at=last_step_at)
             now = replace(now, number=round.number, stepped=False)
             if now.cause is not None and now.fault_at is None:
@@ -59,7 +60,7 @@ class Outage:
         return now
 
     def first_step(self, at: float) -> tuple[Outage, Recovery | None]:
-        """The first step of the live round was made at ``at``."""
+        """Note the first step of the live round, made at ``at``. Return the recovery that it ends, if any."""
         if self.stepped:
             return self, None
         after = Outage(self.number, stepped=True)
@@ -70,7 +71,7 @@ class Outage:
 
 
 def _fault(still: Outage, formed: Round) -> float:
-    """When it began: a worker's exit where that was it, else the last step that was made."""
+    """Return the start of the outage: the worker's exit if an exit caused it, else the last step."""
     if still.planned:
         return still.decided_at
     failure = formed.failure

@@ -1,9 +1,10 @@
-"""What stands where in the page that a worker shares with its agent: words of 8 bytes, each stored by one
-instruction, written by the worker alone.
+"""The layout of the page of memory that a worker shares with its agent: words of 8 bytes. Only the worker
+writes, each word with one instruction.
 
-The first eight, and the second half with the times of the last steps, are the heartbeat's (elasticd/
-worker/boot, which is self-contained, and elasticd/procs/page.py). These are between: what the library
-says in the script's own process, and what is measured of the steps. All count from the process's start.
+The heartbeat owns the first eight words, and the second half with the times of the last steps
+(elasticd/worker/boot, which imports nothing of elasticd, and elasticd/procs/page.py). The words between hold
+what the library reports from the script's process, and what is measured of the steps. All counts begin with
+the process.
 """
 
 from __future__ import annotations
@@ -15,61 +16,59 @@ from typing import Final
 PID: Final = 2
 STEPS: Final = 3
 LAST_NS: Final = 4
-SAMPLES: Final = 8  # trained on
-COMMITTED: Final = 9  # 1 + the step that every rank has applied
-NONFINITE: Final = 10  # steps of which something told was NaN or infinite
-HELD_NS: Final = 11  # for which checkpoints held up training
-HELD: Final = 12  # how often
-BASE: Final = 13  # 1 + the job's step after which this worker began
-BASE_STEPS: Final = 14  # how many it had made by then
-LOSS: Final = 15  # a double
-LOSSES: Final = 16  # how often it was told
-WAIT_NS: Final = 17  # spent waiting for other ranks
-WAITS: Final = 18  # how often that was measured
-FATAL: Final = 19  # why starting it again makes no sense, as Fatal has it; 0 otherwise
-ASTRAY: Final = 20  # 1 + the job's step at which it ends to go back, as something was NaN or infinite
-COMMITS: Final = 21  # how often this process has committed
-USES: Final = 22  # what of elasticd.worker the script uses: the sum of its Use
-MADE: Final = (
-    23  # 1 + the steps that the optimizer counted before this process's first: the heartbeat's to write
-)
+SAMPLES: Final = 8  # samples trained on
+COMMITTED: Final = 9  # 1 + the last committed step
+NONFINITE: Final = 10  # steps with a value that was NaN or infinite
+HELD_NS: Final = 11  # the time for which checkpoints held up training
+HELD: Final = 12  # how many times they did
+BASE: Final = 13  # 1 + the job's step at which this worker began
+BASE_STEPS: Final = 14  # the process's steps at that time
+LOSS: Final = 15  # a double: the last loss
+LOSSES: Final = 16  # how many losses were told
+WAIT_NS: Final = 17  # the time spent waiting for other ranks
+WAITS: Final = 18  # how many waits were measured
+FATAL: Final = 19  # why a restart makes no sense, as a number of Fatal; 0 otherwise
+ASTRAY: Final = 20  # 1 + the job's step at which the worker ends to go back, as a value was not finite
+COMMITS: Final = 21  # the number of this process's commits
+USES: Final = 22  # the parts of elasticd.worker that the script uses: a sum of Use
+MADE: Final = 23  # 1 + the optimizer's steps before this process; the heartbeat writes it
 
-DELAY_NS: Final = 24  # outside these waits, in which it was ready to run and had no processor
+DELAY_NS: Final = 24  # the time outside waits in which it was ready to run but had no CPU
 
-VALUES: Final = 32  # what the script tells by names of its own: the name, and a double
+VALUES: Final = 32  # the script's own values: a name and a double each
 VALUES_MAX: Final = 12
 NAME_WORDS: Final = 5
 VALUE_WORDS: Final = NAME_WORDS + 1
 WORDS: Final = VALUES + VALUES_MAX * VALUE_WORDS
-assert WORDS < 256  # the second half is the heartbeat's
+assert WORDS < 256  # the second half belongs to the heartbeat
 
 
 class Use(IntFlag):
-    """What of elasticd.worker a script has used so far."""
+    """The parts of elasticd.worker that a script has used so far."""
 
-    STATE = 1  # it keeps its process
+    STATE = 1  # its workers keep their process
     CHECKPOINTS = 2
     DATA = 4
-    CHECKPOINTED = 8  # it tells of checkpoints of its own
+    CHECKPOINTED = 8  # it reports checkpoints of its own
 
 
 NOTHING: Final = Use(0)
 
 
 class Fatal(StrEnum):
-    """Why a worker ended that nobody shall start again, by its own word: the job ends with it."""
+    """Why a worker ended that is not to be restarted: the job ends with it."""
 
-    NOT_FINITE = "not_finite"  # a loss or gradient is NaN or infinite, and the job is to stop then
-    NO_CHECKPOINT = "no_checkpoint"  # none is whole, and one was required
-    BAD_DATA = "bad_data"  # not what the training that is to be gone on with was committed with
+    NOT_FINITE = "not_finite"  # a loss or gradient is not finite, and the job is to stop then
+    NO_CHECKPOINT = "no_checkpoint"  # no whole checkpoint, and one was required
+    BAD_DATA = "bad_data"  # the data differs from the data of the training to resume
 
 
-FATALS: Final = (None, Fatal.NOT_FINITE, Fatal.NO_CHECKPOINT, Fatal.BAD_DATA)  # by their numbers in the page
+FATALS: Final = (None, Fatal.NOT_FINITE, Fatal.NO_CHECKPOINT, Fatal.BAD_DATA)  # by their number in the page
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The same, as the agent has read it. Times in seconds; None where nothing was said."""
+    """The words of the page as the agent reads them. Times are in seconds; None means not told."""
 
     pid: int = 0
     steps: int = 0
@@ -78,7 +77,7 @@ class Told:
     nonfinite: int = 0
     held_s: float = 0.0
     held: int = 0
-    base: int | None = None  # the job's step at which this process's own count was 0
+    base: int | None = None  # the job's step at which this process counted 0 steps
     loss: float | None = None
     stepped_at: float = 0.0  # seconds of CLOCK_MONOTONIC
     wait_s: float = 0.0
@@ -88,5 +87,5 @@ class Told:
     astray: int | None = None
     commits: int = 0
     uses: Use = NOTHING
-    made: int | None = None  # steps that its optimizer had made before this process, by its own count
+    made: int | None = None  # the optimizer's steps before this process, by the optimizer's own count
     values: tuple[tuple[str, float], ...] = ()

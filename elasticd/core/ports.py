@@ -1,8 +1,8 @@
-"""What the core's driver asks of the world: a store, a keeper of processes, and one who looks at them.
+"""The ports of the core's driver: a store, the workers' processes, and an inspector of them.
 
-The daemon gives it etcd and real processes, the simulator gives it simulated ones; one contract
-suite for each port holds both to the same behaviour. Nothing here blocks: every request ends as a
-call back, and "unknown" is an answer.
+The daemon implements the ports with etcd and real processes, the simulator with simulated ones. One contract
+suite for each port tests both. No call blocks: every request ends with a callback, and "unknown" is a
+possible answer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from elasticd.core.hang.standstill import Beat, Vitals
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key as the store last had it. ``key`` is below the job's prefix, such as ``nodes/a``.
+    """A key as the store last had it.
 
-    ``fact`` is None once the key is deleted; ``revision`` is then the revision of the deletion,
-    else its mod_revision. ``created`` is its create_revision (0 when deleted).
+    ``key`` is below the job's prefix, such as ``nodes/a``. ``fact`` is None once the key is deleted.
+    ``revision``: the key's mod_revision, or the revision of its deletion. ``created``: its create_revision (0
+    when deleted).
     """
 
     key: str
@@ -36,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """Guard: the key's mod_revision is still this; 0 says that the key does not exist."""
+    """Guard: the key's mod_revision has not changed; 0 means that the key does not exist."""
 
     key: str
     revision: int
@@ -55,7 +56,7 @@ Guard = Unchanged | StillThere
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """``leased``: the key disappears with this agent's lease."""
+    """Write a key. ``leased``: the key disappears with this agent's lease."""
 
     key: str
     fact: Fact
@@ -64,7 +65,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """``prefix``: the key and all keys below it (``reports/``)."""
+    """Delete a key. ``prefix``: delete all keys that begin with ``key`` (``reports/``)."""
 
     key: str
     prefix: bool = False
@@ -87,7 +88,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No answer in time: the writes may have happened, or may happen yet. Read again."""
+    """No answer came in time. The writes may have happened, or may still happen: read again."""
 
     why: str
 
@@ -97,8 +98,8 @@ Answer = Applied | Refused | Unknown
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Everything a watch covers, as of a revision; sent first, and again whenever changes may
-    have been missed (compaction, a long outage). What it does not name does not exist."""
+    """All entries of a watch at a revision. A watch begins with a listing, and repeats it when changes may
+    have been missed (compaction, a long outage). A key that is not listed does not exist."""
 
     entries: tuple[Entry, ...]
     revision: int
@@ -106,7 +107,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changed since, in order of revision."""
+    """The changes since the last news, in order of revision."""
 
     entries: tuple[Entry, ...]
 
@@ -116,26 +117,28 @@ Seen = Listing | Changes
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The agent's lease is held: the store will not drop it before ``until`` (seconds since the
-    epoch, counted from before the request was sent)."""
+    """The agent's lease is held: the store keeps it until ``until`` at least (seconds since the epoch,
+    counted from before the request was sent)."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The lease ran out or was revoked: every key on it is gone. A new one is being asked for;
-    ``Held`` will say when there is one. ``late_s``: how late this process was in asking for more time."""
+    """The lease ran out or was revoked, and all its keys are gone. A new lease is being requested, and
+    ``Held`` announces it. ``late_s``: how late this process was with its renewal."""
 
     late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The store does not answer. ``cut_off``: it may be answering others, since a majority of its
-    endpoints cannot even be reached over TCP from here. Else the fault is the store's own, and
-    nobody else can have written anything either, up to ``as_of``: the time of the newest proof. It is told
-    again with each new proof. Times are in seconds since the epoch."""
+    """The store does not answer.
+
+    ``cut_off``: the store may be answering others, since most of its endpoints cannot be reached over TCP
+    from here. Otherwise the store itself is at fault, and no agent can have written anything up to ``as_of``,
+    the time of the newest proof. Each new proof is reported. Times are in seconds since the epoch.
+    """
 
     since: float
     cut_off: bool
@@ -154,17 +157,17 @@ class Store(Protocol):
         writes: tuple[Write, ...],
         answer: Callable[[Answer], None],
     ) -> None:
-        """Apply all writes at once if all guards hold. ``answer`` is called exactly once."""
+        """Apply all writes atomically if all guards hold. ``answer`` is called exactly once."""
 
     def watch(self, key: str, seen: Callable[[Seen], None], *, prefix: bool = False) -> Callable[[], None]:
-        """Follow a key, or all keys that start with it. Returns the call that ends the watch.
+        """Follow a key, or all keys that start with it. Return a call that ends the watch.
 
-        Survives everything: reconnects, resumes from the next revision, lists anew when it must.
-        Never reports an older state of a key after a newer one.
+        The watch survives all errors: it reconnects, resumes from the next revision, and lists anew when it
+        must. It never reports an older state of a key after a newer one.
         """
 
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
-        """Take a lease and keep it until ``close``. Called once, before any leased put."""
+        """Take a lease and renew it until ``close``. Called once, before any leased put."""
 
 
 # ---------------------------------------------------------------- processes
@@ -172,7 +175,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One worker to run: where, as which rank, with which environment on top of the agent's own."""
+    """One worker to run: its slot, its ranks, and its environment in addition to the agent's own."""
 
     slot: int
     rank: int
@@ -182,15 +185,15 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLinked:
-    """A worker uses ``elasticd.worker``: it can leave a round, and take part in a later one."""
+    """A worker uses ``elasticd.worker``: it can leave a round and enter a later one."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaiting:
-    """A worker has left ``round`` (0: it never was in one), in which it committed so many steps, and waits
-    for ``start`` to give it its next. ``age``: of the state it could bring, None if it has none whole."""
+    """A worker has left ``round`` (0: it was in none), after ``steps`` commits, and waits for ``start`` to
+    give it the next one. ``age``: the age of its state; None if the state is not whole."""
 
     slot: int
     round: int
@@ -200,8 +203,7 @@ class WorkerWaiting:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReturned:
-    """The run function has returned in all workers of the round; what follows is the end of their
-    scripts."""
+    """The run function has returned in all workers of the round. Only the end of their scripts remains."""
 
     slot: int
     round: int
@@ -209,8 +211,8 @@ class WorkerReturned:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBroke:
-    """A worker can do nothing more in the round: it has lost the others, and waits to be told to leave; or,
-    if it ``fails``, an exception of its own ends it."""
+    """A worker lost the others, cannot go on in the round, and waits to be told to leave. If it ``fails``, an
+    exception of its own ends it."""
 
     slot: int
     round: int
@@ -219,7 +221,7 @@ class WorkerBroke:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCheckpointed:
-    """A script has written a checkpoint of its own, at ``path``. Unless it is linked, it is held there
+    """A script has written a checkpoint of its own at ``path``. Unless the worker is linked, it waits there
     until ``go_on`` or its end."""
 
     slot: int
@@ -231,14 +233,14 @@ WorkerNews = WorkerLinked | WorkerWaiting | WorkerReturned | WorkerBroke | Worke
 
 
 class Procs(Protocol):
-    """The workers of one node. Those that act in a round all act in the same one.
+    """The workers of one node. All workers in a round are in the same round.
 
-    A worker that uses ``elasticd.worker`` is linked: it can leave a round, wait, and take part in a
-    later one in the same process.
+    A worker that uses ``elasticd.worker`` is linked: it can leave a round, wait, and enter a later one in the
+    same process.
     """
 
     def listen(self, news: Callable[[WorkerNews], None]) -> None:
-        """Called once, before any start: whom to tell what workers say of themselves."""
+        """Set the receiver of news from workers. Called once, before any start."""
 
     def start(
         self,
@@ -246,82 +248,94 @@ class Procs(Protocol):
         assignments: tuple[Assignment, ...],
         exited: Callable[[int, Exit], None],
     ) -> None:
-        """Have one worker per assignment take part in the round. A slot's process that waits is let
-        in; one that was started by ``standby`` and does not wait yet is let in once it does; where
-        there is none, one is started. ``exited(round_number, exit)`` is called once for each process,
-        with the round it was given last, also where it could not be started (code 127 and a message);
-        ``exit.fenced`` says whether the fence killed it."""
+        """Have one worker for each assignment take part in the round.
+
+        A slot's waiting process enters the round. A process from ``standby`` that does not wait yet enters
+        once it waits. A slot without a process gets a new one. ``exited(round_number, exit)`` is called once
+        for each process, with the last round it was given, also if it could not be started (code 127 and a
+        message). ``exit.fenced``: the fence killed it.
+        """
 
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
-        """Start processes that belong to no round (0), to wait for one. Their environment's ranks are
-        only likely ones."""
+        """Start processes that wait for a round (their round is 0). The ranks in their environment are only a
+        guess."""
 
     def part(
         self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
     ) -> None:
-        """Have every worker that acts leave its round. Linked ones are told to (``planned``: at a
-        commit point that all ranks agree on, else at once), and get SIGKILL if they have neither left
-        nor ended after ``part_s`` (None: they are waited for); those that fail, if they have not
-        ended after ``grace_s``; the others are stopped by the signal, with ``grace_s``. ``going``: the first
-        are told besides that they will be in no later round. May be called again, with ``planned`` no longer
-        true, or with a limit."""
+        """Have every worker leave its round.
+
+        A linked worker is told to leave: at a commit that all ranks agree on if ``planned``, else at once. It
+        gets SIGKILL if it has neither left nor ended after ``part_s`` (None: no limit). A worker that fails
+        gets SIGKILL if it has not ended after ``grace_s``. A worker that is not linked gets the signal, and
+        SIGKILL after ``grace_s``. ``going``: linked workers are also told that they will be in no later
+        round. A second call may be unplanned, or set a limit.
+        """
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
-        """Send the signal to the workers of these slots, or to all there are, and SIGKILL to what is
-        left after ``grace_s``; returns at once. Descendants that a worker leaves behind are killed
-        when it ends. Calling it again with a shorter grace shortens it."""
+        """Send the signal to the workers of these slots (None: to all), and SIGKILL after ``grace_s`` to
+        those that are left. Return at once.
+
+        Descendants that a worker leaves behind are killed when the worker ends. Another call with a shorter
+        grace shortens the grace.
+        """
 
     def go_on(self, slots: tuple[int, ...]) -> None:
-        """Hold those that have told of a checkpoint no longer."""
+        """Let the workers of these slots go on after their checkpoint."""
 
     def fence(self, until: float | None) -> None:
-        """Workers may run until then (seconds since the epoch; None: without limit) and are killed
-        when it passes without another call, even if the agent itself is stopped. Those that wait
-        are killed, too."""
+        """Let the workers run until ``until`` (seconds since the epoch; None: without limit).
+
+        Unless another call comes before, all workers are then killed, also waiting ones, and even if the
+        agent is stopped.
+        """
 
     def steps(self) -> Mapping[int, int]:  # read from shared memory: cheap
-        """Made in this round, by slot: the steps that a linked worker has committed, or an optimizer's."""
+        """Return the steps made in this round, by slot: committed steps of a linked worker, else optimizer
+        steps."""
 
 
 # ---------------------------------------------------------------- a look at processes
 
 
 class Inspector(Protocol):
-    """Who looks at the workers of one node that act in its round."""
+    """The inspector of one node's workers in its round."""
 
     def now(self) -> float:
-        """By the clock in which workers tell their steps: seconds that pass while the machine is awake."""
+        """Return the time of the clock that workers' steps use. The clock stands still while the machine
+        sleeps."""
 
     def listen(self, news: Callable[[Looked | EvidenceKept], None]) -> None:
-        """Called once, before any look: whom to answer."""
+        """Set the receiver of answers. Called once, before any look."""
 
     def steps(self, known: Mapping[int, int]) -> tuple[Beat, ...]:
-        """What they tell of their steps. ``known``: how many of each process, by pid, were told before.
-        Cheap: it is read from shared memory."""
+        """Return the workers' steps. ``known``: the number of steps already reported, by pid. Cheap: read
+        from shared memory."""
 
     def sample(self, pids: Mapping[int, int]) -> Mapping[int, Vitals]:
-        """How these processes are, by slot. Cheap: the kernel is asked."""
+        """Return the kernel's figures of these processes, by slot. Cheap."""
 
     def look(self, number: int, slots: tuple[int, ...]) -> None:
-        """Find out where these workers are in their code. ``Looked(number, ...)`` may come late, or never."""
+        """Find out where these workers are in their code. ``Looked(number, ...)`` may come late or never."""
 
     def keep(self, number: int, round: int, verdict: Verdict, look: int) -> None:
-        """Write down what was found at the look of that number, if it was the last one, as evidence of a hang
-        of the round. ``EvidenceKept(number, ...)`` may come late, or never."""
+        """Write the findings of the look ``look``, if it was the last one, as evidence of a hang in the
+        round. ``EvidenceKept(number, ...)`` may come late or never."""
 
     def condemn(self, slot: int, pid: int, verdict: Verdict, evidence: str) -> None:
-        """Kill the slot's worker, if it is still this process. Its exit says that it hung, and why."""
+        """Kill the slot's worker, if it is still this process. The exit says that the worker hung, and
+        why."""
 
 
 # ---------------------------------------------------------------- the store of a round
 
 
 class RoundStores(Protocol):
-    """The c10d stores this node hosts, one after the other: a fresh one for every round."""
+    """The c10d stores that this node hosts, one after the other: a new one for each round."""
 
     def open(self) -> None:
-        """Serve the round's store on the port reserved last, in place of an older one."""
+        """Serve the round's store on the port that was reserved last. An older store closes."""
 
     def renew(self) -> int:
-        """The port reserved, and listening, for the next store. One that is open serves until the
-        next is opened."""
+        """Return the port that is reserved, and listens, for the next store. An open store serves until the
+        next one opens."""

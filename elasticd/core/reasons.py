@@ -1,4 +1,4 @@
-"""Why something was decided, as values. Tests compare them; ``telemetry.words`` renders them."""
+"""The reasons of decisions, as values. Tests compare them; ``telemetry.words`` puts them into words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticd.core.page import Use
 
 @dataclass(frozen=True, slots=True)
 class BelowMinimum:
-    """Too few workers; the job ends when this lasts until ``until``."""
+    """There are too few workers. The job ends if this lasts until ``until``."""
 
     have: int
     need: int
@@ -22,7 +22,7 @@ class BelowMinimum:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """Enough workers to start, but more may be on their way until ``until``."""
+    """There are enough workers to start, but more may come until ``until``."""
 
     have: int
     most: int
@@ -31,14 +31,14 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingRelease:
-    """Members of the closing round still have workers."""
+    """Members of the closing round still have workers in it."""
 
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitingHeirs:
-    """Nodes that leave have all there is of the state; others make ready to take it until ``until``."""
+    """The leaving nodes alone hold the state. Others get ready to take it until ``until``."""
 
     nodes: tuple[str, ...]
     until: float
@@ -46,14 +46,14 @@ class AwaitingHeirs:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingCheckpoint:
-    """The round is to be resized, once its script has written its next checkpoint or at ``until``."""
+    """The round will be resized after its script's next checkpoint, or at ``until``."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitingReturn:
-    """Members are not registered, but etcd was away, so they may come back until ``until``."""
+    """Members are not registered. etcd was away, so they may come back until ``until``."""
 
     nodes: tuple[str, ...]
     until: float
@@ -61,7 +61,7 @@ class AwaitingReturn:
 
 @dataclass(frozen=True, slots=True)
 class CoolingDown:
-    """There is room to grow, once the round has lived until ``until``."""
+    """A larger world is possible, but the round lives until ``until`` first."""
 
     have: int
     could_have: int
@@ -103,7 +103,7 @@ class SlotQuarantined:
 
 @dataclass(frozen=True, slots=True)
 class SlotDrained:
-    """It is left out, as its worker lagged behind or its GPU is bad."""
+    """The slot is left out, because its worker is a straggler or its GPU has errors."""
 
     node: str
     slot: int
@@ -112,7 +112,7 @@ class SlotDrained:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStraggling:
-    """``ratio``: of its own time for a step to its peers', over a window."""
+    """The worker is a straggler. ``ratio``: its own time for a step over its peers', in the window."""
 
     node: str
     slot: int
@@ -122,7 +122,7 @@ class WorkerStraggling:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKeepsUp:
-    """It was a straggler, and is none any more."""
+    """The worker is no straggler any more."""
 
     node: str
     slot: int
@@ -131,7 +131,7 @@ class WorkerKeepsUp:
 
 @dataclass(frozen=True, slots=True)
 class SlotBad:
-    """Its GPU has told of an error of its own."""
+    """The slot's GPU has reported an error."""
 
     node: str
     slot: int
@@ -157,7 +157,7 @@ class WorkersStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkersLeaving:
-    """They leave the round and keep their process; ``planned``: at a commit point they agree on."""
+    """The workers leave the round and keep their process. ``planned``: at a commit that they agree on."""
 
     round: int
     cause: Cause
@@ -166,7 +166,7 @@ class WorkersLeaving:
 
 @dataclass(frozen=True, slots=True)
 class StandbysStarted:
-    """Processes that are to wait for a round."""
+    """Processes were started to wait for a round."""
 
     slots: tuple[int, ...]
 
@@ -182,14 +182,14 @@ class CheckpointTold:
 
 @dataclass(frozen=True, slots=True)
 class StandbyReady:
-    """One of them waits now."""
+    """A standby process waits for a round now."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class StandbyFailed:
-    """One of them ended before it could wait; the slot is tried again at ``until``."""
+    """A standby process ended before it could wait. The slot is tried again at ``until``."""
 
     slot: int
     code: int
@@ -206,7 +206,7 @@ class WorkersStopping:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """``log``: where the output of one that failed is."""
+    """A worker ended. ``log``: the path of its output, if it failed."""
 
     round: int
     slot: int
@@ -219,7 +219,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkersHung:
-    """``evidence``: the folder of what was found on this node; empty if it could not be written."""
+    """Workers hang. ``evidence``: the folder of this node's findings; empty if it could not be written."""
 
     round: int
     verdict: Verdict
@@ -228,8 +228,8 @@ class WorkersHung:
 
 @dataclass(frozen=True, slots=True)
 class WithoutEffect:
-    """Options that were given for what the script turns out not to use. ``option``: as it was typed;
-    ``wants``: what of elasticd.worker it is for."""
+    """An option is for a part of elasticd.worker that the script does not use. ``option``: as the user typed
+    it. ``wants``: that part."""
 
     option: str
     wants: Use
@@ -237,7 +237,8 @@ class WithoutEffect:
 
 @dataclass(frozen=True, slots=True)
 class BatchesChanged:
-    """The first resize of a script that counts its data by itself, in batches or in samples."""
+    """The job was resized for the first time, and its script counts its data itself, in batches or
+    samples."""
 
     before: int
     now: int
@@ -245,14 +246,14 @@ class BatchesChanged:
 
 @dataclass(frozen=True, slots=True)
 class BeganAgain:
-    """A restarted script trains with an optimizer that has made no step, though it had come so far."""
+    """A restarted script trains with a new optimizer, though it had made ``furthest`` steps before."""
 
     furthest: int
 
 
 @dataclass(frozen=True, slots=True)
 class Expelled:
-    """A newer round exists without this node, whose workers of an older one are killed."""
+    """A newer round was formed without this node, so this node's workers of the older round are killed."""
 
     running: int
     newest: int
@@ -260,8 +261,8 @@ class Expelled:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """The node's keys are gone; it registers again. ``late_s``: how late the agent was in asking for more
-    time on a lease of ``ttl_s``."""
+    """The node's lease ran out, so the node registers again. ``late_s``: how late the agent was with its
+    renewal of a lease of ``ttl_s``."""
 
     ttl_s: float
     late_s: float
@@ -269,7 +270,7 @@ class LeaseLost:
 
 @dataclass(frozen=True, slots=True)
 class StoreAway:
-    """etcd does not answer. Workers go on, unless ``cut_off``: then they stop at ``until``."""
+    """etcd does not answer. The workers go on; if ``cut_off``, they stop at ``until``."""
 
     cut_off: bool
     until: float | None
@@ -282,21 +283,22 @@ class StoreBack:
 
 @dataclass(frozen=True, slots=True)
 class StoreFull:
-    """etcd takes no more writes; ``why`` says what to do. Workers go on, and nothing changes until then."""
+    """etcd takes no writes. ``why`` says what to do. The workers go on, and the world stays as it is until
+    then."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoreHasRoom:
-    """It takes writes again, after so long."""
+    """etcd takes writes again, after ``full_s`` seconds."""
 
     full_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """This node leaves: asked by a signal, or (signal 0) by ``elasticd drain``."""
+    """This node leaves, because of a signal or (signal 0) ``elasticd drain``."""
 
     signal: int
 
@@ -308,14 +310,14 @@ class LeadsNow:
 
 @dataclass(frozen=True, slots=True)
 class NameTaken:
-    """Another agent has this node name; waits until its lease must have run out."""
+    """Another agent has this node's name. This agent waits until that agent's lease must have run out."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyDiffers:
-    """The job runs with the policy of its first agent, which is not what this one was told."""
+    """The job runs with the policy of its first agent, which differs from this agent's in ``fields``."""
 
     fields: tuple[str, ...]
 

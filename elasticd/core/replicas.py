@@ -1,4 +1,4 @@
-"""Which node holds a copy of which other's shards, and which of what is held is whole and newest."""
+"""Which node holds copies of which other node's shards, and which held state is whole and newest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Shards of one state that a node has in memory. ``name``: the state's, the same wherever it is;
-    ``world``: how many shards it has in all; ``ranks``: which of them are here, whole."""
+    """Shards of one state in a node's memory. ``name``: the state's name, the same on all nodes. ``world``:
+    the number of its shards. ``ranks``: the shards that are whole on this node."""
 
     node: str
     name: str
@@ -20,7 +20,7 @@ class Offer:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Greater is newer: what a later round has made counts more than how far it came."""
+        """A larger age is newer: the round counts before the step."""
         return self.round, self.step
 
 
@@ -34,14 +34,17 @@ class Choice:
     holders: tuple[tuple[str, ...], ...]
 
     def without(self, node: str) -> Choice | None:
-        """The same where that node is gone; None if it is not whole then."""
+        """Return the choice without this node; None if the state is then not whole."""
         left = tuple(tuple(n for n in nodes if n != node) for nodes in self.holders)
         return Choice(self.name, self.round, self.step, left) if all(left) else None
 
 
 def holders(nodes: Sequence[str]) -> Mapping[str, str]:
-    """Who holds a copy of what each node has, given the node of each rank: the next one, around a ring,
-    so that each holds as much as it has held for it. Nobody where there is but one node."""
+    """Return the holder of each node's copies, from the node of each rank.
+
+    The nodes form a ring and each node's holder is the next one, so all hold about the same. With one node
+    there are no copies.
+    """
     ring = list(dict.fromkeys(nodes))
     if len(ring) < 2:
         return {}
@@ -49,8 +52,11 @@ def holders(nodes: Sequence[str]) -> Mapping[str, str]:
 
 
 def newest_whole(offers: Iterable[Offer], least: tuple[int, int] = (0, 0)) -> Choice | None:
-    """The newest state of which every shard is somewhere, unless it is older than ``least`` (round and
-    step). Of two of the same age, which cannot be but by mistake, the same one wherever it is asked."""
+    """Return the newest state whose shards are all held somewhere; None if it is older than ``least`` (round
+    and step).
+
+    Two states of the same age are a mistake; every caller then chooses the same one.
+    """
     states: dict[str, list[Offer]] = {}
     for offer in offers:
         states.setdefault(offer.name, []).append(offer)
@@ -58,7 +64,7 @@ def newest_whole(offers: Iterable[Offer], least: tuple[int, int] = (0, 0)) -> Ch
     for name, some in sorted(states.items()):
         first = some[0]
         if any((o.age, o.world) != (first.age, first.world) for o in some):
-            continue  # one of them is not what it says
+            continue  # the offers contradict each other
         by_rank = tuple(
             tuple(dict.fromkeys(sorted(o.node for o in some if rank in o.ranks)))
             for rank in range(first.world)

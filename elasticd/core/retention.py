@@ -10,7 +10,8 @@ from elasticd.core.facts import Checkpoint, Saved
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """``last``: so many of the newest. ``every``: beside them, the first of each so many steps; 0: none."""
+    """What to keep: the ``last`` newest checkpoints, and the first checkpoint in each ``every`` steps (0:
+    none)."""
 
     last: int = 3
     every: int = 0
@@ -23,7 +24,8 @@ class Keep:
 
 
 def kept(saved: Sequence[Saved], keep: Keep) -> tuple[Saved, ...]:
-    """Those that stay, in the same order: the newest always does. ``saved``: oldest first."""
+    """Return the checkpoints to keep, in the same order; the newest is always kept. ``saved``: oldest
+    first."""
     stay = {s.name for s in saved[-keep.last :]}
     if keep.every:
         marks: set[int] = set()
@@ -36,22 +38,21 @@ def kept(saved: Sequence[Saved], keep: Keep) -> tuple[Saved, ...]:
 
 
 class CommitRefused(ValueError):
-    """A checkpoint may not be committed. The message is one sentence."""
+    """The checkpoint may not be committed. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What is true once it is committed.
-
-    ``unsettled``: why some may yet go by what was true before, so that nothing of that may be removed."""
+    """The result of a commit. ``unsettled``: why some readers may still use an older checkpoint, so that none
+    may be removed; empty otherwise."""
 
     checkpoint: Checkpoint
     unsettled: str = ""
 
 
 def commit(known: Checkpoint, new: Saved, keep: Keep) -> Commit:
-    """Take it in as the newest. Raises Refused where a later round, or a later step of its own,
-    was committed before: what people resume from never goes back."""
+    """Return the checkpoints with ``new`` as the newest. Raises CommitRefused if a later round, or a later
+    step of the same round, was committed before: the newest checkpoint never goes back."""
     newest = known.newest
     if newest is not None:
         if new.round < newest.round:

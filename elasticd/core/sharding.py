@@ -1,4 +1,4 @@
-"""Who writes which part of a state that many ranks hold: each part once, and all about as much."""
+"""Decide which rank writes which part of a state that many ranks hold: each part once, in equal shares."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
-WHOLE_BELOW: Final = 256 * 1024  # bytes: cutting less than this apart gains nothing
-PART_MAX: Final = 1 << 30  # bytes: a part's frame counts in 32 bits, and big parts are read by many
+WHOLE_BELOW: Final = 256 * 1024  # bytes: smaller tensors are not cut, since that gains nothing
+PART_MAX: Final = 1 << 30  # bytes: a frame's length has 32 bits, and several readers share a large tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor: where it begins in the whole and how long it is, in each dimension."""
+    """A box of a tensor: its start in the whole tensor and its length, in each dimension."""
 
     key: str
     dtype: str
@@ -25,11 +25,11 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return prod(self.sizes) * self.itemsize
 
     def rows(self, first: int, count: int) -> Part:
-        """So many rows of it (its first dimension), the first of them counted from its own."""
+        """Return ``count`` rows of the part, from row ``first`` of the part."""
         offsets = (self.offsets[0] + first, *self.offsets[1:])
         return replace(self, offsets=offsets, sizes=(count, *self.sizes[1:]))
 
@@ -37,11 +37,11 @@ class Part:
 def deal(
     held: Sequence[Sequence[Part]], together: AbstractSet[str] = frozenset()
 ) -> tuple[tuple[Part, ...], ...]:
-    """What each rank writes, given what each holds.
+    """Return the parts that each rank writes, from the parts that each rank holds.
 
-    What all hold (a replica each) is laid end to end and cut into equal pieces, between rows. What
-    some hold goes to the one of them with the least so far. ``together``: keys of tensors that need not be
-    equal on all ranks; the first rank that holds them writes them.
+    Parts that all ranks hold (replicas) are laid end to end and cut between rows into equal pieces. A part
+    that some ranks hold goes to the one of them with the least so far. ``together``: keys of tensors that may
+    differ between ranks; the first rank that holds such a tensor writes all of it.
     """
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(held):
@@ -71,7 +71,8 @@ def deal(
 
 
 def _sliced(parts: Sequence[Part], world: int, begun: int) -> Iterator[tuple[int, Part]]:
-    """``begun``: bytes that the first rank writes already."""
+    """Yield the pieces of the replicated parts with their ranks. ``begun``: bytes that rank 0 already
+    writes."""
     total = begun + sum(part.size for part in parts)
     at = begun  # bytes before this part
     for part in parts:

@@ -1,13 +1,13 @@
-"""The one order in which the gradients of virtual ranks are added up.
+"""The order in which the gradients of virtual ranks are added up.
 
-Adding floating-point numbers in another order gives another sum. So the order is that of a binary
-tree over the virtual ranks, whatever the world; a worker adds only what is a whole subtree:
+Floating-point sums depend on the order. So the order is that of a binary tree over the virtual ranks,
+whatever the world size, and a worker adds up whole subtrees only:
 
     ((0 + 1) + (2 + 3)) + (4 + 5)       six virtual ranks
     (0 + 1) | (2 + 3) | (4 + 5)         what three workers hand in
     (0 + 1), 2 | 3, (4 + 5)             what two workers hand in
 
-So a worker hands in no more than about twice the logarithm of how many virtual ranks it has.
+A worker hands in at most about 2 log2(n) subtrees for n virtual ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pile:
-    """Subtrees of neighbouring virtual ranks are laid on a pile one by one, and the topmost two are
-    added up for as long as they are the two halves of a subtree, the upper one to the lower.
+    """How to add up subtrees of neighbouring virtual ranks with a stack.
 
-    ``sums``: how often, after each was laid there. ``left``: what the pile is in the end; of a whole
-    world it is one. ``height``: the most that lies there at once, of those that were added to nothing.
+    The subtrees are pushed one by one. While the top two are the halves of one subtree, the upper is added to
+    the lower. ``sums``: the number of additions after each push. ``left``: the subtrees left at the end; for
+    a whole world it is one. ``height``: the greatest height of the stack after additions.
     """
 
     sums: tuple[int, ...]
@@ -31,7 +31,7 @@ class Pile:
 
 
 def pile_up(subtrees: Iterable[range], virtual_ranks: int) -> Pile:
-    """Of a tree over so many virtual ranks. The subtrees follow each other."""
+    """Return the additions for contiguous subtrees of a tree over ``virtual_ranks``."""
     pile: list[range] = []
     sums: list[int] = []
     height = 0
@@ -48,8 +48,11 @@ def pile_up(subtrees: Iterable[range], virtual_ranks: int) -> Pile:
 
 
 def _are_halves(left: range, right: range, virtual_ranks: int) -> bool:
-    """The left half is a power of two, and starts at a multiple of twice that; the right one may end
-    early where the tree does."""
+    """Whether the two are the halves of one subtree.
+
+    The left half's length is a power of two, and its start a multiple of twice the length. The right half may
+    end early, at the end of the tree.
+    """
     whole = 2 * len(left)
     end = min(left.start + whole, virtual_ranks)
     return whole & (whole - 1) == 0 and left.start % whole == 0 and right == range(left.stop, end)

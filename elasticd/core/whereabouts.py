@@ -1,4 +1,4 @@
-"""What a worker's main thread is at, told from its Python stack."""
+"""Tell from its Python stack what a worker's main thread is doing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call. ``text``: the line of source, where it could be read."""
+    """One call. ``text``: the line of source, if it could be read."""
 
     file: str
     line: int
@@ -22,17 +22,17 @@ Stack = Sequence[Frame]  # innermost first
 
 
 class At(StrEnum):
-    """What it is in."""
+    """What the thread is doing."""
 
-    COLLECTIVE = "collective"  # it waits for other ranks
-    PROGRAM = "program"  # it waits for a program or a process that it started, or for the saver
-    OWN = "own"  # code of its own
+    COLLECTIVE = "collective"  # waits for other ranks
+    PROGRAM = "program"  # waits for a program or a process that it started, or for the saver
+    OWN = "own"  # runs code of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """``place``: such as "job.py:88", in the script rather than in a library where there is such a
-    frame. ``doing``: the collective, or a word for what it does there, if one is known."""
+    """Where a thread is. ``place``: such as "job.py:88", in the script if a frame of the script is on the
+    stack. ``doing``: the collective, or a word for the work; empty if unknown."""
 
     at: At
     place: str
@@ -43,22 +43,22 @@ _LIBRARY = re.compile(
     r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*|elasticd[/\\](worker|checkpoint))[/\\]|^<|^\?"
 )
 _TORCH = re.compile(r"[/\\]torch[/\\](.*)")
-# Code of torch that is at work for itself, though it lies among what talks to other ranks.
+# Parts of torch.distributed that do work of their own and wait for no rank.
 _OWN_WORK = re.compile(r"distributed[/\\](checkpoint|elastic|pipelining|optim)[/\\]")
 _TALKING = re.compile(r"(distributed|nn[/\\]parallel)[/\\]")
 _ENGINE = re.compile(r"autograd[/\\](graph|__init__)\.py")
-# One who waits here does so in C++: for the GPU, which waits for other ranks, wherever in a library that
-# is asked for; or for others at once, unless that is a library's own kind of waiting.
+# These calls wait in C++ code. A fetched value waits for the GPU, which waits for other ranks; a library's
+# frame counts as well. wait() waits for other ranks only where the script itself calls it.
 _FETCHED = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 _AWAITED = re.compile(r"\.(wait)\(")
-# What we put around torch's own calls.
+# elasticd's wrappers around torch's functions.
 _OURS = ("elasticd_waits.py", "elasticd_gpuclock.py", "elasticd_heartbeat.py")
 _AROUND_WAIT = ("elasticd_waits.py", "measured")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 def whereabouts(stack: Stack) -> Whereabouts | None:
-    """None for a thread that runs no Python."""
+    """Return where the thread is; None for a thread without Python frames."""
     waits = bool(stack) and (_name(stack[0].file), stack[0].function) == _AROUND_WAIT
     stack = tuple(f for f in stack if _name(f.file) not in _OURS)
     if not stack:
@@ -84,7 +84,8 @@ def whereabouts(stack: Stack) -> Whereabouts | None:
 
 
 def _collective(stack: Stack) -> str:
-    """What the script called: the outermost frame of those at the top that are torch.distributed's."""
+    """Return the name of the collective: the outermost of the innermost frames that belong to
+    torch.distributed."""
     name = stack[0].function
     for frame in stack:
         module = _TORCH.search(frame.file)
@@ -97,7 +98,7 @@ def _collective(stack: Stack) -> str:
 
 def _waits_for_a_program(frame: Frame) -> bool:
     name = _name(frame.file)
-    if (name, frame.function) == ("saverline.py", "listen_while"):  # the agent's own, which writes to a disk
+    if (name, frame.function) == ("saverline.py", "listen_while"):  # waits for the saver's disk
         return True
     return (name == "subprocess.py" and frame.function.strip("_") in _WAITS) or (
         name.startswith("popen_") and "multiprocessing" in frame.file and frame.function in _POLLS
@@ -113,7 +114,7 @@ _POLLS = ("wait", "poll")
 
 
 def _work(stack: Stack) -> str:
-    """A word for what it does, from the libraries it does it with."""
+    """Return a word for the work, from the libraries on the stack."""
     for frame in stack:
         file = frame.file.replace("\\", "/")
         if "/torch/utils/data/" in file:

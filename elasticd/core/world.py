@@ -1,4 +1,4 @@
-"""Forming a world: which slots of which nodes take part, and with which ranks."""
+"""Form a world: decide which slots of which nodes take part, and with which ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from elasticd.core.facts import Limits, Member, Node, Quarantine, Round
 
 
 def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
-    """The node's slots that are not in quarantine at ``now``."""
+    """Return the node's slots that are not in quarantine at ``now``."""
     out = {q.slot for q in quarantines if q.node == node.name and q.until > now}
     return tuple(s for s in node.slots if s not in out)
 
 
 def available(node: Node, last: Round | None) -> bool:
-    """Whether the node may be given work: it is not leaving, and nothing of ``last`` runs there."""
+    """Whether the node may get work: it is not leaving, and no worker of ``last`` runs there."""
     if node.draining:
         return False
     if last is None or last.member(node.name, node.incarnation) is None:
@@ -24,7 +24,7 @@ def available(node: Node, last: Round | None) -> bool:
 
 
 def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:
-    """Survivors of ``last`` in their old order, then newcomers in the order given."""
+    """Return the survivors of ``last`` in their old order, then the newcomers in the given order."""
     if last is None:
         return list(nodes)
     seats = {(m.node, m.incarnation): i for i, m in enumerate(last.members)}
@@ -39,11 +39,11 @@ def form(
     quarantines: Sequence[Quarantine],
     now: float,
 ) -> tuple[Member, ...]:
-    """The largest world of at most ``limits.max`` workers; may be smaller than ``limits.min``.
+    """Return the largest world of at most ``limits.max`` workers. It may be smaller than ``limits.min``.
 
-    ``nodes`` are those available, newcomers in order of arrival. Survivors keep their order, so
-    rank 0 stays where it is while its node lives; the ranks of a node are contiguous. Where there are
-    more slots than places, those come first that hold the newest state, then those of the last round.
+    ``nodes``: the available nodes, newcomers in order of arrival. Survivors keep their order, so rank 0 stays
+    where it is while its node lives. A node's ranks are contiguous. If there are too many slots, those with
+    the newest state come first, then those of the last round.
     """
     ordered = order(nodes, last)
     chosen: dict[str, list[int]] = {node.name: [] for node in ordered}
@@ -70,18 +70,18 @@ def form(
 
 
 def newest_holders(nodes: Iterable[Node]) -> Mapping[str, tuple[int, ...]]:
-    """Which slots hold the newest state that anybody has whole, by node; empty where nobody has any."""
+    """Return the slots that hold the newest whole state, by node; empty if no slot holds one."""
     aged = [(node.age, node) for node in nodes if node.age is not None]
     newest = max((age for age, _ in aged), default=None)
     return {node.name: node.holders for age, node in aged if age == newest}
 
 
 class _Merit(IntEnum):
-    """What speaks for a slot where not all can be in the world."""
+    """The preference of a slot when not all slots can be in the world."""
 
     NONE = 0
-    SEATED = 1  # it was in the last round
-    HOLDS = 2  # it has the newest state
+    SEATED = 1  # was in the last round
+    HOLDS = 2  # has the newest state
 
 
 def _merit(node: Node, slot: int, holding: Mapping[str, tuple[int, ...]], last: Round | None) -> _Merit:
@@ -92,5 +92,5 @@ def _merit(node: Node, slot: int, holding: Mapping[str, tuple[int, ...]], last: 
 
 
 def size(members: Iterable[Member]) -> int:
-    """The number of workers."""
+    """Return the number of workers."""
     return sum(len(m.slots) for m in members)

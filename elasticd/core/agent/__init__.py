@@ -1,8 +1,8 @@
-"""The agent of one node: joins the job, runs its workers in each round, and leaves.
+"""The agent of one node: it joins the job, runs its workers in each round, and leaves.
 
-``step(state, event, now)`` takes in one event and returns the new state, what to do, why, and when
-to be woken if nothing happens. Level-triggered: an event changes what is known, and all that
-follows is decided from the whole of it, so that lost, late and repeated answers do no harm.
+``step(state, event, now)`` takes one event. It returns the new state, the actions, the reasons, and the time
+of the next wake-up. The agent is level-triggered: an event only changes what is known, and all decisions
+follow from the whole state. Lost, late and repeated answers therefore do no harm.
 """
 
 from elasticd.core.agent.hearing import RETRY_S

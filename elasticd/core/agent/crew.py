@@ -1,4 +1,4 @@
-"""Running this node's workers as the rounds want it: start, stop, report, release."""
+"""Run this node's workers as the round requires: start, stop, report, release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def follow_the_round(do: Doing) -> None:
         return
     policy = state.policy_source.policy
     if state.over:
-        return  # see leaving
+        return  # ``leaving.heed_the_end`` stops the workers
     if round.anew:
         dismiss_holders(do)
     if state.crew is not None:
@@ -37,7 +37,7 @@ def follow_the_round(do: Doing) -> None:
     if member is None or state.released >= round.number:
         return
     if round.phase is not Phase.LIVE:
-        _decline(do, round)  # it was over before we began
+        _decline(do, round)  # the round was over before this node began it
         return
     able = state.registered and state.exiting is None and not state.renewing_store
     if not able or (state.departure is not None and not round.handover):
@@ -46,7 +46,8 @@ def follow_the_round(do: Doing) -> None:
     mine = frozenset(member.slots)
     store_closed = hosts and not round.store.endswith(f":{state.store_port}")
     if store_closed or state.dismissed & mine:
-        # It was formed on what we were before we closed that store, or sent those workers away.
+        # The round was formed on an old record of this node: the store has closed since, or the workers are
+        # being ended.
         _decline(do, round)
         return
     do.set(
@@ -60,12 +61,12 @@ def follow_the_round(do: Doing) -> None:
 
 
 def _decline(do: Doing, round: Round) -> None:
-    """Have no part in it. The leader waits for us to say so, and forms another where one is needed."""
+    """Take no part in the round. The release tells the leader, which forms another round if needed."""
     do.set(released=round.number, told=0)
 
 
 def stop(do: Doing, signal: int, grace_s: float) -> None:
-    """Stop the workers, once; and once more if it must be sooner."""
+    """Stop the workers, once; and again if the grace becomes shorter."""
     crew = do.state.crew
     if crew is None or not crew.alive or crew.killed or (crew.stopping and grace_s >= crew.grace_s):
         return
@@ -76,8 +77,11 @@ def stop(do: Doing, signal: int, grace_s: float) -> None:
 
 
 def part(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
-    """Have the workers leave the round, but keep their process where they can; once, and once more
-    if it must be sooner. They are not hurried while all there is of the state may be in their memory."""
+    """Have the workers leave the round and keep their process where they can; once, and again if they must
+    hurry.
+
+    There is no time limit while the only copy of the state may be in their memory.
+    """
     crew = do.state.crew
     if crew is None or not crew.alive or crew.killed:
         return
@@ -94,20 +98,20 @@ def part(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
 
 
 def _outlived(state: State, crew: Crew) -> bool:
-    """Whether the state is with others already, here or on another node."""
+    """Whether other workers, here or on another node, already hold the state."""
     round = state.round
     return state.outlived or (round is not None and round.number == crew.round.number and round.outlived)
 
 
 def _going(do: Doing) -> bool:
-    """Whether this node's workers end with the round, so that what they have in memory does too."""
+    """Whether this node's workers end with the round, so that the state in their memory is lost."""
     state = do.state
     stopped = state.round is not None and state.round.closing is Cause.STOPPED
     return stopped or state.departure is not None
 
 
 def _cause(do: Doing, crew: Crew) -> Cause:
-    """Why the round ends here: for all, as its leader has it; else because of what this node does."""
+    """Return why the round ends here: the leader's cause if there is one, else a cause on this node."""
     state, round = do.state, do.state.round
     if round is not None and round.number > crew.round.number:
         return round.cause
@@ -119,7 +123,7 @@ def _cause(do: Doing, crew: Crew) -> Cause:
 
 
 def let_go_on(do: Doing) -> None:
-    """A worker is held at its checkpoint only where the round is to be resized there."""
+    """Let workers go on after their checkpoint, unless the round is to be resized there."""
     state, crew, round = do.state, do.state.crew, do.state.round
     if crew is None or not crew.held or crew.stopping:
         return
@@ -132,14 +136,14 @@ def let_go_on(do: Doing) -> None:
 
 
 def release(do: Doing) -> None:
-    """Once no worker of a round is left and the round is over (for us), say so."""
+    """Release the round once it is over for this node and no worker is left in it."""
     state, crew = do.state, do.state.crew
     if crew is None or crew.alive:
         return
     round = state.round
     still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
     if still_live and not (crew.fenced or crew.stopping or crew.round.handover):
-        return  # finished or failed: the leader has yet to hear of it
+        return  # finished or failed: the leader has not heard yet
     told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0
     do.set(crew=None, released=max(state.released, crew.round.number), told=told)
     if crew.fenced:
@@ -150,7 +154,7 @@ def release(do: Doing) -> None:
 
 
 def note_report(do: Doing) -> None:
-    """What the leader must know of this round; it outlives the crew, lest a late word be lost."""
+    """Update the report for the leader. It outlives the crew, so that a late end is still told."""
     crew, before = do.state.crew, do.state.report
     if crew is None:
         return
@@ -183,7 +187,7 @@ def report(do: Doing) -> None:
     if not (put := unreported(state)):
         return
     before = len(do.actions)
-    # Guarded by our record, which every release changes: a late report cannot undo a newer one.
+    # The guard is this node's record, which every release changes: a late report cannot replace a newer one.
     do.transact(Tag.REPORT, (Unchanged(state.me.key, state.own.revision),), put)
     if len(do.actions) > before:
         do.set(reported=state.report)

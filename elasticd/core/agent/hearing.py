@@ -1,4 +1,4 @@
-"""Taking in what happened: an event changes what is known, and little else."""
+"""Take in an event: update what the agent knows, and decide little."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ from elasticd.core.reasons import (
     WorkerEnded,
 )
 
-HELD_S = 10.0  # a worker at its checkpoint: by then the leader has heard of it, or will not for long
-RETRY_S = 0.5  # after an unknown or refused write: by then the watch has shown why
+HELD_S = 10.0  # how long a worker waits at its checkpoint for the leader to hear of it
+RETRY_S = 0.5  # after an unknown or refused write; by then the watch has shown why
 
 
 def absorb(do: Doing, event: Event) -> None:
@@ -91,9 +91,9 @@ def absorb(do: Doing, event: Event) -> None:
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):
-            if not state.joined:  # later on it is one bad day of many, and is only logged
+            if not state.joined:  # after joining, an error of the store is only logged
                 do.set(exiting=state.exiting or Leave(2, why))
-            elif forgot:  # round numbers fence everything, and may now be given twice
+            elif forgot:  # the store may give out round numbers again, and they fence everything
                 do.set(exiting=state.exiting or Leave(4, f"{why}; start the job again on each of its nodes"))
         case StoreFilled(why):
             if why and not state.full:
@@ -143,15 +143,15 @@ def _answered(do: Doing, tag: Tag, answer: Answer) -> None:
     do.set(busy={t: a for t, a in do.state.busy.items() if t is not tag})
     if isinstance(answer, Applied):
         for write in asked.writes if asked else ():
-            if write.key in do.state.seen:  # our own news: no need to wait for the watch
+            if write.key in do.state.seen:  # this agent's own write: no need to wait for the watch
                 _saw(do, _written(do.state.seen[write.key], write, answer.revision))
         return
-    # The view is older than the store. News is on its way; if it is not, try again later.
+    # The agent's view is older than the store. News is on its way; otherwise try again later.
     do.set(retry_at={**do.state.retry_at, tag: do.now + RETRY_S})
     if asked and any(isinstance(w, Put) and isinstance(w.fact, Report) for w in asked.writes):
         do.set(reported=None)
     elif tag is Tag.SPEC:
-        do.set(others=None)  # somebody may have come meanwhile
+        do.set(others=None)  # another node may have come meanwhile
 
 
 def _written(old: Entry, write: Write, revision: int) -> Entry:
@@ -187,7 +187,7 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
     crew = state.crew
     if crew is not None and slot in crew.alive:
         if event.round != crew.round.number:
-            return  # said before it heard of this round
+            return  # the worker has not heard of this round yet
         unbidden = not (crew.stopping or crew.round.handover)
         do.crew(
             alive=crew.alive - {slot},
@@ -210,8 +210,8 @@ def _broke(do: Doing, slot: int, number: int, fails: bool) -> None:
     if crew is None or crew.round.number != number or slot not in crew.alive:
         return
     if crew.stopping and not crew.parting:
-        return  # it ends as it was asked to
-    if fails:  # its end is on its way, and says more
+        return  # the worker ends because it was told to
+    if fails:  # the worker's exit follows and says more
         do.crew(failing=crew.failing | {slot})
     else:
         do.crew(broken=True)
@@ -239,7 +239,7 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         return
     if exit.slot in crew.failing:
         exit = replace(exit, raised=True)
-    # Whoever dies while all leave at a commit they have yet to agree on is missed by the others.
+    # Workers that leave at a commit must agree on it, so the others would wait for a worker that dies.
     missed = crew.parting and crew.planned and exit.failed and exit.code != -SIGTERM
     own_doing = (crew.stopping and not missed and exit.slot not in crew.failing) or exit.fenced
     do.crew(
@@ -264,8 +264,8 @@ def _signalled(do: Doing, signal: int) -> None:
     if departure is None:
         do.set(departure=Departure(signal, do.now + DRAIN_PATIENCE_S))
         do.reasons.append(Draining(signal))
-    elif not departure.signal:  # drained by its operator, and then asked by the platform, as is usual
+    elif not departure.signal:  # drained by the operator, then signalled by the platform, as is usual
         do.set(departure=replace(departure, signal=signal))
-    else:  # asked twice: at once
+    else:  # the second signal: leave at once
         do.set(departure=Departure(signal, do.now, at_once=True))
         stop(do, SIGKILL, 0.0)

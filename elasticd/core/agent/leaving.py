@@ -1,4 +1,4 @@
-"""Leaving: drained, or because the job is over."""
+"""Leave the job: the node is drained, or the job is over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticd.core.facts import Drained, Outcome, Round
 from elasticd.core.messages import Leave, Tag
 from elasticd.core.reasons import Draining
 
-DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round for it
+DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round
 
 
 def heed_the_operator(do: Doing) -> None:
@@ -22,7 +22,7 @@ def heed_the_operator(do: Doing) -> None:
 
 
 def heed_the_end(do: Doing) -> None:
-    """The job is over, for everybody."""
+    """Stop the workers and exit once the job is over."""
     state, round = do.state, do.state.round
     if round is None or not state.joined or not state.over or state.old_news:
         return
@@ -52,7 +52,7 @@ def epitaph(round: Round) -> Leave:
 
 
 def depart(do: Doing) -> None:
-    """A draining node lets the leader end the round for everybody, but not for ever."""
+    """Leave once the leader has ended the round for all nodes, or after the patience."""
     state, departure = do.state, do.state.departure
     if departure is None or state.exiting is not None:
         return
@@ -74,7 +74,7 @@ def depart(do: Doing) -> None:
 
 
 def hands_over(do: Doing) -> bool:
-    """Whether this node, which leaves, waits for others to take the state that its workers hold."""
+    """Whether this leaving node waits for others to take over its workers' state."""
     state = do.state
     if state.departure is None or state.round is None or not state.registered or state.silent is not None:
         return False
@@ -82,8 +82,8 @@ def hands_over(do: Doing) -> bool:
 
 
 def _has_yet_to_tell(do: Doing) -> bool:
-    """Whether this node's workers came to their end, and the leader has not been told: it would have
-    their work done anew."""
+    """Whether the leader has yet to hear that this node's workers finished. Otherwise it would repeat their
+    work."""
     state, departure = do.state, do.state.departure
     if state.report is None or not state.report.finished or not state.registered or state.silent is not None:
         return False

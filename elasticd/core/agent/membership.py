@@ -1,4 +1,4 @@
-"""Being a node of the job: joining it, staying registered, offering to lead, outlasting the store."""
+"""Membership: join the job, stay registered, campaign for leader, and outlast a silent store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
 from elasticd.core.reasons import NameTaken, PolicyDiffers
 
-CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined yet waits for etcd
+CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined waits for etcd
 
 
 def outlast_the_store(do: Doing) -> None:
@@ -25,7 +25,7 @@ def outlast_the_store(do: Doing) -> None:
     if not do.state.joined and wait_s is not None:
         grace_s = wait_s
     elif not do.state.joined:
-        grace_s, code = min(grace_s, CONNECT_PATIENCE_S), 2  # it never answered: probably mistyped
+        grace_s, code = min(grace_s, CONNECT_PATIENCE_S), 2  # etcd never answered: probably a wrong address
     until = silent.since + grace_s
     if do.now >= until:
         do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
@@ -34,7 +34,7 @@ def outlast_the_store(do: Doing) -> None:
 
 
 def _outlast_a_full_store(do: Doing) -> None:
-    """One who is at work trains on; one who cannot even begin gives up in time."""
+    """An agent without workers leaves if the store stays full for too long. Running workers go on."""
     state = do.state
     if not state.full or state.registered or state.crew is not None:
         return
@@ -47,11 +47,13 @@ def _outlast_a_full_store(do: Doing) -> None:
 
 
 def move_the_fence(do: Doing) -> None:
-    """Let the workers run on, even if this agent is stopped, for as long as nobody can have replaced them.
+    """Move the fence: the time until which workers may run even if this agent is stopped.
 
-    Nobody can while this node's record stands on a lease, nor for the time of a lease after etcd served
-    nobody: the leader waits as long, once etcd is back, for nodes to register again. What was proved once
-    stays true, so the fence never moves back; and while the record is gone, nothing new is proved."""
+    Workers may run as long as no other node can have replaced them. That is the case while this node's record
+    is on a live lease. It is also the case for one lease time after etcd served nobody: once etcd is back,
+    the leader waits that long for nodes to register again. The fence never moves back. It does not move while
+    this node has no record.
+    """
     state = do.state
     if state.alone or not (state.registered or state.empty):
         return
@@ -65,7 +67,7 @@ def move_the_fence(do: Doing) -> None:
 
 
 def notice_a_false_start(do: Doing) -> None:
-    """The spec we joined by belonged to a job that was just ending: join again, afresh."""
+    """Join again if the spec is gone: it belonged to a job that was just ending."""
     state = do.state
     withdrawn = state.joined and "spec" in state.seen and state.spec is None
     if withdrawn and (state.round is None or state.old_news):
@@ -73,7 +75,7 @@ def notice_a_false_start(do: Doing) -> None:
 
 
 def join(do: Doing) -> None:
-    """Agree with the job on what it is, or be the one that says so."""
+    """Join the job: agree with its spec, or write the spec if there is none."""
     state = do.state
     if "spec" not in state.seen or "round" not in state.seen or state.me.key not in state.seen:
         return
@@ -84,8 +86,8 @@ def join(do: Doing) -> None:
             return
         do.set(history=state.seen["round"].revision)
     if spec is None:
-        # A job that has just ended has no spec either; if we have not seen its end yet, we must not
-        # start it again.
+        # A job that has just ended has no spec either. The guard on the round prevents a new start if this
+        # agent has not seen the end yet.
         guards = (Unchanged("spec", 0), Unchanged("round", state.seen["round"].revision if round else 0))
         do.transact(Tag.SPEC, guards, (Put("spec", wanted),))
         return
@@ -101,9 +103,9 @@ def join(do: Doing) -> None:
             do.reasons.append(PolicyDiffers(other_policy))
     elif state.others is None:
         do.actions.append(LookAround())
-        do.set(others=-1)  # asked
+        do.set(others=-1)  # asked, not answered
     elif state.others == 0:
-        # A job nobody works on any more: what it was is not binding.
+        # No node works on this job any more, so its spec does not bind.
         guard = Unchanged("spec", state.seen["spec"].revision)
         forgotten = (Delete("checkpoint"),) if wanted.policy.resume is Resume.NEVER else ()
         do.transact(
@@ -122,8 +124,11 @@ def join(do: Doing) -> None:
 
 
 def _finished_before(round: Round, began_at: float) -> Leave:
-    """It is not trained again unasked: the job's nodes that are merely late would do so, one after the other.
-    Nor is that a success, except of the run that this node was started for."""
+    """Return the exit of a node that finds the job finished.
+
+    The node does not train again: otherwise each node that is merely late would. The exit is a success only
+    if the job finished after this node was started.
+    """
     if round.since >= began_at:
         return Leave(0, "the job finished before this node could take part in it")
     return Leave(
@@ -149,12 +154,12 @@ def _difference(spec: Spec, wanted: Spec) -> str | None:
 
 
 def register(do: Doing) -> None:
-    """Keep the node's record in etcd what it should be."""
+    """Write the node's record in etcd when it changes."""
     state = do.state
     if not state.joined or state.lease_until is None or state.me.key not in state.seen:
         return
     if state.renewing_store:
-        return  # the next round may be formed on this record, and needs the new store's port
+        return  # the leader may form the next round on this record, which needs the new port
     key = state.seen[state.me.key]
     if state.own is None:
         if state.departure is not None and state.crew is None:
@@ -164,12 +169,12 @@ def register(do: Doing) -> None:
         elif key.fact is None:
             put = Put(state.me.key, _record(state), leased=True)
             guards: tuple[Guard, ...] = (Unchanged(state.me.key, 0),)
-            if state.crew is not None:  # it may act only in the round that is written
+            if state.crew is not None:  # its workers may only run in the present round
                 guards = (*guards, Unchanged("round", state.seen["round"].revision))
             do.transact(Tag.NODE, guards, (put,))
     elif state.own.fact != _record(state):
         put = Put(state.me.key, _record(state), leased=True)
-        # With the release goes what is not told yet: the leader settles the round on it.
+        # The report goes with the release: the leader settles the round on both.
         before = len(do.actions)
         guard = Unchanged(state.me.key, state.own.revision)
         do.transact(Tag.NODE, (guard,), (put, *unreported(state)))
@@ -201,7 +206,8 @@ def _record(state: State) -> Node:
 
 
 def _ready(state: State) -> tuple[int, ...]:
-    """While workers leave a round one by one, they are all told of at once, with its release."""
+    """Return the slots with a waiting worker. Workers that leave a round one by one are added together, with
+    its release."""
     told = state.own.fact if state.own else None
     if state.crew is not None and state.crew.stopping and isinstance(told, Node):
         return tuple(slot for slot in told.ready if slot in state.waiting)
@@ -209,8 +215,10 @@ def _ready(state: State) -> tuple[int, ...]:
 
 
 def tell_of_workers(do: Doing) -> None:
-    """Have everybody know what the first learns: that workers of this job keep their process, so that a
-    node that comes later has its workers ready before it is given work; or that they tell of checkpoints."""
+    """Write into the spec that the job's workers keep their process, or report checkpoints of their own.
+
+    A node that joins later then has its workers ready before it gets work.
+    """
     state, spec = do.state, do.state.spec
     if not state.joined or spec is None:
         return
@@ -227,10 +235,10 @@ def tell_of_workers(do: Doing) -> None:
 
 
 def _wait_for_name(do: Doing, holder: Node) -> None:
-    """An earlier agent of this name may just have died; its lease says so within its TTL."""
+    """Wait for the lease of another agent of this name, which may have died, to run out."""
     state = do.state
     if state.silent is not None:
-        do.set(name_taken_until=None)  # nobody's lease runs out meanwhile: count anew afterwards
+        do.set(name_taken_until=None)  # no lease runs out meanwhile: count again afterwards
         return
     if state.name_taken_until is None:
         until = do.now + 2 * state.policy_source.policy.node_ttl_s + 1.0
@@ -247,8 +255,10 @@ def _wait_for_name(do: Doing, holder: Node) -> None:
 
 
 def succeed(do: Doing, key: Entry, dead: Node) -> None:
-    """Take the place of a dead agent of this node: nobody need wait until its lease runs out. One write
-    does it, so that no round is formed between the end of its record and the beginning of ours."""
+    """Replace the record of a dead agent of this node, without waiting for its lease.
+
+    One transaction does it, so no round is formed in between.
+    """
     if do.state.lease_until is None:
         return
     guards: list[Guard] = [Unchanged(key.key, key.revision)]

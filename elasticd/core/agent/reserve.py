@@ -1,7 +1,7 @@
-"""Workers that wait for a round: processes that have left one, or were started ahead of need.
+"""The reserve: worker processes that wait for a round. They have left one, or were started in advance.
 
-Only in jobs that recover in place. A round is made of workers that are ready, so nobody waits for a
-process to start: survivors go on at once, and replacements join at a commit point once they are here.
+Only jobs that recover in place have a reserve. A round is formed of ready workers, so no round waits for a
+process to start: survivors go on at once, and replacements join at a later commit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from elasticd.core.facts import Exit, Phase
 from elasticd.core.messages import StartStandbys, StopWorkers
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
 
-RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never gets there breaks no world, but is no use
+RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never becomes ready harms no world
 
 
 def keep_reserve(do: Doing, stays: bool) -> None:
-    """As many processes as the world lacks, and the spares asked for, as far as there are slots.
-    ``stays``: a node that leaves keeps those that wait for a while."""
+    """Keep as many waiting processes as the world lacks, and the spares, within this node's slots.
+
+    ``stays``: a leaving node keeps its waiting workers for a while.
+    """
     state = do.state
     if not _wanted_at_all(state):
         if state.departure is not None and state.crew is None and not stays:
@@ -51,7 +53,7 @@ def _wanted_at_all(state: State) -> bool:
         and state.registered
         and state.silent is None
         and state.round is not None
-        and not state.round.handover  # all who are in it will be free in a moment
+        and not state.round.handover  # all its workers will wait in a moment
         and not state.over
         and state.departure is None
         and state.exiting is None
@@ -60,9 +62,10 @@ def _wanted_at_all(state: State) -> bool:
 
 
 def _wanted(state: State) -> tuple[int, bool]:
-    """How many processes without a round to have here, and whether the world is as large as it may be.
+    """Return the wanted size of the reserve, and whether the world is as large as it may be.
 
-    A worker that has ended here is missed at once, before the round is closed because of it."""
+    A worker that ended here counts as missing at once, before its round closes.
+    """
     spec, round = state.spec, state.round
     assert round is not None
     limits = (spec or state.wanted).limits
@@ -71,17 +74,19 @@ def _wanted(state: State) -> tuple[int, bool]:
         acting = round.world_size - sum(len(m.slots) for m in round.members if m.node in round.leaving)
         member, crew = round.member(state.me.node, state.me.incarnation), state.crew
         if member is not None and (crew is None or state.released >= round.number):
-            acting -= len(member.slots)  # they wait, for this round or for the next
+            acting -= len(member.slots)  # their workers wait, for this round or the next
         elif member is not None and crew is not None and crew.round.number == round.number:
-            # One that has finished is not missed.
+            # A finished worker needs no replacement.
             acting -= len(member.slots) - len(crew.alive) if crew.stopping else len(crew.failures)
     full = round.phase is Phase.LIVE and acting >= limits.max
     return max(0, limits.max - acting) + state.spares, full
 
 
 def lost_from_reserve(do: Doing, exit: Exit) -> None:
-    """One that waited, or was on its way, has ended. No world was disturbed, so nothing is charged; it
-    is tried again, ever later if it never gets there."""
+    """Note the end of a process in the reserve. No world was disturbed, so nothing is charged.
+
+    The slot is tried again, after a longer wait each time if its process never becomes ready.
+    """
     state, slot = do.state, exit.slot
     setbacks = dict(state.setbacks)
     if exit.fenced or (slot in state.starting and slot not in state.dismissed):
@@ -98,12 +103,12 @@ def lost_from_reserve(do: Doing, exit: Exit) -> None:
 
 
 def dismiss(do: Doing) -> None:
-    """End everybody who waits."""
+    """End all processes of the reserve."""
     _dismiss(do, sorted(do.state.reserve - do.state.dismissed))
 
 
 def dismiss_holders(do: Doing) -> None:
-    """End those who wait with a state in memory that nobody is to go on with."""
+    """End the waiting workers that have a state in memory, which must not be continued."""
     state = do.state
     _dismiss(do, sorted((state.waiting & state.ages.keys()) - state.dismissed))
 

@@ -1,4 +1,4 @@
-"""What an agent knows, and what one step of it has decided so far."""
+"""The state of an agent, and the decisions of one step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from elasticd.core.messages import Action, Leave, Tag, Transact
 from elasticd.core.ports import Entry, Guard, Silent, Write
 from elasticd.core.reasons import Reason
 
-SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # core knows no signal module of any platform; these are POSIX's
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # POSIX's numbers; core does not import the signal module
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this agent is. ``host`` tells machines apart (name and boot id), ``pid`` is its own."""
+    """The agent's identity. ``host`` identifies the machine (name and boot id); ``pid`` is the agent's."""
 
     node: str
     incarnation: str
@@ -32,13 +32,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The workers here, of one round. ``alive``: slots whose worker still acts in it: it has neither
-    ended nor left the round to wait for the next. ``parting``: they were told to leave it, planned
-    or not, and ``hurried``, within a time; ``done``: those that ended well instead, as all of them had
-    finished by then. ``returned``: the run functions of the round have, and what follows is the end of the
-    scripts. ``broken``: one has lost the others; ``failing``: slots whose worker ends by an exception of its
-    own. ``held``: slots whose script has told of a checkpoint and has not been let go on; ``held_until``: for
-    how long at most."""
+    """The workers of one round on this node.
+
+    ``alive``: slots whose worker has neither ended nor left the round. ``parting``: the workers were told to
+    leave, planned or not; ``hurried``: with a time limit. ``done``: slots whose worker was told to leave but
+    finished and ended well. ``returned``: the round's run functions have returned, and only the end of the
+    scripts remains. ``broken``: a worker lost the others. ``failing``: slots whose worker ends by an
+    exception of its own. ``held``: slots whose script waits after a checkpoint; ``held_until``: until then at
+    most.
+    """
 
     round: Round
     member: Member
@@ -69,8 +71,8 @@ class Crew:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The node is leaving: since a signal (0: asked by the operator), patient until then. ``at_once``:
-    it was asked twice."""
+    """The departure of this node. ``signal``: the signal that asked for it (0: the operator).
+    ``patient_until``: how long the node waits for the leader. ``at_once``: it was asked twice."""
 
     signal: int
     patient_until: float
@@ -78,8 +80,8 @@ class Departure:
 
     @property
     def workers_signal(self) -> int:
-        """What workers are told to leave by: SIGTERM, which scripts save on, also for Ctrl-C; any
-        other signal is passed on, as by torchrun."""
+        """The signal for the workers. It is SIGTERM also for Ctrl-C, since scripts save on SIGTERM. Any other
+        signal is passed on, as torchrun does."""
         return SIGTERM if self.signal in (0, SIGINT) else self.signal
 
 
@@ -91,21 +93,23 @@ class Setback:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All an agent knows. ``wanted`` is the spec its command line asks for.
+    """All that an agent knows.
 
-    ``alone``: the store is this agent's own, so that no other can be given its workers' place.
-    ``spares``: how many workers more than the world needs this node keeps waiting, if it can.
-    ``inplace``: a worker of this job keeps its process from round to round; ``linked``: slots of those
-    here that do. ``checkpointed``: one has told of a checkpoint of its own.
-    ``waiting``: slots whose process waits for a round; ``ages``: of the states that they could bring;
-    ``starting``: those whose process, started outside any round, is on its way there;
-    ``dismissed``: those of both that are being ended. ``setbacks``: how often in a row, and
-    until when, a slot's process did not get there.
-    ``fence``: until when workers run unless it is moved, even if this agent is stopped.
-    ``began_at``: when this agent was started.
-    ``full``: why the store takes no writes, since ``full_since``.
-    ``history``: the revision of a round that had ended before this agent came, which is no news.
-    ``retry_at``: writes that are not to be tried again before a time.
+    ``wanted``: the spec of its command line. ``alone``: the store is this agent's own, so no other agent can
+    replace its workers. ``spares``: extra waiting workers that this node keeps, if it can. ``began_at``: the
+    start of this agent.
+
+    ``inplace``: a worker of this job keeps its process from round to round. ``linked``: slots here whose
+    worker does. ``checkpointed``: a worker reported a checkpoint of its own.
+
+    ``waiting``: slots whose process waits for a round. ``ages``: the ages of their states. ``starting``:
+    slots whose standby process is not ready yet. ``dismissed``: slots of these two whose process is being
+    ended. ``setbacks``: for each slot, how often in a row its process failed to become ready, and when it is
+    tried again.
+
+    ``fence``: the time until which workers may run, even if this agent is stopped. ``full``: why the store
+    takes no writes, since ``full_since``. ``history``: the revision of a round that had ended before this
+    agent came. ``retry_at``: the earliest time for the next write of each kind.
     """
 
     me: Identity
@@ -166,25 +170,28 @@ class State:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended, which may be news or not: see ``old_news``."""
+        """Whether the job has ended, perhaps before this agent came: see ``old_news``."""
         return self.round is not None and self.round.phase is Phase.ENDED
 
     @property
     def old_news(self) -> bool:
-        """Whether the job had ended before this agent came. By revision: a job that is run again
-        and ends before it has formed a world ends with the same round number."""
+        """Whether the job had ended before this agent came.
+
+        The revision decides: a job that runs again, and ends before its first world, has the same round
+        number.
+        """
         return self.over and self.seen["round"].revision <= self.history
 
     @property
     def leads(self) -> Entry | None:
-        """The leader key, if it is this agent's."""
+        """The leader key's entry, if this agent leads."""
         entry = self.seen.get("leader")
         mine = Leadership(self.me.node, self.me.incarnation)
         return entry if entry and entry.fact == mine and self.registered else None
 
     @property
     def stays_until(self) -> float:
-        """When a node that leaves is gone at the latest: others may need what its workers hold."""
+        """When a leaving node exits at the latest: others may need its workers' state."""
         departure, round = self.departure, self.round
         assert departure is not None
         needed = round is not None and not self.over and self.me.node in round.leaving
@@ -196,12 +203,13 @@ class State:
 
     @property
     def reserve(self) -> frozenset[int]:
-        """Slots with a process that belongs to no round."""
+        """The slots with a process that is in no round."""
         return self.waiting | self.starting
 
     @property
     def outlived(self) -> bool:
-        """Whether one that has left the crew's round waits here with all that its workers had agreed on."""
+        """Whether a worker that left the crew's round waits here with all the state that the round agreed
+        on."""
         crew = self.crew
         left = self.waiting & set(crew.member.slots) if crew is not None else ()
         ages = (self.ages[slot] for slot in left if slot in self.ages)
@@ -209,7 +217,7 @@ class State:
 
     @property
     def empty(self) -> bool:
-        """Whether no process of ours is left here."""
+        """Whether no worker process is left on this node."""
         return not self.reserve and (self.crew is None or not self.crew.alive)
 
     @property
@@ -227,7 +235,7 @@ class Step:
 
 @dataclass(slots=True)
 class Doing:
-    """What one step has decided so far. Lives no longer than the step."""
+    """The decisions of one step so far. It lives no longer than the step."""
 
     state: State
     now: float
@@ -243,7 +251,8 @@ class Doing:
         self.set(crew=replace(self.state.crew, **changes))  # type: ignore[arg-type]
 
     def transact(self, tag: Tag, guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> None:
-        """One write of a kind at a time, and none while the store is silent or has just refused."""
+        """Write, unless a write of this kind is under way, the store is silent, or it has just refused
+        one."""
         if tag in self.state.busy or self.state.silent is not None:
             return
         retry_at = self.state.retry_at.get(tag, 0.0)

@@ -1,4 +1,4 @@
-"""One step: take the event in, then decide all that follows from what is known."""
+"""One step of the agent: take in the event, then decide everything that follows."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def start(
     alone: bool = False,
     began_at: float = 0.0,
 ) -> State:
-    """An agent that knows nothing yet. The driver then watches the keys of ``watched``.
+    """Return the state of an agent that knows nothing yet. The driver then watches the keys of ``watched``.
 
-    ``etcd_grace_s`` and ``etcd_wait_s``: for how long it outlasts a silent etcd once it has joined, and
-    before that; where the latter is None, an etcd that does not answer soon counts as mistyped. ``alone``:
-    it is this agent's own. ``began_at``: when it was started, in seconds since the epoch.
+    ``etcd_grace_s`` and ``etcd_wait_s``: how long the agent outlasts a silent etcd, after and before joining.
+    If ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped. ``alone``: etcd is this
+    agent's own. ``began_at``: the agent's start, in seconds since the epoch.
     """
     return State(
         me,
@@ -58,12 +58,12 @@ def start(
 
 
 def watched(me: Identity) -> tuple[str, ...]:
-    """The keys that every agent follows; only the leader follows more."""
+    """Return the keys that every agent watches. The leader watches more."""
     return ("spec", "round", "leader", me.key)
 
 
 def step(state: State, event: Event, now: float) -> Step:
-    """One event. Never blocks, never fails on an event that is possible."""
+    """Process one event. Never blocks, and never fails on a possible event."""
     do = Doing(state, now)
     if not state.gone:
         absorb(do, event)

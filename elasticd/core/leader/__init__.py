@@ -1,8 +1,8 @@
-"""The leader of a job: from what etcd shows, the next thing to write.
+"""The leader of a job: from the facts in etcd to the next transaction.
 
-Level-triggered: each event updates the view, then ``decide`` looks at the whole of it. So a new
-leader needs nothing but the view, and failover is not a special case. Every plan is one guarded
-transaction; the driver adds the guard that this agent still leads.
+The leader is level-triggered: each event updates the view, then ``decide`` looks at the whole view. So a new
+leader needs only the view, and failover is not a special case. Every plan is one guarded transaction; the
+driver adds the guard that this agent still leads.
 
     waiting --enough workers--> live --broken, drained, resized--> closing --all released--+
        ^                         |                                                         |

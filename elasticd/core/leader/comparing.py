@@ -1,4 +1,4 @@
-"""The paces that agents tell, put together to periods in which every worker of the round is known."""
+"""Combine the paces of all nodes into periods in which every worker of the round is known."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
 
 @dataclass(frozen=True, slots=True)
 class PaceComparison:
-    """``paces``: the last of each node. ``fresh``: nodes whose last paces are in no period yet.
-    ``taken``: the number of each node's paces in the last period. ``found``: who lags behind in ``round``, as
-    far as ``watch`` knows."""
+    """The paces of all nodes.
+
+    ``paces``: the last of each node. ``fresh``: nodes whose last paces are in no period yet. ``taken``: the
+    number of each node's paces in the last period. ``found``: the stragglers of ``round``, as ``watch``
+    judges.
+    """
 
     paces: Mapping[str, Paces] = field(default_factory=dict)
     round: int = 0
@@ -25,13 +28,16 @@ class PaceComparison:
 
     @property
     def whole(self) -> bool:
-        """Whether the window is full: before that, nobody can be said to keep up again."""
+        """Whether the window is full. Before that, no straggler can be cleared."""
         return len(self.watch.periods) >= PERIODS
 
 
 def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | None) -> PaceComparison:
-    """After a node's news. What they amount to is compared only when a period is whole, or a GPU is found to
-    be bad: the work for one node's news does not grow with the number of nodes."""
+    """Return the comparison after a node's news.
+
+    Paces are compared only when a period is complete or a bad GPU changes. The work for one node's news thus
+    does not grow with the number of nodes.
+    """
     before = known.paces.get(node)
     told = dict(known.paces)
     told.pop(node, None)
@@ -49,7 +55,7 @@ def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | N
 
 
 def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceComparison:
-    """After news of the round: nothing is known yet of the workers of another."""
+    """Return the comparison after news of the round. A new round starts without knowledge of its workers."""
     if round is None or round.phase is not Phase.LIVE or round.number == known.round:
         return known
     watch = Watch(tolerance=Tolerance(policy.straggler_ratio))

@@ -16,8 +16,10 @@ from elasticd.core.ports import Delete, Unchanged
 
 
 def decide(view: View, now: float) -> Plan:
-    """The next step of the job. Pure: the same view at the same time gives the same plan. While the round
-    takes none, it may be time to name who hangs, or who lags behind."""
+    """Return the next step of the job. Pure: the same view and time give the same plan.
+
+    If the round needs no write, the plan may name hung workers or stragglers.
+    """
     if not view.complete:
         return Plan()
     plan = _of_the_round(view, now)
@@ -46,7 +48,7 @@ def _of_the_round(view: View, now: float) -> Plan:
 
 
 def _open(view: View, now: float) -> Plan:
-    """A job that has never run here, or one that runs again after it ended."""
+    """Start a job that has never run here, or that runs again after its end."""
     number = 0 if view.round is None else view.round.number
     waiting = Round(number, Phase.WAITING, (), "", Cause.START, now)
     plan = write(view, waiting, Budget())
@@ -55,8 +57,8 @@ def _open(view: View, now: float) -> Plan:
     forgotten = (Delete("checkpoint"),) if view.spec.policy.resume is Resume.NEVER else ()
     return replace(
         plan,
-        # A job ends by one transaction that also deletes its spec, but the two are watched apart:
-        # without this guard the old spec and the end of its job would look like a new job.
+        # A job ends by one transaction that also deletes its spec, but the two keys are watched separately.
+        # Without this guard the old spec and the job's end would look like a new job.
         guards=(*plan.guards, Unchanged("spec", view.spec_revision)),
         writes=(*plan.writes, Delete("reports/", prefix=True), Delete("ledger/", prefix=True), *forgotten),
     )

@@ -1,4 +1,4 @@
-"""Between rounds: the next one if there are enough workers, else the wait for them."""
+"""Between two rounds: form the next round if there are enough workers, else wait for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticd.core.reasons import BelowMinimum, Reason, RoundFormed, Settling
 def form_or_wait(
     view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], now: float
 ) -> Plan:
-    """The next round if there are enough workers, else a job that waits for them."""
+    """Return the next round if there are enough workers, else a job that waits."""
     assert view.nodes is not None
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)
@@ -26,8 +26,8 @@ def form_or_wait(
     if have < spec.limits.min:
         return _wait(view, spec, round, budget, reasons, have, now)
     if round.phase is Phase.WAITING and have < spec.limits.max:
-        # More may be on their way. A round that closes has no such wait: whoever it was made of
-        # has answered already.
+        # More workers may be on their way. After a closing round there is no such wait: its members have
+        # already answered.
         last = max(view.nodes[n.name].seen_at for n in candidates)
         until = max(last, round.since) + spec.policy.settle_s
         if now < until:
@@ -36,7 +36,7 @@ def form_or_wait(
     said = RoundFormed(formed.number, formed.world_size, len(formed.members), formed.cause)
     plan = write(view, formed, budget, (*reasons, said))
     assert view.spec_revision is not None
-    # Within the limits that are in force, not those of a moment ago.
+    # The round must respect the limits in force, so the spec must not have changed.
     plan = replace(plan, guards=(*plan.guards, Unchanged("spec", view.spec_revision)))
     return _forget_drained(view, spec, plan)
 
@@ -44,7 +44,7 @@ def form_or_wait(
 def _wait(
     view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], have: int, now: float
 ) -> Plan:
-    """For more workers than these, though not for ever."""
+    """Wait for more workers, until the join timeout."""
     if round.phase is not Phase.WAITING:
         waiting = replace(
             round,
@@ -67,7 +67,7 @@ def _wait(
 
 
 def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], now: float) -> Round:
-    """The round of these members; or of those who only hand the state over to them, before that."""
+    """Return the round of these members, or first a handover round that passes the state to them."""
     assert view.nodes is not None
     nodes = {name: registered.node for name, registered in view.nodes.items()}
     passing = handover.members(round, nodes, members) if spec.inplace else ()
@@ -92,7 +92,7 @@ def _formed(view: View, spec: Spec, round: Round, members: tuple[Member, ...], n
 
 
 def _forget_drained(view: View, spec: Spec, plan: Plan) -> Plan:
-    """Drains that were carried out leave the spec, so that it does not grow for ever."""
+    """Remove completed drains from the spec, so that the spec does not grow for ever."""
     assert view.nodes is not None
     pending = tuple(
         d for d in spec.drain if d.node in view.nodes and view.nodes[d.node].node.incarnation == d.incarnation

@@ -1,4 +1,4 @@
-"""What the members of a round are up to, and who may be in the next one: questions to the view."""
+"""Questions about the members of a round, and about candidates for the next one, answered from the view."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elasticd.core import world
 from elasticd.core.facts import Drained, Member, Node, Round, Spec
 from elasticd.core.leader.view import View
 
-REPORT_S = 5.0  # it comes within milliseconds, unless etcd is slow
+REPORT_S = 5.0  # a report comes within milliseconds, unless etcd is slow
 
 
 def is_present(view: View, member: Member) -> bool:
@@ -18,7 +18,7 @@ def is_present(view: View, member: Member) -> bool:
 
 
 def surely_gone(view: View, node: str, now: float) -> bool:
-    """Whether an absent member has been replaced, or can no longer be merely late."""
+    """Whether an absent member has been replaced, or cannot be merely late any more."""
     assert view.nodes is not None
     return node in view.nodes or now >= view.absence_counts_from
 
@@ -29,13 +29,16 @@ def has_released(view: View, member: Member, number: int) -> bool:
 
 
 def has_left(view: View, member: Member, number: int) -> bool:
-    """Whether the node is there, and none of its workers is in that round any more."""
+    """Whether the node is present and none of its workers is in that round any more."""
     return is_present(view, member) and has_released(view, member, number)
 
 
 def report_due(view: View, member: Member, now: float) -> float | None:
-    """Until when the report is waited for that belongs to what the node released, as the two are watched
-    apart. None: it is here; or it must have been undone by an older one that was late."""
+    """Return until when to wait for the report that belongs to a node's release.
+
+    The two keys are watched separately. None: the report is here, or it must have been overwritten by an
+    older, late one.
+    """
     assert view.nodes is not None
     assert view.reports is not None
     known, report = view.nodes[member.node], view.reports.get(member.node)
@@ -66,7 +69,7 @@ def is_leaving(view: View, spec: Spec, member: Member) -> bool:
 
 
 def candidates_for(view: View, spec: Spec, round: Round, *, live: bool = False) -> list[Node]:
-    """Nodes that may be in the next round, in order of arrival; while ``round`` is live its own
+    """Return the nodes that may be in the next round, in order of arrival. While ``round`` is live, its own
     members count although they have not released it."""
     assert view.nodes is not None
     known = sorted(view.nodes.values(), key=lambda r: (r.created, r.node.name))
@@ -82,8 +85,8 @@ def candidates_for(view: View, spec: Spec, round: Round, *, live: bool = False) 
 
 
 def _offering(node: Node, spec: Spec, round: Round, live: bool) -> Node:
-    """The node with the slots it has to offer: where workers keep their process, those in the live
-    round and those with a worker that waits."""
+    """Return the node with the slots that can get work. Where workers keep their process, these are the slots
+    in the live round and the slots with a waiting worker."""
     if not spec.inplace:
         return node
     member = round.member(node.name, node.incarnation) if live else None

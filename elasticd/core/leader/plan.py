@@ -1,4 +1,4 @@
-"""What the leader wants: one guarded transaction, or to be woken at a time."""
+"""The leader's plan: one guarded transaction, or a time to wake up."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from elasticd.core.reasons import JobEnded, Reason, RoundClosing
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to write, or until when to wait; ``reasons`` say why either way. ``waiting``: why the job waits,
-    where what is written is no step of its round."""
+    """What to write, or until when to wait. ``reasons`` explain the plan. ``waiting``: why the job waits, in
+    a plan that names hung workers or stragglers."""
 
     guards: tuple[Guard, ...] = ()
     writes: tuple[Write, ...] = ()
@@ -23,7 +23,7 @@ class Plan:
 
 
 def write(view: View, round: Round, budget: Budget, reasons: tuple[Reason, ...] = ()) -> Plan:
-    """One transaction: the round, and the budget if it changed."""
+    """Return a transaction that writes the round, and the budget if it changed."""
     assert view.round_revision is not None
     assert view.budget_revision is not None
     guards: list[Guard] = [Unchanged("round", view.round_revision)]
@@ -66,7 +66,7 @@ def end(
     why: str,
     reasons: tuple[Reason, ...] = (),
 ) -> Plan:
-    """The job is over. Only the round stays, as its epitaph; the budget goes with the rest."""
+    """Return the end of the job. Only the round's record stays, to tell the outcome."""
     ended = replace(round, phase=Phase.ENDED, since=now, outcome=outcome, why=why)
     assert view.round_revision is not None
     return Plan(

@@ -1,4 +1,4 @@
-"""A closing round: who still holds it, what did it cost, and what comes next?"""
+"""Settle a closing round: which members still hold it, what did it cost, and what comes next?"""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ _OUTCOMES = {
 
 
 def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
-    """Once every member has released the closing round or is lost: what did it cost, what next?"""
+    """Settle the round once every member has released it or is lost: charge the budget, then decide what
+    comes next."""
     assert view.nodes is not None
     assert view.reports is not None
     reports = view.reports.values()
     missing = tuple(m.node for m in round.members if not is_present(view, m))
     fenced = any(is_present(view, m) and is_fenced(view, m, round.number) for m in round.members)
     step = budgets.astray_at(round, reports)
-    if step is not None and not round.anew:  # it was closed for something else
+    if step is not None and not round.anew:  # the round was closed for another reason
         return write(view, replace(round, planned=False, anew=True), view.budget)
     awaited = _await_members(view, spec, round, missing, now)
     if awaited is not None:
         return awaited
 
     if all(has_finished(view, m, round.number) for m in round.members):
-        # Their run functions had all returned when the round was closed: the job is done.
+        # Their run functions had all returned when the round closed, so the job is done.
         return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
@@ -58,13 +59,13 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     broken = round.closing is Cause.WORLD_BROKEN
     charged = round.closing is not None and round.closing.charged
     if (missing or fenced) and (charged or broken):
-        # The workers that failed first are those that talked to the lost node: not their fault.
+        # The workers that failed first are those that talked to the lost node. They are not to blame.
         round, charged = replace(round, closing=Cause.NODE_LOST), False
-    elif broken and failure is not None:  # of one that took long to end
+    elif broken and failure is not None:  # the failure of a worker that took long to end
         round, charged = replace(round, closing=Cause.WORKER_FAILED), True
     elif round.closing in (Cause.GREW, Cause.SCALED) and not (missing or fenced):
         own = budgets.first_failure(round, reports, raised=True)
-        if own is not None:  # newcomers that fail at once, each as the next has come, would do so for ever
+        if own is not None:  # a newcomer that always fails at once would otherwise resize the job for ever
             round, charged, failure = replace(round, closing=Cause.WORKER_FAILED), True, own
     ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
     goes_on_from = max(ages).step if ages else None
@@ -97,7 +98,8 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
 
 
 def _await_members(view: View, spec: Spec, round: Round, missing: tuple[str, ...], now: float) -> Plan | None:
-    """What there is to wait for until every member has released the round and told of it, or is lost."""
+    """Return the plan to wait until every member has released the round and reported, or is lost; None when
+    there is nothing to wait for."""
     assert view.reports is not None
     reports = view.reports.values()
     present = [m for m in round.members if is_present(view, m)]
@@ -107,7 +109,7 @@ def _await_members(view: View, spec: Spec, round: Round, missing: tuple[str, ...
     if holding:
         broken = any(r.broken for r in reports if r.round == round.number)
         if round.planned and (missing or broken or budgets.first_failure(round, reports)):
-            # Whoever still saves, or has yet to leave, may be waiting for those that are lost.
+            # Workers that still save, or have yet to leave, may wait for the lost ones.
             return write(view, replace(round, planned=False), view.budget)
         if not round.outlived and any(_outlives(view, m, round) for m in round.members):
             by = round.since + spec.policy.part_s
@@ -125,7 +127,7 @@ def _await_members(view: View, spec: Spec, round: Round, missing: tuple[str, ...
 
 
 def _outlives(view: View, member: Member, round: Round) -> bool:
-    """Whether workers of this node wait, who have what those of the round had agreed on."""
+    """Whether workers of this node wait with the state that the round's workers agreed on."""
     assert view.nodes is not None
     if not has_left(view, member, round.number):
         return False
@@ -134,13 +136,13 @@ def _outlives(view: View, member: Member, round: Round) -> bool:
 
 
 def _keeps(view: View, member: Member, round: Round) -> bool:
-    """Whether workers wait there with a state that nobody is to go on with: they are being ended."""
+    """Whether workers still wait there with a state that must not be continued. They are being ended."""
     assert view.nodes is not None
     return round.anew and bool(view.nodes[member.node].node.holders)
 
 
 def _last_line(message: str) -> str:
-    """What a traceback ends with, without the name of the exception."""
+    """Return the last line of a traceback, without the exception's name."""
     line = next((line for line in reversed(message.splitlines()) if line.strip()), "a worker wanted it so")
     return re.sub(r"^(\S+: )+", "", line.strip())
 
@@ -148,7 +150,8 @@ def _last_line(message: str) -> str:
 def _judge_slot(
     view: View, spec: Spec, round: Round, budget: Budget, failure: Failure, now: float
 ) -> tuple[Budget, tuple[Reason, ...]]:
-    """Charge said aloud; and a slot that fails alone is kept out while enough others remain."""
+    """Return the budget and reasons for a charge. A slot that fails alone is put in quarantine if enough
+    others remain."""
     policy = spec.policy
     charged = FailureCharged(failure, len(budget.charges), policy.restarts_max)
     place = budgets.suspect(budget, policy)

@@ -1,4 +1,4 @@
-"""A live round: is there anything to end it for?"""
+"""Supervise a live round: is there a reason to end it?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elasticd.core.reasons import (
 
 
 def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
-    """Something to end the live round for?"""
+    """Return the plan for a live round: end or close it if there is a reason, else wait."""
     assert view.nodes is not None
     assert view.reports is not None
     reports = {
@@ -55,7 +55,7 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     if broken:
         return close(view, round, Cause.WORLD_BROKEN, False, now, nodes=broken)
 
-    # A node whose workers have finished may leave, unless the others may still need its store.
+    # A node whose workers have finished may leave, unless others may still need its store.
     needed = [m for m in round.members if m.node not in finished or m is round.members[0]]
     leaving = [m.node for m in needed if is_present(view, m) and is_leaving(view, spec, m)]
     if leaving:
@@ -68,14 +68,14 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
         until = view.absence_counts_from
         return Plan(wake_at=until, reasons=(AwaitingReturn(tuple(missing), until),))
     if finished or returned:
-        return Plan()  # the last steps of the job: no time to resize
+        return Plan()  # the last steps of the job: too late to resize
     if not spec.limits.min <= round.world_size <= spec.limits.max:
         plan = close(view, round, Cause.SCALED, True, now)
     else:
         plan = _drain_laggard(view, spec, round, now) or _grow_or_rest(view, spec, round, now)
     if plan.writes:
         return _at_a_checkpoint(view, spec, round, reports.values(), plan, now)
-    if round.resizes_by:  # there is no need to any more
+    if round.resizes_by:  # a resize is no longer needed
         return write(view, replace(round, resizes_by=0.0), view.budget, plan.reasons)
     return plan
 
@@ -89,7 +89,8 @@ def _at_a_checkpoint(
     now: float,
     most_s: float = math.inf,
 ) -> Plan:
-    """What closes the round, as soon as its script has written the checkpoint that it is about to tell of."""
+    """Return ``plan``, which closes the round, as soon as the script has written its next checkpoint. Wait
+    until then, at most ``most_s``."""
     wait_s = min(spec.policy.checkpoint_wait_s, most_s)
     if not spec.checkpointed or spec.inplace or wait_s <= 0 or any(r.checkpointed for r in reports):
         return plan
@@ -102,7 +103,7 @@ def _at_a_checkpoint(
 
 
 def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | None:
-    """Leave out the slot that lags behind most, where people want that and enough others remain."""
+    """Leave out the worst straggler's slot, if the policy says so and enough other slots remain."""
     found = view.stragglers
     if not spec.policy.straggler_drain or found is None or found.round != round.number:
         return None
@@ -131,8 +132,10 @@ def _drain_laggard(view: View, spec: Spec, round: Round, now: float) -> Plan | N
 
 
 def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...], now: float) -> Plan | None:
-    """Where nobody would stay who holds the state, train on until others are ready to take it; but not
-    for so long that there is no time left for that."""
+    """If no node that holds the state would stay, train on until others are ready to take the state over.
+
+    The wait ends early enough to leave time for the handover.
+    """
     assert view.nodes is not None
     stay = [m for m in round.members if m.node not in leaving and is_present(view, m)]
     nodes = [registered.node for registered in view.nodes.values()]
@@ -152,7 +155,7 @@ def _await_heirs(view: View, spec: Spec, round: Round, leaving: tuple[str, ...],
 def _see_handed_over(
     view: View, round: Round, idle: Sequence[str], lost: tuple[str, ...], now: float
 ) -> Plan:
-    """Its workers leave by themselves."""
+    """Wait until the workers of a handover round have left by themselves."""
     if lost:
         return close(view, round, Cause.NODE_LOST, False, now, nodes=lost)
     holding = tuple(m.node for m in round.members if m.node not in idle)
@@ -162,18 +165,19 @@ def _see_handed_over(
 
 
 def _grow_or_rest(view: View, spec: Spec, round: Round, now: float) -> Plan:
-    """Is a larger world possible, and has this one lived long enough?"""
+    """Close the round if a larger world is possible and this one has lived long enough."""
     could_have = world.size(
         world.form(
             candidates_for(view, spec, round, live=True), round, spec.limits, view.budget.quarantines, now
         )
     )
     if could_have > round.world_size:
-        # In place, growing costs the time of a step, and whoever joins is ready.
+        # In place, growing costs about one step, and new workers are ready.
         ripe = round.since + (0.0 if spec.inplace else spec.policy.grow_cooldown_s)
         if now >= ripe:
             plan = close(view, round, Cause.GREW, True, now)
-            # Keys are watched apart: a slot just quarantined is no room to grow into.
+            # Keys are watched separately: the guard ensures that a slot just put in quarantine does not count
+            # as room.
             assert view.budget_revision is not None
             return replace(plan, guards=(*plan.guards, Unchanged("budget", view.budget_revision)))
         return Plan(wake_at=ripe, reasons=(CoolingDown(round.world_size, could_have, ripe),))

@@ -1,4 +1,4 @@
-"""What the leader knows of the job, and how news of the store changes it."""
+"""The leader's view of the job, and how news from the store changes it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from elasticd.core.leader import comparing
 from elasticd.core.leader.comparing import PaceComparison
 from elasticd.core.ports import Changes, Entry, Listing, Seen
 
-FINDINGS = ("hang", "stragglers")  # what the leader writes that is no step of the round
+FINDINGS = ("hang", "stragglers")  # keys that the leader writes besides the round
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A node as the leader sees it. ``created``: revision of its registration; ``seen_at``: when
-    this leader first saw this incarnation; ``news_at``: when the record as it is. Seconds since the epoch."""
+    """A node as the leader sees it. ``created``: the revision of its registration. ``seen_at``: when this
+    leader first saw this incarnation. ``news_at``: when it saw the present record. Seconds since the
+    epoch."""
 
     node: Node
     created: int
@@ -26,7 +27,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What an agent told of workers that stand still, and when the leader heard of it."""
+    """An agent's report of workers that stand still, and when the leader received it."""
 
     stall: Stall
     at: float
@@ -34,12 +35,12 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All the leader knows. A revision is None until its key has been listed, 0 if it is absent.
+    """All that the leader knows. A revision is None until its key has been listed, and 0 if the key is
+    absent.
 
-    ``absence_counts_from``: before this time a node that is not registered may only be late, since
-    etcd was away and leases ran out that nobody could renew. ``hang``, ``stragglers``: what a leader wrote
-    last, this one or an earlier, with a revision of -1 until they have been listed; ``hang_at``: when it was
-    seen.
+    ``absence_counts_from``: before this time a node that is not registered may only be late, since etcd was
+    away and leases ran out. ``hang``, ``stragglers``: what this or an earlier leader last wrote; their
+    revision is -1 until they have been listed. ``hang_at``: when ``hang`` was seen.
     """
 
     spec: Spec | None = None
@@ -71,7 +72,7 @@ class View:
 
 
 def see(view: View, seen: Seen, scope: str, now: float) -> View:
-    """The view after news of ``scope``: a key, or a prefix that ends in a slash."""
+    """Return the view after news of ``scope``: a key, or a prefix that ends in a slash."""
     if isinstance(seen, Listing):
         listed = {e.key for e in seen.entries}
         gone = [Entry(key, None, seen.revision, 0) for key in _known(view, scope) if key not in listed]
@@ -144,8 +145,11 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
 
 
 def _apply_finding(view: View, e: Entry, name: str, now: float) -> View:
-    """News of workers that stand still or lag behind. What this leader wrote itself it knows before the watch
-    tells of it, so that an older verdict may come after a newer one."""
+    """Return the view after news of workers that stand still or lag behind.
+
+    The leader knows its own writes before the watch reports them, so an older verdict may arrive after a
+    newer one.
+    """
     match e.key.partition("/")[0], e.fact:
         case "stalls", Stall() as stall:
             known = view.stalls.get(name)
