@@ -1,21 +1,21 @@
-"""What a training script imports so that it keeps its process, its model and every committed step
-while workers around it die, are replaced, come and go.
+"""The library for training scripts. A worker keeps its process, its model and every committed step while
+other workers die, are replaced, join and leave.
 
     from elasticd import worker
 
-    @worker.run                                       # entered again after each change of world
+    @worker.run                                       # called again after each change of world
     def train(state):
-        for step in state.steps():                    # a global batch each, whatever the world
-            for batch in step:                        # this worker's share of it
+        for step in state.steps():                    # one global batch each, in any world
+            for batch in step:                        # this worker's share of the batch
                 step.backward(loss_of(state.model, batch))
             optimizer.step()
             optimizer.zero_grad()
-            state.commit()                            # what nobody falls behind of
+            state.commit()                            # no worker falls behind a committed step
 
     data = worker.Data(dataset, global_batch=256, seed=0, epochs=10)
     train(worker.State(model=model, optimizer=optimizer, data=data))
 
-Under ``elasticd run`` it recovers in place; under torchrun or plain ``python`` the same script runs
+Under ``elasticd run`` the script recovers in place. Under torchrun or plain ``python`` the same script runs
 in the world that it finds.
 """
 
@@ -57,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Checkpoints need much of torch that nothing else here does: imported when asked for."""
+    """Import Checkpoints on first use: it needs parts of torch that nothing else here needs."""
     if name in ("Checkpoints", "NoCheckpoint"):
         from elasticd.worker import checkpoint
 

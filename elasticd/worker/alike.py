@@ -1,4 +1,4 @@
-"""Whether the workers' parameters are alike, as they are where all have added up the same gradients."""
+"""Compare the workers' parameters, which are the same after the same sums of gradients."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from elasticd.worker.trace import Few, Sampled, is_plain
 from elasticd.worker.world import World
 
 _log = logging.getLogger(__name__)
-ULPS_MAX = 1000.0  # apart by less: machines that round differently, and not another gradient
-SHARE = 0.001  # of the time, at most
-EXCHANGE_S = 0.0005  # what it takes to hear from others, about
+ULPS_MAX = 1000.0  # smaller differences come from rounding on different machines, not from other gradients
+SHARE = 0.001  # at most this share of the time is spent on comparing
+EXCHANGE_S = 0.0005  # about the time of one exchange
 
 
 class Diverged(RuntimeError):
-    """The workers have different parameters. The message says which, and which workers."""
+    """The workers have different parameters. The message says which parameters of which workers."""
 
 
 class Trained:
-    """Parameters by name."""
+    """The trained parameters, by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.names = [*parameters]
@@ -41,8 +41,8 @@ class Trained:
 
 
 def trained_of(modules: Mapping[str, nn.Module], chosen: set[int]) -> Trained:
-    """The parameters that are to be alike. Those are not that DistributedDataParallel was told to
-    ignore. ``chosen``: the ids of those that an optimizer has."""
+    """Return the parameters that must be the same in all workers. Parameters that DistributedDataParallel
+    ignores need not be. ``chosen``: the ids of an optimizer's parameters."""
     found: dict[str, nn.Parameter] = {}
     for name, module in modules.items():
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -53,7 +53,7 @@ def trained_of(modules: Mapping[str, nn.Module], chosen: set[int]) -> Trained:
 
 
 def digest(trained: Trained) -> int:
-    """63 bits of a few elements of each."""
+    """Return 63 bits of a few elements of each parameter."""
     summary = hashlib.blake2b(digest_size=8)
     for few in trained.few.read():
         summary.update(_bytes(few))
@@ -61,8 +61,10 @@ def digest(trained: Trained) -> int:
 
 
 def compare(trained: Trained, world: World, ranks: Sequence[int], *, exact: bool) -> None:
-    """All workers together, where digests differ among those of these ranks. Raises Diverged.
-    ``exact``: to the bit. Otherwise the last bits may differ, which is said once."""
+    """Compare parameters on all workers together, when the digests of these ranks differ.
+
+    Raises Diverged. ``exact``: to the bit. Otherwise the last bits may differ, with one warning.
+    """
     few = trained.few
     mine = few.read()
     parts = [m.cpu().view(torch.uint8) for m in mine]
@@ -93,7 +95,7 @@ def compare(trained: Trained, world: World, ranks: Sequence[int], *, exact: bool
 
 
 def _diverged(what: str) -> Diverged:
-    told.fatal(Fatal.BAD_DATA)  # another try would come to the same
+    told.fatal(Fatal.BAD_DATA)  # a restart would end the same way
     return Diverged(
         f"the workers train apart: {what}. Call state.model, and what else of State's is trained by its name "
         "(state.head), for each forward pass, and change parameters alike in all workers. Where they shall "
@@ -102,7 +104,7 @@ def _diverged(what: str) -> Diverged:
 
 
 class Alike:
-    """In one world: compares now and then, at a commit, and all agree on when to do so next."""
+    """Compare the workers of one world now and then, at commits. All workers agree on the next comparison."""
 
     def __init__(
         self, trained: Trained | None, shared: Shared, world: World, step: int, *, exact: bool
@@ -112,7 +114,7 @@ class Alike:
         self._began = time.monotonic(), step
 
     def passed(self, step: int) -> None:
-        """After each commit. Raises Diverged, Unlike, and WorldChanged."""
+        """Call it after each commit. Raises Diverged, Unlike, and WorldChanged."""
         if step < self._next:
             return
         began = time.monotonic()
@@ -135,7 +137,7 @@ class Alike:
 
 
 def _commonest(heard: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What most have; of several, what the first of them has."""
+    """Return the most common data; of several, the one with the lowest rank."""
     texts = [_bytes(h) for h in heard]
     return heard[max(range(len(texts)), key=lambda rank: (texts.count(texts[rank]), -rank))]
 
@@ -151,7 +153,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 @functools.cache
 def _say_slightly() -> None:
-    """Once in a process."""
+    """Warn once in a process."""
     _log.warning(
         "the workers' parameters differ in the last bits, as they do on machines of several kinds or with "
         "different OMP_NUM_THREADS: training goes on"

@@ -1,4 +1,4 @@
-"""What the last bit of a result depends on beside the program and its numbers."""
+"""The parts of a machine that decide the last bits of a result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MEANINGS = {
 
 
 class Arithmetic:
-    """Kept in the State of consistent mode: whoever joins, or goes on later, computes as those did who
-    began, with as many threads."""
+    """The arithmetic of consistent mode, kept in the State: later workers compute as the first ones did, with
+    as many threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -31,7 +31,7 @@ class Arithmetic:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where this worker cannot compute alike."""
+        """Take over the number of threads. Raises ValueError if this worker would compute other bits."""
         mine = self.state_dict()
         for name, (meaning, remedy) in _MEANINGS.items():
             if mine[name] != state[name]:
@@ -44,7 +44,8 @@ class Arithmetic:
 
 
 def refuse_inconsistent(modules: Iterable[nn.Module]) -> None:
-    """Raises TypeError, in a sentence, for what cannot be the same in a world of another size."""
+    """Raise TypeError, with a sentence, for a module that cannot give the same results in a world of another
+    size."""
     for whole in modules:
         for name, module in whole.named_modules():
             where = f"{type(module).__name__} {name}".strip()

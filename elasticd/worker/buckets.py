@@ -1,7 +1,7 @@
-"""Gradients side by side in memory, so that many small ones travel as one, and their way to the sum.
+"""Buckets of gradients side by side in memory, and their exchange in consistent mode.
 
-Each worker owns a slice of a bucket: it gets that slice of what all hand in, adds it up in the order
-of elasticd.core.summing, and sends the sum to all. That is as many bytes as the usual all-reduce.
+Each worker owns a slice of a bucket. The owner gets all workers' parts of the slice, adds them up in the
+order of elasticd.core.summing, and sends the sum to all. These are as many bytes as in an all-reduce.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elasticd.core.summing import pile_up
 
-FIRST_BYTES = 1 << 20  # as DistributedDataParallel has them: the first is full soon
+FIRST_BYTES = 1 << 20  # as in DistributedDataParallel: the first is full soon
 BUCKET_BYTES = 25 << 20
 _ALIGNED = 16  # elements
 
@@ -22,8 +22,9 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Exchange:
-    """Who hands in what. ``leaves``: this worker's virtual ranks, as it adds them up; ``all``: what
-    all hand in, as the owner of a slice does; ``counts``: how many that are of each worker."""
+    """What each worker hands in. ``leaves``: how this worker adds up its virtual ranks. ``all``: how the
+    owner of a slice adds up what all hand in. ``counts``: the number of subtrees that each worker hands
+    in."""
 
     def __init__(self, blocks: Sequence[range], rank: int, virtual_ranks: int) -> None:
         piles = [pile_up((range(v, v + 1) for v in block), virtual_ranks) for block in blocks]
@@ -34,13 +35,16 @@ class Exchange:
 
     @property
     def arriving(self) -> int:
-        """How many other workers' subtrees there are."""
+        """The number of other workers' subtrees."""
         return sum(self.counts) - self.counts[self.rank]
 
 
 class Bucket:
-    """Some parameters' gradients. ``members``: their numbers among all parameters; ``likes``: tensors
-    of their shapes, all of one type and on one device. A round of calls for each step, in this order."""
+    """The gradients of some parameters. ``members``: the parameters' numbers. ``likes``: tensors of their
+    shapes, of one type and on one device.
+
+    A step calls ``add`` for each virtual rank, then ``hand_in``, ``add_up`` and ``gather``.
+    """
 
     def __init__(self, members: Sequence[int], likes: Sequence[torch.Tensor], exchange: Exchange) -> None:
         self.members = members
@@ -48,7 +52,7 @@ class Bucket:
         elements = sum(t.numel() for t in likes)
         self._slice = -(-elements // (exchange.size * _ALIGNED)) * _ALIGNED
         rows = max(1, exchange.leaves.height)
-        # What is added up so far, subtree by subtree; in the end, the first row is the sum of all.
+        # The sums so far, by subtree; in the end the first row is the total.
         self._rows = likes[0].new_zeros((rows, exchange.size * self._slice))
         self._views = [_views(row, likes) for row in self._rows]
         self.arrival_elements = exchange.arriving * self._slice
@@ -58,11 +62,11 @@ class Bucket:
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """By member; they last until the next step."""
+        """The sums by member, valid until the next step."""
         return self._views[0]
 
     def add(self, gradients: Gradients) -> None:
-        """The next virtual rank's. None stands for zeros."""
+        """Add the gradients of the next virtual rank. None stands for zeros."""
         if self._leaf == len(self._exchange.leaves.sums):
             self._leaf = self._height = 0
         halves = self._exchange.leaves.sums[self._leaf]
@@ -75,7 +79,7 @@ class Bucket:
         else:
             for view, gradient in zip(views, gradients, strict=True):
                 if halves:
-                    view.add_(0 if gradient is None else gradient)  # 0 changes the sign of a negative 0
+                    view.add_(0 if gradient is None else gradient)  # a sum with 0 turns -0.0 into 0.0
                 elif gradient is None:
                     view.zero_()
                 else:
@@ -85,8 +89,8 @@ class Bucket:
             self._rows[self._height - 1] += self._rows[self._height]
 
     def hand_in(self, room: torch.Tensor) -> None:
-        """Have each owner get its slice of what this worker has added up. ``room``: for what arrives
-        from others, at least ``arrival_elements``, until ``add_up`` has returned."""
+        """Send each owner its slice of this worker's sums. ``room``: at least ``arrival_elements`` for the
+        arriving data, until ``add_up`` has returned."""
         exchange = self._exchange
         self._arrived = room[: self.arrival_elements].view(exchange.arriving, self._slice)
         arriving = iter(self._arrived)
@@ -96,7 +100,7 @@ class Bucket:
         self._works = _start(sends, receives)
 
     def add_up(self) -> None:
-        """Wait for them, add up the slice that this worker owns, and send the sum to all."""
+        """Wait for all parts of this worker's slice, add them up, and send the sum to all."""
         self._finish()
         exchange = self._exchange
         own = self._rows[:, self._of(exchange.rank)]
@@ -119,7 +123,7 @@ class Bucket:
         self._works = _start(sends, [(self._rows[0, self._of(peer)], peer) for peer in self._peers()])
 
     def gather(self) -> None:
-        """Wait for the sums."""
+        """Wait for the sums of all slices."""
         self._finish()
 
     def _finish(self) -> None:
@@ -134,8 +138,8 @@ class Bucket:
 
 
 def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int]]:
-    """Which of them share a bucket: neighbours in that order, as far as they are of one type and on
-    one device. Buckets come in the order of their last members."""
+    """Return the tensors of each bucket: neighbours in the given order, of one type and on one device. The
+    buckets are in the order of their last members."""
     open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[list[int]] = []
@@ -152,7 +156,7 @@ def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int
 
 
 def _views(row: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Neighbours, each laid out in memory as the gradients of its like are."""
+    """Return contiguous views of a row, each with the memory layout of its like's gradient."""
     ends = [0]
     for like in likes:
         ends.append(ends[-1] + like.numel())
@@ -162,7 +166,7 @@ def _views(row: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tenso
     ]
 
 
-_Way = tuple[torch.Tensor, int]  # what, and from or to whom
+_Way = tuple[torch.Tensor, int]  # a tensor, and the peer
 
 
 def _start(sends: Sequence[_Way], receives: Sequence[_Way]) -> list[dist.Work]:
@@ -177,4 +181,4 @@ def _start(sends: Sequence[_Way], receives: Sequence[_Way]) -> list[dist.Work]:
         ]
     together = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
     together += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
-    return list(dist.batch_isend_irecv(together))  # or NCCL would wait for them one after the other
+    return list(dist.batch_isend_irecv(together))  # together: NCCL would wait for each one in turn

@@ -1,5 +1,7 @@
-"""Buffers of modules, such as the running statistics of batch normalization: each virtual rank begins
-a step with those that were committed, and what the last one makes of them is what stays."""
+"""Buffers of modules in consistent mode, such as the running statistics of batch normalization.
+
+Each virtual rank begins a step with the committed buffers. The last virtual rank's buffers stay.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-LOOKS = (
-    3  # steps of a world in which large ones are looked at, too: some change without a trace in their version
-)
-SMALL = 1 << 16  # elements; batch normalization changes its own without a trace in their version
+LOOKS = 3  # the first steps of a world, in which large buffers are compared: versions miss some changes
+SMALL = 1 << 16  # elements; batch normalization changes its buffers without a new version
 
 
 class Buffers:
-    """Of these modules, in the present world. The last virtual rank is the one that always has
-    samples; it is the last worker's."""
+    """The buffers of these modules in the present world. The last worker has the last virtual rank, which
+    always has samples."""
 
     def __init__(self, modules: Iterable[nn.Module], rank: int, size: int) -> None:
         found = {id(b): b for module in modules for b in module.buffers()}.values()
-        # Wide numbers first: packed one after the other, each then starts at a multiple of its width.
+        # Wide numbers first: packed one after the other, each is then aligned to its width.
         ordered = sorted(found, key=lambda b: -b.element_size())
         self._small = [b for b in ordered if b.numel() <= SMALL]
         self._large = [b for b in ordered if b.numel() > SMALL]
@@ -29,25 +29,25 @@ class Buffers:
         self._is_source = rank == size - 1
         self._versions: list[int] = []
         self._kept: list[torch.Tensor] = []
-        self._kept_versions: list[int] = []  # of the large ones
-        self._traceless: set[int] = set()  # large ones that change, and their versions do not
+        self._kept_versions: list[int] = []  # of the large buffers
+        self._traceless: set[int] = set()  # large buffers that change without a new version
         self._looks = LOOKS
-        self._seen: list[torch.Tensor] = []  # what large ones were, while they are looked at
+        self._seen: list[torch.Tensor] = []  # copies of large buffers, while they are compared
         self._packet: torch.Tensor | None = None
         self._sent: dist.Work | None = None
 
     @property
     def large(self) -> int:
-        """How many there are of which it is worth asking whether they have changed."""
+        """The number of large buffers, which may be unchanged."""
         return len(self._large)
 
     def note(self) -> None:
-        """This is what they are when a virtual rank begins."""
+        """Note the buffers as they are when a virtual rank begins."""
         self._versions = [b._version for b in self._large]
         self._seen = [b.detach().clone() for b in self._large] if self._looks > 0 else []
 
     def changed(self) -> list[bool]:
-        """Which of the large ones are not what was noted."""
+        """Return which large buffers have changed since ``note``."""
         for i, (buffer, seen) in enumerate(zip(self._large, self._seen, strict=False)):
             if buffer._version == self._versions[i] and not torch.equal(buffer, seen):
                 self._traceless.add(i)
@@ -57,7 +57,7 @@ class Buffers:
         ]
 
     def keep(self) -> None:
-        """Have a copy of what was just noted, for another virtual rank to begin with."""
+        """Copy the noted buffers, for another virtual rank to begin with."""
         if not self._kept:
             self._kept = [b.detach().clone() for b in (*self._small, *self._large)]
         else:
@@ -67,21 +67,22 @@ class Buffers:
         self._kept_versions = self._versions
 
     def put_back(self) -> None:
-        """Another virtual rank begins."""
+        """Restore the buffers for another virtual rank."""
         stale = self.changed()
         _copy(self._chosen([*self._small, *self._large], stale), self._chosen(self._kept, stale))
         self.note()
         self._kept_versions = self._versions
 
     def send_round(self) -> None:
-        """All virtual ranks are done: begin to send."""
+        """Begin to send the buffers, after all virtual ranks."""
         self._looks -= 1
         if self._size > 1 and self._small:
             self._packet = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._small])
             self._sent = dist.broadcast(self._packet, self._source, async_op=True)
 
     def arrive(self, changed: Sequence[bool]) -> None:
-        """Wait until they are there. ``changed``: the large ones that any virtual rank has changed."""
+        """Wait until the buffers have arrived. ``changed``: the large buffers that a virtual rank has
+        changed."""
         if self._sent is not None and self._packet is not None:
             self._sent.wait()
             if not self._is_source:

@@ -1,4 +1,4 @@
-"""Random numbers: where each source of them stands, so that a step done again draws the same."""
+"""Random numbers: save and restore their sources, so that a repeated step draws the same numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-_MT19937_BYTES = 4 * 624 + 4  # its keys, and how many of them are used up
+_MT19937_BYTES = 4 * 624 + 4  # its keys and their position
 
 
 class _Numpy:
-    """numpy's own function takes as long as all else in a commit, and most scripts never draw there:
-    so look at its memory first. Only a normal number that it has left over comes from elsewhere."""
+    """numpy's random state.
+
+    ``get_state()`` takes as long as the rest of a commit, and most scripts never draw from numpy. So the
+    generator's memory is compared first. Only a leftover normal number is stored elsewhere.
+    """
 
     def __init__(self) -> None:
         self._memory = b""
@@ -35,11 +38,11 @@ class _Numpy:
 
 
 _numpy = _Numpy()
-Sources = dict[str, Any]  # by the name of the source, in values that torch.load(weights_only=True) loads
+Sources = dict[str, Any]  # by source, in values that torch.load(weights_only=True) loads
 
 
 def note() -> Sources:
-    """Where torch, CUDA, numpy and the standard library stand."""
+    """Return the states of torch, CUDA, numpy and the standard library."""
     sources: Sources = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         sources["cuda"] = torch.cuda.get_rng_state()
@@ -49,7 +52,7 @@ def note() -> Sources:
 
 
 def resume(sources: Sources) -> None:
-    """Draw from there again."""
+    """Restore these states."""
     for name, stand in sources.items():
         match name:
             case "torch":
@@ -65,7 +68,7 @@ def resume(sources: Sources) -> None:
 
 
 def digests(sources: Sources) -> dict[str, int]:
-    """What tells whether two workers draw alike, by source: 63 bits each."""
+    """Return 63 bits for each source: equal in workers that draw the same numbers."""
     return {name: _digest(stand) for name, stand in sources.items()}
 
 
@@ -78,7 +81,7 @@ def _digest(stand: Any) -> int:
 
 
 class Drawn:
-    """A generator of the script's own, as a thing that has a state."""
+    """A generator of the script's, with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -91,8 +94,8 @@ class Drawn:
 
 
 class Aside:
-    """Random numbers of their own for what is done inside: a source that goes on where it stood, and
-    leaves those outside as they were. Of CUDA's it knows nothing."""
+    """A ``with`` block with random numbers of its own: they continue from block to block, and the outer ones
+    stay unchanged. CUDA's random numbers are not covered."""
 
     def __init__(self, seed: int) -> None:
         self._mine = _sown(seed)
@@ -123,7 +126,7 @@ def _sown(seed: int) -> Sources:
 
 
 def draw_from(*place: int) -> None:
-    """From now on, draw numbers that depend on these alone."""
+    """Seed all sources with these numbers alone."""
     text = " ".join(map(str, place)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(number)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: ``save`` costs one copy of what this rank writes, and nothing else waits.
+"""Checkpoints of a training. ``save`` costs one copy of this rank's part; all else runs in the background.
 
 ::
 
@@ -31,17 +31,18 @@ __all__ = ["Checkpoints", "Committed", "NoCheckpoint"]
 
 
 class Checkpoints:
-    """The checkpoints below a folder that all ranks can write to, made and read by all ranks together.
+    """The checkpoints below a folder that all ranks can write to. All ranks save and load together.
 
-    ``path`` may be an address of fsspec's, such as ``s3://bucket/run1``, or be left to the agent's
-    ``--checkpoints``. All ranks call ``save`` and ``load`` at the same steps, after each change of world
-    anew. ``last``: keep so many of the newest; ``every``: and the first of each so many steps. ``when``:
-    what ``save_if_due`` goes by, ``100`` (steps), ``90s``, ``10m``, ``1h`` or ``auto`` (by what saving
-    costs and how often the job fails); else the agent's ``--checkpoint-every``, else each step.
+    ``path``: a folder, or an address of fsspec's such as ``s3://bucket/run1``; by default the agent's
+    ``--checkpoints``. All ranks call ``save`` and ``load`` at the same steps, and again after each change of
+    world. ``last``: how many of the newest checkpoints to keep; ``every``: keep also the first checkpoint of
+    each so many steps. ``when``: the cadence of ``save_if_due``: ``100`` (steps), ``90s``, ``10m``, ``1h``,
+    or ``auto`` (from the cost of a save and the job's failures). By default it is the agent's
+    ``--checkpoint-every``, or each step.
 
-    ``tier``: where the last ``load`` took the state from: this node's ``memory``, also a ``peer``'s, or
-    ``disk``; empty if it found none. ``overwrote``: whether it has read anything into the state, whole or
-    not, as is known also where it raised.
+    ``tier``: where the last ``load`` found the state: this node's ``memory``, another node's memory as well
+    (``peer``), or ``disk``; empty if there was none. ``overwrote``: whether the last ``load`` read anything
+    into the state, even if it then failed.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class Checkpoints:
 
     @property
     def skipped(self) -> int:
-        """Saves that were left out as the disk had not caught up."""
+        """The number of saves that were skipped because the disk had not caught up."""
         return self._saving.skipped
 
     @property
     def failed(self) -> int:
-        """Saves that came to nothing; ``last_error`` says why."""
+        """The number of saves that failed; ``last_error`` says why."""
         return self._saving.failed
 
     @property
@@ -82,64 +83,68 @@ class Checkpoints:
 
     @property
     def newest(self) -> Committed | None:
-        """What was last seen to be committed."""
+        """The newest checkpoint that this rank knows to be committed."""
         return self._saving.newest
 
     @told.holds_up
     def save(self, state: Mapping[str, Any], step: int) -> bool:
-        """Take a copy of this rank's part, to be written while training goes on. False: left out,
-        since the disk has not caught up. ``step``: how many steps ``state`` has behind it.
+        """Copy this rank's part of the state, to be written while training goes on.
 
-        Tensors of one name (unless they are sharded), and objects of one name, are taken for the same on all
-        ranks: each is written once, by whichever rank; buffers of modules by the first rank that has them.
-        What differs from rank to rank needs a name of its rank's own, such as ``f"random{rank}"``.
+        Return False if the save was skipped because the disk has not caught up. ``step``: the number of steps
+        that ``state`` includes.
 
-        Raises ValueError where ranks differ in the step, or in the shape or type of a tensor, TypeError for
-        objects that could not be loaded again, NotFinite for NaN if the job is run with
-        ``--on-nonfinite=rollback``. Whatever happens to the disk raises nothing: see ``failed``.
+        Tensors (unless sharded) and objects of one name must be the same on all ranks, and one rank writes
+        each of them. Buffers of modules may differ: the first rank that has them writes them. A value that
+        differs between ranks needs a name for each rank, such as ``f"random{rank}"``.
+
+        Raises ValueError if the ranks differ in the step, or in the shape or type of a tensor. Raises
+        TypeError for an object that could not be loaded again, and NotFinite for NaN if the job runs with
+        ``--on-nonfinite=rollback``. An error of the disk raises nothing: see ``failed``.
         """
         self._in_this_world()
         return self._saving.save(state, step)
 
     def try_out(self, state: Mapping[str, Any]) -> None:
-        """Raises what ``save`` would of such a state; nothing is copied or saved."""
+        """Raise what ``save`` would raise for this state. Nothing is copied or saved."""
         self._in_this_world()
         self._saving.try_out(state)
 
     def due(self, step: int) -> bool:
-        """Whether this step is to be saved, by ``when``: the same answer on all ranks, who all ask with
-        each step. Raises as collectives do."""
+        """Whether this step is to be saved, by ``when``. All ranks must ask with each step, and get the same
+        answer. Raises as collectives do."""
         return self._schedule.due(step, self._in_this_world())
 
     def save_if_due(self, state: Mapping[str, Any], step: int) -> bool:
-        """``save`` if this step is ``due``."""
+        """Call ``save`` if this step is ``due``."""
         return self.due(step) and self.save(state, step)
 
     def keep_in_step(self) -> None:
-        """Between steps only will there be saves and loads, while no rank sends anything else."""
+        """Promise that saves and loads happen only between steps, while no rank uses other collectives."""
         self._in_step = True
 
     @told.holds_up
     def wait(self, timeout_s: float = 600.0) -> bool:
-        """Until what this rank handed over is committed or has failed, and where another node is to hold a
-        copy, it has it or cannot; False after the timeout. Where the first rank is on another node: until
-        what is on this node is durable. Meanwhile ``--checkpoint-rate`` does not count."""
+        """Wait until this rank's saves are committed or have failed, and their copies on another node are
+        complete or have failed.
+
+        Return False after the timeout. If rank 0 is on another node, wait until this node's files are
+        durable. ``--checkpoint-rate`` does not apply meanwhile.
+        """
         return self._saving.wait(timeout_s)
 
     @told.goes_on
     def load(self, state: dict[str, Any], *, required: bool = False, beyond: Age | None = None) -> int | None:
-        """Fill ``state`` from the newest checkpoint that is whole; its step, or None if there is none.
+        """Fill ``state`` from the newest whole checkpoint. Return its step, or None if there is no
+        checkpoint.
 
-        Under an agent that is what workers that are gone had handed over last, if all of it is still
-        in the memory of this node, or of other nodes where they hold copies; else the newest that was
+        Under an agent, this is the last state that former workers handed over, if all of it is still in this
+        node's memory, or in other nodes' memory where they hold copies. Otherwise it is the newest checkpoint
         committed to disk.
 
-        Tensors are filled in place. A damaged checkpoint is reported by name, and the one before
-        it taken. Raises NoCheckpoint if ``required`` and none is whole, or if there are some and
-        none of them is; ValueError where the checkpoint is whole and not of such a state.
-
-        ``beyond``: leave out what is not further than a state of that age, which somebody has. Then none
-        is required.
+        Tensors are filled in place. A damaged checkpoint is reported by name, and the one before is taken.
+        Raises NoCheckpoint if ``required`` and none is whole, or if there are checkpoints but none is whole.
+        Raises ValueError if the checkpoint is whole but does not fit ``state``. ``beyond``: ignore
+        checkpoints that are not newer than this age, which another worker has; none is then required.
         """
         self.tier, self.overwrote = "", False
         resuming = Resuming(self._store, self._in_this_world(), state)
@@ -149,21 +154,22 @@ class Checkpoints:
             self.tier, self.overwrote = resuming.tier, resuming.overwrote
 
     def newest_kept(self) -> Kept | None:
-        """What ``load`` would fill a state from, if it proves whole. All ranks ask together, and get the same
-        answer; None also where nobody can tell."""
+        """Return the state that ``load`` would take, unless it proves damaged. All ranks ask together and get
+        the same answer. None also where no rank can tell."""
         return Resuming(self._store, self._in_this_world(), {}).newest()
 
     def load_plain(self, state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-        """Fill ``state`` from one checkpoint that plain ``torch.distributed.checkpoint`` wrote. It has
-        no checksums, so damage may go unnoticed; what its pickles may do is restricted.
+        """Fill ``state`` from a checkpoint that plain ``torch.distributed.checkpoint`` wrote.
 
-        Raises BadCheckpoint, and ValueError where it is not of such a state."""
+        The checkpoint has no checksums, so damage may go unnoticed. Unpickling is restricted. Raises
+        BadCheckpoint, and ValueError if the checkpoint does not fit ``state``.
+        """
         from elasticd.worker.plaindcp import load_plain
 
         load_plain(Path(folder), state, self._in_this_world())
 
     def close(self) -> None:
-        """Leave; what was handed over is still written and committed."""
+        """Stop. Saves that were handed over are still written and committed."""
         self._saving.close()
         self._together = None
 

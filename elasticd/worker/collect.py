@@ -1,6 +1,7 @@
-"""A training state as keys and tensors, and back: modules, optimizers, and whatever has ``state_dict``.
+"""Turn a training state into keys and tensors, and back.
 
-Keys are those of ``torch.distributed.checkpoint.state_dict``, so that plain DCP finds its way.
+The state consists of modules, optimizers, and objects with ``state_dict``. The keys are those of
+``torch.distributed.checkpoint.state_dict``, so that plain DCP can read them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
 _KEYS: Final = "elasticd: keys"
 _SOME: Final = "elasticd: entries "
-_MANY: Final = 64  # entries, which are better written in one piece
-_WHOLE_MAX: Final = 1 << 20  # bytes of tensors in it, which are better written by whoever has the time
+_MANY: Final = 64  # entries; more small ones are written in one piece
+_WHOLE_MAX: Final = 1 << 20  # bytes of tensors; more are split, so that any rank can write them
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """``tensors`` are those in use, not copies; ``paths``: where a key came from."""
+    """A flat state. ``tensors``: the tensors in use, not copies. ``paths``: where each key came from."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -38,8 +39,9 @@ class Flat:
 
 
 def flatten(state: Mapping[str, Any]) -> Flat:
-    """``state``: by name a module, an optimizer (of a module that is there too), anything that has
-    ``state_dict`` and ``load_state_dict``, a tensor, a nest of those, or a plain object."""
+    """Return the state as keys and values. ``state`` has, by name, modules, optimizers (of modules in
+    ``state``), objects with ``state_dict`` and ``load_state_dict``, tensors, nests of these, and plain
+    objects."""
     for name, value in state.items():
         if isinstance(value, nn.Module) and is_flattened(value):
             raise TypeError(
@@ -62,7 +64,7 @@ def flatten(state: Mapping[str, Any]) -> Flat:
 
 
 def buffers_of(state: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of modules' buffers."""
+    """Yield the keys of modules' buffers."""
     for name, value in state.items():
         if isinstance(value, nn.Module):
             for key, _ in _bare(value).named_buffers(remove_duplicate=False):
@@ -70,8 +72,8 @@ def buffers_of(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def restore(state: dict[str, Any], flat: Flat) -> None:
-    """Give everything that is no tensor in use already its part of what was loaded. Values that
-    cannot load by themselves are replaced in ``state``."""
+    """Give the loaded values to everything that was not filled in place. Values that cannot load are replaced
+    in ``state``."""
     nested: dict[str, Any] = {}
     for key, leaf in (*flat.tensors.items(), *flat.objects.items()):
         set_element(nested, flat.paths[key], leaf)
@@ -94,10 +96,11 @@ def restore(state: dict[str, Any], flat: Flat) -> None:
 def prepare_optimizers(
     state: Mapping[str, Any], shapes: Mapping[str, tuple[torch.dtype, Path]], paths: Mapping[str, Path]
 ) -> None:
-    """An optimizer that has not stepped has no state yet: make what the checkpoint has of it, lists and
-    mappings of tensors included.
+    """Create the state of optimizers that have not stepped, as the checkpoint has it, including lists and
+    mappings of tensors.
 
-    ``shapes``: of each key there, the type and the shape; ``paths``: where it came from, as far as known."""
+    ``shapes``: the type and shape of each saved key. ``paths``: where keys came from, as far as known.
+    """
     for name, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, state)
@@ -106,7 +109,7 @@ def prepare_optimizers(
             for key, what in shapes.items():
                 if key.startswith(prefix):
                     guess = key.removeprefix(prefix).rpartition(".")[::2]
-                    # A path is as short where it was one key already when it was made.
+                    # A path has one part if the whole key was one name.
                     parameter_name, *slot = paths.get(key, ())[2:] or guess
                     saved.setdefault(parameter_name, {})[tuple(slot)] = what
             for group in value.param_groups:
@@ -138,10 +141,13 @@ def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def _whole_where_odd(value: Any) -> Any:
-    """DCP cuts mappings apart by key, and forgets which keys were no strings, which mappings were empty,
-    and their types. Where that would change what comes back, it gets them in one piece, marked, or, where
-    they hold much, with their keys beside them. A list with many small entries is one piece, too, and so is
-    what has no tensors in a mapping with many keys."""
+    """Return the value in a form that DCP preserves.
+
+    DCP splits mappings by key. It loses keys that are not strings, empty mappings, and the types of mappings.
+    Such a mapping is stored in one piece, marked, or with its keys beside it if it is large. A list with many
+    small entries is stored in one piece as well. So are the entries without tensors of a mapping with many
+    keys.
+    """
     if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
         return value
     if not isinstance(value, list | dict):
@@ -160,7 +166,7 @@ def _whole_where_odd(value: Any) -> Any:
 
 
 def _as_it_was(value: Any) -> Any:
-    """The same without the marks."""
+    """Return the original value of ``_whole_where_odd``."""
     if _is_whole(value):
         return value[1]
     if isinstance(value, dict) and _KEYS in value:
@@ -198,8 +204,8 @@ def _without_tensors(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys_of(value: Any) -> str:
-    """Differs where the keys do, within what is in it, too: a rank may have some of its own, and has them
-    saved under another name."""
+    """Return a digest of the keys at all levels. A rank with keys of its own thus saves them under another
+    name."""
     summary = hashlib.blake2b(digest_size=8)
 
     def take(part: Any) -> None:
@@ -221,7 +227,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _are_plain(keys: Collection[Any]) -> bool:
-    """Whether DCP can tell all of them apart once they are joined by dots: ``a.b``, and ``b`` in ``a``."""
+    """Whether DCP can distinguish the keys once they are joined by dots: ``a.b``, and ``b`` in ``a``."""
     if not all(type(key) is str for key in keys):
         return False
     cut = (key.split(".") for key in keys if "." in key)
@@ -240,7 +246,7 @@ def _with_keys(value: dict[Any, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Size:
-    """Of a nest. ``alone``: all its tensors are whole, and in the memory of the host."""
+    """The size of a nest. ``alone``: all its tensors are unsharded and in the host's memory."""
 
     entries: int = 0
     tensors: int = 0
@@ -271,8 +277,8 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 def _gives_copies(module: nn.Module) -> bool:
-    """Whether some of the tensors in its state are not those in use, as hooks and overrides may have it: to
-    fill them loads nothing."""
+    """Whether some tensors in the module's state dict are copies, as hooks and overrides may make them. To
+    fill a copy loads nothing."""
     own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
     given = _bare(module).state_dict().values()
     return any(isinstance(t, torch.Tensor) and t.numel() and _memory(t) not in own for t in given)
@@ -284,13 +290,13 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _plain(name: str) -> str:
-    """Without what torch.compile puts in."""
+    """Return the name without torch.compile's prefix."""
     return name.replace("_orig_mod.", "")
 
 
 def _names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[torch.Tensor, str]:
-    """Of its parameters: as their module knows them, or, where it has those of several, with the name that
-    the module has in ``state`` before it."""
+    """Return the names of the optimizer's parameters, as in their module. If the parameters are from several
+    modules, each name begins with the module's name in ``state``."""
     wanted = set(_parameters(optimizer))
     together: dict[torch.Tensor, str] = {}
     for module, value in state.items():
@@ -325,7 +331,7 @@ def _require_order(
     names: Mapping[torch.Tensor, str],
     state: Mapping[str, Any],
 ) -> None:
-    """Schedulers know groups by their order alone. Raises ValueError where that has changed."""
+    """Raise ValueError if the order of the groups has changed and a scheduler depends on it."""
     if not any(getattr(value, "optimizer", None) is optimizer for value in state.values()):
         return
     of = {
@@ -351,20 +357,20 @@ def _restore_optimizer(
             for slot in have.keys() - saved.keys():
                 del have[slot]
             have.update(saved)
-        else:  # it had none, and has none again, as before its first step
+        else:  # it had no state, as before its first step
             optimizer.state.pop(parameter, None)
 
 
 def _restore_groups(
     optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
 ) -> None:
-    """Each has the settings that its parameters had, wherever their group was in the order. Raises ValueError
-    where they had several."""
+    """Give each group the settings that its parameters had, in any order of groups. Raises ValueError if they
+    had different settings."""
     of = {name: number for number, group in enumerate(saved) for name in group.get("params", ())}
     for number, group in enumerate(optimizer.param_groups):
         its = sorted({of[names[p]] for p in group["params"] if names[p] in of})
         if not its and number < len(saved) and not (group["params"] and of):
-            its = [number]  # there is nothing else to know it by
+            its = [number]  # only the number identifies the group
         settings = [{k: v for k, v in saved[n].items() if k not in ("params", "param_names")} for n in its]
         if any(str(other) != str(settings[0]) for other in settings[1:]):
             first = names[group["params"][0]]

@@ -1,4 +1,4 @@
-"""What to go back to where a step is abandoned: a copy of all that is small and may change within one."""
+"""The last commit: a copy of everything small that may change within a step, to go back to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from elasticd.worker import chance
 from elasticd.worker.buffers import SMALL
 from elasticd.worker.plain import alike, copied, require_dense
 
-LOOKS = 8  # commits, the first ones
+LOOKS = 8  # the first commits
 LOOK_EVERY = 64
 
 
 class Committed:
-    """Of plain data, modules' buffers, extra states and modes (``train()``, ``eval()``), optimizers'
-    settings, what has a ``state_dict``, and random numbers.
-    Parameters, and what optimizers have of them, are not copied here: only an optimizer's step changes those.
-    ``Undo`` copies them where that is asked for.
+    """The copy of plain data, modules' buffers, extra states and modes (``train()``, ``eval()``), optimizers'
+    settings, objects with ``state_dict``, and random numbers.
+
+    Parameters and optimizers' state are not copied here: only an optimizer's step changes them. ``Undo``
+    copies them on request.
 
     ``kept``: the last copy, by these kinds; empty before the first. A large buffer that has not changed is
     not copied again.
@@ -57,12 +58,12 @@ class Committed:
         parameters = (parameter for whole in modules.values() for parameter in whole.parameters())
         self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
-        self._spare: list[torch.Tensor | None] = []  # copies of before, to copy over
-        self._traceless: set[int] = set()  # large buffers that change, and their versions do not
+        self._spare: list[torch.Tensor | None] = []  # older copies, to be overwritten
+        self._traceless: set[int] = set()  # large buffers that change without a new version
         self._keeps = 0
 
     def keep(self) -> None:
-        """This is what there is to go back to."""
+        """Copy the present values as the ones to go back to."""
         self.kept = {
             "plain": copied(self._plain, "State"),
             "stateful": {
@@ -83,8 +84,11 @@ class Committed:
         }
 
     def changed(self, *, deep: bool) -> str:
-        """What of the script's is not as it was kept, in words: of plain data, and of optimizers' settings,
-        numbers and texts; ``deep``: all of it, and what has a ``state_dict``."""
+        """Return a name for the first value that differs from the copy; empty if there is none.
+
+        Numbers and texts in plain data and optimizers' settings are compared. ``deep``: all plain data and
+        objects with ``state_dict`` as well.
+        """
         for name, was in self.kept["plain"].items():
             if (deep or _is_simple(was)) and not alike(self._plain[name], was):
                 return f"State's {name}"
@@ -100,8 +104,11 @@ class Committed:
         return ""
 
     def _keep_buffers(self) -> list[torch.Tensor | None]:
-        """Copies of the small ones, and of large ones that have changed: some are constants. A change through
-        ``.data`` leaves their version as it was, so they are looked at, too, at first and now and then."""
+        """Copy small buffers, and large buffers that have changed: some are constants.
+
+        A change through ``.data`` leaves the version as it was. So large buffers are compared in the first
+        commits, and now and then.
+        """
         if self._keeps < LOOKS or self._keeps % LOOK_EVERY == 0:
             self._find_traceless()
         self._keeps += 1
@@ -136,7 +143,7 @@ class Committed:
         return buffers
 
     def _is_as_kept(self, number: int, buffer: torch.Tensor) -> bool:
-        """Whether a large one has the version that was kept, and changes with it."""
+        """Whether a large buffer has the version of its copy, and its versions are reliable."""
         return (
             buffer.numel() > SMALL
             and bool(self.kept)
@@ -146,7 +153,7 @@ class Committed:
         )
 
     def _find_traceless(self) -> list[int]:
-        """Those that have changed though their version has not."""
+        """Return the buffers that have changed without a new version."""
         found = []
         for number, (owner, name) in enumerate(self._buffers):
             buffer = owner.get(name)
@@ -158,8 +165,11 @@ class Committed:
         return found
 
     def go_back(self) -> None:
-        """Have everything be as it was kept, if it was. A buffer that is found to have changed without a
-        trace stays as it is: what was kept may be much older than the last commit."""
+        """Restore the copy, if there is one.
+
+        A buffer that has changed without a new version stays as it is: its copy may be much older than the
+        last commit.
+        """
         if self.kept:
             for number in self._find_traceless():
                 owner, name = self._buffers[number]
@@ -169,7 +179,7 @@ class Committed:
             self.take(self.kept)
 
     def take(self, kept: dict[str, Any]) -> None:
-        """Have everything be as this says, and keep that."""
+        """Restore these values, and keep them as the copy."""
         self._plain.update(copied(kept["plain"], "State"))
         for name, thing in self._stateful.items():
             thing.load_state_dict(copied(kept["stateful"][name], name))
@@ -183,7 +193,7 @@ class Committed:
                     owner[name] = None
                 elif present is not None and present.shape == buffer.shape:
                     present.copy_(buffer)
-                else:  # such as a cache that grows with what it is asked for
+                else:  # such as a cache that grows on demand
                     device = present.device if present is not None else self.device
                     owner[name] = buffer.to(device, copy=True)
         for name, module in self._extra.items():

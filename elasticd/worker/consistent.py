@@ -1,8 +1,7 @@
-"""Consistent mode: what a step computes is the same to the last bit in a world of any size.
+"""Consistent mode: a step computes the same bits in a world of any size.
 
-Whatever could depend on the world belongs to virtual ranks instead: the order in which gradients are
-added up (elasticd.core.summing), the random numbers that are drawn for a part of the batch, and the
-buffers that it begins with and leaves behind.
+Everything that could depend on the world belongs to virtual ranks: the order in which gradients are added up
+(elasticd.core.summing), the random numbers for a part of the batch, and the buffers at its begin and end.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from elasticd.worker.buckets import Bucket, Exchange, fill
 from elasticd.worker.buffers import Buffers
 from elasticd.worker.world import World
 
-UNDER_WAY = 4  # buckets at once: fewer would have workers wait for each other in the backward pass
-_BETWEEN = -1  # in place of a virtual rank: what is drawn between two steps
+UNDER_WAY = 4  # buckets in flight; with fewer, workers wait for each other in the backward pass
+_BETWEEN = -1  # the virtual rank of random numbers between two steps
 
 
 class Consistent:
-    """The Reduction of consistent mode in the present world; ``close`` it with that.
+    """The Reduction of consistent mode in one world; ``close`` it at the world's end.
 
-    ``modules``: whose parameters are trained, not wrapped. ``place``: tells a step from all others,
-    and is the same in any world. ``world``: None where it cannot change.
+    ``modules``: not wrapped; their parameters are trained. ``place``: identifies a step, and is the same in
+    any world. ``world``: None where the world cannot change.
 
-    Each virtual rank's gradient is computed by itself and added up with others as the tree says, so
-    there are up to log2 of a worker's virtual ranks of them in memory. They are sent off, bucket by
-    bucket, while the backward pass of the last one is still under way.
+    The gradient of each virtual rank is computed separately, and added up with others as the tree says. For n
+    virtual ranks a worker thus holds up to log2(n) gradients. They are sent, bucket by bucket, during the
+    last backward pass.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Consistent:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: list[nn.Parameter] = []
         self._under_way = False
-        self.loss: torch.Tensor | None = None  # of the last global batch
+        self.loss: torch.Tensor | None = None  # the loss of the last global batch
 
     # ------------------------------------------------------------ what a step asks for
 
@@ -100,7 +99,7 @@ class Consistent:
         chance.draw_from(self._seed, *self._place(), _BETWEEN)
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -117,7 +116,7 @@ class Consistent:
         self._sent = 0
         self._missing = [len(members) for members in self._members]
         self._seen = bytearray(len(self._parameters))
-        self._next = self._block.start  # the virtual rank that is to be added
+        self._next = self._block.start  # the next virtual rank to add
         self._loss = None
         self._is_last = False
         self._earlier = [None if p.grad is None else p.grad.clone() for p in self._parameters]
@@ -129,11 +128,11 @@ class Consistent:
             self._buffers.keep()
 
     def _lay_out(self, parameters: list[nn.Parameter]) -> None:
-        """Buckets for these parameters; the last ones first, as the backward pass comes to them."""
+        """Lay out buckets for these parameters: the last first, as in the backward pass."""
         self.close()
         self._parameters = parameters
-        # What else is known of a virtual rank, of any of them in the end: its loss, which parameters it
-        # used, which buffers it changed. It travels like one more gradient, with the last bucket.
+        # Further facts of a virtual rank: its loss, the parameters it used, and the buffers it changed. They
+        # travel like one more gradient, with the last bucket.
         count = len(parameters)
         self._notes = torch.zeros(1 + count + self._buffers.large, device=parameters[0].device)
         likes = [*(p.detach() for p in parameters), self._notes]
@@ -159,12 +158,12 @@ class Consistent:
     # ------------------------------------------------------------ virtual ranks
 
     def _skip_to(self, virtual_rank: int) -> None:
-        """Those that had no samples have no gradients."""
+        """Add zeros for virtual ranks without samples."""
         while self._next < virtual_rank:
             self._add(range(len(self._buckets)))
 
     def _add(self, buckets: Sequence[int]) -> None:
-        """Take the gradients of the virtual rank that is done, as far as they are in these buckets."""
+        """Add the gradients of the finished virtual rank that are in these buckets."""
         for bucket in buckets:
             gradients: list[torch.Tensor | None] = []
             for i in self._members[bucket]:
@@ -188,7 +187,7 @@ class Consistent:
         return self._notes
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """The backward pass has come to that parameter."""
+        """Note that the backward pass has reached this parameter."""
         if not self._is_last:
             return
         if self._seen[number]:
@@ -202,7 +201,7 @@ class Consistent:
             self._send_next()
 
     def _send_next(self) -> None:
-        """The next bucket is complete, or nothing more will come. One of those before has arrived by now."""
+        """Send the next bucket, and add up an earlier one, which has arrived by now."""
         number = self._sent
         self._sent += 1
         if self._block:
@@ -214,7 +213,7 @@ class Consistent:
     # ------------------------------------------------------------ the end
 
     def _hand_over(self) -> None:
-        """Each parameter gets its sum, unless nobody used it."""
+        """Give each parameter its sum, or no gradient if no virtual rank used it."""
         for bucket, members in zip(self._buckets, self._members, strict=True):
             for i, total in zip(members, bucket.sums, strict=False):
                 self._parameters[i].grad = total

@@ -1,6 +1,7 @@
-"""The data of a training: each sample of an epoch used once, whatever the sequence of worlds.
+"""The data of a training: each sample of an epoch is used once, in any sequence of worlds.
 
-The position is part of what a State commits. What was fetched ahead and not committed is fetched again.
+The position in the data is part of a State's commit. Samples that were fetched ahead but not committed are
+fetched again.
 """
 
 from __future__ import annotations
@@ -20,41 +21,44 @@ from elasticd.worker.place import world_size
 from elasticd.worker.rate import Rule, check, factor
 from elasticd.worker.sampling import Listed, Sampler, order_of
 
-VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # what elasticd run tells its workers of --max
+VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # --max of elasticd run
 
 
 class DataChanged(ValueError):
-    """The data is not what it was when the training that is to be gone on with was committed. The message
-    says in a sentence what differs."""
+    """The data differs from the data that the training was committed with. The message says in a sentence
+    what differs."""
 
 
 class Data:
-    """Give it to the State: ``State(..., data=Data(dataset, global_batch=256, seed=0))``.
+    """The data of a training. Give it to the State: ``State(..., data=Data(dataset, global_batch=256,
+    seed=0))``.
 
-    dataset: map-style, or iterable. An iterable one must give the same samples each time, to each worker:
-        it is read by all of them, and dealt out here. What it does by ``get_worker_info()`` is harmless, as
-        it is told that there is one process; that it shards by rank is refused.
-    global_batch: samples per step of all workers together, whatever their number. It is cut into
-        ``virtual_ranks`` (as many as ``--max``, or as workers that began), which are dealt onto the
-        workers at hand. ``accumulate``: each virtual rank's samples come in so many batches.
-    consistent: all that a step computes is the same to the last bit in a world of any size: gradients
-        are added up in one order, random numbers and buffers are a virtual rank's own (the buffers of
-        the last one stay). Two jobs end alike if they have the same virtual_ranks and OMP_NUM_THREADS
-        and deterministic kernels (see torch.use_deterministic_algorithms).
-    worker_batch: in place of global_batch, samples per step of each worker: the batch grows with the
-        world. ``rate``: how learning rates follow: "linear", "sqrt", "none", or a function from how many
-        times as large the batch is to what rates are multiplied by. They are right for a batch of
-        ``rate_batch``, or of the first world's. Schedulers see them as they were asked for.
-    shuffle: mixed anew in each epoch by ``seed``; otherwise as the dataset has it.
-    weights: draw with replacement, by a weight for each sample, ``draws`` an epoch.
-    sampler: an order of your own: indices for one epoch, from a function of the epoch's number, or from
-        an iterable, whose ``set_epoch`` is called if there is one. It must be the same each time.
-    epochs: so many; None: without end. drop_last: leave out what is left of an epoch after whole
-        batches. Otherwise it makes a smaller one, whose samples count the same.
-    loader: further options of torch's DataLoader: num_workers, collate_fn, pin_memory, ...
+    * dataset: map-style or iterable. Every worker reads an iterable dataset as a whole, and Data deals the
+      samples out. So the dataset must give the same samples each time, to each worker. ``get_worker_info()``
+      reports one process, so sharding by it does no harm. Sharding by rank raises DataChanged.
+    * global_batch: samples per step of all workers together, in any world. The batch is cut into
+      ``virtual_ranks`` (by default ``--max``, or the number of workers at the start), which are dealt to the
+      workers.
+    * accumulate: each virtual rank's samples come in this many batches.
+    * consistent: a step computes the same bits in a world of any size. Gradients are added up in one order,
+      and each virtual rank has its own random numbers and buffers (the buffers of the last one stay). Two
+      jobs end alike if they have the same virtual_ranks, the same OMP_NUM_THREADS and deterministic kernels
+      (see torch.use_deterministic_algorithms).
+    * worker_batch: samples per step of each worker, in place of global_batch: the batch grows with the world.
+    * rate: how learning rates follow a growing batch: "linear", "sqrt", "none", or a function from the growth
+      of the batch to the factor of the rates. The optimizer's rates are right for a batch of ``rate_batch``,
+      by default the first world's batch. Schedulers see the rates without the factor.
+    * shuffle: shuffle each epoch anew by ``seed``; otherwise samples come in the dataset's order.
+    * weights: draw with replacement by one weight for each sample, ``draws`` times an epoch.
+    * sampler: an order of your own: the indices of one epoch, from a function of the epoch's number or from
+      an iterable, whose ``set_epoch`` is called if it has one. The order must be the same each time.
+    * epochs: the number of epochs; None: without end.
+    * drop_last: leave out the rest of an epoch after its whole batches. Otherwise the rest is a smaller
+      batch, whose samples count the same.
+    * loader: further options of torch's DataLoader: num_workers, collate_fn, pin_memory, ...
 
-    Raises TypeError and ValueError for what cannot be meant, and DataChanged where a training goes on
-    with other data than it was committed with.
+    Raises TypeError and ValueError for wrong arguments. The training raises DataChanged if it resumes with
+    other data than it was committed with.
     """
 
     def __init__(
@@ -123,32 +127,32 @@ class Data:
             if drop_last:
                 next_batch(0, 0, length=self._order.length, size=batch or 0, drop_last=True)
         self._epoch = self._position = 0
-        self._read = 0  # digest of what comes first in a stream, from where it was last taken up
+        self._read = 0  # a digest of the first samples read from a stream in this world
 
     @property
     def epoch(self) -> int:
-        """Of the next sample that is not committed: with an epoch's last commit it is the next one. With an
-        iterable dataset that shows only once its end has been read."""
+        """The epoch of the next uncommitted sample: after an epoch's last commit, the next epoch. With an
+        iterable dataset, the epoch changes only once the dataset's end has been read."""
         return self._next[0]
 
     @property
     def epochs(self) -> int | None:
-        """How many there are; None: without end."""
+        """The number of epochs; None: without end."""
         return self._epochs
 
     @property
     def virtual_ranks(self) -> int:
-        """What the global batch is cut into."""
+        """The number of parts that the global batch is cut into."""
         return self._virtual_ranks
 
     @property
     def position(self) -> int:
-        """How many samples of that epoch are committed."""
+        """The number of committed samples in ``epoch``."""
         return self._next[1]
 
     @property
     def committed(self) -> tuple[int, int]:
-        """Where the last sample that is committed ends: its epoch, and how many of that are."""
+        """The end of the last committed batch: its epoch, and the committed samples of that epoch."""
         return self._epoch, self._position
 
     @property
@@ -162,7 +166,7 @@ class Data:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells this data, its order and its batches from others, in JSON's types."""
+        """The facts that identify this data, its order and its batches, in JSON's types."""
         order = self._order.facts if self._order is not None else {"kind": "stream"}
         batches = {
             "global_batch": self._global_batch or 0,
@@ -185,7 +189,7 @@ class Data:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataChanged."""
+        """Continue from a committed position. Raises DataChanged."""
         if self._asked_ranks is None and self._global_batch:
             self._virtual_ranks = state["virtual_ranks"] or self._virtual_ranks
         mine, theirs = self.facts, {name: state[name] for name in self.facts}
@@ -205,15 +209,15 @@ class Data:
         return self._rate is not None
 
     def growth(self, world: int) -> tuple[int, float]:
-        """The batch of a world of that size, and what its learning rates are multiplied by. Raises
+        """Return the batch of a world of this size, and the factor of its learning rates. Raises
         ValueError."""
         batch = (self._worker_batch or 0) * world
         self._rate_batch = self._rate_batch or batch
         return batch, factor(self._rate or "none", batch / self._rate_batch)
 
     def shares(self, rank: int, world: int) -> Iterator[Share]:
-        """What the worker of that rank does in each step, from what is committed on. What ``advance`` is not
-        told of comes again another time."""
+        """Yield a worker's share of each step, from the committed position on. A share that is not passed to
+        ``advance`` comes again after a change of world."""
         size = self._global_batch or (self._worker_batch or 0) * world
         ranks = self._virtual_ranks if self._global_batch else world
         following = self._shares_of_stream if self._order is None else self._shares_of_indices
@@ -225,17 +229,18 @@ class Data:
 
     @property
     def read(self) -> int:
-        """A digest of what comes first in a stream, once the first share is there: alike in all workers."""
+        """A digest of the first samples read from a stream, once the first share is there. All workers must
+        have the same."""
         return self._read
 
     def is_uneven(self, batch: Batch, world: int) -> bool:
-        """Whether some workers of a world of that size have more parts of the batch than others."""
+        """Whether some workers of a world of this size have more parts of the batch than others."""
         ranks = self._virtual_ranks if self._global_batch else world
         cut = {"samples": batch.samples, "virtual_ranks": ranks, "accumulate": self._accumulate}
         return len({len(parts_of(rank, world, **cut)) for rank in range(world)}) > 1
 
     def advance(self, batch: Batch) -> None:
-        """That one and those before are used, and will not come again."""
+        """Note that this batch and all before it are used."""
         self._epoch, self._position = batch.epoch, batch.end
 
     # ------------------------------------------------------------ batches
@@ -245,7 +250,7 @@ class Data:
         epoch, position, accumulate = self._epoch, self._position, self._accumulate
         assert order is not None
 
-        # Asked for by the loader, ahead, and by us; held by it, so nothing of ours may be held by them.
+        # The loader calls these functions ahead of time and keeps them, so they must not refer to self.
         def batches() -> Iterator[Batch]:
             at = epoch, position
             while True:
@@ -272,7 +277,7 @@ class Data:
         loaded = iter(self._loader)
         for batch in batches():
             yield Share(batch, parts(batch), loaded)
-        self._loader = None  # its processes need not stay
+        self._loader = None  # its processes can end
 
     def _shares_of_stream(self, rank: int, world: int, size: int, ranks: int) -> Iterator[Share]:
         if self._epochs is not None and self._epoch >= self._epochs:
@@ -308,7 +313,7 @@ class Data:
         return fetched
 
     def check_read(self, reads: Sequence[int]) -> None:
-        """``reads``: what each rank has read first. Raises DataChanged."""
+        """Compare the digests of what each rank has read first. Raises DataChanged if they differ."""
         if len(set(reads)) > 1:
             other = next(rank for rank, read in enumerate(reads) if read != reads[0])
             raise _read_unlike(f"ranks 0 and {other}")
@@ -329,7 +334,7 @@ class Data:
 
 
 def _read_unlike(who: str) -> DataChanged:
-    told.fatal(Fatal.BAD_DATA)  # another try would find the same
+    told.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
     return DataChanged(
         f"{who} read different samples at the same position of the dataset, so that some would be used "
         "twice and others never: an iterable dataset must give the same samples to whoever reads it, and "
@@ -351,7 +356,7 @@ _MEANINGS = {
 
 
 def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """In a sentence: the first thing that is not as it was."""
+    """Return the first difference, in a sentence."""
     now, then = ({**facts["order"], **facts} for facts in (mine, theirs))
     for name, meaning in _MEANINGS.items():
         if now.get(name) != then.get(name):

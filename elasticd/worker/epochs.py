@@ -1,4 +1,4 @@
-"""Epochs: so many steps each, and what a script does after them, such as an evaluation."""
+"""Epochs: their steps, and what a script does after them, such as an evaluation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ T = TypeVar("T")
 
 
 class Epoch:
-    """What ``state.epochs()`` yields. Iterate it for its steps that are still to be made, as
-    ``state.steps()`` yields them; what the script does after them, until it asks for the next epoch, belongs
-    to it, too. ``number``: how many epochs came before.
+    """One epoch, from ``state.epochs()``.
 
-    ``over``: all its steps are made; ``under_way``: the script goes through them."""
+    Iterate it for its remaining steps, in the form that ``state.steps()`` yields. Work after the steps, until
+    the script asks for the next epoch, belongs to the epoch as well. ``number``: counts from 0. ``over``: all
+    its steps are made. ``under_way``: the script iterates its steps.
+    """
 
     def __init__(self, number: int, steps: Iterator[Any]) -> None:
         self.number = number
@@ -32,14 +33,17 @@ class Epoch:
             self.under_way = False
 
     def stop(self) -> None:
-        """No other epoch comes after this one, also if the job is started again. Rank 0 decides for all. If
-        the epoch has steps left, leave its loop as well, on all ranks."""
+        """Let no further epoch follow, even after a restart of the job.
+
+        Rank 0 decides for all. If the epoch has steps left, leave its loop as well, on all ranks.
+        """
         self.stops = True
 
 
 class Progress:
-    """How far a training's epochs have come. ``ended``: how many are over, with all that belongs to them;
-    ``began``: after which step the present one began, if any has; ``stopped``: none is to come."""
+    """The progress of a training's epochs. ``ended``: the number of complete epochs, with the work after
+    their steps. ``began``: the step after which the present epoch began, if any. ``stopped``: no epoch
+    follows."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -48,7 +52,7 @@ class Progress:
 
     @property
     def marks(self) -> int:
-        """How often this was committed without a step."""
+        """The number of commits without a step."""
         return self.ended + self.stopped
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +63,7 @@ class Progress:
 
 
 class Ahead(Generic[T]):
-    """An iterator of which the next can be looked at before it is taken."""
+    """An iterator whose next item can be looked at before it is taken."""
 
     def __init__(self, iterator: Iterator[T]) -> None:
         self._iterator = iterator
@@ -68,7 +72,7 @@ class Ahead(Generic[T]):
 
     @property
     def next(self) -> T | None:
-        """None at the end."""
+        """The next item; None at the end."""
         if not self._looked:
             self._next, self._looked = next(self._iterator, None), True
         return self._next

@@ -1,4 +1,4 @@
-"""At the start of each round: who has the state that training goes on from, and who needs it."""
+"""The exchange of the state at the start of each round: who has the state, and who needs it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from elasticd.worker.plain import loaded, outlined, with_tensors
 from elasticd.worker.state import State
 from elasticd.worker.world import World
 
-PARCEL_BYTES = 8 << 20  # small tensors travel together, large ones in pieces of this
-UNDER_WAY_MAX = 8  # pieces sent and not yet taken: enough to keep a wire busy, and little memory
+PARCEL_BYTES = 8 << 20  # small tensors travel together, larger ones in pieces of this size
+UNDER_WAY_MAX = 8  # pieces in flight: enough to keep a link busy, and little memory
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
 
@@ -29,14 +29,16 @@ _NOT_WHOLE = (
 
 
 class StateLost(RuntimeError):
-    """No worker can say what was committed last."""
+    """No worker has a whole state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker brings, and of what age: see ``Age``. ``digest``: of its parameters; ``shared``:
-    of what else all have alike; ``began``: of what its script began with. ``marks``: how often something was
-    committed without a step, as with the end of an epoch."""
+    """What a worker brings to a round, and its age (see ``Age``).
+
+    ``digest``: of its parameters. ``shared``: of the shared values besides parameters. ``began``: of its
+    script's initial values. ``marks``: the number of commits without a step, such as an epoch's end.
+    """
 
     holds: Holds
     agreed: int
@@ -49,7 +51,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """By rank. ``fresh``: nobody has anything committed, so the source begins."""
+    """The source of the state and the ranks that take it. ``fresh``: no worker has committed anything, so the
+    source begins."""
 
     source: int
     takers: tuple[int, ...]
@@ -57,7 +60,8 @@ class Choice:
 
 
 def choose(standings: Sequence[Standing]) -> Choice:
-    """Go on from the most advanced state there is; of several workers that have it, the first sends."""
+    """Return the choice of the most advanced state. Of several workers that have it, the lowest rank
+    sends."""
     ages = [(s.agreed, s.step, s.marks) if s.holds is Holds.WHOLE else None for s in standings]
     newest = max((age for age in ages if age is not None), default=None)
     if newest is None:
@@ -67,8 +71,10 @@ def choose(standings: Sequence[Standing]) -> Choice:
 
 
 def agree(state: State, world: World) -> Source:
-    """Afterwards all workers of the world have the same state; where that came from. Raises StateLost, and
-    WorldChanged if the world ends before that; then this worker has what it had."""
+    """Give all workers of the world the same state. Return where the state came from.
+
+    Raises StateLost. Raises WorldChanged if the world ends first; this worker's state is then unchanged.
+    """
     state.begin()
     marks = state.commit_number - state.step
     mine = Standing(state.holds, state.agreed, state.step, state.digest(), marks, *state.shared_digests())
@@ -87,7 +93,7 @@ def agree(state: State, world: World) -> Source:
     if choice.fresh:
         tier = state.resume(world)
     elif age.agreed < world.number - 1 and state.kept_beyond(age, world):
-        tier = state.resume(world, beyond=age)  # of a world since, of which nobody is left
+        tier = state.resume(world, beyond=age)  # from a later world without survivors
     if tier:
         state.agree(world.number)
         return Source(tier)
@@ -140,8 +146,8 @@ def _tell(mine: Standing, world: World) -> list[Standing]:
 
 
 class _Chain:
-    """Bytes go from the source to the first taker, who passes them on to the second while it takes
-    the next, and so on: with many takers it takes little longer than with one."""
+    """A chain: bytes go from the source to the first taker, who passes them on while it receives, and so on.
+    Many takers need little more time than one."""
 
     def __init__(self, choice: Choice, rank: int) -> None:
         order = (choice.source, *choice.takers)
@@ -151,8 +157,8 @@ class _Chain:
         self._under_way: deque[Any] = deque()
 
     def carry(self, parcel: torch.Tensor) -> torch.Tensor:
-        """The parcel's bytes, as they are at the source. It must stay as it is until ``finish``; where it was
-        packed for this, its memory is given back as soon as it has been taken."""
+        """Return the parcel with the source's bytes. The caller must not change the parcel before ``finish``.
+        A parcel packed for this is freed once it has been taken."""
         for piece in torch.split(parcel, PARCEL_BYTES):
             if self._before is not None:
                 dist.recv(piece, self._before)
@@ -179,7 +185,8 @@ def _send(snapshot: Any, choice: Choice) -> None:
 
 
 def _receive(choice: Choice, rank: int) -> dict[str, Any]:
-    """All of it is taken before any of it is used: if the source dies on the way, nothing is lost."""
+    """Receive a snapshot. All of it is received before any of it is used, so a source that dies on the way
+    does no harm."""
     chain = _Chain(choice, rank)
     length = int(chain.carry(torch.zeros(8, dtype=torch.uint8)).view(torch.int64))
     text = chain.carry(torch.empty(length, dtype=torch.uint8))
@@ -194,14 +201,14 @@ def _receive(choice: Choice, rank: int) -> dict[str, Any]:
     chain.finish()
     arrived = iter(got)
     snapshot = with_tensors(outline, lambda _: next(arrived))
-    # Parameters are copied to where they belong, and need no memory of their own meanwhile.
+    # Parameters are copied to their place, and need no memory of their own.
     return {
         name: part if name == "parameters" else with_tensors(part, _kept) for name, part in snapshot.items()
     }
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """With memory of its own, in place of a piece of a parcel."""
+    """Return the tensor with memory of its own, instead of a piece of a parcel."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -210,7 +217,7 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _parcels(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Which tensors travel together, by index, in order."""
+    """Yield the tensors that travel together, by index, in order."""
     together: list[int] = []
     size = 0
     for i, tensor in enumerate(tensors):
@@ -239,7 +246,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(parcel: torch.Tensor, kinds: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """As pieces of the parcel."""
+    """Yield the tensors as pieces of the parcel."""
     start = 0
     for kind in kinds:
         yield parcel[start : start + kind.nbytes].view(kind.dtype).view(kind.shape)

@@ -1,4 +1,4 @@
-"""Are these still numbers? One pass over tensors, and with a GPU a wait for it."""
+"""Look for NaN and infinite values: one pass over the tensors, and on a GPU one wait."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def any_nan(tensors: Iterable[torch.Tensor]) -> bool:
-    """Infinite ones are passed over: masks are made of them."""
+    """Whether a value is NaN. Infinite values are allowed: masks consist of them."""
     return any(bool(largest.isnan().any()) for largest in _largest(tensors))
 
 
 def _largest(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Of each device the largest magnitude of each tensor: not the sum of squares, which may overflow where
-    no element has."""
+    """Yield for each device the largest magnitude of each tensor. A sum of squares could overflow though no
+    element does."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        wide = tensor.is_floating_point() and tensor.element_size() > 1  # no norm is known of narrower ones
+        wide = tensor.is_floating_point() and tensor.element_size() > 1  # narrower types have no norm
         if (wide or tensor.is_complex()) and tensor.numel() and tensor.layout is torch.strided:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if local.numel():

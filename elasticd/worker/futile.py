@@ -1,4 +1,4 @@
-"""Errors that another try would only meet again: the job ends with them, at once and in their words."""
+"""Errors that a restart would only repeat: they end the job at once, with their own message."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MARK: Final = "_elasticd_futile"
 
 
 def if_uncaught(error: BaseException, why: Fatal) -> None:
-    """If ``error``, which is about to be raised, ends this process, the job ends with it. A script may well
-    catch it, and go on."""
+    """Let the job end with ``error``, which is about to be raised, if ``error`` ends this process. A script
+    may catch the error and go on."""
     setattr(error, _MARK, why)
     _watch_the_end()
 
 
 def say(sentence: str, why: Fatal, traceback: str = "") -> None:
-    """This process ends now, for that."""
+    """Tell the agent that this process ends now, with this sentence, and the job with it."""
     told.fatal(why)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

@@ -1,4 +1,4 @@
-"""A state's checkpoints: what is committed, in memory that outlives the workers and on disk."""
+"""The checkpoints of a State: commits are kept on disk and in memory that outlives the workers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
 
 _log = logging.getLogger(__name__)
-_OURS: Final = "elasticd"  # the name under which a checkpoint has what no object of the script's has
-GOING_S_MAX: Final = 45.0  # for the last checkpoint of those who all go; the agent kills them after 60 s
+_OURS: Final = "elasticd"  # the checkpoint's entry for data that is not the script's
+GOING_S_MAX: Final = 45.0  # for the last checkpoint when all workers leave; the agent kills them after 60 s
 
 
 @dataclass(slots=True)
 class Parts:
-    """What a State consists of, by name. ``things``: modules, optimizers, and what has ``state_dict``;
-    ``plain``: data. ``seeds``: what this worker's random numbers began with. ``progress``: of the epochs, and
-    one of the things."""
+    """The parts of a State, by name. ``things``: modules, optimizers, and objects with ``state_dict``.
+    ``plain``: data. ``seeds``: digests of this worker's initial random states. ``progress``: of the epochs;
+    it is one of the things as well."""
 
     things: Mapping[str, Any]
     plain: dict[str, Any]
@@ -40,20 +40,20 @@ class Parts:
 
     @property
     def point(self) -> tuple[int, int]:
-        """Of the training: after each commit another."""
+        """The point of the training; it changes with each commit."""
         return self.step, self.progress.marks
 
 
 class Lasting:
-    """``checkpoints``, as a State uses them: all ranks of a world together, at its commits."""
+    """A State's use of ``checkpoints``: all ranks of a world together, at commits."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         checkpoints.keep_in_step()
         told.has_checkpoints()
         self._outlived = False
-        self._tried = 0  # the world in whose first commit a state that was not due was tried out
-        self._newest = (0, (-1, 0))  # the world and the point that was handed over, or resumed from, last
+        self._tried = 0  # the last world whose first commit was tried out without a save
+        self._newest = (0, (-1, 0))  # the world and the point of the last save or resume
 
     @property
     def tier(self) -> str:
@@ -62,19 +62,20 @@ class Lasting:
 
     @property
     def overwrote(self) -> bool:
-        """Whether the last ``resume`` has read anything into the state, whole or not."""
+        """Whether the last ``resume`` read anything into the state, even if it then failed."""
         return self._checkpoints.overwrote
 
     def outlived(self) -> None:
-        """Workers that outlived the last world have what training goes on from, and perhaps nobody else: its
-        first commit is saved, due or not. Said to all ranks of a world, or to none."""
+        """Save the world's first commit, due or not: survivors of the last world may have the only copy of
+        the state. Call it on all ranks of a world, or on none."""
         self._outlived = True
 
     def passed(self, parts: Parts, world: World | None, ends: bool) -> None:
-        """A step is committed; with it the world may end. Raises WorldChanged if it ends otherwise."""
+        """Save a committed step if a save is due. ``ends``: the world ends with this commit. Raises
+        WorldChanged if the world ends otherwise."""
         if ends:
             assert world is not None
-            if world.nobody_stays():  # else those who do have it, and it need not be written
+            if world.nobody_stays():  # workers that stay have the state, and need no save
                 by = time.monotonic() + GOING_S_MAX
                 self._save(parts, world, must=True)
                 self._checkpoints.wait(max(0.0, by - time.monotonic()))
@@ -90,15 +91,14 @@ class Lasting:
             self._outlived = False
 
     def finished(self, parts: Parts, world: World | None) -> None:
-        """Training is at its end. Raises WorldChanged if the world ends otherwise meanwhile."""
+        """Save the end of the training. Raises WorldChanged if the world ends meanwhile."""
         if parts.step > 0:
             while not self._save(parts, world, must=True):
                 if dist.get_rank() == 0:
                     _log.warning("step %d is saved once those before it are durable", parts.step)
 
     def has_beyond(self, age: Age, world: World) -> bool:
-        """Whether a later world came further than that, and what it made was kept. Raises WorldChanged if the
-        world ends meanwhile."""
+        """Whether a newer state than this age was kept. Raises WorldChanged if the world ends meanwhile."""
         with world.or_over():
             kept = self._checkpoints.newest_kept()
         return kept is not None and age.is_behind(kept.round, kept.step)
@@ -106,15 +106,17 @@ class Lasting:
     def resume(
         self, parts: Parts, world: World, *, else_asks: bool, beyond: Age | None = None
     ) -> Parts | None:
-        """Fill ``parts.things`` from the nearest memory or disk that has the newest state; the rest is
-        in what is returned. None: there is no checkpoint, or there are some and none is whole, but there
-        is somebody else to ask. Raises NoCheckpoint if there is not, WorldChanged if the world ends
-        meanwhile. ``beyond``: only from what is further than this, which somebody has."""
+        """Fill ``parts.things`` from the newest state in memory or on disk, and return the other parts.
+
+        Return None if there is no checkpoint, or if none is whole and the script's restore can be asked
+        (``else_asks``). Raises NoCheckpoint if none is whole and it cannot be asked. Raises WorldChanged if
+        the world ends meanwhile. ``beyond``: only a state newer than this age, which a worker has.
+        """
         from elasticd.worker.checkpoint import NoCheckpoint
 
         state = {**parts.things, **dict.fromkeys(parts.plain, _ABSENT), _OURS: _ABSENT}
         step, none_whole = None, None
-        with world.or_over():  # a RuntimeError in there means that it is over, but for this one
+        with world.or_over():  # a RuntimeError in the block means that the world is over, except NoCheckpoint
             try:
                 step = self._checkpoints.load(state, beyond=beyond)
             except NoCheckpoint as error:
@@ -132,8 +134,8 @@ class Lasting:
         return Parts(parts.things, plain, parts.seeds, step, random, parts.progress)
 
     def _save(self, parts: Parts, world: World | None, *, must: bool = False) -> bool:
-        """Whether it is taken, which is the same on all ranks. ``must``: wait for the disk, for a while,
-        rather than leave it out."""
+        """Save. Return whether the save was taken, the same on all ranks. ``must``: wait a while for the
+        disk, rather than skip the save."""
         this = (world.number if world else 1, parts.point)
         if must and self._newest == this:
             return True
@@ -153,7 +155,7 @@ class Lasting:
 
 
 class _Absent:
-    """Stands for what a checkpoint may have."""
+    """A placeholder for a value that a checkpoint may have."""
 
 
 _ABSENT: Final = _Absent()
@@ -166,8 +168,8 @@ def _in(world: World | None) -> AbstractContextManager[None]:
 def _alike(
     seeds: Mapping[str, int], random: Mapping[str, Any], began: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Where this rank's random numbers go on: where they were, or, of a rank that was not there, where
-    the first rank's were if they began as ours did. Else they stay as they are."""
+    """Return the random states for this rank: its own from the checkpoint, if it has one. Otherwise rank 0's,
+    as far as both scripts began alike. The others stay as they are."""
     mine = random.get(str(dist.get_rank()))
     if mine is not None:
         return chance.note() | dict(mine)

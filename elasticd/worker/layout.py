@@ -1,4 +1,4 @@
-"""Where each part of the state lies in its shard: the same computation on every rank."""
+"""The layout of the shards: where each part of the state lies. Every rank computes the same layout."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _RANKS_NAMED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank has: its parts of tensors, and its objects, with the room to set aside for each.
-    ``buffers``: which of the tensors are buffers of modules."""
+    """What a rank holds: its parts of tensors, and its objects with the bytes to reserve for each.
+    ``buffers``: the tensors that are buffers of modules."""
 
     parts: tuple[Part, ...]
     rooms: Mapping[str, int]
@@ -28,8 +28,8 @@ class Held:
 
 @dataclass(slots=True)
 class Shard:
-    """What one rank writes. ``parts`` with where their data begins; ``blobs`` with place and room;
-    ``fixed``: the bytes that are always the same."""
+    """What one rank writes. ``parts``: each with the offset of its data. ``blobs``: each with its offset and
+    reserved bytes. ``fixed``: bytes that never change."""
 
     size: int = 0
     parts: list[tuple[Part, int]] = field(default_factory=list)
@@ -38,8 +38,8 @@ class Shard:
 
 
 def lay_out(held: Sequence[Held]) -> tuple[list[Shard], Index]:
-    """By rank, and the index of them all. Raises ValueError, which names the entry and the ranks, where what
-    has one name is not alike."""
+    """Return the shards by rank, and their common index. Raises ValueError, with the entry and the ranks, if
+    an entry differs between ranks."""
     _require_alike(held)
     index = Index([shard_name(rank) for rank in range(len(held))], {}, {}, {})
     shards = [Shard() for _ in held]
@@ -47,7 +47,7 @@ def lay_out(held: Sequence[Held]) -> tuple[list[Shard], Index]:
         for key, path in its.paths.items():
             index.paths.setdefault(key, path)
         for key, room in its.rooms.items():
-            if key not in index.blobs:  # what several have is the same, and the first writes it
+            if key not in index.blobs:  # objects of one name are the same, and the first rank writes them
                 shard = shards[rank]
                 index.blobs[key] = Blob(rank, shard.size, room)
                 shard.blobs.append((key, shard.size, room))

@@ -1,4 +1,5 @@
-"""This worker's line to its agent: says what it does, and hears, in a thread, what it shall do."""
+"""The worker's end of the link to its agent: it sends the worker's state and receives, in a thread, the
+agent's orders."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from elasticd.worker.world import World
 
 
 class AgentGone(RuntimeError):
-    """Nobody is left to say what the next world is."""
+    """The agent is gone, so no further round can come."""
 
 
 class Link:
-    """``address``: the name of the agent's abstract Unix socket. Raises AgentGone, if nobody of this
-    user listens there."""
+    """The link. ``address``: the name of the agent's abstract Unix socket. Raises AgentGone if no process of
+    this user listens there."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -34,22 +35,21 @@ class Link:
         self._world: World | None = None
         self._enter: Enter | None = None
         self._told = 0  # the newest round that the agent wants left
-        self._asked = 0  # the newest that it wants left in good order
-        self._going = False  # for good
+        self._asked = 0  # the newest round that the agent wants left in a planned way
+        self._going = False  # this worker will be in no later round
         self._closed = 0  # the newest round that is over
         self._gone = ""
         threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()
 
     def say(self, message: FromWorker) -> None:
-        """An agent that is gone is not told, and will not miss it."""
+        """Send a message. If the agent is gone, do nothing."""
         try:
             self._socket.sendall(encode(message))
         except OSError:
             pass
 
     def next_round(self, after: int) -> Enter:
-        """Wait for the round to take part in. ``after``: the last one that this worker was in.
-        Raises AgentGone."""
+        """Wait for the next round. ``after``: this worker's last round. Raises AgentGone."""
         with self._news:
             self._world = None
             self._news.wait_for(lambda: self._gone or (self._enter and self._enter.round > after))
@@ -58,7 +58,7 @@ class Link:
             return self._enter
 
     def attend(self, world: World) -> None:
-        """From now on, the world hears what the agent says about it."""
+        """Pass the agent's orders about this world on to the world from now on."""
         with self._news:
             self._world = world
             closed = self._closed >= world.number
@@ -69,7 +69,7 @@ class Link:
             world.ask_to_leave(self._going)
 
     def closes(self, round: int, within_s: float | None = None) -> bool:
-        """Wait until the agent wants the round left, or is gone. False: it said nothing of the kind."""
+        """Wait until the agent wants the round left, or is gone. Return whether it wants the round left."""
         with self._news:
             self._news.wait_for(lambda: self._gone or self._told >= round, within_s)
             return self._told >= round
@@ -90,7 +90,7 @@ class Link:
                         case Leave(round):
                             self._close(round)
                         case Enter(round):
-                            self._close(round - 1)  # whether or not it was said
+                            self._close(round - 1)  # even if no Leave was sent
                             with self._news:
                                 self._enter = message
                                 self._news.notify_all()

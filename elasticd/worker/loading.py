@@ -1,7 +1,7 @@
-"""Samples on their way: torch's DataLoader and its workers, told exactly what to fetch.
+"""Load samples with torch's DataLoader and its processes, which are told exactly what to fetch.
 
-What comes back says what it is and which samples were really asked of the dataset. What a loading is
-random about is drawn from a seed of the batch's own: it is the same in whichever process it happens.
+A loaded part says what it is, and which samples were asked of the dataset. Random numbers during loading come
+from a seed for each batch, so they are the same in any process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sa
 
 
 class Fetched(NamedTuple):
-    """A part of a global batch, loaded. ``part`` is None where the worker has none of it. ``ids``: the
-    indices that the dataset was asked for; of an iterable one, the positions that were read.
-    ``samples`` is 0 at the end of an epoch whose end only the reader knows. ``read``: of a stream, in what
-    comes first of each process that reads it, a digest of the first global batch there."""
+    """A loaded part of a global batch.
+
+    ``part``: None where the worker has no part. ``ids``: the indices asked of the dataset, or the positions
+    read from an iterable one. ``samples``: 0 marks the end of an epoch whose end only the reader knows.
+    ``read``: in the first parts from each process that reads a stream, a digest of the first global batch
+    there.
+    """
 
     epoch: int
     first: int
@@ -44,7 +47,7 @@ class Fetched(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """One worker's part in one global batch, of which ``loaded`` has the parts next."""
+    """One worker's parts of a global batch. ``loaded`` yields them next."""
 
     batch: Batch
     parts: list[Portion]
@@ -61,12 +64,12 @@ class Share:
 
 
 class Indexed(Dataset[Any]):
-    """A map-style dataset that is asked for a whole part at a time."""
+    """A map-style dataset that loads a whole part at a time."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self._collate, self._seed = dataset, collate, seed
 
-    def __getitems__(self, asked: Fetched) -> Fetched:  # what torch calls with what the sampler yields
+    def __getitems__(self, asked: Fetched) -> Fetched:  # torch calls it with the sampler's items
         assert asked.part is not None
         indices = list(asked.ids)
         with Aside(chance_of(self._seed, asked.epoch, asked.first + asked.part.samples.start)):
@@ -78,11 +81,11 @@ class Indexed(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset, of which each process reads everything and keeps what is its own. To the dataset
-    each looks like the only one, so that it need not be dealt out to them.
+    """An iterable dataset that each process reads as a whole, keeping its own parts.
 
-    ``place``: rank and size of the world. A dataset may have ``set_epoch(epoch)``, and
-    ``iter_from(position)``, which begins in the middle without reading what comes before.
+    The dataset sees a single process, so it does not shard itself. ``place``: rank and size of the world. A
+    dataset may have ``set_epoch(epoch)``, and ``iter_from(position)``, which begins in the middle without
+    reading the samples before.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Stream(IterableDataset[Any]):
         self._read = 0
 
     def __iter__(self) -> Iterator[Fetched]:
-        """Loading processes take turns."""
+        """Yield this process's parts: the loading processes take turns."""
         info = get_worker_info()
         mine, processes = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None:
@@ -162,7 +165,7 @@ class Stream(IterableDataset[Any]):
 
 
 def digest(samples: Any) -> int:
-    """Tells most data from other data, in 63 bits: by its numbers, tensors, arrays and texts."""
+    """Return a digest of 63 bits of the data's numbers, tensors, arrays and texts."""
     summary = hashlib.blake2b(digest_size=8)
 
     def take(value: Any) -> None:
@@ -186,7 +189,7 @@ def digest(samples: Any) -> int:
 
 
 class Initialized:
-    """Calls the script's ``worker_init_fn`` of a process that reads a stream."""
+    """Call the script's ``worker_init_fn`` in a process that reads a stream."""
 
     def __init__(self, init: Callable[[int], None], dataset: Any) -> None:
         self._init, self._dataset = init, dataset
@@ -202,7 +205,7 @@ class Initialized:
 
 
 def _as_the_only_one(info: worker.WorkerInfo, dataset: Any) -> worker.WorkerInfo:
-    """What a dataset that deals itself out to processes goes by: there is one, which reads everything."""
+    """Return info for a dataset that shards itself by process: one process reads everything."""
     return worker.WorkerInfo(id=0, num_workers=1, seed=info.seed, dataset=dataset)
 
 
@@ -222,17 +225,17 @@ def _stream(dataset: Any, epoch: int, position: int) -> Iterator[Any]:
 
 
 class Requests:
-    """What to fetch next, as torch's sampler. ``begin`` says from where on; asked when it is iterated."""
+    """A sampler for torch that yields what to fetch next. ``begin`` is called when the iteration begins."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Fetched]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[Any]:  # torch would have it lists
+    def __iter__(self) -> Iterator[Any]:  # torch's type says lists
         return self.begin()
 
 
 def loader_of_indexed(dataset: Indexed, requests: Requests, options: dict[str, Any]) -> DataLoader[Any]:
-    """Its processes stay from world to world."""
+    """Return a loader whose processes stay from world to world."""
     if options.get("num_workers"):
         options = {"persistent_workers": True, **options}
     return DataLoader(
@@ -241,7 +244,7 @@ def loader_of_indexed(dataset: Indexed, requests: Requests, options: dict[str, A
 
 
 def loader_of_stream(dataset: Stream, options: dict[str, Any]) -> DataLoader[Any]:
-    """Made anew for each world, as its processes know where to read on."""
+    """Return a loader for one world: its processes know where to continue reading."""
     if options.get("worker_init_fn") is not None:
         init = Initialized(options["worker_init_fn"], dataset.dataset)
         options = {**options, "worker_init_fn": init}
@@ -255,7 +258,7 @@ def loader_of_stream(dataset: Stream, options: dict[str, Any]) -> DataLoader[Any
 
 
 def collate_of(options: dict[str, Any]) -> Callable[[list[Any]], Any]:
-    """Takes it out of the DataLoader's options: we call it ourselves."""
+    """Take the collate function out of the DataLoader's options: elasticd calls it itself."""
     return options.pop("collate_fn", None) or default_collate
 
 

@@ -1,10 +1,9 @@
-"""Messages between two workers wait for as long as collectives do.
+"""Let messages between two workers wait as long as collectives do.
 
-Gloo waits for them as long as it was given to connect, which must be short: it waits in vain for whoever
-dies meanwhile. So each is waited for with the timeout of its group, which is that of its collectives.
-
-And for one from whomever, gloo waits on though all connections are lost. So that is done in a thread, which
-is left behind where the world ends.
+Gloo waits for a message as long as for a connection. That time must be short, since Gloo waits in vain for
+workers that die while they connect. So each message is waited for with the timeout of its group's
+collectives. Gloo also keeps waiting for a message from any sender after all connections are lost. So a thread
+waits for such a message, and is abandoned when the world ends.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_UNSAID = timedelta(0)  # as torch has it
+_UNSAID = timedelta(0)  # torch's value for no timeout
 _METHODS = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
 
 
 class Message:
-    """A ``dist.Work`` under way."""
+    """A ``dist.Work`` for a message in flight."""
 
     def __init__(self, work: dist.Work, timeout: timedelta) -> None:
         self._work = work
         self._timeout = timeout
 
     def wait(self, timeout: timedelta = _UNSAID) -> bool:
-        """Raises RuntimeError when it has not come by then."""
+        """Wait for the message. Raises RuntimeError after the timeout."""
         return self._work.wait(timeout or self._timeout)
 
     def __getattr__(self, name: str) -> Any:
@@ -37,14 +36,14 @@ class Message:
 
 
 class FromAnyone(Message):
-    """One to receive, from whoever sends it."""
+    """A message to receive from any sender."""
 
     def __init__(self, work: dist.Work, timeout: timedelta) -> None:
         super().__init__(work, timeout)
         self._ends = _Ends.before
 
     def wait(self, timeout: timedelta = _UNSAID) -> bool:
-        """Raises RuntimeError also when the world has ended, be it before this was asked for."""
+        """Wait for the message. Raises RuntimeError also when the world has ended, even before this call."""
         came: list[bool | RuntimeError] = []
 
         def take() -> None:
@@ -68,21 +67,21 @@ class FromAnyone(Message):
 
 
 class _Ends:
-    """Of the worlds that this process was in; ``before``: as the present one began."""
+    """The number of worlds that ended in this process; ``before``: at the start of the present world."""
 
     news = threading.Condition()
     so_far = before = 0
 
 
 def end() -> None:
-    """The world is over: nobody waits for a message from anyone in it. From any thread."""
+    """Stop all waits for messages from any sender: the world is over. Any thread may call it."""
     with _Ends.news:
         _Ends.so_far += 1
         _Ends.news.notify_all()
 
 
 def give_time() -> None:
-    """To all of this process's messages from now on, which are those of a world that begins."""
+    """Give the groups' timeouts to all messages of this process from now on, when a world begins."""
     with _Ends.news:
         _Ends.before = _Ends.so_far
     for name, method in _METHODS.items():

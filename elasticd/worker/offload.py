@@ -1,10 +1,10 @@
-"""Copies from a GPU that training does not wait for: on a stream of their own, into pinned memory, while the
-next forward and backward run.
+"""Copies from a GPU that training does not wait for: on a separate stream, into pinned memory, during the
+next forward and backward pass.
 
-What an optimizer's step alone changes is copied meanwhile, and the next step of any optimizer waits for it,
-on the GPU. All else (buffers of modules, what scripts change themselves) is waited for before anything that
-is asked of the GPU after the save. Whatever was changed by other means before it was copied makes that save
-fail, and is noticed by the tensors' own count of changes. Written by reading: not yet run on a GPU.
+Tensors that only an optimizer's step changes are copied meanwhile, and the next optimizer step waits for the
+copy, on the GPU. For all other tensors (buffers of modules, the script's own changes), all later work on the
+GPU waits. A tensor that was changed otherwise before its copy makes the save fail; its version counter shows
+the change. This module was written without a GPU and has not run on one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GpuEvent(Protocol):
 
 
 class GpuCopier:
-    """``torch.cuda``, as far as copying needs it."""
+    """The parts of ``torch.cuda`` that copying needs."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -43,17 +43,18 @@ class GpuCopier:
         return tensor.is_cuda
 
     def pin(self, memory: Memory) -> None:
-        """So that copies into it need nobody's help. Where that is refused they are slower, and right."""
+        """Pin the memory, so that copies into it are asynchronous. If pinning is refused, copies are slower,
+        but correct."""
         at = torch.frombuffer(memory.map, dtype=torch.uint8).data_ptr()
         cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cuda.cudaHostRegister(at, memory.size, 0)) == 0:
             weakref.finalize(memory, cuda.cudaHostUnregister, at)
             return
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for whoever asks it for something next
+        with contextlib.suppress(RuntimeError):  # CUDA would report the error to its next caller
             torch.ones(1, device="cuda")
 
     def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> GpuEvent:
-        """Begin to, after all that was asked of this GPU; they are of one."""
+        """Begin to copy, after all earlier work on this GPU. All sources are on one GPU."""
         device = sources[0].device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -68,40 +69,40 @@ class GpuCopier:
         return event
 
     def hold(self, event: GpuEvent) -> None:
-        """What is asked of the GPU from now on waits for it."""
+        """Let later work on the GPU wait for the event."""
         torch.cuda.current_stream(event.device).wait_event(event)  # type: ignore[arg-type]
 
     def wait(self, event: GpuEvent) -> None:
-        """In a thread of its own, which has no GPU yet, and must not make itself at home on the first one."""
+        """Wait for the event. A new thread has no device yet, and must not initialise GPU 0."""
         with torch.cuda.device(event.device):
             event.synchronize()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Flight:
-    """Copies under way, of ``tensors`` that nothing but an optimizer's step is to change meanwhile.
-    ``memory``, which they are copied into, is kept until they are done."""
+    """Copies in flight of ``tensors``, which only an optimizer's step may change meanwhile. ``memory``, their
+    destination, is kept until they are done."""
 
     gpu: GpuCopier
     event: GpuEvent
     tensors: Sequence[torch.Tensor]
     memory: Memory | None
     _versions: list[int] = field(default_factory=list)
-    _intact: bool | None = None  # once an optimizer is about to step, which waits
+    _intact: bool | None = None  # set when an optimizer is about to step, which waits
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._versions = self._count()
 
     def protect(self) -> None:
-        """An optimizer is about to step."""
+        """Protect the copies from an optimizer's step that is about to begin."""
         with self._lock:
             if self._intact is None:
                 self._intact = self._count() == self._versions
                 self.gpu.hold(self.event)
 
     def land(self) -> str:
-        """Wait until all is copied; what prevented that from being of one step, if anything did."""
+        """Wait until all is copied. Return why the copies may be of several steps; empty if they are not."""
         self.gpu.wait(self.event)
         with self._lock:
             if self._intact is None:
@@ -125,9 +126,11 @@ def offload(
     lasting: Iterable[bool],
     memory: Memory | None = None,
 ) -> Future[str] | None:
-    """Copy all. None where nothing of it is still under way; else what ``Flight.land`` will say.
-    ``lasting``: of each source, whether nothing but an optimizer's step changes it. ``memory``: where
-    ``into`` lies."""
+    """Copy all sources. Return None if the copies are done, else a future of ``Flight.land``.
+
+    ``lasting``: for each source, whether only an optimizer's step changes it. ``memory``: the memory that
+    holds ``into``.
+    """
     pairs = list(zip(into, sources, lasting, strict=True))
     by_gpu = {b.device for _, b, _ in pairs if gpu.has(b)}
     here = [(a, b) for a, b, _ in pairs if not gpu.has(b) or len(by_gpu) > 1]
@@ -137,7 +140,7 @@ def offload(
     if there:
         event = gpu.copy(*_apart(there))
         gpu.hold(event)
-    if later:  # after those before it, on the same stream
+    if later:  # on the same stream, after the others
         event = gpu.copy(*_apart(later))
     landed = None
     if event is not None:
@@ -151,7 +154,8 @@ def offload(
 
 
 def stepped(state: Mapping[str, Any], flat: Flat) -> set[str]:
-    """Keys of what nothing but an optimizer's step changes. Steps within a CUDA graph nobody sees."""
+    """Return the keys of tensors that only an optimizer's step changes. Steps within a CUDA graph are not
+    seen, so those optimizers are left out."""
     optimizers = {
         name: value
         for name, value in state.items()

@@ -1,4 +1,4 @@
-"""Data that can be copied, sent and loaded without running anybody's code."""
+"""Plain data: it can be copied, sent and loaded without running code from the data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _KEEP = (
 
 
 def copied(value: Any, name: str = "value") -> Any:
-    """A copy that shares nothing that can change. Raises TypeError, naming ``name``, for what is
-    neither a number, a string, a dense tensor nor a dict, list, tuple or set of such. Keys that are numbers
-    of numpy's become Python's, which are equal to them."""
+    """Return a copy that shares nothing mutable with the value.
+
+    Raises TypeError, with ``name``, for anything but numbers, strings, dense tensors, and dicts, lists,
+    tuples and sets of them. Numpy numbers as keys become equal Python numbers.
+    """
     kind = type(value)
     if kind in _VALUES:
         return value
@@ -65,7 +67,7 @@ def _key(key: Any, name: str) -> Any:
 
 
 def require_dense(tensor: torch.Tensor, name: str) -> None:
-    """Raises TypeError for tensors that are more than a block of numbers."""
+    """Raise TypeError for a tensor that is not a dense block of numbers."""
     kind = "quantized" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
     if kind or tensor.is_nested:
         raise TypeError(
@@ -75,7 +77,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> None:
 
 
 def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The data without what its tensors hold, to be sent to another worker, and the tensors, in order."""
+    """Return the data without the contents of its tensors, as bytes to send, and the tensors in order."""
     tensors: list[torch.Tensor] = []
 
     def leave_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,12 +91,13 @@ def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def loaded(raw: bytes) -> Any:
-    """What ``torch.save`` wrote of ``packed`` data, from whomever. Raises whatever torch does."""
+    """Return data that ``torch.save`` wrote from ``packed`` data; the source need not be trusted. Raises
+    whatever torch raises."""
     return _unpacked(torch.load(io.BytesIO(raw), weights_only=True))
 
 
 def packed(value: Any) -> Any:
-    """The same data without a defaultdict, which ``torch.load(weights_only=True)`` does not take."""
+    """Return the data without defaultdicts, which ``torch.load(weights_only=True)`` refuses."""
     kind = type(value)
     if kind is defaultdict and value.default_factory in (None, *_FACTORIES.values()):
         factory = value.default_factory.__name__ if value.default_factory else ""
@@ -109,7 +112,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """The data with its parts changed, if it has any."""
+    """Return the data with ``change`` applied to its parts, if it has parts."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(map(change, value))
@@ -122,7 +125,7 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def require_sendable(value: Any, name: str) -> None:
-    """Raises TypeError, naming ``name``, for what another worker could not take."""
+    """Raise TypeError, with ``name``, for data that another worker could not load."""
     try:
         loaded(outlined(value)[0])
     except Exception as error:
@@ -130,7 +133,7 @@ def require_sendable(value: Any, name: str) -> None:
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same data, each tensor in it changed for another, in a fixed order."""
+    """Return the data with ``change`` applied to each tensor, in a fixed order."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (list, tuple):
@@ -144,7 +147,8 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def unchanged(value: Any, given: Any) -> Any:
-    """What was made of the ``given`` data, but with tensors whose type has changed as they were given."""
+    """Return ``value``, which was made from ``given``, with the original tensors where the type has
+    changed."""
     if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
         return value if value.dtype == given.dtype else given.to(value.device)
     if isinstance(value, dict) and isinstance(given, dict):
@@ -156,7 +160,7 @@ def unchanged(value: Any, given: Any) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether they are the same data; numbers that are NaN are alike."""
+    """Whether the two are the same data; NaN equals NaN."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

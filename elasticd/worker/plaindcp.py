@@ -1,5 +1,7 @@
-"""Reading what plain ``torch.distributed.checkpoint`` wrote: no checksums are there to verify, but
-nothing of it is unpickled without restriction, as ``dcp.load`` itself would."""
+"""Read checkpoints of plain ``torch.distributed.checkpoint``.
+
+They have no checksums to verify. Unpickling is restricted, unlike in ``dcp.load``.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
-    """Fill ``state``, as ``Checkpoints.load`` takes it. Raises BadCheckpoint, ValueError."""
+    """Fill ``state`` as ``Checkpoints.load`` does. Raises BadCheckpoint, ValueError."""
     leaves: dict[str, Any] = {}
     before, wrong, misfit = Flat(), "", ""
     try:
@@ -54,8 +56,8 @@ def load_plain(folder: Path, state: dict[str, Any], together: Together) -> None:
         leaves = {**before.tensors, **before.objects}
         with warnings.catch_warnings(
             action="ignore", category=UserWarning
-        ):  # it takes this for a lone process
-            # Each rank reads what it needs: together they would send each other pickles.
+        ):  # torch warns that this is a single process
+            # Each rank reads for itself: together the ranks would send each other pickles.
             dcp.load(leaves, storage_reader=_Reader(folder), planner=_Planner(), no_dist=True)
     except BadCheckpoint as error:
         wrong = str(error)

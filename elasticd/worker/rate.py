@@ -1,4 +1,4 @@
-"""Learning rates that follow a batch which grows and shrinks with the world."""
+"""Learning rates that follow a batch that grows and shrinks with the world."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RULES: dict[str, Callable[[float], float]] = {
 
 
 def factor(rule: Rule, growth: float) -> float:
-    """What rates are multiplied by where the batch is ``growth`` times what they are meant for.
-    Raises ValueError."""
+    """Return the factor of the learning rates for a batch that is ``growth`` times as large. Raises
+    ValueError."""
     found = RULES[rule](growth) if isinstance(rule, str) else rule(growth)
     try:
         times = float(found)
@@ -34,7 +34,7 @@ def factor(rule: Rule, growth: float) -> float:
 
 
 def check(rule: Rule | None) -> Rule:
-    """Raises TypeError and ValueError."""
+    """Return the rule if it is valid. Raises TypeError and ValueError."""
     if rule is None:
         raise TypeError(
             "with worker_batch the batch grows with the world: say how the learning rate follows, by "
@@ -49,8 +49,8 @@ def check(rule: Rule | None) -> Rule:
 
 
 class Following:
-    """Multiplies the optimizers' rates by ``times`` for as long as they step: schedulers, and scripts that
-    look, see the rates that were asked for."""
+    """Multiply the optimizers' rates by ``times`` during their steps only: schedulers and scripts see the
+    original rates."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self.times = 1.0
@@ -60,7 +60,7 @@ class Following:
         self._asked: dict[Optimizer, list[Any]] = {}
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.times == 1.0 or optimizer in self._asked:  # a step that calls its base class's
+        if self.times == 1.0 or optimizer in self._asked:  # a subclass's step that calls its base class's
             return
         self._asked[optimizer] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The memory of those who trained before: this node's, which its saver has kept, and other nodes'."""
+"""Recall states from memory: from this node's saver, and from other nodes' savers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class Untold(Exception):
-    """What is committed cannot be told now. The message is one sentence."""
+    """The committed checkpoints cannot be told now. The message is one sentence."""
 
 
 class HolderLost(Exception):
-    """What a node had in memory cannot be had any more."""
+    """A node's memory is gone."""
 
     def __init__(self, node: str, why: str) -> None:
         super().__init__(f"{node}: {why}")
@@ -38,18 +38,18 @@ class HolderLost(Exception):
 
 @dataclass(slots=True)
 class Recalled:
-    """A whole state in memory, as this node comes by it. ``near``: the shards that are here, as open
-    files by rank; ``far``: the nodes that have the others."""
+    """A whole state in memory, as this node reaches it. ``near``: the shards on this node, as open files by
+    rank. ``far``: the holders of the others."""
 
     path: str
     name: str
     index: Index
     near: Mapping[int, int]
     far: Mapping[int, Holder]
-    read: set[str] = field(default_factory=set)  # nodes that something was read from; "": this one
+    read: set[str] = field(default_factory=set)  # nodes that data was read from; "" is this node
 
     def fill(self, wishes: Iterable[Wish]) -> None:
-        """Raises HolderLost; then what was wished for is in no defined state."""
+        """Fill the wishes. Raises HolderLost; their contents are then undefined."""
         by_holder: dict[Holder, list[Wish]] = {}
         for wish in wishes:
             if wish.file in self.near:
@@ -65,7 +65,7 @@ class Recalled:
             os.close(fd)
 
     def _read_here(self, wish: Wish) -> None:
-        """Read, not mapped: mapping so many pages to read them once costs as much as the copy."""
+        """Read a shard of this node. Mapping its pages for one read would cost as much as the copy."""
         into, at = wish.into, wish.at
         while into:
             read = os.preadv(self.near[wish.file], [into], at)
@@ -84,9 +84,10 @@ class Recalled:
 
 
 class Memories:
-    """What the saver of that name, this node's, knows of states at a path: those in memory, and what is
-    committed. Without a saver there is nothing in memory; nor with one that is stopped, which is said and
-    then left alone."""
+    """The knowledge of this node's saver about states at a path: those in memory, and the committed ones.
+
+    Without a saver there is nothing in memory. The same holds for a saver that is stopped, after one warning.
+    """
 
     def __init__(self, saver: str, path: str) -> None:
         self._saver, self._path = saver, path
@@ -94,14 +95,14 @@ class Memories:
         self._silent = False
 
     def survey(self) -> list[Offer]:
-        """Of this node, and of all others that can be reached."""
+        """Return the offers of this node and of all other nodes that can be reached."""
         for message, files in self._ask({"is": "survey", "path": self._path}):
             if message["is"] == "offers":
                 return _read(files, list[Offer])
         return []
 
     def recall(self, choice: Choice) -> Recalled:
-        """What was chosen. Raises HolderLost where it is not as it was said to be."""
+        """Return the chosen state. Raises HolderLost if the state is not as offered."""
         near: dict[int, int] = {}
         far: dict[int, Holder] = {}
         raw = b""
@@ -131,13 +132,16 @@ class Memories:
                 raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
         except BaseException:
             _shut(near.values())
-            self.close()  # and with it what is yet unread
+            self.close()  # drops unread answers as well
             raise
         return Recalled(self._path, choice.name, index, near, far)
 
     def known(self, *, own: bool) -> Checkpoint | None:
-        """What is committed there; ``own``: by this job. None where there is no saver to ask, unless ``own``,
-        which nobody else can tell. Raises Untold, and BadCheckpoint where it never will be told."""
+        """Return the committed checkpoints. ``own``: only this job's.
+
+        Return None without a saver, unless ``own`` is set, which only a saver can tell. Raises Untold if the
+        saver cannot tell now, and BadCheckpoint if it never can.
+        """
         answer = next(self._ask({"is": "known", "path": self._path, "own": own}), None)
         if answer is not None:
             message, files = answer
@@ -162,7 +166,7 @@ class Memories:
             raise HolderLost(holder.node, str(error)) from error
 
     def _ask(self, question: handover.Message) -> Iterator[tuple[handover.Message, list[int]]]:
-        """The answers, of which the asker knows the last; as far as they come."""
+        """Yield the answers as far as they come. The caller knows which is the last."""
         try:
             if not self._saver or self._silent:
                 return
@@ -176,12 +180,12 @@ class Memories:
             self.close()
             said = "the saver of this node is stopped or stuck (%s): what is in memory here is done without"
             _log.warning(said, error)
-        except Gone:  # what is missing is seen by whoever asks
+        except Gone:  # the caller sees what is missing
             self.close()
 
 
 def _read(files: list[int], kind: type[_T]) -> _T:
-    """What came in a file."""
+    """Return what came in a file, and close the file."""
     [file] = files
     try:
         return msgspec.json.decode(Paper.of(file).index, type=kind)

@@ -1,7 +1,7 @@
-"""Notes for ``elasticd audit``: what this worker took, and what was committed, as it happens.
+"""Write the notes for ``elasticd audit``: what this worker took, and what was committed.
 
-Written to a file of this process's own, of which every line is whole once it is written: a worker that is
-killed takes nothing of it along.
+Each process has a file of its own. A line is whole once it is written, so a worker that is killed loses no
+note.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """``every``: after how many steps a digest of the weights is noted."""
+    """The notes of this process. ``every``: a digest of the weights is noted every so many steps."""
 
     def __init__(self, folder: Path, series: str = "", every: int = 100) -> None:
         self._series, self._every = series, every
         self._file: int | None = None
         self._turn = 0
         self._path = folder / f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
-        self._round: EntryNote | None = None  # that notes belong to, where it is not written yet
-        self._lost, self._why = 0, ""  # notes since the last that could be written
+        self._round: EntryNote | None = None  # the round of the notes, until it is written
+        self._lost, self._why = 0, ""  # notes that could not be written
         try:
             self._open()
         except OSError as error:
@@ -56,13 +56,13 @@ class Recorder:
     def entered(
         self, round: int, rank: int, world: int, step: int, data: tuple[int, int, dict[str, Any]] | None
     ) -> None:
-        """``data``: epoch, position and facts."""
+        """Note the entry into a round. ``data``: epoch, position and facts."""
         epoch, position, facts = data or (0, 0, None)
         self._note(EntryNote(round, rank, world, step, self._series, epoch, position, facts), step)
 
     def took(self, step: int, turn: int, share: Share, lost: Iterable[tuple[Fetched, torch.Tensor]]) -> None:
-        """Before anybody can commit it. ``step``: the first that is not committed; ``turn``: how many batches
-        came before since the last commit."""
+        """Note a batch, before any worker can commit it. ``step``: the first uncommitted step. ``turn``: the
+        number of batches since the last commit."""
         parts = []
         ids: list[int] = []
         for fetched, loss in lost:
@@ -73,18 +73,19 @@ class Recorder:
         self._note(Took(step, turn, batch.epoch, batch.first, batch.samples, tuple(parts), pack(ids)), step)
 
     def committed(self, step: int, learned: Iterable[torch.Tensor], covers: int = 1) -> None:
-        """``covers``: how many steps the commit is of; with it so many are committed as ``step`` says."""
+        """Note a commit. ``step``: the committed steps after it; ``covers``: the steps that it adds."""
         self._note(CommitNote(step, covers), step)
         if step // self._every > (step - max(1, covers)) // self._every:
             self.learned(step, learned)
 
     def learned(self, step: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Of all that has been learned until then."""
-        if not self._why:  # which takes long
+        """Note a digest of the weights after ``step`` steps."""
+        if not self._why:  # a digest takes long
             self._note(Weights(step, digest(tensors)), step)
 
     def _note(self, note: Note, step: int) -> None:
-        """What the disk would not take is missing, which is noted as soon as it takes something again."""
+        """Write a note. Notes that the disk refuses are lost, which is noted as soon as the disk takes a note
+        again."""
         if isinstance(note, EntryNote):
             self._round = note
         behind = [Gap(step, self._lost, self._why)] if self._lost else []
@@ -107,7 +108,7 @@ class Recorder:
         self._file = os.open(self._path, flags, 0o644)
 
     def _write(self, lines: bytes) -> None:
-        """All of it or nothing: what follows half a line could not be read."""
+        """Write all lines or nothing: a note after half a line could not be read."""
         assert self._file is not None
         end = os.fstat(self._file).st_size
         try:
@@ -118,7 +119,7 @@ class Recorder:
             raise
 
     def _miss(self, error: OSError, notes: int) -> None:
-        """Training goes on; the audit will miss what is not here, and say so."""
+        """Count lost notes. Training goes on, and the audit reports the gap."""
         if not self._why:
             self._why = error.strerror or str(error)
             _log.warning("nothing is noted for an audit until it can be written again: %s", self._why)
@@ -126,7 +127,7 @@ class Recorder:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """SHA-256 of their bytes, in order."""
+    """Return the SHA-256 of the tensors' bytes, in order."""
     summary = hashlib.sha256()
     for tensor in tensors:
         plain = tensor.detach().cpu().contiguous().reshape(-1)
@@ -136,7 +137,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 @functools.cache
 def recorder() -> Recorder | None:
-    """This process's, where its agent asked for one."""
+    """Return this process's recorder, if its agent asked for one."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None

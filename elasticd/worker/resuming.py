@@ -1,4 +1,4 @@
-"""Filling a state from the newest checkpoint that is whole: in the nodes' memory, else on disk."""
+"""Fill a state from the newest whole checkpoint: from the nodes' memory, else from disk."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from elasticd.worker.target import Target
 from elasticd.worker.together import Together
 
 _log = logging.getLogger(__name__)
-_NOTHING_WHOLE: Final = 5  # the exit code, as the job's will be
+_NOTHING_WHOLE: Final = 5  # the exit code, the same as the job's
 
 
 class NoCheckpoint(RuntimeError):
-    """None is whole, and one was required. The message says what is wrong with each."""
+    """No checkpoint is whole, and one was required. The message says what is wrong with each."""
 
 
 class Kept(NamedTuple):
-    """Of a state that is kept in memory or on disk."""
+    """The round and step of a state that is kept in memory or on disk."""
 
     round: int
     step: int
 
 
 class Resuming:
-    """Of one ``state``, by all ranks together. ``tier``: where it came from, once it did. ``overwrote``:
-    whether anything was read into it, whole or not."""
+    """Resume one ``state``, on all ranks together. ``tier``: where the state came from. ``overwrote``:
+    whether anything was read into the state, even if the load then failed."""
 
     def __init__(self, store: CheckpointStore, together: Together, state: dict[str, Any]) -> None:
         self._store, self._together, self._state = store, together, state
@@ -65,12 +65,12 @@ class Resuming:
             return self._load(half, required, beyond) if recalled is None else recalled
 
     def _load(self, half: str, required: bool, beyond: Age | None) -> int | None:
-        """From disk. ``half``: why the state has been filled in part from memory."""
+        """Load from disk. ``half``: why the state is partly filled from memory; empty otherwise."""
         together = self._together
-        wrong: dict[str, str] = {}  # by name, what is
-        passes = bool(half)  # perhaps, what is wrong
+        wrong: dict[str, str] = {}  # what is wrong, by checkpoint
+        passes = bool(half)  # whether the trouble may pass by itself
         while True:
-            # Read anew each time: what a saver still had to do may have come in between.
+            # Read again each time: a saver may have committed something in between.
             there, complaint, may_pass = self._committed()
             passes = passes or may_pass
             saved = next((s for s in reversed(there.saved) if s.name not in wrong and _is(s, beyond)), None)
@@ -122,7 +122,8 @@ class Resuming:
         return None
 
     def _committed(self) -> tuple[Checkpoint, str, bool]:
-        """As rank 0 sees it, what is wrong with it, and whether that may pass: all ranks go by the same."""
+        """Return the committed checkpoints as rank 0 sees them, what is wrong with them, and whether the
+        trouble may pass. All ranks use rank 0's answer."""
         url = self._store.url
         found, complaint, may_pass = Checkpoint(url), "", False
         if self._together.rank == 0:
@@ -140,8 +141,8 @@ class Resuming:
         return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
 
     def _read(self, saved: Saved) -> tuple[Flat, str, bool, str]:
-        """What it holds; else what is wrong with it, and whether that may pass, or why it is not of such a
-        state."""
+        """Return the checkpoint's data; or what is wrong with it, and whether the trouble may pass; or why it
+        does not fit the state."""
         try:
             manifest = open_manifest(self._store, saved)
             self.overwrote = True
@@ -155,16 +156,19 @@ class Resuming:
             return Flat(), "", False, str(error)
 
     def _survey(self) -> tuple[Choice | None, Checkpoint]:
-        """The newest state that is whole in memory, unless a newer one was committed, as rank 0 sees it; and
+        """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
         what was committed."""
         offered = self._memories.survey() if self._together.rank == 0 else []
-        there, _, _ = self._committed()  # after that: what is gone from memory since, is there now
+        there, _, _ = self._committed()  # asked second: what has left the memory is committed by now
         least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
         return newest_whole(offered, least), there
 
     def _recall(self, beyond: Age | None) -> tuple[int | None, str]:
-        """Fill the state from memory, if the whole of one that is no older than what was committed is in
-        that of the job's nodes; its step. Else None, and, where it has been filled in part, why."""
+        """Fill the state from the nodes' memory, if it has a whole state that is no older than the newest
+        commit.
+
+        Return the step. Otherwise return None, and the reason if the state is partly filled.
+        """
         together = self._together
         lost = ""
         choice, _ = self._survey()
@@ -189,7 +193,7 @@ class Resuming:
                     _log.info("step %d is resumed from %s", choice.step, where)
                 return choice.step, ""
             [node, lost] = losses[0]
-            choice = choice.without(node) if node else None  # else it is of no use wherever it is
+            choice = choice.without(node) if node else None  # "": useless on every node
 
     def _restore(self, name: str, flat: Flat) -> None:
         try:
@@ -198,7 +202,7 @@ class Resuming:
             self._require_fit(name, [str(error)])
 
     def _require_fit(self, name: str, misfits: list[str]) -> None:
-        """Raises ValueError where the checkpoint is not of the state of one of the ranks."""
+        """Raise ValueError if the checkpoint does not fit the state of one of the ranks."""
         for misfit in filter(None, misfits):
             error = ValueError(
                 f"{misfit}: build what {name} was saved from, or begin anew with checkpoints in another "
@@ -215,8 +219,8 @@ def _is(kept: Choice | Saved, beyond: Age | None) -> bool:
 def _from_memory(
     memories: Memories, choice: Choice, state: dict[str, Any]
 ) -> tuple[Flat, str, tuple[str, str] | None, str]:
-    """What it holds and whose memory that was; else which node lost it (none in particular: ""), and why,
-    or why it is not of such a state."""
+    """Return the data and the tier of a state in memory; or which node lost it ("": none in particular) and
+    why; or why it does not fit the state."""
     try:
         recalled = memories.recall(choice)
     except HolderLost as error:
@@ -236,7 +240,7 @@ def _from_memory(
 
 
 def _end_the_job(sentence: str) -> NoReturn:
-    """``--resume=required``: another try would find nothing either."""
+    """End the job: with ``--resume=required`` a restart would find no checkpoint either."""
     futile.say(sentence, Fatal.NO_CHECKPOINT)
     _log.error("%s", sentence)
     raise SystemExit(_NOTHING_WHOLE)

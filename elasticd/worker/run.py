@@ -1,4 +1,4 @@
-"""The run function, entered again after each change of world."""
+"""The decorator of the run function, which is called again after each change of world."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from elasticd.worker.state import State
 from elasticd.worker.world import World, WorldChanged, is_of_the_group, what_led_to
 
 _log = logging.getLogger(__name__)
-NEWS_S = 5.0  # after a collective failed, for the agent to say that the round is over: it knows of most ends
-NEWS_S_MAX = 15.0  # the same, for a worker that has yet to get the state, and ends then
-WHY_MAX = 1000  # characters of what failed that are passed on
+NEWS_S = 5.0  # how long to wait for Leave after a failed collective
+NEWS_S_MAX = 15.0  # the same for a worker that has no state yet, and ends then
+WHY_MAX = 1000  # characters of an error to send
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,13 +32,16 @@ T = TypeVar("T")
 def run(
     function: Callable[Concatenate[State, P], T] | None = None, *, timeout: timedelta = timedelta(minutes=30)
 ) -> Callable[Concatenate[State, P], T]:
-    """Decorate the function that trains. It is called with a State (and whatever else it is given)
-    in a world that is ready, and again from ``state.step`` in each world after that; what it returns
-    in the last one is the result.
+    """Decorate the function that trains.
 
-    ``timeout``: of the process group's collectives. Exceptions of the function's own end the process
-    as always; what fails because another worker died, left or joined does not get out, whatever the
-    function makes of it on the way, ``sys.exit()`` in an ``except`` or an error in a ``finally`` included.
+    The function is called with a State (and further arguments) in a world that is ready. After each change of
+    world it is called again, and continues from ``state.step``. Its return value in the last world is the
+    result.
+
+    ``timeout``: of the process group's collectives. An exception of the function's own ends the process as
+    usual. A failure because another worker died, left or joined never gets out. That holds even if the
+    function turns the failure into another error, such as ``sys.exit()`` in an ``except`` or an error in a
+    ``finally``.
     """
     if function is None:
         return functools.partial(run, timeout=timeout)  # type: ignore[return-value]
@@ -67,14 +70,14 @@ def run(
 
 @functools.cache
 def own_link(address: str) -> Link:
-    """This process's, made when its run function is first entered."""
+    """Return this process's link to its agent, made when the run function is first entered."""
     link = Link(address)
     link.say(Hello(os.getpid()))
     return link
 
 
 def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:
-    """In the one world that there is: torchrun's, or this process."""
+    """Run in the only world there is: torchrun's, or this process alone."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
@@ -112,13 +115,13 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             formed = time.monotonic()
             source = agree(state, world)
             if handover:
-                world.end()  # nobody goes while another still takes
+                world.end()  # no worker leaves while another still receives
                 raise WorldChanged
             state.enter(world)
             took = formed - started, time.monotonic() - formed
             link.say(Entered(round, state.step, *took, *state.growth, source))
             result = call()
-            world.check()  # a function that swallows the end of its world has not come to its own end
+            world.check()  # a function that swallowed the end of its world has not finished
             state.finish()
             if world.end():
                 link.say(Done(round))
@@ -129,7 +132,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
         except BaseException as error:
             if not _is_of_the_world(error, world):
                 _explain(error)
-                world.close()  # the others need not wait until this process has ended
+                world.close()  # the others learn of the failure before this process has ended
                 link.say(Broken(round, fails=True, why=_why(error)))
                 raise
             failure = error
@@ -144,7 +147,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
 
 
 def _explain(error: BaseException) -> None:
-    """Add what to do about it, where torch does not say."""
+    """Add a remedy to an error that torch does not explain."""
     for led in what_led_to(error):
         if isinstance(led, ValueError) and "Expected more than 1 value per channel when training" in str(led):
             led.add_note(
@@ -154,8 +157,8 @@ def _explain(error: BaseException) -> None:
 
 
 def _is_of_the_world(error: BaseException, world: World) -> bool:
-    """Whether the function failed because its world did. Scripts make all sorts of a collective that failed,
-    such as ``except Exception: sys.exit(1)``."""
+    """Whether the function failed because its world ended. Scripts may raise anything after a failed
+    collective, for example by ``except Exception: sys.exit(1)``."""
     if isinstance(error, KeyboardInterrupt):
         return False
     ended = world.over or world.broken is not None
@@ -163,8 +166,11 @@ def _is_of_the_world(error: BaseException, world: World) -> bool:
 
 
 def _await_the_end(state: State, world: World, link: Link, failure: BaseException | None) -> None:
-    """Until the agent says that the world is over, and wants to hear what this worker has to go on with.
-    Raises the failure that ended it here, where nothing is lost by that, and it tells what was wrong."""
+    """Wait until the agent closes the round.
+
+    Raises ``failure`` if the agent sends nothing and this worker has no state to lose: the error then tells
+    what is wrong.
+    """
     told = link.closes(world.number, NEWS_S if state.agreed else NEWS_S_MAX)
     if told and (failure is None or link.is_closed(world.number)):
         return
@@ -178,14 +184,14 @@ def _await_the_end(state: State, world: World, link: Link, failure: BaseExceptio
             world.number,
             _why(failure),
         )
-    # Where all are to leave in good order, others may wait for this worker to do so.
+    # In a planned leave other workers may wait for this one.
     link.say(Broken(world.number, fails=False, why=_why(failure)))
     link.closes(world.number)
 
 
 def _clear_frames(failure: BaseException) -> None:
-    """Let go of what the functions had that it came through, and what led to it: the model of a dead world, a
-    DataLoader with its processes."""
+    """Clear the frames of the failure and its causes. They would keep a dead world's model, or a DataLoader
+    with its processes, alive."""
     for error in what_led_to(failure):
         traceback.clear_frames(error.__traceback__)
 

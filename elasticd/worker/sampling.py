@@ -1,4 +1,4 @@
-"""Which order a dataset's samples are used in, from what a script says of it."""
+"""Choose the order of a dataset's samples from the script's arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Sampler = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class Listed:
-    """The order that a script's own sampler gives. Asked twice for each epoch, to see that it is one."""
+    """The order of a script's own sampler. The sampler is asked twice for each epoch, to check that its order
+    is fixed."""
 
     def __init__(self, sampler: Sampler, samples: int) -> None:
         self._sampler, self._samples = sampler, samples
@@ -69,8 +70,8 @@ def order_of(
     draws: int | None,
     sampler: Sampler | None,
 ) -> Order | Listed | None:
-    """None for an iterable dataset, which has its own. Raises TypeError and ValueError for what makes no
-    order; the arguments are Data's."""
+    """Return the order; None for an iterable dataset, which has its own. The arguments are Data's. Raises
+    TypeError and ValueError."""
     said = [
         name for name, value in (("shuffle", shuffle), ("weights", weights), ("sampler", sampler)) if value
     ]

@@ -1,4 +1,4 @@
-"""Scripts that write checkpoints of their own, and say so."""
+"""The report of scripts that write checkpoints of their own."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def checkpointed(path: str | os.PathLike[str] = "") -> None:
-    """Tell the agent that the script has written a checkpoint, and that it is whole: ``torch.save(...)``,
-    then ``worker.checkpointed(path)``, in the worker that wrote it (or in one of them, once all have).
+    """Tell the agent that the script has written a whole checkpoint.
 
-    Where the world is about to grow, shrink or lose a node that leaves, that has waited for this: it is
-    done now, and no step is made anew. The worker is stopped in this call, which returns only where the
-    script has a handler for SIGTERM of its own. Else, and without an agent, it returns at once.
+    Call ``torch.save(...)``, then ``worker.checkpointed(path)``, in the worker that wrote the checkpoint, or
+    in one of them once all have.
+
+    If the world is about to grow or shrink, or a node leaves, the change has waited for this call and happens
+    now: no step is lost. The worker is then stopped in this call. The call returns only if the script handles
+    SIGTERM itself. Without a change, or without an agent, it returns at once.
     """
     address = os.environ.get(ADDRESS)
     if not address:
         return
     told.uses(Use.CHECKPOINTED)
     said = Checkpointed(os.fspath(path))
-    if own_link.cache_info().currsize:  # it keeps its process, and leaves worlds at commits
+    if own_link.cache_info().currsize:  # this worker keeps its process, and leaves worlds at commits
         own_link(address).say(said)
         return
     with socket.socket(socket.AF_UNIX) as agent:
@@ -40,11 +42,11 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
             agent.sendall(encode(said))
             _wait(agent)
         except (OSError, LinkError):
-            return  # it is gone, and nobody is there to wait for this
+            return  # the agent is gone, so there is nothing to wait for
 
 
 def _wait(agent: socket.socket) -> None:
-    """Until it lets us go on, or would have us end and leaves that to the script."""
+    """Wait until the agent lets this worker go on, or wants it to end while the script handles SIGTERM."""
     lines = Lines()
     while data := agent.recv(65536):
         for message in lines.feed(data):

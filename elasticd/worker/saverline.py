@@ -1,4 +1,4 @@
-"""The line to the saver: the agent's, or one that the workers of a host start where there is no agent."""
+"""The connection to the saver: the agent's, or without an agent one that the workers of a host start."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PROGRAM: Final = (
     "import sys; sys.path.append({root!r}); "
     "from elasticd.checkpoint.alone import main; main({fd}, {options!r})"
 )
-started: Final[list[subprocess.Popen[bytes]]] = []  # they outlive us; kept so that nobody complains of it
+started: Final[list[subprocess.Popen[bytes]]] = []  # they outlive this process; kept to avoid ResourceWarning
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the ranks of a world save under. ``token`` and ``round`` are in the names of what they save;
-    ``copies``: another node is to hold copies of this one's shards."""
+    """The common terms of a world's saves. ``token`` and ``round`` are part of their names. ``copies``:
+    another node holds copies of this node's shards."""
 
     token: str
     round: int
@@ -43,20 +43,21 @@ class Terms:
 
 
 class SaverLine:
-    """``take`` is given what the saver says; ``lost``: why it is gone, each time that it is."""
+    """The connection. ``take`` receives the saver's messages; ``lost`` is called with the reason each time
+    the saver is lost."""
 
     def __init__(self, take: Callable[[Message], None], lost: Callable[[Gone], None]) -> None:
         self._take, self._lost = take, lost
         self._line: SaverSocket | None = None
-        self.why = ""  # it is not open
+        self.why = ""  # why it is not open
 
     @property
     def is_open(self) -> bool:
         return self._line is not None
 
     def open(self, together: Together, store: CheckpointStore, keep: Keep) -> Terms:
-        """All ranks: find or start the savers, and introduce ourselves. Whether that came to something,
-        ``is_open`` says, and ``why`` not."""
+        """Find or start the savers and connect, on all ranks together. ``is_open`` then says whether it
+        worked, and ``why`` why not."""
         self.close()
         mine: dict[str, Any] = {"host": _host(), "saver": saver_name()}
         mine["node"] = os.environ.get("ELASTICD_HOLDER", "")
@@ -65,7 +66,7 @@ class SaverLine:
             before, why = 0, ""
             try:
                 before = FilePointer(store).last_round()
-            except BadCheckpoint:  # then no commit works, which is said
+            except BadCheckpoint:  # no commit can work then, and each says so
                 pass
             except OSError as error:
                 why = f"it cannot be told what was saved before: {told(error)}"
@@ -104,7 +105,8 @@ class SaverLine:
         return Terms(token, round_, mine["node"] in keeper)
 
     def say(self, message: Message, *files: int) -> bool:
-        """Whether it was said. Training waits for no saver: one that has long not listened is lost."""
+        """Send a message; return whether it was sent. Training does not wait: a saver that has not read for
+        long counts as lost."""
         if self._line is not None:
             try:
                 self._line.send(message, files, wait=False)
@@ -113,13 +115,13 @@ class SaverLine:
         return self.is_open
 
     def mention(self, message: Message) -> None:
-        """What a saver that has long not listened may miss."""
+        """Send a message that a slow saver may miss."""
         if self._line is not None:
             self._line.reply(message)
 
     def say_when(self, landed: Future[str], message: Message, spoilt: Callable[[str], Message]) -> None:
-        """Once it has landed, on another thread: ``message``, or what ``spoilt`` returns, which is told why.
-        If the line is lost meanwhile, that is seen here."""
+        """Send ``message`` once the copy has landed, from another thread, or ``spoilt(why)`` if it failed. A
+        lost connection is noticed here."""
         line = self._line
 
         def send(done: Future[str]) -> None:
@@ -131,7 +133,7 @@ class SaverLine:
         landed.add_done_callback(send)
 
     def listen(self) -> None:
-        """To what has been said already."""
+        """Take all messages that have arrived."""
         while self._line is not None:
             try:
                 heard = self._line.receive(wait=False)
@@ -143,7 +145,7 @@ class SaverLine:
             self._take(heard[0])
 
     def listen_while(self, waiting: Callable[[], bool], timeout_s: float) -> None:
-        """Until there is nothing to wait for any more, the saver is gone, or the time is over."""
+        """Take messages while ``waiting()`` holds, until the saver is lost or the time is over."""
         deadline = time.monotonic() + timeout_s
         while waiting() and self._line is not None:
             self._line.socket.settimeout(max(0.001, deadline - time.monotonic()))
@@ -165,27 +167,28 @@ class SaverLine:
         self._line = None
 
     def _lose(self, error: Gone) -> None:
-        """Another is started at the next save, when all ranks are here."""
+        """Note the loss. Another saver is started at the next save, when all ranks take part."""
         self.close()
         self.why = str(error)
         self._lost(error)
 
 
 def saver_name() -> str:
-    """The name of the agent's; empty where there is none."""
+    """Return the name of the agent's saver; empty without an agent."""
     return os.environ.get("ELASTICD_SAVER", "")
 
 
 def _host() -> str:
-    """Equal for processes that can talk to each other without a network. psutil tells neither part."""
+    """Return an id that is equal for processes that can talk without a network. psutil has no call for either
+    part."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
 
 
 def _start() -> str:
-    """A saver for those of this host: its name and its secret. It ends when all have left and what they left
-    is done."""
+    """Start a saver for the workers of this host; return its name and secret. It ends when all have left and
+    its work is done."""
     sock, name = handover.listen()
     with sock:
         rate = os.environ.get("ELASTICD_CHECKPOINT_RATE")
@@ -200,6 +203,9 @@ def _start() -> str:
         started.append(saver)
     secret = os.urandom(16).hex()
     assert saver.stdin is not None
-    with contextlib.suppress(OSError), saver.stdin as pipe:  # OSError: it has ended, which is noticed
+    with (
+        contextlib.suppress(OSError),
+        saver.stdin as pipe,
+    ):  # OSError: the saver has ended already
         pipe.write(secret.encode())
     return f"{name} {secret}"

@@ -1,4 +1,4 @@
-"""Handing a state over to the saver: all ranks together, at the price of one copy."""
+"""Hand states over to the saver, on all ranks together, at the cost of one copy."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from elasticd.worker.target import parts_of
 from elasticd.worker.together import Together
 
 _log = logging.getLogger(__name__)
-_UNDER_WAY_MAX: Final = 4  # handed over and not yet committed: while commits take long, they fill the disk
-_LANDS_S: Final = 10.0  # for a copy from a GPU, which may hang in what was asked of it before
+_UNDER_WAY_MAX: Final = 4  # saves that are not committed yet: slow commits fill the disk
+_LANDS_S: Final = 10.0  # for a copy from a GPU, whose earlier work may hang
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """``took_s``: from the handover until it was durable. ``size``: bytes of all ranks."""
+    """A committed save. ``took_s``: from the handover until it was durable. ``size``: bytes of all ranks."""
 
     name: str
     step: int
@@ -46,8 +46,8 @@ class Committed:
 
 
 class Saving:
-    """What one ``Checkpoints`` saves, in one world after the other, and what became of it. ``schedule`` is
-    told what a save costs."""
+    """The saves of one ``Checkpoints``, in one world after the other, and their results. ``schedule`` is told
+    the cost of a save."""
 
     def __init__(self, store: CheckpointStore, keep: Keep, schedule: Schedule) -> None:
         self._store, self._keep, self._schedule = store, keep, schedule
@@ -56,17 +56,17 @@ class Saving:
         self._terms = Terms("", 0, copies=False)
         self._together: Together | None = None
         self._plan: CopyPlan | None = None
-        self._blobs: dict[str, bytes] = {}  # as they were when they were last looked at
+        self._blobs: dict[str, bytes] = {}  # the objects, pickled, of the last save
         self._plans = 0
         self._seq = 0
-        self.pending: set[str] = set()  # names of what was handed over and is neither committed nor failed
+        self.pending: set[str] = set()  # names of saves that are neither committed nor failed
         self.skipped = 0
         self.failed = 0
         self.last_error = ""
         self.newest: Committed | None = None
 
     def begin(self, together: Together) -> None:
-        """In another world."""
+        """Begin in another world."""
         self.close()
         self.pending.clear()
         self._together = together
@@ -78,7 +78,7 @@ class Saving:
         assert together is not None
         flat = flatten(state)
         if told.policy() == "rollback" and any_nan(flat.tensors.values()):
-            told.not_finite("what is to be saved holds NaN")  # nobody shall go back to that
+            told.not_finite("what is to be saved holds NaN")  # no worker may go back to a state with NaN
         self._line.listen()
         plan = self._plan
         shape = shape_of(flat)
@@ -86,7 +86,7 @@ class Saving:
         same = plan is not None and plan.suits(shape, blobs)
         free = (plan is None or not same or plan.free) and len(self.pending) < _UNDER_WAY_MAX
         answer = together.ask_least([self._line.is_open, same, free, step, -step])
-        # The copy is most likely wanted, and the others' answers take their time.
+        # Copy already: the copy is most likely needed, and the others' answers take time.
         why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
         agreed = answer()
         if agreed[3] != -agreed[4]:
@@ -99,7 +99,7 @@ class Saving:
             self._plan = None
             self.pending.clear()
             self._terms = self._line.open(together, self._store, self._keep)
-            self._seq = 0  # by which names differ, and which newcomers count from the start
+            self._seq = 0  # it makes names differ; newcomers count from the start
         if agreed[0] and not agreed[2]:
             self.skipped += 1
             self._line.mention({"is": "skip", "step": step})
@@ -126,7 +126,7 @@ class Saving:
         return not self._is_waited_for()
 
     def close(self) -> None:
-        """Leave; what was handed over is still written and committed."""
+        """Stop. Saves that were handed over are still written and committed."""
         if self._plan is not None and self._plan.landed is not None:
             futures.wait([self._plan.landed], _LANDS_S)
         self._line.close()
@@ -143,7 +143,7 @@ class Saving:
         shape: tuple[Any, ...],
         blobs: Mapping[str, bytes],
     ) -> None:
-        """All ranks: decide who writes what, and set memory aside for it."""
+        """Decide who writes what, on all ranks together, and reserve memory for it."""
         rooms = _rooms(blobs)
         shards, index = _lay_out(together, state, flat, rooms)
         self._plans += 1
@@ -164,11 +164,11 @@ class Saving:
         return self._plan.fill(state, flat, blobs, self._line.say)
 
     def _hand_over(self, why: str, step: int, began: float) -> None:
-        """What was filled; or say ``why`` it was not."""
+        """Hand the filled buffer over, or tell the saver ``why`` it was not filled."""
         plan = self._plan
         assert plan is not None
         name = folder_name(step, self._terms.round, self._terms.token, self._seq)
-        if not self._line.is_open:  # it went while we copied, which did not count this one yet
+        if not self._line.is_open:  # lost during the copy, before this save was pending
             self._fail(step, self._line.why)
             return
         self.pending.add(name)
@@ -227,7 +227,7 @@ def _rooms(blobs: Mapping[str, bytes]) -> dict[str, int]:
 def _lay_out(
     together: Together, state: Mapping[str, Any], flat: Flat, rooms: Mapping[str, int]
 ) -> tuple[list[Shard], Index]:
-    """All ranks. Raises ValueError on all of them alike."""
+    """Lay out the shards, on all ranks together. Raises ValueError, the same on all."""
     mine = Held(tuple(parts_of(flat)), rooms, flat.paths, tuple(buffers_of(state)))
     said = together.gather(msgspec.json.encode(mine))
     try:

@@ -1,4 +1,4 @@
-"""When a training saves: the same answer on all ranks, which ask each other as seldom as they can."""
+"""Decide when a training saves: the same answer on all ranks, with as little communication as possible."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Final
 from elasticd.core.cadence import Cadence, EverySteps, between_failures_s, interval_s, look
 from elasticd.worker.together import Together
 
-_NOT_MINE: Final = 1 << 62  # no number that rank 0 could have said
+_NOT_MINE: Final = 1 << 62  # larger than any number of rank 0's
 
 
 @dataclass(slots=True)
 class Schedule:
-    """``due`` is asked with each step; ``begin`` says that the world is another, so that nothing is
-    agreed any more. ``cost_s`` and ``durable_s``: of the last save, as measured."""
+    """When to save. Call ``due`` with each step, and ``begin`` after a change of world. ``cost_s`` and
+    ``durable_s``: the measured times of the last save."""
 
     cadence: Cadence
     cost_s: float = 0.0
     durable_s: float = 0.0
     _since: float = field(default_factory=time.monotonic)
-    _next: int = 0  # the step with which to ask again
-    _mark: tuple[int, float] | None = None  # a step, and when it was made
-    _asked: tuple[int, int] | None = None  # the last two steps with which it was asked
+    _next: int = 0  # the step at which to ask again
+    _mark: tuple[int, float] | None = None  # a step and its time
+    _asked: tuple[int, int] | None = None  # the last two steps that ``due`` was called with
 
     def begin(self) -> None:
         self._next, self._mark, self._asked = 0, None, None
 
     def due(self, step: int, together: Together) -> bool:
-        """Raises as collectives do."""
+        """Whether to save at this step. Raises as collectives do."""
         if isinstance(self.cadence, EverySteps):
             before, last = self._asked or (step - 1, step)
             if step != last:
@@ -56,6 +56,6 @@ class Schedule:
 
 
 def _between_failures_s() -> float:
-    """As this job has had it, wherever it ran."""
+    """Return this job's mean time between failures, on all its nodes."""
     began = float(os.environ.get("ELASTICD_BEGAN", "0")) or time.time()
     return between_failures_s(int(os.environ.get("ELASTICD_FAILURES", "0")), time.time() - began)

@@ -1,4 +1,5 @@
-"""What all workers have alike in a State, beside parameters, and what is a worker's own."""
+"""The values of a State that are the same in all workers, besides parameters, and the values that are a
+worker's own."""
 
 from __future__ import annotations
 
@@ -20,29 +21,31 @@ from elasticd.worker.together import Together
 from elasticd.worker.world import World
 
 T = TypeVar("T")
-FEW = 4096  # elements of a large tensor
-SHOWN_MAX = 40  # characters of a value
+FEW = 4096  # elements of a large tensor that are compared
+SHOWN_MAX = 40  # characters of a shown value
 Summary = dict[str, tuple[int, str]]  # by name: a digest, and the value if it can be shown
 _NOTHING = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Local(Generic[T]):
-    """Given to a State in place of its value: data of each worker's own, such as
-    ``State(..., losses=worker.Local([]))``, then ``state.losses``. It is put back where a step is abandoned,
-    as all else, but never sent to another worker, and no checkpoint has it: each process begins with the
-    value that it gives here."""
+    """A value of each worker's own, given to a State in place of a shared one.
+
+    Example: ``State(..., losses=worker.Local([]))``, then ``state.losses``. The value is restored when a step
+    is abandoned, like all others. It is never sent to another worker, and is in no checkpoint: each process
+    begins with the value given here.
+    """
 
     value: T
 
 
 class Unlike(RuntimeError):
-    """The workers have different data where they are to have the same. The message says which."""
+    """The workers have different data where they must have the same. The message says which."""
 
 
 class Shared:
-    """Of a State: plain data, what has a ``state_dict``, optimizers' settings. ``own``: the names of what is
-    each worker's own."""
+    """The shared values of a State: plain data, objects with ``state_dict``, optimizers' settings. ``own``:
+    the names of each worker's own values."""
 
     def __init__(
         self,
@@ -55,8 +58,8 @@ class Shared:
         self._began: Summary = {}
 
     def begin(self) -> None:
-        """This is what the script begins with: but for the contents of tensors, which may come of parameters
-        that are not alike yet, and for objects, which may have such."""
+        """Note the script's initial values. Left out are the contents of tensors, which may depend on
+        parameters that are not the same yet, and objects, which may contain such tensors."""
         drawn = {n: s.state_dict() for n, s in self._stateful.items() if isinstance(s, Drawn)}
         begins = {n: _summary_of(v, contents=False) for n, v in self._plain.items() if n not in self._own}
         self._began = begins | {n: _summary_of(s) for n, s in drawn.items() if n not in self._own}
@@ -68,7 +71,7 @@ class Shared:
         return _digest(repr(sorted(self._summary().items())).encode())
 
     def _summary(self) -> Summary:
-        """Of what there is now."""
+        """Return the summary of the present values."""
         settings = {
             f"{name}.param_groups": [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
             for name, o in self._optimizers.items()
@@ -77,7 +80,8 @@ class Shared:
         return {n: _summary_of(v) for n, v in shared.items() if n not in self._own and not n.startswith("_")}
 
     def compare(self, world: World | None, ranks: Sequence[int]) -> None:
-        """All workers together, where digests of these ranks differ. Raises Unlike, and WorldChanged."""
+        """Compare the present values on all workers together, when the digests of these ranks differ. Raises
+        Unlike, and WorldChanged."""
         if differs := difference(_heard(self._summary(), world), ranks):
             raise _unlike(
                 f"{differs}. What a State keeps goes from worker to worker: make it the same in all, as by "
@@ -85,8 +89,11 @@ class Shared:
             )
 
     def compare_beginning(self, world: World, source: int, *, fresh: bool) -> str:
-        """All workers together, where digests of what they began with differ: how that of this worker is not
-        what ``source`` began with, in words. Raises Unlike where all begin now, and WorldChanged."""
+        """Compare the initial values on all workers together, when their digests differ.
+
+        Return how this worker's differ from those of ``source``, in words. Raises Unlike if all workers begin
+        now, and WorldChanged.
+        """
         heard = _heard(self._began, world)
         if fresh and (differs := difference(heard, range(world.size))):
             raise _unlike(
@@ -97,19 +104,19 @@ class Shared:
 
 
 def _unlike(sentence: str) -> Unlike:
-    told.fatal(Fatal.BAD_DATA)  # another try would come to the same
+    told.fatal(Fatal.BAD_DATA)  # a restart would end the same way
     return Unlike(sentence)
 
 
 def _heard(mine: Summary, world: World | None) -> list[Summary]:
-    """What each worker has to say, by rank. All of them ask."""
+    """Return each worker's summary, by rank. All workers must call it."""
     with world.or_over() if world is not None else contextlib.nullcontext():
         said = Together(in_step=True).gather(msgspec.json.encode(mine))
     return [msgspec.json.decode(raw, type=Summary) for raw in said]
 
 
 def difference(heard: Sequence[Summary], ranks: Sequence[int]) -> str:
-    """In words, the first thing that these ranks do not have alike; empty if there is none."""
+    """Return the first difference between these ranks, in words; empty if there is none."""
     for name in sorted({name for rank in ranks for name in heard[rank]}):
         its = {rank: heard[rank].get(name, _NOTHING) for rank in ranks}
         digests = [digest for digest, _ in its.values()]
@@ -134,7 +141,7 @@ def _summary_of(value: Any, *, contents: bool = True) -> tuple[int, str]:
 
 
 def _feed(summary: hashlib.blake2b, value: Any, contents: bool) -> None:
-    """Alike for data that is alike, however it came here."""
+    """Feed the value into the digest. Equal data gives equal digests, wherever it came from."""
     if isinstance(value, torch.Tensor):
         summary.update(f"{value.dtype} {[*value.shape]};".encode())
         if contents:

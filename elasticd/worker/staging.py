@@ -1,4 +1,4 @@
-"""What a save copies, and the shared memory that it goes to: what stays the same from save to save."""
+"""The copy of a save and its shared memory: everything that stays the same from save to save."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from elasticd.worker.target import box
 
 BUFFERS: Final = 2
 _LOADABLE: Final = (bool, float, complex, str, bytes, type(None))
-_INT_MAX: Final = 1 << 1000  # far below what a pickle cannot hold in its short form
-_GROWS: Final = 768  # bytes that are left over in a room, so that what is a little longer still fits
+_INT_MAX: Final = 1 << 1000  # far below the limit of a pickle's short form
+_GROWS: Final = 768  # spare bytes, so that a slightly longer object still fits
 
 
 @dataclass(slots=True)
 class Buffer:
-    """A shard's place. ``busy``: it is being read, to go to the disk or to another node; ``copying``: it is
-    on its way to another node."""
+    """The memory of a shard. ``busy``: it is being written to the disk or sent to another node. ``copying``:
+    it is being sent to another node."""
 
     memory: Memory
-    into: list[torch.Tensor]  # where each part goes
+    into: list[torch.Tensor]  # the place of each part
     busy: bool = False
     copying: bool = False
 
     @classmethod
     def make(cls, shard: Shard) -> Buffer:
-        """Raises OSError where there is not so much memory."""
+        """Return a buffer for the shard. Raises OSError if there is not enough memory."""
         memory = Memory.make(shard.size)
         for at, fixed in shard.fixed:
             memory.map[at : at + len(fixed)] = fixed
@@ -50,10 +50,11 @@ class Buffer:
 
 @dataclass(slots=True)
 class CopyPlan:
-    """How this rank's shard is laid out, and the two buffers that it is copied into by turns.
+    """The layout of this rank's shard, and the two buffers that it is copied into in turn.
 
-    ``shape``: of the state that it was made for (see ``shape_of``). ``rooms``: bytes set aside for each
-    object, by key. ``turn``: which buffer is next; the other has the newest."""
+    ``shape``: the shape of the state that the plan is for (see ``shape_of``). ``rooms``: the bytes reserved
+    for each object, by key. ``turn``: the buffer to fill next; the other has the newest save.
+    """
 
     number: int
     shape: tuple[Any, ...]
@@ -62,14 +63,14 @@ class CopyPlan:
     gpu: GpuCopier
     buffers: list[Buffer] = field(default_factory=list)
     turn: int = 0
-    landed: Future[str] | None = None  # of what is still being copied; what spoilt it, if anything did
+    landed: Future[str] | None = None  # of a copy that is still in flight: why it failed, or ""
     _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
 
     @property
     def free(self) -> bool:
-        """Whether the buffer whose turn it is may be written into."""
+        """Whether the next buffer may be overwritten."""
         if self.copying:
-            return False  # what would be written over may be the newest that is with everybody
+            return False  # the buffer may hold the newest state that all nodes have
         return self.turn >= len(self.buffers) or not self.buffers[self.turn].busy
 
     @property
@@ -77,7 +78,7 @@ class CopyPlan:
         return any(buffer.copying for buffer in self.buffers)
 
     def suits(self, shape: tuple[Any, ...], blobs: Mapping[str, bytes]) -> bool:
-        """Whether a state of that shape, with these objects, can be saved by it."""
+        """Whether a state of this shape, with these objects, can be saved by this plan."""
         return (
             self.shape == shape
             and self.rooms.keys() == blobs.keys()
@@ -87,8 +88,11 @@ class CopyPlan:
     def fill(
         self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., bool]
     ) -> str:
-        """Copy into the buffer whose turn it is, from a GPU while training goes on: see ``landed``. What
-        prevents that, if anything does. ``say``: to the saver, a message and files; whether it was said."""
+        """Copy the state into the next buffer, from a GPU while training goes on: see ``landed``.
+
+        Return why that is impossible; empty if it is not. ``say``: sends a message and files to the saver,
+        and returns whether they were sent.
+        """
         number = self.turn
         sources = [box(flat.tensors[part.key], part) for part, _ in self.shard.parts]
         on_gpu = any(map(self.gpu.has, sources))
@@ -103,22 +107,22 @@ class CopyPlan:
             return f"there is no memory for {self.shard.size} bytes ({error.strerror})"
         buffer = self.buffers[number]
         if not say({"is": "torn", "buffer": number}):
-            return "the saver is gone"  # one that lives would take this for what it was
+            return "the saver is gone"  # a living saver would mistake the buffer for its old contents
         self.landed = None
         with torch.no_grad():
             if on_gpu:
                 lasting = stepped(state, flat)
                 stays = [part.key in lasting for part, _ in self.shard.parts]
                 self.landed = offload(self.gpu, buffer.into, sources, stays, buffer.memory)
-            elif sources:  # more ranks than tensors
+            elif sources:  # there may be more ranks than tensors
                 torch._foreach_copy_(buffer.into, sources)
         for key, at, room in self.shard.blobs:
             buffer.memory.map[at : at + room] = self._in_room(key, blobs[key], room)
         return ""
 
     def handed_over(self, *, copied: bool) -> int:
-        """The buffer whose turn it is has been filled and is the saver's now, who may copy it to another
-        node; its number."""
+        """Note that the filled buffer is now the saver's, who may send it to another node. Return its
+        number."""
         number = self.turn
         self.turn = (number + 1) % BUFFERS
         self.buffers[number].busy, self.buffers[number].copying = True, copied
@@ -132,7 +136,7 @@ class CopyPlan:
 
 
 def shape_of(flat: Flat) -> tuple[Any, ...]:
-    """Equal for states that can be saved by the same plan."""
+    """Return a shape that is equal for states that one plan can save."""
     tensors = tuple(
         (key, t.shape, t.dtype, getattr(t, "placements", None)) for key, t in flat.tensors.items()
     )
@@ -140,8 +144,8 @@ def shape_of(flat: Flat) -> tuple[Any, ...]:
 
 
 def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str, bytes]:
-    """What is no tensor, as ``torch.save`` writes it. Raises TypeError for what could not be loaded again;
-    what is as it was ``before`` has been tried."""
+    """Return the objects as ``torch.save`` writes them. Raises TypeError for an object that could not be
+    loaded again; an object that is the same as ``before`` is not tried again."""
     made = {}
     for key, value in objects.items():
         try:
@@ -160,7 +164,7 @@ def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str
 
 
 def _surely_loads(value: Any) -> bool:
-    """Whether that is known without trying, which takes long where there is much."""
+    """Whether the value is known to load again without a trial, which takes long for large values."""
     kind = type(value)
     if kind in _LOADABLE:
         return True

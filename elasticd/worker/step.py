@@ -1,4 +1,4 @@
-"""One step of a training whose data the State has: this worker's share of one global batch."""
+"""One step of a training with data: this worker's share of one global batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from elasticd.worker.reduction import Reduction
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """What ``state.steps(N, accumulate=k)`` yields, k times for each step: its number, which of the k it is,
-    and whether it is the last, after which the optimizer steps and the script commits."""
+    """One of the k micro-batches of a step, from ``state.steps(N, accumulate=k)``. ``step``: the step's
+    number. ``turn``: the number of the micro-batch. After the ``last`` one the optimizer steps and the script
+    commits."""
 
     step: int
     turn: int
@@ -23,15 +24,16 @@ class Micro:
 
 
 class Step:
-    """What ``state.steps()`` yields. Iterate it, once, for this worker's batches, a part of the global
-    batch each, and call ``backward`` with the loss of each. ``number``: how many steps were made before.
-    ``samples``: of the global batch, which is ``position`` samples into its epoch.
+    """One step, from ``state.steps()``. Iterate it once for this worker's batches, and call ``backward`` with
+    the loss of each.
 
-    ``uneven``: whether some workers have other numbers of batches in it than others. ``calls``: how many
-    collectives this worker has called, but for DistributedDataParallel's own before a forward pass.
+    ``number``: the number of steps before it. ``samples``: the size of the global batch, which begins at
+    ``position`` in its epoch.
 
-    ``turn``: how many of those are not committed. ``taken`` is told what was used and with which
-    losses, before the last of it is added up; the arguments are ``Recorder.took``'s.
+    ``turn``: the number of uncommitted steps before it. ``taken``: called with the used samples and losses
+    before the last gradient is added up; the arguments are ``Recorder.took``'s. ``uneven``: whether some
+    workers have more batches in the step than others. ``calls``: the number of collectives that this worker
+    has called, without DistributedDataParallel's own before a forward pass.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Step:
 
     @property
     def used(self) -> int:
-        """How many of its samples are this worker's."""
+        """The number of this worker's samples in the step."""
         return sum(len(part.samples) for part in self._share.parts)
 
     def __repr__(self) -> str:
@@ -87,14 +89,15 @@ class Step:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The mean over the global batch, alike in all workers, once its batches are used up. None
-        unless the data is consistent: then nobody adds it up."""
+        """The mean loss over the global batch, the same in all workers, once the batches are used up. None
+        unless the data is consistent: otherwise it is not summed."""
         return self._reduction.loss if self.done else None
 
     def backward(self, loss: torch.Tensor) -> None:
-        """In place of ``loss.backward()``. ``loss``: a mean over the samples of the batch at hand.
-        What each worker's gradients come to after the last is the gradient of the mean over the global
-        batch."""
+        """Call it in place of ``loss.backward()``. ``loss``: the mean over the batch's samples.
+
+        After the last batch, each worker's gradients are those of the mean over the global batch.
+        """
         fetched = self._fetched
         if fetched is None:
             raise RuntimeError("step.backward(loss) belongs into `for batch in step`, once for each batch")

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint go: into the tensors in use, whatever their sharding is now."""
+"""Load the bytes of a checkpoint into the tensors in use, whatever their sharding is now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticd.worker.plain import loaded, require_dense
 
 
 def parts_of(flat: Flat) -> Iterator[Part]:
-    """This rank's parts of each tensor: all of it, or its shard."""
+    """Yield this rank's part of each tensor: the whole tensor, or its shard."""
     for key, tensor in flat.tensors.items():
         require_dense(tensor, key)
         local, offsets = local_of(tensor)
@@ -27,7 +27,7 @@ def parts_of(flat: Flat) -> Iterator[Part]:
 
 
 def box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part, which this rank has, as it is in memory here."""
+    """Return the part as a view of the tensor's memory on this rank."""
     local, offsets = local_of(tensor)
     for dim, (at, size, start) in enumerate(zip(part.offsets, part.sizes, offsets, strict=True)):
         if size != local.shape[dim]:
@@ -36,7 +36,7 @@ def box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What this rank has of it, and where that begins in the whole."""
+    """Return this rank's part of the tensor, and its offsets in the whole."""
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__create_chunk_list__"):
         [chunk] = tensor.__create_chunk_list__()
         return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
@@ -45,8 +45,8 @@ def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 @dataclass(slots=True)
 class Target:
-    """A state to be filled from what ``index`` lists, of the checkpoint ``name``. Use: make ``wishes`` come
-    true, ``finish``."""
+    """A state to be filled from ``index``, of the checkpoint ``name``. Fill the ``wishes``, then call
+    ``finish``."""
 
     name: str
     state: dict[str, Any]
@@ -58,7 +58,7 @@ class Target:
 
     @classmethod
     def of(cls, name: str, state: dict[str, Any], index: Index) -> Target:
-        """Raises ValueError where the checkpoint is not of such a state."""
+        """Return a target for the state. Raises ValueError if the checkpoint does not fit the state."""
         target = cls(name, state, index)
         shapes = {key: (_dtype(t), t.shape) for key, t in index.tensors.items()}
         prepare_optimizers(state, shapes, index.paths)
@@ -91,14 +91,14 @@ class Target:
                 room = target._blobs[key] = bytearray(blob.length)
                 target.wishes.append(Wish(blob.file, blob.at, memoryview(room)))
                 target.flat.paths[key] = index.paths[key]
-        # What is filled in place is named too: a nest is rebuilt from what was in it.
+        # Tensors that are filled in place are listed too: nests are rebuilt from all their parts.
         for key, tensor in tensors.items():
             target.flat.tensors[key] = tensor
             target.flat.paths[key] = index.paths[key]
         return target
 
     def finish(self) -> Flat:
-        """Once all wishes have come true: what there is to ``restore``. Raises BadCheckpoint."""
+        """Return the data for ``restore``, after all wishes are filled. Raises BadCheckpoint."""
         with torch.no_grad():
             for copy in self._copies:
                 copy()
@@ -126,7 +126,7 @@ class Target:
     def _want_of(
         self, local: torch.Tensor, offsets: tuple[int, ...], chunk: Chunk, dtype: torch.dtype
     ) -> int:
-        """The elements that the chunk has of what is wanted."""
+        """Return the number of wanted elements that the chunk has."""
         first = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
         ends = zip(offsets, local.shape, chunk.offsets, chunk.sizes, strict=True)
         count = [min(a + n, b + m) - f for (a, n, b, m), f in zip(ends, first, strict=True)]
@@ -157,8 +157,8 @@ class Target:
 
 
 def _is_left_out(path: Path, state: Mapping[str, Any], there: Collection[Path]) -> bool:
-    """Whether a checkpoint that knows nothing under that path is loaded all the same: one from before an
-    optimizer had anything of a parameter, and one that has a nest of plain data in another form."""
+    """Whether a path may be missing in the checkpoint: an optimizer may have had no state of a parameter yet,
+    and a nest of plain data may have had another form."""
     value = state[str(path[0])]
     if path[:1] not in there or isinstance(value, nn.Module):
         return False
@@ -166,7 +166,7 @@ def _is_left_out(path: Path, state: Mapping[str, Any], there: Collection[Path]) 
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     if not tensor.numel():
         return memoryview(b"")
     array = tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""What the ranks of a world tell each other about checkpoints; nothing of it is pickled."""
+"""Collectives of a world's ranks about checkpoints; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch.distributed as dist
 
 
 class Together:
-    """The ranks of the present world, or this process alone if there is none.
+    """The ranks of the present world, or this process alone.
 
-    ``in_step``: nobody sends anything else meanwhile, so that the world's own group will do, which
-    whoever ends the world knows how to end."""
+    ``in_step``: no rank uses other collectives meanwhile. The world's own group is then used, which is
+    aborted when the world ends.
+    """
 
     def __init__(self, *, in_step: bool = False) -> None:
         self.world = dist.group.WORLD if dist.is_initialized() else None
         self.rank = dist.get_rank() if self.world is not None else 0
         self.size = dist.get_world_size() if self.world is not None else 1
-        # One of our own, on the CPU: ours must not be taken for the training's messages.
+        # A separate group on the CPU: its messages must not mix with the training's.
         own = None if self.size == 1 or in_step else dist.new_group(backend="gloo")
         self.group = self.world if self.size > 1 and in_step else own
 
@@ -28,25 +29,26 @@ class Together:
         return self.world is not (dist.group.WORLD if dist.is_initialized() else None)
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The least of each over all ranks."""
+        """Return the minimum of each value over all ranks."""
         return self.ask_least(values)()
 
     def ask_least(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """The same, by what is returned; until that is called there is time for something else."""
+        """Begin ``least``. Return a function that waits for the result; the caller can do other work
+        before."""
         if self.group is None:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group, async_op=True)
 
         def answer() -> list[int]:
-            if work is not None:  # else this rank is none of the group's
+            if work is not None:  # None: this rank is not in the group
                 work.wait()
             return [int(v) for v in tensor]
 
         return answer
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank has to say, by rank."""
+        """Return the bytes of each rank, by rank."""
         if self.group is None:
             return [mine]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

@@ -1,7 +1,7 @@
-"""What a script says of its training: loss, samples, whatever it names; for the agent's metrics.
+"""Report values of a training to the agent's metrics: loss, samples, and values that the script names.
 
-It is written to the page of shared memory that the worker has with its agent: a few stores, no call
-that could block. Where there is no agent (torchrun, plain ``python``) it goes nowhere.
+The values are written to the page of shared memory that the worker shares with its agent: a few stores, no
+blocking call. Without an agent (torchrun, plain ``python``) they go nowhere.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _POLICY = "ELASTICD_ON_NONFINITE"
 
 
 class NotFinite(ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and the job is run with ``--on-nonfinite`` stop or
-    rollback. Leave it uncaught."""
+    """A loss or a gradient is NaN or infinite, and the job runs with ``--on-nonfinite`` stop or rollback. Do
+    not catch it."""
 
 
 class _Page:
-    """This process's. Outside of an agent's worker, memory that nobody reads."""
+    """This process's page. Outside an agent's worker it is memory that no process reads."""
 
     def __init__(self, path: str | None) -> None:
         self._memory: Any = self._open(path) if path else None
@@ -60,7 +60,7 @@ class _Page:
             os.close(fd)
         with memoryview(memory)[: page.WORDS * 8] as whole, whole.cast("Q") as words:
             mine = words[page.PID] == os.getpid()
-        return memory if mine else None  # a child of the worker has its environment, but not its page
+        return memory if mine else None  # a child of the worker inherits only the variable
 
     def add(self, word: int, amount: int) -> None:
         self.words[word] += amount
@@ -95,13 +95,14 @@ def _page() -> _Page:
 
 
 def report(*, loss: Any = None, samples: int = 0, **values: Any) -> None:
-    """Tell the loss of this step, how many samples it took, and values by names of your own (at most
-    12), for metrics: ``worker.report(loss=loss, samples=len(batch), accuracy=hits / len(batch))``.
+    """Report the loss of this step, its number of samples, and values by names of your own (at most 12).
 
-    Samples of a ``worker.Data`` are counted without. Numbers, or tensors of one element. Those on a GPU
-    are copied without waiting for them, and told once they are there. Raises ValueError for a name too
-    many; NotFinite where something told is NaN or infinite, if the job is run with
-    ``--on-nonfinite=stop`` or ``rollback``.
+    The agent exports them as metrics: ``worker.report(loss=loss, samples=len(batch), accuracy=hits /
+    len(batch))``. Samples of a ``worker.Data`` are counted automatically.
+
+    Values are numbers, or tensors of one element. Tensors on a GPU are copied without waiting, and reported
+    once they have arrived. Raises ValueError for too many names. Raises NotFinite for a value that is NaN or
+    infinite, if the job runs with ``--on-nonfinite=stop`` or ``rollback``.
     """
     there = _page()
     if samples:
@@ -133,11 +134,11 @@ _pending: list[tuple[dict[str, Any], Any]] = []
 
 
 def _ripe(known: dict[str, Any]) -> dict[str, Any]:
-    """What was last told and has arrived from the GPU since; begins to fetch what is told now."""
+    """Return the newest earlier values that have arrived from the GPU, and start to copy the present ones."""
     arrived: dict[str, Any] = {}
     while _pending and _pending[0][1].query():
         arrived = _pending.pop(0)[0]
-    if len(_pending) < 16:  # a loop that is so far ahead of its GPU is told of now and then
+    if len(_pending) < 16:  # a loop far ahead of its GPU reports some values only
         copies = {
             name: value.detach().to("cpu", torch.float64, non_blocking=True)
             if isinstance(value, torch.Tensor)
@@ -154,12 +155,12 @@ def _ripe(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def policy() -> str:
-    """What to do about a step that is not finite: "ignore", "stop" or "rollback"."""
+    """Return what to do about a step that is not finite: "ignore", "stop" or "rollback"."""
     return os.environ.get(_POLICY, "ignore")
 
 
 def not_finite(what: str) -> None:
-    """Count a step that is not. Raises NotFinite, if that shall end this worker."""
+    """Count a step that is not finite. Raises NotFinite unless the policy is "ignore"."""
     there = _page()
     there.add(page.NONFINITE, 1)
     act = policy()
@@ -180,17 +181,17 @@ def not_finite(what: str) -> None:
 
 
 def fatal(why: Fatal) -> None:
-    """This process ends now, and to start it again makes no sense: the job is to end with it."""
+    """Tell the agent that this process ends now, and that the job is to end with it."""
     _page().words[page.FATAL] = page.FATALS.index(why)
 
 
 def uses(what: page.Use) -> None:
-    """This script makes use of it."""
+    """Tell the agent that the script uses this part of the library."""
     _page().words[page.USES] |= what
 
 
 def samples(number: int) -> None:
-    """So many more were trained on."""
+    """Count samples that were trained on."""
     _page().add(page.SAMPLES, number)
 
 
@@ -201,7 +202,7 @@ def committed(step: int) -> None:
 
 
 def begins_after(step: int) -> None:
-    """This worker goes on after that step of the job."""
+    """Tell the agent that this worker continues after this step of the job."""
     there = _page()
     there.words[page.BASE_STEPS] = there.words[page.STEPS]
     there.words[page.BASE] = 1 + step
@@ -209,7 +210,7 @@ def begins_after(step: int) -> None:
 
 @contextmanager
 def held_up() -> Iterator[None]:
-    """Training waits for a checkpoint."""
+    """Count the time of a ``with`` block as training held up by a checkpoint."""
     began = time.monotonic_ns()
     try:
         yield
@@ -220,16 +221,16 @@ def held_up() -> Iterator[None]:
 
 
 class _Checkpoints:
-    there = False  # this script has some to go back to
+    there = False  # this script has checkpoints to go back to
 
 
 def has_checkpoints() -> None:
-    """This script takes them up again when it is started anew."""
+    """Note that this script loads its checkpoints when it is restarted."""
     _Checkpoints.there = True
 
 
 def goes_on(load: Callable[P, int | None]) -> Callable[P, int | None]:
-    """Note what it says: the step that the training goes on after; None from the beginning."""
+    """Decorate a load function: note the step that it returns, None for the beginning."""
 
     @functools.wraps(load)
     def noted(*args: P.args, **kwargs: P.kwargs) -> int | None:
@@ -242,7 +243,7 @@ def goes_on(load: Callable[P, int | None]) -> Callable[P, int | None]:
 
 
 def holds_up(function: Callable[P, T]) -> Callable[P, T]:
-    """Count the time of its calls as such."""
+    """Decorate a function: count its time as training held up by a checkpoint."""
 
     @functools.wraps(function)
     def held(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,5 +1,5 @@
-"""Whether parameters have changed: by their version, by where they lie in memory, and by a few of their
-elements, since what is done through ``.data`` leaves no other trace."""
+"""Whether parameters have changed: by their version, their address, and a few of their elements. A change
+through ``.data`` leaves no other trace."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 FEW = 8  # elements of each tensor
-FEWEST = 2  # for a look at each commit: each is read from memory that is far away
+FEWEST = 2  # for a check at each commit: each element is a cache miss
 
 
 class Few:
-    """A few elements of each of these tensors, spread over the whole, that are read in one go."""
+    """A few elements of each tensor, spread over the whole tensor, read in one pass."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], few: int = FEW) -> None:
         self._kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -25,12 +25,12 @@ class Few:
                 self._kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
 
     def read(self) -> list[torch.Tensor]:
-        """Copies, by kind."""
+        """Return copies of the elements, by type and device."""
         return [torch.cat([self._views[n] for n in numbers]) for numbers in self._kinds.values()]
 
     def differing(self, these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> dict[int, float]:
-        """Which tensors are not to the bit what they were when those were read, and by how much, in units in
-        the last place of the largest element seen."""
+        """Return the tensors that differ between two reads, and the difference in units in the last place of
+        the largest element."""
         found: dict[int, float] = {}
         for numbers, one, other in zip(self._kinds.values(), these, those, strict=True):
             if torch.equal(_bits(one), _bits(other)):
@@ -44,7 +44,7 @@ class Few:
 
 
 class Sampled:
-    """Parameters of which a few elements each are read again and again."""
+    """Parameters of which a few elements are read repeatedly."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], few: int = FEW) -> None:
         self.parameters, self._each = parameters, few
@@ -53,7 +53,7 @@ class Sampled:
 
     @property
     def few(self) -> Few:
-        """From where they lie now."""
+        """The elements at the parameters' present addresses."""
         places = [p.data_ptr() for p in self.parameters]
         if places != self.places:
             self.places, self._few = places, Few(self.parameters, self._each)
@@ -61,7 +61,7 @@ class Sampled:
 
 
 class Trace:
-    """Of these parameters."""
+    """The trace of changes to these parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if is_plain(p)]
@@ -71,25 +71,25 @@ class Trace:
         self._noted: list[torch.Tensor] = []
 
     def note(self) -> None:
-        """This is what they are."""
+        """Note the present values."""
         self._versions = [p._version for p in self.parameters]
         self._few = self._sampled.few
         self._noted = self._few.read()
 
     def changed(self, *, contents: bool) -> set[int]:
-        """Which are not what was noted. ``contents``: look at their elements, too."""
+        """Return the parameters that changed since ``note``. ``contents``: compare elements as well."""
         if not self._versions:
             return set()
         then = zip(self._versions, self._sampled.places, strict=True)
         now = ((p._version, p.data_ptr()) for p in self.parameters)
         found = {number for number, (a, b) in enumerate(zip(then, now, strict=True)) if a != b}
-        if contents:  # where they lay: those that lie elsewhere are found already
+        if contents:  # at their old addresses: parameters at new ones are found already
             found |= self._few.differing(self._few.read(), self._noted).keys()
         return found
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has memory of its own that can be looked at."""
+    """Whether the tensor has readable memory of its own."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -98,12 +98,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _few_of(tensor: torch.Tensor, few: int) -> torch.Tensor:
-    """As a view."""
+    """Return a few elements as a view."""
     count = tensor.numel()
     if not count:
         return tensor.reshape(0)
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if span != count:  # not all of its memory is its own
+    if span != count:  # its elements are not contiguous
         while tensor.dim() > 1:
             tensor = tensor.select(0, -1)
         return tensor.reshape(-1)[-few:]

@@ -1,4 +1,4 @@
-"""Copies, made at each commit, of what a step may change before its last sum over the workers."""
+"""Copies, at each commit, of values that a step may change before its last sum over the workers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from elasticd.worker.plain import with_tensors
 
 
 class Undo:
-    """Of parameters, by number, and of optimizers, by name, with what they have of their parameters. Only of
-    those that are wanted."""
+    """Copies of the wanted parameters, by number, and of the wanted optimizers' state, by name."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Mapping[str, Optimizer]) -> None:
         self._parameters, self._optimizers = parameters, optimizers
         self._wanted: set[int] = set()
         self._wanted_optimizers: set[str] = set()
-        self._lain: dict[int, torch.Tensor] = {}  # the same memory as the parameters'
+        self._lain: dict[int, torch.Tensor] = {}  # tensors with the parameters' memory
         self._outlines: dict[
             str, dict[torch.Tensor, Any]
-        ] = {}  # of the optimizers' state, with what is in use
+        ] = {}  # the optimizers' state, with the tensors in use
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
     def want(self, parameters: Iterable[int], optimizers: Iterable[str]) -> bool:
-        """From the next ``keep`` on. Whether that is news."""
+        """Copy these as well, from the next ``keep`` on. Return whether any of them is new."""
         before = len(self._wanted) + len(self._wanted_optimizers)
         self._wanted |= set(parameters)
         self._wanted_optimizers |= set(optimizers)
@@ -36,11 +35,11 @@ class Undo:
 
     @property
     def wanted(self) -> tuple[list[int], list[str]]:
-        """As ``want`` takes it, of parameters that all workers have in one order."""
+        """The arguments for ``want``. All workers number the parameters alike."""
         return sorted(self._wanted), sorted(self._wanted_optimizers)
 
     def keep(self) -> None:
-        """This is what there is to go back to."""
+        """Copy the present values as the ones to go back to."""
         if not self._wanted and not self._wanted_optimizers:
             return
         self._lain = {n: self._parameters[n].detach() for n in sorted(self._wanted)}
@@ -61,15 +60,15 @@ class Undo:
             torch._foreach_copy_(self._copies, [t.detach() for t in sources])
 
     def covers(self, parameters: Iterable[int], optimizers: Iterable[str]) -> bool:
-        """Whether all of that was kept."""
+        """Whether all of these are copied."""
         return self._lain.keys() >= set(parameters) and self._outlines.keys() >= set(optimizers)
 
     def put_back(self) -> None:
-        """Have all that was kept be as it was."""
+        """Restore all copies."""
         for number, tensor in self._lain.items():
             parameter = self._parameters[number]
             if parameter.data_ptr() != tensor.data_ptr():
-                parameter.data = tensor  # such as one that was given the memory of another for a while
+                parameter.data = tensor  # such as a parameter that shared another's memory for a while
         with torch.no_grad():
             torch._foreach_copy_([t.detach() for t in self._sources], self._copies)
         for name, outline in self._outlines.items():
@@ -79,7 +78,7 @@ class Undo:
 
     @property
     def nbytes(self) -> int:
-        """What is wanted takes."""
+        """The bytes that the wanted copies take."""
         sizes = sum(self._parameters[n].nbytes for n in self._wanted)
         found: list[int] = []
         for name in self._wanted_optimizers:

@@ -1,10 +1,10 @@
 """The process group of one round: joined together, left together at a commit, or aborted at once.
 
-Gloo cannot be aborted: its collectives wait for as long as their connections live. So a world knows
-the connections that its group made, and shuts them down, which each end sees as the other's death.
+Gloo has no abort: its collectives wait as long as their connections live. So a world knows the connections of
+its group and shuts them down. Each end sees this as the death of the other.
 
-Whatever else the workers of a round agree on goes through the round's store, which the agent hosts:
-it costs nothing while nothing happens, and it still knows what was agreed when a worker dies.
+All other agreements between the workers of a round use the round's store, which the agent hosts. The store
+costs nothing while idle, and keeps an agreement when a worker dies.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ from torch.distributed import distributed_c10d as c10d
 from elasticd.core.link import Enter
 from elasticd.worker import messages
 
-FORMING_S_MAX = 10.0  # all are known to be there, and connect
-FORMING_S_MAX_EACH = 0.1  # more for each of them, as all connect to all
-STORE_S_MAX = 15.0  # torch looks up the names of both ends of each connection, and DNS may be slow
-ANSWER_S_MAX = 2.0  # of a store that is asked to end a wait: its network may be cut
+FORMING_S_MAX = 10.0  # all workers are there, and connect
+FORMING_S_MAX_EACH = 0.1  # more for each worker, as all connect to all
+STORE_S_MAX = 15.0  # torch resolves the names of both ends of each connection, and DNS may be slow
+ANSWER_S_MAX = 2.0  # for a store that is to end a wait: its network may be cut
 _LEFT = "left"
-_OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # in what torch says of a collective that failed
-_FOREVER = timedelta(days=30)  # ended by the agent's word, not by a clock
-_make_group = c10d._new_process_group_helper  # what all process groups of a process are made by
+_OF_THE_GROUP = ("gloo/", "NCCL", "monitoredBarrier")  # marks of a failed collective in torch's messages
+_FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
+_make_group = c10d._new_process_group_helper  # torch makes all process groups with this function
 
 
 class WorldChanged(BaseException):
-    """The world that this worker acts in is over, and it shall leave its run function, which is
-    entered again in the next. Not an Exception, so that ``except Exception`` lets it pass."""
+    """The worker's world is over, and the run function must end; it is called again in the next world. It is
+    not an Exception, so that ``except Exception`` does not catch it."""
 
 
 class World:
-    """One round, for this worker. ``abort`` and ``ask_to_leave`` are another thread's; the rest is
-    the training thread's. ``broken``: why a sum of this step cannot be relied on."""
+    """One round, as this worker sees it.
+
+    Another thread calls ``abort`` and ``ask_to_leave``; the training thread calls the rest. ``broken``: why a
+    sum of this step may be wrong.
+    """
 
     def __init__(self, enter: Enter) -> None:
         self.number = enter.round
@@ -53,7 +56,7 @@ class World:
         self.size = int(enter.env["WORLD_SIZE"])
         self.over = False
         self.broken: BaseException | None = None
-        self.sums_begun = self.sums = 0  # backward passes since the last commit, and those that ended well
+        self.sums_begun = self.sums = 0  # backward passes since the last commit: begun, and completed
         self._address = enter.env["MASTER_ADDR"], int(enter.env["MASTER_PORT"])
         self._lock = threading.Lock()
         self._step = 0
@@ -64,22 +67,25 @@ class World:
         self._awaited = ""
         self._formed = False
         self._connections: set[tuple[int, str]] = set()
-        self._others: set[tuple[int, str]] | None = None  # sockets that are not ours, while ours are made
+        self._others: set[tuple[int, str]] | None = None  # sockets of others, while the group connects
 
     # ------------------------------------------------------------ joining
 
     def form(self, step: int, timeout: timedelta) -> None:
-        """Join the others. Raises WorldChanged when it is over before it began. ``step``: the number of this
-        worker's last commit, as ``passed`` gets it. ``timeout``: of the group's collectives."""
+        """Join the other workers. Raises WorldChanged if the world ends before it began.
+
+        ``step``: the number of this worker's last commit, as for ``passed``. ``timeout``: of the group's
+        collectives.
+        """
         self._step = step
         _spare_children()
         with self.or_over():
             with self._connecting():
                 self._store = self._connect()
-            # Gloo waits in vain for whoever dies while it connects: so only when all are there.
+            # Gloo waits in vain for a worker that dies while it connects. So connect only when all are there.
             if self._store.add("here", 1) == self.size:
                 self._store.compare_set("all", "", "here")
-            if self._await("all") != "here" or self.over:  # over: too late for others to hear of it
+            if self._await("all") != "here" or self.over:  # over: too late to tell the others
                 raise WorldChanged
             self._know_groups()
             messages.give_time()
@@ -102,16 +108,16 @@ class World:
     # ------------------------------------------------------------ training
 
     def check(self) -> None:
-        """Raises WorldChanged if nothing more can come of this world, also where that was said before and
-        the script has swallowed it."""
+        """Raise WorldChanged if the world is over or broken, even if the script has swallowed an earlier
+        WorldChanged."""
         if self.broken is not None:
             raise WorldChanged from self.broken
         if self.over or (self._last_step is not None and self._step >= self._last_step):
             raise WorldChanged
 
     def vouch(self) -> None:
-        """Raises WorldChanged unless what all ranks have added up for this step has arrived. Where
-        nothing is known of that, since no DistributedDataParallel of ours did it, ask them."""
+        """Raise WorldChanged unless all sums of this step have arrived. If no DistributedDataParallel of
+        State's did the sums, ask the other workers by a collective."""
         if self.broken is not None:
             raise WorldChanged from self.broken
         if self.size > 1 and (self.sums == 0 or self.sums != self.sums_begun):
@@ -120,8 +126,8 @@ class World:
         self.sums_begun = self.sums = 0
 
     def passed(self, step: int) -> bool:
-        """Whether the world ends with this commit. ``step``: its number, which grows with each, and alike in
-        all workers."""
+        """Whether the world ends with this commit. ``step``: the commit's number, which grows with each
+        commit and is the same in all workers."""
         with self._lock:
             self._step = step
             if self.over or not self._leaving:
@@ -129,13 +135,13 @@ class World:
         if self._last_step is None:
             try:
                 self._last_step = int(self._await("last step"))
-            except (RuntimeError, ValueError):  # the store is lost, or somebody has left already
+            except (RuntimeError, ValueError):  # the store is lost, or a worker has left already
                 return True
         return self.over or step >= self._last_step
 
     def nobody_stays(self) -> bool:
-        """Whether the world has just ended in good order, for workers none of whom will be in a later
-        one. All ranks ask. Raises WorldChanged if it ends otherwise meanwhile."""
+        """Whether the world has just ended in a planned way, and none of its workers will be in a later one.
+        All ranks call it together. Raises WorldChanged if the world ends otherwise meanwhile."""
         if self.over or self._last_step is None or self._step < self._last_step:
             return False
         staying = torch.tensor(float(not self._going))
@@ -145,7 +151,7 @@ class World:
         return not staying
 
     def end(self) -> bool:
-        """Whether all run functions have returned. They have for all workers, or for none."""
+        """Whether the run functions of all workers have returned. The answer is the same on all workers."""
         try:
             if self._store.add("returned", 1) == self.size:
                 self._store.compare_set("outcome", "", "done")
@@ -156,9 +162,12 @@ class World:
     # ------------------------------------------------------------ leaving
 
     def ask_to_leave(self, going: bool) -> None:
-        """Leave at the first commit that no worker has passed yet. Each says where it is, and stops
-        at its next commit until all have said so. While they still join, they join first, so that
-        whoever lacks the state gets it. ``going``: this worker will be in no later world."""
+        """Leave at the first commit that no worker has passed yet.
+
+        Each worker tells its step, and stops at its next commit until all have told theirs. Workers that
+        still join do so first, so that new workers get the state. ``going``: this worker will be in no later
+        world.
+        """
         with self._lock:
             self._leaves_early = not self._formed
             self._going = going
@@ -168,7 +177,7 @@ class World:
             step = self._step
 
         def tell() -> None:
-            store = self._connect()  # a client serves one call at a time, and the other may wait
+            store = self._connect()  # a client serves one call at a time, and the other client may be waiting
             store.set(f"step of {self.rank}", str(step))
             if store.add("told", 1) == self.size:
                 steps = store.multi_get([f"step of {rank}" for rank in range(self.size)])
@@ -177,47 +186,47 @@ class World:
         _aside(tell)
 
     def abort(self) -> None:
-        """End it now: whatever waits for the others raises."""
+        """End the world now: every wait for other workers raises."""
         with self._lock:
             if self.over:
                 return
             self.over = True
             awaited = self._awaited
         if awaited:
-            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))  # for all, or for none
+            told = _aside(lambda: self._connect().compare_set(awaited, "", _LEFT))  # for all or none
             with contextlib.suppress(queue.Empty):
                 if told.get(timeout=ANSWER_S_MAX):
                     return
         self._cut()
 
     def close(self) -> None:
-        """Cut the connections, so that others do not wait for this worker. It stays joined to a
-        dead group until ``forget``."""
+        """Cut the connections, so that other workers do not wait for this one. The dead group remains until
+        ``forget``."""
         with self._lock:
             self.over = True
         self._cut()
 
     def forget(self) -> None:
-        """Take the groups down, which may wait for their threads. Nothing of them stays in memory unless the
-        script holds on to something."""
+        """Destroy the groups, which may wait for their threads. Nothing of them stays in memory unless the
+        script holds references."""
         c10d._new_process_group_helper = _make_group
         groups = [weakref.ref(group) for group in c10d._world.pg_map]
         if dist.is_initialized():
             try:
                 dist.destroy_process_group()
-            except RuntimeError:  # it was broken already
+            except RuntimeError:  # the group was broken already
                 with contextlib.suppress(RuntimeError):
                     c10d._abort_process_group()
-        # Part of the names under which groups find each other; a failed attempt leaves it counted, and
-        # newcomers count from 0.
+        # torch names groups by this counter. A failed attempt leaves the counter raised, while newcomers
+        # count from 0.
         c10d._world.group_count = 0
         if any(group() is not None for group in groups):
-            gc.collect()  # such as a cycle of an exception and a frame that it came through
+            gc.collect()  # for example a cycle of an exception and a frame
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
-        """What fails in here because the world is over, or breaks it, raises WorldChanged. Memory or threads
-        that this worker lacks are its own error."""
+        """Raise WorldChanged for a failure in the block because the world is over or breaks. A lack of memory
+        or threads is this worker's own error."""
         try:
             yield
         except RuntimeError as error:
@@ -237,7 +246,8 @@ class World:
         )
 
     def _await(self, key: str) -> str:
-        """What all agree on: it is set once, by whoever knows it, or by the first who has to leave."""
+        """Wait for a value that all agree on. It is set once, by a worker that knows it or by the first that
+        must leave."""
         with self._lock:
             if self.over:
                 return _LEFT
@@ -251,8 +261,8 @@ class World:
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
-        """Whatever is connected meanwhile belongs to this world, but for what another thread of the script
-        connects in Python."""
+        """Count connections made in the block as this world's, except those that another thread of the script
+        makes in Python."""
         self._others = others = set(_sockets())
         try:
             with _noting_pythons_own(others):
@@ -263,7 +273,7 @@ class World:
                 self._others = None
 
     def _know_groups(self) -> None:
-        """Those that the script makes beside ours, too."""
+        """Count the connections of groups that the script makes as well."""
 
         def connecting(*args: Any, **kwargs: Any) -> Any:
             with self._connecting():
@@ -278,19 +288,21 @@ class World:
             mine = self._connections if self._others is None else self._connections | (now - self._others)
             for descriptor, _ in now & mine:
                 _shut(descriptor)
-        if torch.cuda.is_available():  # which may take its while
+        if torch.cuda.is_available():  # this may take a while
             _abort_communicators()
 
 
 @functools.cache
 def _spare_children() -> None:
-    """Processes that are forked from now on, such as a DataLoader's, collect nothing that is there already. A
-    group has no threads in such a process: to take one down there, of a dead world, crashes or never ends."""
+    """Exclude present objects from garbage collection in forked children, such as a DataLoader's.
+
+    A group has no threads in a child. To destroy a dead world's group there crashes or hangs.
+    """
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 def is_of_the_group(failure: BaseException | None) -> bool:
-    """Whether it is a collective that could not be completed, or a world's end, or was led to by one."""
+    """Whether the failure, or one of its causes, is a failed collective or the end of a world."""
     return any(
         isinstance(error, dist.DistError | WorldChanged)
         or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in _OF_THE_GROUP))
@@ -299,8 +311,7 @@ def is_of_the_group(failure: BaseException | None) -> bool:
 
 
 def what_led_to(failure: BaseException | None) -> list[BaseException]:
-    """The failure, what it was raised from, what was being handled when it was raised, those that it is a
-    group of, and so on."""
+    """Return the failure with its causes, its contexts, and the members of exception groups."""
     found: list[BaseException] = []
     ahead = [failure]
     while ahead:
@@ -314,8 +325,8 @@ def what_led_to(failure: BaseException | None) -> list[BaseException]:
 
 
 def _aside(talk: Callable[[], object]) -> queue.SimpleQueue[bool]:
-    """Talk to the store in a thread of its own, since it may be out of reach; whether that went well. If
-    it did not, the agent will say what becomes of the world."""
+    """Use the store in a separate thread, since it may be unreachable. The queue gets whether that worked. If
+    it did not, the agent decides about the world."""
     outcome: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def run() -> None:
@@ -330,19 +341,22 @@ def _aside(talk: Callable[[], object]) -> queue.SimpleQueue[bool]:
 
 
 def _survive_the_communicator() -> None:
-    """Torch's watchdog ends the process when a NCCL communicator fails, as torchrun wants it to; here
-    the agent says what becomes of the world, and the process outlives it."""
+    """Keep torch's watchdog from ending the process when a NCCL communicator fails. torchrun wants that end;
+    here the process outlives the world."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
 
 
 def _abort_communicators() -> None:
-    """All as one, the youngest first, as torch does it: aborted one by one, NCCL's may wait for each
-    other. Kernels that wait for another GPU end; the CUDA context stays."""
+    """Abort all communicators together, the newest first, as torch does: aborted one by one, they may wait
+    for each other.
+
+    Kernels that wait for another GPU end. The CUDA context stays.
+    """
     groups = sorted(c10d._world.pg_names, key=lambda group: c10d._world.pg_names[group], reverse=True)
     world: Any = dist.group.WORLD
     nccl: Any = None
-    with contextlib.suppress(RuntimeError, AttributeError):  # there is no such backend, or no world
+    with contextlib.suppress(RuntimeError, AttributeError):  # there is no NCCL backend, or no world
         nccl = world._get_backend(torch.device("cuda"))
     if nccl is not None:
         nccl._group_start()
@@ -350,7 +364,7 @@ def _abort_communicators() -> None:
         with contextlib.suppress(RuntimeError):
             group.abort()
     if nccl is not None:
-        with contextlib.suppress(RuntimeError):  # of one that was broken; it is over in any case
+        with contextlib.suppress(RuntimeError):  # the communicator was broken, and is over in any case
             nccl._group_end()
 
 
@@ -361,8 +375,8 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """The sockets of this process: descriptor, and what tells it from a later one of that number, which
-    psutil does not say."""
+    """Yield the sockets of this process: the descriptor, and an id that differs from later sockets with the
+    same number. psutil does not tell the id."""
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
@@ -374,7 +388,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 @contextlib.contextmanager
 def _noting_pythons_own(sockets: set[tuple[int, str]]) -> Iterator[None]:
-    """Add those to it that Python code makes meanwhile; torch's are made without Python."""
+    """Add the sockets that Python code makes in the block. torch makes its own without Python."""
     make: Any = socket.socket.__init__
 
     def noting(self: socket.socket, *args: Any, **kwargs: Any) -> None:
@@ -390,7 +404,7 @@ def _noting_pythons_own(sockets: set[tuple[int, str]]) -> Iterator[None]:
 
 
 def _shut(descriptor: int) -> None:
-    """Listening sockets stay: gloo's process would end in std::terminate."""
+    """Shut a connection down. A listening socket stays: without it gloo would call std::terminate."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(

@@ -1,11 +1,11 @@
-"""Tells the agent that the script has ended well, before Python is taken down: what crashes after that
-is not the script.
+"""Tell the agent that the script has ended well, before Python's finalisation: a later crash is not the
+script's.
 
-Before Python 3.14 a thread of torch's that asks for the interpreter's lock while Python is being taken
-down aborts the process ("terminate called without an active exception", torch issue 190489). gloo's
-do, when they let go of what they have just reduced; on a busy machine that may be after the script's
-end. So they are given a moment to come to rest, and for those who are later yet, what counts is said
-beforehand: that the script ran to its end, with nothing left to it that could still fail.
+Before Python 3.14 a torch thread that takes the interpreter's lock during finalisation aborts the process
+("terminate called without an active exception", torch issue 190489). gloo's threads do so when they release
+what they have just reduced, on a busy machine perhaps after the script's end. So this module gives them a
+moment to come to rest. For threads that are later still, the agent is told first that the script ran to its
+end, and that nothing left can fail.
 
 Standard library only, and self-contained.
 """
@@ -29,8 +29,11 @@ _is_script = False
 
 
 def be_last() -> None:
-    """To be called before anything else registers functions with atexit, as the first one is called
-    last. Python has joined its threads by then, and all that the script wants done at its end is done."""
+    """Register the last function at exit. Call it before anything else uses atexit, which calls functions in
+    reverse order.
+
+    When the function runs, Python has joined its threads, and the script's own exit functions are done.
+    """
     global _is_script  # noqa: PLW0603
     if not _told:
         _told.append((0, _nobody))
@@ -39,7 +42,7 @@ def be_last() -> None:
 
 
 def tell(ended_well: Callable[[], None]) -> None:
-    """Call this if the script of this process has ended well, and nothing is left to do."""
+    """Let ``ended_well`` be called if the script of this process ends well and nothing is left to do."""
     be_last()
     _told[0] = (os.getpid(), ended_well)
 
@@ -50,7 +53,7 @@ def _nobody() -> None:
 
 def _last() -> None:
     pid, ended_well = _told[0]
-    if pid == os.getpid():  # and no forked child
+    if pid == os.getpid():  # not in a forked child
         well = _ended_well()
         if "torch" in sys.modules and sys.version_info < (3, 14):
             _settle()
@@ -59,8 +62,11 @@ def _last() -> None:
 
 
 def _ended_well() -> bool:
-    """Whether the script ran to its end: then, and not when it left by SystemExit with whatever
-    status, Python has taken its ``__file__`` away again. An exception would have been remembered."""
+    """Whether the script ran to its end.
+
+    Python has then removed ``__file__`` from ``__main__``; after SystemExit with any status it has not. An
+    exception would have left ``sys.last_type``.
+    """
     main = sys.modules.get("__main__")
     return (
         _is_script
@@ -72,16 +78,16 @@ def _ended_well() -> bool:
 
 
 def _settle() -> None:
-    """Let go of the lock until no thread of torch's has anything to do, for some seconds at most."""
+    """Release the lock until no torch thread has anything to do, for some seconds at most."""
     until = time.monotonic() + _SETTLE_S
     quiet = 0
-    while quiet < 2 and time.monotonic() < until:  # nobody tells of a thread that has come to rest
+    while quiet < 2 and time.monotonic() < until:  # a thread that comes to rest gives no signal
         time.sleep(_LOOK_S)
         quiet = 0 if _busy() else quiet + 1
 
 
 def _busy() -> bool:
-    """Whether a thread that torch has named (pt_gloo_runloop, pt_autograd_0) runs or is to run."""
+    """Whether a thread that torch has named (pt_gloo_runloop, pt_autograd_0) runs or is ready to run."""
     own = str(os.getpid())
     try:
         for thread in os.listdir("/proc/self/task"):
@@ -90,6 +96,6 @@ def _busy() -> bool:
                     name, _, state = file.read().rpartition(b") ")
                 if b"(pt_" in name and state[:1] in b"RD":
                     return True
-    except OSError:  # one has ended meanwhile; or there is no such folder
+    except OSError:  # a thread has ended meanwhile, or there is no such folder
         pass
     return False

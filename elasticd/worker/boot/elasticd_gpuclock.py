@@ -1,5 +1,7 @@
-"""Measures how long a GPU takes from one point of the program to another, by its own clock: the program only
-leaves marks in the GPU's work, and nobody ever waits for the GPU. ROCm's ``torch.cuda`` is alike.
+"""Measure the time between two points of the program by the GPU's clock.
+
+The program only records events in the GPU's work, and never waits for the GPU. ROCm's ``torch.cuda`` works
+the same way.
 
 Standard library only, and self-contained.
 """
@@ -10,14 +12,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# What the GPU has yet to come by. A program is ahead of it by about a thousand kernels at most, which are
-# fewer backward passes than this by far.
+# Measurements that the GPU has not reached yet. The program is at most about a thousand kernels ahead, which
+# are far fewer backward passes.
 _UNDER_WAY_MAX = 256
 
 
 class GpuClock:
-    """Of what is asked of one GPU in the current stream. ``cuda``: the module of that name. What it does
-    not know how to do it leaves, for good: no error gets out, and CUDA is used by then."""
+    """The clock of one GPU's work in the current stream. ``cuda``: torch's module of that name, in use by
+    then.
+
+    After the first error the clock stops for good. No error gets out.
+    """
 
     def __init__(self, cuda: Any, device: Any) -> None:
         self.device = device
@@ -27,7 +32,7 @@ class GpuClock:
         self._under_way: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """What was begun and not ended is forgotten."""
+        """Begin a measurement. One that has not ended is dropped."""
         if self._begun is not None:
             self._spare.append(self._begun)
         self._begun = self._mark()
@@ -41,12 +46,12 @@ class GpuClock:
             self._begun = None
 
     def finished(self) -> list[int]:
-        """How long it took, in nanoseconds, of all that the GPU has come by since the last call."""
+        """Return the nanoseconds of each measurement that the GPU has completed since the last call."""
         took: list[int] = []
         if not self._under_way:
             return took
         try:
-            if self._cuda.is_current_stream_capturing():  # which a question would spoil
+            if self._cuda.is_current_stream_capturing():  # a query would break the capture
                 return took
             while self._under_way and self._under_way[0][1].query():
                 begun, ended = self._under_way.pop(0)
@@ -57,12 +62,12 @@ class GpuClock:
         return took
 
     def _mark(self) -> Any:
-        """Leave one, if that can be. In a graph that is being captured it would stand for nothing."""
+        """Record an event and return it, if possible. An event in a captured graph would mean nothing."""
         cuda = self._cuda
         try:
             if cuda is None or cuda.is_current_stream_capturing():
                 return None
-            if len(self._under_way) >= _UNDER_WAY_MAX:  # a sum that lacks some would be worse than none
+            if len(self._under_way) >= _UNDER_WAY_MAX:  # an incomplete sum would be worse than none
                 self._leave()
                 return None
             event = self._spare.pop() if self._spare else cuda.Event(enable_timing=True)

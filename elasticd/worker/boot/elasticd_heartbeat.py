@@ -1,11 +1,12 @@
-"""Tells the agent how far an unmodified script is: every optimizer step, in a page of shared memory,
-and, once, what it imported until its first step, for the zygote that later workers are forked from. From
-then on it also gives torch's flight recorder to who asks for that.
-Asked by a signal, it appends the stacks of all its threads to the file of that page; at the end it
-notes there that the script has ended well.
+"""The heartbeat: tell the agent how far an unmodified script is.
 
-Standard library only, and self-contained: the worker's Python need not have elasticd installed.
-The layout is that of elasticd/procs/page.py.
+Every optimizer step is noted in a page of shared memory. After the first step, the heartbeat once sends the
+names of the imported modules, for the zygote that forks later workers. From then on it also serves torch's
+flight recorder. On a signal, it appends the stacks of all threads to the page's file. At the end it notes
+there that the script has ended well.
+
+Standard library only, and self-contained: the worker's Python need not have elasticd installed. The layout is
+that of elasticd/procs/page.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from elasticd_recorder import serve
 from elasticd_waits import Waits
 
-TYPE_CHECKING = False  # typing is not imported: not before the script does
+TYPE_CHECKING = False  # typing is not imported before the script imports it
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 _HOOKED = "torch.optim.optimizer"
-# Of 8 bytes, each stored by one instruction.
+# Words of 8 bytes, each stored by one instruction.
 _PID, _STEPS, _LAST_NS, _PHASE, _STACKS, _ENDED_WELL = 2, 3, 4, 5, 6, 7
 _WAIT_NS, _WAITS, _MADE, _DELAY_NS = 17, 18, 23, 24  # see elasticd/core/page.py
-_TIMES, _TIMES_MASK = 256, 255  # when the last 256 steps were: the second half of the page
-_SIGNAL = 47  # of real time, so that nobody's program means anything by it; see elasticd/procs/stacks.py
+_TIMES, _TIMES_MASK = 256, 255  # the times of the last 256 steps: the second half of the page
+_SIGNAL = 47  # a real-time signal, which programs do not use; see elasticd/procs/stacks.py
 _STARTED, _IMPORTED, _STEPPING = 1, 2, 3
 
-preloaded: frozenset[str] = frozenset()  # the modules that this process was forked with: the zygote's to set
+preloaded: frozenset[str] = frozenset()  # the modules imported before the fork; set by the zygote
 
 
 def start() -> None:
-    """Claim the page, and wait for the optimizers to be imported."""
+    """Claim the page, and wait until the script imports torch's optimizers."""
     path = os.environ.get("ELASTICD_PAGE")
     if path:
         fields = _claim(path)
@@ -47,15 +48,15 @@ def start() -> None:
             optimizers = sys.modules.get(_HOOKED)
             if optimizers is None:
                 sys.meta_path.insert(0, _Finder(fields, path))
-            else:  # forked from a zygote
+            else:  # this process was forked from a zygote
                 _hook(optimizers, fields, path)
 
 
 def _claim(path: str) -> memoryview[int] | None:
-    """The page's fields, if no other living process has them: a worker has one heartbeat."""
+    """Return the page's fields, unless another living process has them: a worker has one heartbeat."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        # Before 3.13 a mapping keeps a descriptor of its own: the one file more that a worker has.
+        # Before 3.13 a mapping keeps a descriptor of its own, one file more in the worker.
         memory = mmap.mmap(fd, 4096, **({"trackfd": False} if sys.version_info >= (3, 13) else {}))
     finally:
         os.close(fd)
@@ -80,8 +81,9 @@ def _note_the_end(fields: memoryview[int]) -> None:
 
 
 def _answer_with_stacks(fields: memoryview[int], path: str) -> None:
-    """Have the stacks written when the signal comes: by C code, whatever Python is doing, holding or
-    waiting for. Python's own table of signal handlers, which scripts look at and save, stays as it is.
+    """Let C code write the stacks when the signal comes, whatever Python is doing, holding or waiting for.
+
+    Python's table of signal handlers, which scripts read and save, stays as it is.
     """
     known = "faulthandler" in sys.modules
     import faulthandler
@@ -91,7 +93,7 @@ def _answer_with_stacks(fields: memoryview[int], path: str) -> None:
         faulthandler.register(_SIGNAL, file=fd, all_threads=True, chain=False)
         fields[_STACKS] = fd + 1
     except (AttributeError, OSError, RuntimeError, ValueError):
-        pass  # then a hang is judged without them
+        pass  # a hang is then judged without stacks
     if not known:
         del sys.modules["faulthandler"]
 
@@ -107,7 +109,7 @@ def _lives(pid: int) -> bool:
 
 
 class _Finder:
-    """Sees the import of torch's optimizers, once; finds nothing itself."""
+    """A finder that notices the import of torch's optimizers, once. It finds nothing itself."""
 
     def __init__(self, fields: memoryview[int], path: str) -> None:
         self._fields = fields
@@ -136,7 +138,7 @@ class _Finder:
 
         try:
             loader.exec_module = exec_module
-        except AttributeError:  # a loader that cannot be changed
+        except AttributeError:  # the loader cannot be changed
             pass
 
 
@@ -144,16 +146,16 @@ def _hook(optimizers: Any, fields: memoryview[int], path: str) -> None:
     try:
         optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
         fields[_PHASE] = _IMPORTED
-    except Exception:  # noqa: BLE001, S110  # a torch we do not know: no heartbeat, but it runs
+    except Exception:  # noqa: BLE001, S110  # an unknown torch: no heartbeat, but the script runs
         pass
 
 
 def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], None]:
-    """What runs after each step of each optimizer.
+    """Return the function that runs after each step of each optimizer.
 
-    Iterations are counted, not steps: with several optimizers (a GAN's two, one for each layer)
-    all of them step in one iteration, and a sum would be a multiple that changes with the phase of
-    training. An iteration begins when an optimizer steps that has stepped in it already.
+    It counts iterations, not steps. With several optimizers (the two of a GAN, one for each layer) all of
+    them step in one iteration, so a sum would be a multiple that changes with the phase of training. An
+    iteration begins when an optimizer steps a second time.
     """
     waits = Waits()
     known: set[int] = set()
@@ -165,7 +167,7 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal steps
-        if getpid() != pid:  # a forked child that trains something of its own
+        if getpid() != pid:  # a forked child that trains a model of its own
             return
         key = id(optimizer)
         if key in stepped or not stepped:
@@ -189,21 +191,23 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
             known.add(key)
             waits.follow(optimizer)
 
-    # What torch.compiler.disable() would set, which would import the compiler: a compiled step
-    # calls this as it is, and neither traces it nor recompiles as the count grows.
+    # This is what torch.compiler.disable() sets, but without importing the compiler. A compiled step then
+    # calls the hook as it is, and neither traces it nor recompiles as the count grows.
     hook._torchdynamo_disable = True
     hook._torchdynamo_disable_msg = None
     return hook
 
 
 def _counted(optimizer: Any) -> int:
-    """How many steps the optimizer has made by its own count, which snapshots keep: 1 after its very first; 0
-    where it does not count. Adam and its like do. On a GPU the count is left there."""
+    """Return the optimizer's own count of steps, which snapshots keep: 1 after its very first step.
+
+    Adam and similar optimizers count. Return 0 if the optimizer does not count, or if its count is on a GPU.
+    """
     try:
         for state in optimizer.state.values():
             count = state.get("step", 0)
             return 0 if getattr(count, "is_cuda", False) else max(0, int(count))
-    except Exception:  # noqa: BLE001, S110  # a state of another kind
+    except Exception:  # noqa: BLE001, S110  # an unknown kind of state
         pass
     return 0
 
@@ -211,13 +215,13 @@ def _counted(optimizer: Any) -> int:
 def _give_recorder(path: str) -> None:
     try:
         serve(f"{path}.recorder")
-    except Exception:  # noqa: BLE001, S110  # then a hang is told without it
+    except Exception:  # noqa: BLE001, S110  # a hang is then judged without the recorder
         pass
 
 
 def _tell_imports(address: str) -> None:
-    """Send the names of the modules imported so far but for those preloaded, in their order, if somebody
-    wants to know."""
+    """Send the names of the modules imported so far, in order and without the preloaded ones, if the agent
+    wants them."""
     try:
         if os.path.exists(address):
             imported = _imported()
@@ -232,13 +236,13 @@ def _tell_imports(address: str) -> None:
                 with_fd.sendto(names, address)
             finally:
                 with_fd.close()
-    except Exception:  # noqa: BLE001, S110  # then workers start as they did without it
+    except Exception:  # noqa: BLE001, S110  # workers then start without preloaded modules
         pass
 
 
 def _imported() -> list[str]:
-    """Modules of the standard library and of installed packages, but not what is the job's own."""
-    # Ours may be installed elsewhere (pip install -e, PYTHONPATH).
+    """Return the modules of the standard library and of installed packages, without the job's own."""
+    # elasticd may be installed elsewhere (pip install -e, PYTHONPATH).
     homes = [os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
     homes += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     main = sys.modules.get("__main__")
@@ -247,7 +251,7 @@ def _imported() -> list[str]:
         own.append(os.path.dirname(os.path.abspath(main.__file__)))  # type: ignore[union-attr, arg-type]
     own.append(os.getcwd())
     own = [os.path.join(folder, "") for folder in own]
-    # A virtual environment may well lie within the folder of the script.
+    # A virtual environment may lie in the script's folder.
     own = [folder for folder in own if not any(os.path.join(home, "").startswith(folder) for home in homes)]
     spec = getattr(main, "__spec__", None)
     own_package = spec.name.partition(".")[0] if spec else None  # python -m

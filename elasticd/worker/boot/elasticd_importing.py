@@ -1,5 +1,7 @@
-"""Imports for all workers what they would import themselves, and finds out what cannot be shared: what
-starts threads or processes, holds files, memory or a GPU, or asks for what differs between workers.
+"""Import modules once for all workers, and find those that cannot be shared.
+
+A module cannot be shared if its import starts threads or processes, holds files, memory or a GPU, or reads a
+value that differs between workers.
 
 Standard library only, and self-contained: before the script there is nothing else to import from.
 """
@@ -18,19 +20,22 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-# Jemalloc's, which pyarrow brings: it lets go of them before a fork, and does without them in the child.
+# Jemalloc's thread, which pyarrow brings: it ends before a fork, and the child does without it.
 _KNOW_OF_FORKS = frozenset({"jemalloc_bg_thd"})
-_SHARE_S = 0.2  # what is imported between two looks back
+_SHARE_S = 0.2  # the length of a share of imports, after which the caller looks back
 
 
 def outside_in(modules: Iterable[str]) -> list[str]:
-    """In the order to import them: packages before what is in them. ``sys.modules`` has them in the order
-    they were done, but people import from the outside in, which matters where modules import each other."""
+    """Return the modules in the order to import them: packages before their modules.
+
+    ``sys.modules`` has the order in which imports ended. Scripts import packages first, which matters where
+    modules import each other.
+    """
     return sorted(modules, key=lambda name: name.count("."))
 
 
 def suited(modules: Iterable[str], left_out: Collection[str]) -> list[str]:
-    """Those that are neither left out themselves nor within what is."""
+    """Return the modules that are not left out, and are not in a package that is."""
     return [name for name in modules if not any(package in left_out for package in _packages(name))]
 
 
@@ -40,11 +45,12 @@ def import_share(
     personal: dict[str, list[str]],
     begins: Callable[[str], None],
 ) -> tuple[int, dict[str, str]]:
-    """Import the first of these modules, for a fifth of a second. How many were imported; and what must be
-    left out, and why: then this process is spoilt, as what was imported cannot be taken back.
+    """Import modules for a fifth of a second. Return their number, and the modules to leave out with the
+    reasons.
 
-    ``personal``: ``names`` and ``prefixes`` of the environment variables that differ between workers.
-    ``begins`` is told of each module before it is imported, as the process may not outlive the import.
+    If there are such modules, this process is unusable, since an import cannot be undone. ``personal``:
+    ``names`` and ``prefixes`` of environment variables that differ between workers. ``begins`` is called with
+    each module before its import, which may end the process.
     """
     readers: dict[str, str] = {}
     guard = _Guard(left_out)
@@ -75,7 +81,7 @@ def _import(name: str, guard: _Guard) -> dict[str, str]:
     guard.met = ""
     try:
         importlib.import_module(name)
-    except BaseException as error:  # noqa: BLE001  # SystemExit, too
+    except BaseException as error:  # noqa: BLE001  # SystemExit as well
         return {
             _failed(name): f"it imports {guard.met}" if guard.met else f"it cannot be imported: {error!r}"
         }
@@ -83,15 +89,17 @@ def _import(name: str, guard: _Guard) -> dict[str, str]:
 
 
 def _read_by(readers: dict[str, str], name: str) -> dict[str, str]:
-    """Who asked for what differs between workers, and so did whoever imported them."""
+    """Return the modules that read a variable that differs between workers, and the module whose import led
+    to them."""
     reads = {reader: f"it reads {variable} when imported" for reader, variable in readers.items()}
     return {name: next(iter(reads.values())), **reads} if reads else {}
 
 
 def _held(name: str, files: set[str]) -> dict[str, str]:
-    """What this module, imported last, holds that a fork would share with others, or lack."""
+    """Return the last imported module, if it holds something that a fork would share with other workers or
+    lack."""
     if threads() > 1:
-        _fork_for_nothing()  # thread pools that know of forks, such as OpenBLAS's, end with one
+        _fork_for_nothing()  # thread pools that handle forks, such as OpenBLAS's, end with a fork
         if threads() > 1:
             return {name: "it starts threads"}
     if _files() != files:
@@ -107,11 +115,11 @@ def _held(name: str, files: set[str]) -> dict[str, str]:
 
 
 class _LeftOut(BaseException):
-    """Somebody imports what must not be imported here. Not an Exception: it is not to be handled."""
+    """A module imports another that is left out. It is not an Exception, so that it is not caught."""
 
 
 class _Guard:
-    """Refuses to find the modules that are left out, first of all finders."""
+    """A finder before all others that refuses the modules that are left out."""
 
     def __init__(self, left_out: Iterable[str]) -> None:
         self._left_out = frozenset(left_out)
@@ -124,7 +132,8 @@ class _Guard:
 
 
 def _noticing(personal: dict[str, list[str]], readers: dict[str, str]) -> type[Any]:
-    """What ``os.environ`` is while modules are imported: it notes the modules that ask for these."""
+    """Return a class for ``os.environ`` during imports: it notes the modules that read a personal
+    variable."""
     names, prefixes = frozenset(personal["names"]), tuple(personal["prefixes"])
 
     class Environ(os._Environ):  # type: ignore[type-arg]
@@ -141,12 +150,12 @@ def _noticing(personal: dict[str, list[str]], readers: dict[str, str]) -> type[A
 
 
 def _failed(name: str) -> str:
-    """The outermost package that could not be imported on the way to this module."""
+    """Return the outermost package on the way to this module that could not be imported."""
     return next((package for package in _packages(name) if package not in sys.modules), name)
 
 
 def _packages(name: str) -> list[str]:
-    """The module, and the packages it is in."""
+    """Return the module's name, and those of the packages that contain it."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
@@ -162,7 +171,7 @@ def _fork_for_nothing() -> None:
 
 
 def children() -> list[int]:
-    """Pids; none where the kernel does not tell (one without CONFIG_PROC_CHILDREN)."""
+    """Return the pids of the children; none with a kernel without CONFIG_PROC_CHILDREN."""
     try:
         return [int(pid) for pid in _read(f"/proc/self/task/{os.getpid()}/children").split()]
     except OSError:
@@ -170,12 +179,12 @@ def children() -> list[int]:
 
 
 def threads() -> int:
-    """How many, but for those that know of forks and are started again where they are needed."""
+    """Return the number of threads, without those that handle forks and restart on demand."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
         try:
             count += _read(f"/proc/self/task/{thread}/comm").rstrip("\n") not in _KNOW_OF_FORKS
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended meanwhile
             pass
     return count
 

@@ -1,4 +1,4 @@
-"""What a fresh process would have and a fork lacks, or has of another: given to a worker that is forked.
+"""Make a forked worker like a fresh process: replace what the fork copied, and add what it lacks.
 
 Standard library only, and self-contained: before the script there is nothing else to import from.
 """
@@ -14,16 +14,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-PADDING = "ELASTICD_ZYGOTE"  # the variable that keeps room for what a worker's environment has more
+PADDING = "ELASTICD_ZYGOTE"  # a variable that reserves room for the rest of a worker's environment
 
 
 def give_environment(given: dict[str, str], changed: dict[str, str | None], old: dict[str, str]) -> None:
-    """``given``, and on top what modules changed when they were imported."""
+    """Set the environment to ``given``, with the changes that modules made when they were imported."""
     env = {name: value for name, value in given.items() if changed.get(name, "") is not None}
     env |= {
         name: value
         for name, value in changed.items()
-        # A module that only fills in what is missing would leave alone what this worker was given.
+        # A module that only sets missing variables would not change a variable that this worker was given.
         if value is not None and (name not in given or given[name] == old.get(name))
     }
     os.environ.clear()
@@ -36,7 +36,7 @@ def give_environment(given: dict[str, str], changed: dict[str, str | None], old:
 
 
 def _show_environment(env: dict[str, str]) -> None:
-    """Put these into the room kept for it, for those who look from outside at /proc/pid/environ."""
+    """Put these variables into the reserved room, for readers of /proc/pid/environ."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[47]), int(fields[48])
@@ -57,7 +57,7 @@ def _show_environment(env: dict[str, str]) -> None:
 
 
 def give_arguments(argv: list[str]) -> None:
-    """The script's own may differ between workers; all before them do not."""
+    """Set the arguments. The script's own may differ between workers; those before them do not."""
     argv = [os.fsdecode(_bytes(argument)) for argument in argv]
     own = len(sys.argv) - 1
     sys.orig_argv[:] = [sys.orig_argv[0], *argv[1:]]
@@ -65,7 +65,8 @@ def give_arguments(argv: list[str]) -> None:
 
 
 def give_streams() -> None:
-    """The same objects, which modules may hold, on files that may be of another kind."""
+    """Reopen the standard streams on the worker's files, which may be of another kind. The stream objects
+    stay, since modules may hold them."""
     streams: tuple[tuple[Any, int, str], ...] = (
         (sys.stdin, 0, "rb"),
         (sys.stdout, 1, "wb"),
@@ -89,7 +90,7 @@ def give_streams() -> None:
 
 
 def give_chance() -> None:
-    """Random numbers that no other worker draws. The module random sees to itself."""
+    """Seed random numbers that no other worker draws. The module random does so by itself."""
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:
         generator.seed()
@@ -99,7 +100,7 @@ def give_chance() -> None:
 
 
 def give_identity() -> None:
-    """What the standard library remembers of the process it was imported in."""
+    """Update what the standard library remembers of the process that imported it."""
     threading: Any = sys.modules.get("threading")
     if threading is not None:
         threading.main_thread()._set_native_id()
@@ -117,5 +118,5 @@ def give_identity() -> None:
 
 
 def _bytes(text: str) -> bytes:
-    """As the agent spelled it for the warden."""
+    """Return the text as the agent encoded it for the warden."""
     return text.encode("utf-8", "surrogateescape")

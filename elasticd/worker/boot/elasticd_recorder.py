@@ -1,8 +1,9 @@
-"""Gives away what torch's flight recorder has of this worker: the collectives it has called, up to the one
-that it hangs in. Torch itself writes that down only when its own timeout is over, long after anybody wants
-to know.
+"""Serve torch's flight recorder: the collectives that this worker has called, up to the one in which it
+hangs.
 
-Standard library only, and self-contained. Who asks is elasticd/procs/recorder.py.
+torch itself writes them only after its own timeout, which is far too late.
+
+Standard library only, and self-contained. The reader is elasticd/procs/recorder.py.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-# NCCL's, where torch was built for it, and that of all other backends.
+# NCCL's, if torch was built with it, and that of all other backends.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def serve(address: str) -> None:
-    """Give it, as JSON, to whoever connects to this Unix socket from now on, in a thread that sleeps until
-    then. Nothing happens in a worker without a process group, or with a torch that has no recorder."""
+    """Serve the recorder as JSON on this Unix socket, from a thread that sleeps until a connection comes.
+
+    Do nothing in a worker without a process group, or with a torch without a recorder.
+    """
     distributed = sys.modules.get("torch.distributed")
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dumps = [found for name in _DUMPS if (found := getattr(c10d, name, None))]
@@ -41,13 +44,13 @@ def _give(listener: Any, dumps: Sequence[Callable[[], bytes]]) -> None:
     while True:
         try:
             descriptor, _ = listener._accept()
-        except OSError:  # the script has no file left to open: whoever looks, looks without this
+        except OSError:  # the script has no descriptor left: the agent looks without the recorder
             listener.close()
             return
         asker = _socket.socket(fileno=descriptor)
         try:
-            asker.sendall(max((dump() for dump in dumps), key=len))  # of the backend that was used
-        except Exception:  # noqa: BLE001, S110  # who has asked does not wait any more
+            asker.sendall(max((dump() for dump in dumps), key=len))  # the longest: the backend that was used
+        except Exception:  # noqa: BLE001, S110  # the reader does not wait any more
             pass
         finally:
             asker.close()

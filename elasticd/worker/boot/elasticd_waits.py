@@ -1,21 +1,20 @@
-"""Measures how long a worker waits for other ranks: what makes a slow one differ from those that wait
-for it, whose steps take just as long.
+"""Measure how long a worker waits for other ranks. A slow worker waits less than the others, whose steps take
+just as long.
 
-* At the end of a backward pass DistributedDataParallel waits for its sums, in C++. The autograd engine
-  runs what was queued for its end in turn: what we queue as the first gradient of the pass arrives comes
-  before that wait, and what that queues in its turn comes after it.
-* Collectives that Python code calls end in ``Work.wait``: those of the script itself, and those of FSDP2
-  (``fully_shard``), which gathers each layer's parameters in the forward and again in the backward pass, and
-  scatters its gradients.
+* At the end of a backward pass DistributedDataParallel waits for its sums, in C++. The autograd engine runs
+  the callbacks queued for the pass's end in turn. A callback that is queued when the pass's first gradient
+  arrives runs before the wait. A callback that this one queues runs after the wait.
+* Collectives called from Python end in ``Work.wait``: the script's own, and those of FSDP2 (``fully_shard``),
+  which gathers each layer's parameters in the forward and the backward pass, and scatters its gradients.
 
-On GPUs all this only enqueues, and takes no time. There it is the GPU that waits: what runs before and after
-DistributedDataParallel's wait leaves marks in the stream that the sums are waited for in (which is the one
-that ``backward`` was called in: the engine sees to that), and the GPU's clock tells the time between them, a
-little later. Collectives that Python code calls are not measured there, and so FSDP2 is not.
+On GPUs these calls only enqueue work, and take no time: the GPU waits. So the callbacks record events in the
+stream in which the sums are waited for, which the engine makes the stream of the ``backward`` call. The GPU's
+clock tells the time between the events a little later. Collectives called from Python are not measured on
+GPUs, and so FSDP2 is not.
 
-A worker whose machine has too few processors is often ready to run and does not: that is no slowness of its
-own. The kernel counts that time for each thread; here it is read before and after each wait, so that what
-falls into a wait is not counted twice. On GPUs it is not measured: the GPU works on meanwhile.
+A worker whose machine has too few CPUs is often ready to run but does not run. That delay does not make the
+worker slow. The kernel counts it for each thread. Here the count is read before and after each wait, so that
+a delay during a wait is not counted twice. On GPUs the delay is not measured: the GPU works on meanwhile.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _now = time.monotonic_ns
 
 
 class Waits:
-    """``total_ns`` and ``count`` so far; of a GPU's, what it had come by at the last ``catch_up``. For the
-    thread that trains."""
+    """The waits of the training thread: ``total_ns`` and ``count`` so far. Those of a GPU are as of the last
+    ``catch_up``."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -52,7 +51,7 @@ class Waits:
         self._delay_began = 0
 
     def delayed_ns(self) -> int:
-        """For how long this thread was ready to run and did not, but for what fell into its waits."""
+        """Return how long this thread was ready to run but did not, outside its waits."""
         return max(0, self._delay.read() - self._delay_in_waits_ns) if self._delay is not None else 0
 
     def catch_up(self) -> None:
@@ -62,7 +61,7 @@ class Waits:
             self.count += len(took)
 
     def follow(self, optimizer: Any) -> None:
-        """Measure in the backward passes that lead to this optimizer's steps."""
+        """Measure the backward passes before this optimizer's steps."""
         self._thread = _thread.get_ident()
         try:
             for group in optimizer.param_groups:
@@ -76,12 +75,12 @@ class Waits:
                             self._wrap_collectives()
                             self._watch(parameter, self._begin, self._end)
                         return
-        except Exception:  # noqa: BLE001, S110  # a torch we do not know: then it is not measured
+        except Exception:  # noqa: BLE001, S110  # an unknown torch: nothing is measured
             pass
 
     def _watch_on_gpu(self, parameter: Any) -> None:
-        """One GPU alone, as a worker has; and not where CUDA is not in use, whatever a parameter says that
-        only stands for one."""
+        """Watch a parameter on a GPU. A worker has one GPU; CUDA must be in use, since a fake parameter may
+        claim to be on a GPU."""
         cuda = sys.modules["torch"].cuda
         if self._gpu is None and cuda.is_initialized():
             self._gpu = GpuClock(cuda, parameter.device)
@@ -99,14 +98,14 @@ class Waits:
             queue(end)
 
         def arrived(_: Any) -> None:
-            self._began = 0  # left so by a pass whose end has failed, as a peer was lost
+            self._began = 0  # a pass whose end failed, as a peer was lost, leaves it set
             queue(before)
 
         arrived._torchdynamo_disable = True
         parameter.register_post_accumulate_grad_hook(arrived)
 
     def _wrap_collectives(self) -> None:
-        """Once torch's are there."""
+        """Wrap ``Work.wait`` once torch has it."""
         c10d = sys.modules.get("torch._C._distributed_c10d")
         if self._wrapped or c10d is None:
             return
@@ -114,7 +113,7 @@ class Waits:
         wait = c10d.Work.wait
         waits, thread = self, _thread.get_ident
 
-        def measured(self: Any, *args: Any, **kwargs: Any) -> Any:  # dozens of times a step
+        def measured(self: Any, *args: Any, **kwargs: Any) -> Any:  # called dozens of times a step
             if waits._began or thread() != waits._thread:
                 return wait(self, *args, **kwargs)
             waits._begin()
@@ -142,7 +141,7 @@ class Waits:
 
 
 class _Delay:
-    """Of the thread that makes it."""
+    """The delay of the thread that makes this object."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
@@ -150,20 +149,20 @@ class _Delay:
         try:
             path = f"/proc/self/task/{_thread.get_native_id()}/schedstat"
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # a kernel that does not tell
+        except OSError:  # the kernel does not tell
             self._fd = -1
 
     def read(self) -> int:
         if self._fd >= 0:
             try:
                 self._ns = int(os.pread(self._fd, 64, 0).split()[1])
-            except (OSError, ValueError, IndexError):  # the script has closed it
+            except (OSError, ValueError, IndexError):  # the script has closed the file
                 self._fd = -1
         return self._ns
 
 
 def _is_part(parameter: Any) -> bool:
-    """Whether it is this rank's part of a sharded one. FSDP2 waits by itself, and copies gradients to the
-    host less well where a parameter has a hook."""
+    """Whether the parameter is this rank's shard. FSDP2 waits by itself, and copies gradients to the host
+    more slowly if a parameter has a hook."""
     sharded = sys.modules.get("torch.distributed.tensor")
     return sharded is not None and isinstance(parameter, sharded.DTensor)

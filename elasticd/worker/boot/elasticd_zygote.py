@@ -1,21 +1,21 @@
-"""The zygote: a worker's Python that stopped before its script, imported modules, and forks workers.
+"""The zygote: a worker's Python process that stopped before its script, imported modules, and forks workers.
 
-It is started with the very command line, environment and folder of a worker, and serves from within
-sitecustomize. In a forked worker ``serve`` returns, and the interpreter goes on to the script by
-itself: ``__main__``, ``sys.argv``, ``sys.path[0]``, ``-m``, tracebacks, exit codes and finalisation
-are python's own. What is left to do is what the fork copied and a fresh process would not have: see
-elasticd_likeness.py; and what can be imported for all, elasticd_importing.py.
+It has the command line, environment and folder of a worker, and serves from within sitecustomize. In a forked
+worker ``serve`` returns, and the interpreter goes on to the script by itself. ``__main__``, ``sys.argv``,
+``sys.path[0]``, ``-m``, tracebacks, exit codes and finalisation are thus Python's own. elasticd_likeness.py
+replaces what the fork copied and a fresh process would not have. elasticd_importing.py imports what can be
+shared.
 
-Standard library only, and of ours what lies beside it and elasticd/procs/channel.py, loaded by path.
-The other end of the socket is elasticd/procs/zygote.py, in the warden.
+Standard library only; of elasticd only the files in this folder and elasticd/procs/channel.py, loaded by
+path. The other end of the socket is elasticd/procs/zygote.py, in the warden.
 
-What cannot be shared between workers shows when it has been imported, and cannot be taken back then. So a
-child of the zygote imports the next few modules: if all went well it is the zygote from then on, and else it
-ends, and the zygote goes on without the module that was to blame. The process that the warden has started,
-the root, imports nothing, forks the first zygote, and ends with the last.
+Whether a module can be shared shows only after its import, which cannot be undone. So a child of the zygote
+imports the next few modules. If all went well, the child is the zygote from then on. Otherwise the child
+ends, and the zygote goes on without the module to blame. The root, the process that the warden started,
+imports nothing, forks the first zygote, and ends with the last.
 
-As forking this much memory takes a while, one process is forked ahead: the embryo, which costs no
-memory of its own but what it writes to, next to nothing.
+To fork this much memory takes a while, so one process is forked in advance: the embryo. It costs only the few
+pages that it writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import sys
 import time
 
 import elasticd_ending
-import elasticd_heartbeat  # once for all workers, as is all that it needs
+import elasticd_heartbeat  # imported here once for all workers
 from elasticd_importing import children, import_share, outside_in, suited, threads
 from elasticd_likeness import (
     PADDING,
@@ -51,26 +51,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-_CONTROL = 3  # its descriptor
-_SPOILT_MAX = 64  # children that were spoilt by a module: what is not imported by then is left out
-_IMPORT_S_MAX = 300.0  # of one module
+_CONTROL = 3  # the descriptor of the socket
+_SPOILT_MAX = 64  # unusable children; the modules not imported by then are left out
+_IMPORT_S_MAX = 300.0  # for one module
 _WORD_BYTES_MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PID = struct.Struct("=i")
-_EMBRYO_AGAIN_S = 1.0  # until the next is made, when the job recovers and needs its cores
+_EMBRYO_AGAIN_S = 1.0  # until the next embryo, while the job recovers and needs its cores
 
 
 def serve(here: str, withdraw: Callable[[str], None]) -> None:
-    """Preload and fork until the socket closes. Returns in forked workers, and nowhere else.
+    """Preload and fork until the socket closes. Return only in forked workers.
 
-    ``here``: the folder of this file. ``withdraw``: takes it off the Python path.
+    ``here``: the folder of this file. ``withdraw``: takes the folder off the Python path.
     """
     zygote = None
     try:
         zygote = Zygote(here, withdraw)
         zygote.run()
-    except BaseException:  # noqa: BLE001  # whatever it is, the script must not run in this process
+    except BaseException:  # noqa: BLE001  # in any case the script must not run in this process
         os._exit(127 if zygote is not None and zygote.is_worker else 1)
     if not zygote.is_worker:
         os._exit(0)
@@ -85,25 +85,25 @@ class Zygote:
         self._warden = os.getppid()
         self._channel = _channel_class(here)(socket.socket(fileno=_CONTROL))
         self.is_worker = False
-        self._todo: list[str] = []  # what is still to be imported, in order
+        self._todo: list[str] = []  # the modules to import, in order
         self._left_out: dict[str, str] = {}
         self._personal: dict[str, list[str]] = {}
         self._spoilt = 0
         self._asked = 0
         self._first_env = dict(os.environ)
-        del os.environ[PADDING]  # from here on it is what its workers have in common
+        del os.environ[PADDING]  # from here on the environment is the workers' common one
         self._changed_env: dict[str, str | None] = {}
         self._said = (b"", b"")
         self._embryo: tuple[int, Any] | None = None
-        self._embryo_at = math.inf  # when to make one
+        self._embryo_at = math.inf  # when to make an embryo
 
     def run(self) -> None:
-        """Serve. Returns when the other end is gone, or in a worker."""
+        """Serve. Return when the other end is gone, or in a worker."""
         watched = sys.gettrace() or sys.getprofile() or atexit._ncallbacks() or threads() > 1
-        if watched:  # coverage and the like, from a .pth file: one for each process
+        if watched:  # such as coverage from a .pth file: it needs one per process
             self._tell({"is": "unfit", "why": "something else starts with this Python (a .pth file)"})
             return
-        elasticd_ending.be_last()  # before modules ask for more at exit
+        elasticd_ending.be_last()  # before imported modules register exit functions
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
         for fd in (1, 2):
             os.ftruncate(fd, 0)
@@ -136,7 +136,7 @@ class Zygote:
         return bool(select.select([self._channel], [], [], wait_s)[0])
 
     def _receive(self) -> list[tuple[Any, list[int]]]:
-        """At least one message, and no half of another: an exec would lose it."""
+        """Return at least one message, and leave no partial one: an exec would lose it."""
         messages: list[tuple[Any, list[int]]] = []
         while not messages or self._channel.unfinished:
             select.select([self._channel], [], [])
@@ -152,8 +152,8 @@ class Zygote:
     # ------------------------------------------------------------ importing
 
     def _is_root(self) -> bool:
-        """Fork the first zygote. Returns true in this process, once there is no zygote any more."""
-        ended, lives = os.pipe()  # which every zygote holds, and no worker
+        """Fork the first zygote. Return True in the root, once no zygote is left."""
+        ended, lives = os.pipe()  # every zygote holds it, no worker does
         if self._fork_apart(1) == 0:
             os.close(ended)
             return False
@@ -164,8 +164,8 @@ class Zygote:
         return True
 
     def _preload(self) -> None:
-        """Import. Returns in the zygote, which may be another process then."""
-        self._drop_embryo()  # it would lack what is imported now
+        """Import the modules. Return in the zygote, which may then be another process."""
+        self._drop_embryo()  # it would lack the new imports
         path = [entry for entry in sys.path if entry == self._here]
         given = os.environ.get("PYTHONPATH")
         self._withdraw(self._here)
@@ -179,14 +179,15 @@ class Zygote:
         if given is not None:
             os.environ["PYTHONPATH"] = given
         self._said = tuple(os.pread(fd, os.fstat(fd).st_size, 0) for fd in (1, 2))  # type: ignore[assignment]
-        # Made here, as each worker that looked at all names would get copies of the pages they lie in.
+        # The set is made here: a worker that read all names would copy the pages that hold them.
         elasticd_heartbeat.preloaded = frozenset(sys.modules)
         _freeze()
         self._embryo_at = time.monotonic()
         self._tell({"is": "ready", "asked": self._asked, "untried": len(self._todo)})
 
     def _venture(self) -> None:
-        """Have a child import what comes next. It is the zygote afterwards, unless that has spoilt it."""
+        """Let a child import the next modules. The child is the zygote afterwards, unless the imports made it
+        unusable."""
         self._todo = suited(self._todo, self._left_out)
         said = [os.fstat(fd).st_size for fd in (1, 2)]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -211,10 +212,11 @@ class Zygote:
         self._tell({"is": "left_out", "names": unfit})
 
     def _hear_child(self, line: socket.socket, pid: int) -> dict[str, str]:
-        """What the child had to leave out. Does not return if it has become the zygote."""
+        """Return the modules that the child had to leave out. Do not return if the child is the new
+        zygote."""
         line.send(b"g")
         try:
-            end: list[Any] = [os.pidfd_open(pid)]  # whatever else still holds its end of the line
+            end: list[Any] = [os.pidfd_open(pid)]  # even if another process still holds the child's end
         except OSError:
             end = []
         unfit, under_way, why = {}, self._todo[0], "it ends the process"
@@ -237,9 +239,9 @@ class Zygote:
         return unfit
 
     def _import_as_child(self, line: socket.socket) -> None:
-        """Returns if all went well, as the zygote."""
+        """Import as a child. Return as the new zygote if all went well."""
         self._libc.prctl(_PR_SET_NAME, b"elasticd-import", 0, 0, 0)
-        line.recv(1)  # the warden is the parent by now
+        line.recv(1)  # the warden is the parent now
         self._die_with_warden()
 
         def say(word: object) -> None:
@@ -253,19 +255,20 @@ class Zygote:
             os._exit(0)
         del self._todo[:done]
         say(True)
-        line.recv(1)  # the zygote until now is gone
+        line.recv(1)  # the old zygote is gone
         line.close()
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
 
     def _die_with_warden(self) -> None:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._warden:  # it died before the line above
+        if os.getppid() != self._warden:  # the warden died before the call above
             os._exit(128 + signal.SIGKILL)
 
     # ------------------------------------------------------------ forking
 
     def _fork(self, requests: list[tuple[Any, list[int]]]) -> bool:
-        """A worker for each request: the embryo, if there is one, and others forked now; true in one."""
+        """Make a worker for each request, first from the embryo, the others by forks. Return True in a
+        worker."""
         if self._embryo is not None:
             request, fds = requests[0]
             pid = self._use_embryo(request, fds)
@@ -286,8 +289,10 @@ class Zygote:
         return False
 
     def _fork_apart(self, count: int) -> int | list[int]:
-        """Fork so many processes, by one in between that ends, so that they fall to the warden. In each,
-        its number; here their pids, 0 for what could not be forked."""
+        """Fork ``count`` processes through an intermediate one, whose end makes the warden their parent.
+
+        Return the number in each process. Return their pids in this one, 0 for a fork that failed.
+        """
         pids, tell = os.pipe()
         between = os.fork()
         if between == 0:
@@ -298,20 +303,20 @@ class Zygote:
                     pid = 0
                 else:
                     if pid == 0:
-                        _close((pids, tell))  # its end is waited for
+                        _close((pids, tell))  # the parent waits for the end of this pipe
                         return number
                 os.write(tell, _PID.pack(pid))
             os._exit(0)
         os.close(tell)
         with open(pids, "rb") as file:
             data = file.read()
-        os.waitpid(between, 0)  # from now on, the warden is their parent
+        os.waitpid(between, 0)  # from here on the warden is their parent
         return [pid for (pid,) in _PID.iter_unpack(data)]
 
     # ------------------------------------------------------------ the embryo
 
     def _conceive(self) -> bool:
-        """Fork a process that waits to hear which worker it is; true in it, once it is that."""
+        """Fork the embryo, which waits for a request. Return True in it, once it is a worker."""
         self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
         ours, theirs = socket.socketpair()
         try:
@@ -326,7 +331,7 @@ class Zygote:
             try:
                 ((request, fds),) = self._receive()
                 self._tell({"is": "there"})
-            except Exception:  # noqa: BLE001  # the zygote is gone, or has no use for it
+            except Exception:  # noqa: BLE001  # the zygote is gone, or drops the embryo
                 os._exit(0)
             self._become_worker(request, fds)
             return True
@@ -338,7 +343,7 @@ class Zygote:
         return False
 
     def _use_embryo(self, request: Any, fds: list[int]) -> int:
-        """Have it be this worker; its pid, 0 if it has died."""
+        """Make the embryo this worker. Return its pid, 0 if it has died."""
         assert self._embryo is not None
         pid, line = self._embryo
         try:
@@ -350,13 +355,13 @@ class Zygote:
             while not answer:
                 select.select([line], [], [])
                 answer = line.receive()
-        except Exception:  # noqa: BLE001  # of the channel: the other end is gone
+        except Exception:  # noqa: BLE001  # the channel's other end is gone
             pid = 0
         self._drop_embryo()
         return pid
 
     def _drop_embryo(self) -> None:
-        """It ends, unless it has become a worker."""
+        """Drop the embryo. It ends, unless it is a worker by now."""
         if self._embryo is not None:
             self._embryo[1].close()
             self._embryo = None
@@ -382,7 +387,7 @@ class Zygote:
             failing = f"cannot run {failing}: {getattr(error, 'strerror', None) or repr(error)}"
         finally:
             os.set_blocking(link, True)
-            if os.read(link, 1) != b"g":  # nobody wants it any more
+            if os.read(link, 1) != b"g":  # the worker is not wanted any more
                 os._exit(0)
         if failing:
             os.write(link, failing.encode(errors="backslashreplace"))
@@ -390,7 +395,7 @@ class Zygote:
         os.setsid()
         self._die_with_warden()
         self._libc.prctl(_PR_SET_NAME, self._name, 0, 0, 0)
-        for fd, said in enumerate(self._said, 1):  # what the modules print when they are imported
+        for fd, said in enumerate(self._said, 1):  # the modules' output from their import
             _write(fd, said)
         self._channel.forget()
         os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
@@ -407,14 +412,17 @@ def _channel_class(here: str) -> Any:
 
 
 def _comm() -> bytes:
-    """What this process is called, before it is called otherwise."""
+    """Return this process's name, before it changes."""
     with open("/proc/self/comm", "rb") as file:
         return file.read().rstrip(b"\n")
 
 
 def _freeze() -> None:
-    """Keep the collector from touching what is shared with the workers. But not ``__main__``: what
-    is frozen is never collected, and the script's objects are, at the end."""
+    """Keep the garbage collector from touching memory that is shared with workers.
+
+    ``__main__`` is left out: frozen objects are never collected, and the script's objects must be, at the
+    end.
+    """
     gc.collect()
     main = sys.modules["__main__"]
     for item in (main, main.__dict__):

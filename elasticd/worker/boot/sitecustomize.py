@@ -1,10 +1,8 @@
-"""Runs first in every Python worker, because this folder leads its PYTHONPATH. Leaves no trace.
+"""Runs first in every Python worker, since its folder leads the worker's PYTHONPATH. Leaves no trace.
 
-It takes this folder off PYTHONPATH and sys.path again, so that the script and its children see the
-environment they were given, starts the heartbeat, and hands over to the sitecustomize that would
-have run without it. Whatever goes wrong with the heartbeat, the script runs.
-
-In a zygote it stays here until it is a worker, forked, for which all this then happens.
+It takes the folder off PYTHONPATH and sys.path, so that the script and its children see the original
+environment. It starts the heartbeat, and then runs the sitecustomize that it hides. If the heartbeat fails,
+the script still runs. In a zygote it serves, and all this happens in the forked worker.
 """
 
 import os
@@ -24,7 +22,7 @@ def _withdraw(here: str) -> None:
 if "ELASTICD_ZYGOTE" in os.environ:
     try:
         import elasticd_zygote
-    except BaseException:  # noqa: BLE001  # the script must not run here
+    except BaseException:  # noqa: BLE001  # the script must not run in this process
         os._exit(1)
     elasticd_zygote.serve(os.path.dirname(os.path.abspath(__file__)), _withdraw)
 
@@ -49,4 +47,4 @@ finally:
     ):
         sys.modules.pop(name, None)
 
-import sitecustomize  # noqa: E402, F401  # the next one on the path; its absence is no error to site
+import sitecustomize  # noqa: E402, F401  # the next one on the path; site accepts if there is none
