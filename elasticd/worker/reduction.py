@@ -1,4 +1,4 @@
-"""How the gradients of the parts of a global batch become one gradient that all workers have."""
+"""Reduce the gradients of a global batch's parts to one gradient, the same in all workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from elasticd.worker.wrapping import Silence
 
 
 class Reduction(Protocol):
-    """What a step of a State with data asks for, in this order. One for each world.
+    """How a step of a State with data reduces gradients; one object for each world. The calls come in this
+    order:
 
-        for part in parts:                      # this worker's, virtual ranks in order; maybe none
+        for part in parts:                      # this worker's, in order of virtual ranks; may be empty
             with reduction.part(part):
                 ...                             # the script computes the loss of that part,
                 reduction.backward(loss, part)  # a mean over its samples
@@ -25,9 +26,9 @@ class Reduction(Protocol):
         ...
         reduction.close()                       # the world is over
 
-    After ``finish`` each parameter's ``grad`` is the sum of ``part.weight`` times the gradient of the
-    part's loss over all parts of the global batch, in every worker, and also in one that had none;
-    ``loss`` is that of the global batch, where it is known.
+    After ``finish`` each parameter's ``grad`` is the sum, over all parts of the global batch, of
+    ``part.weight`` times the gradient of the part's loss. This holds in every worker, also in one without
+    parts. ``loss``: the loss of the global batch, if it is known.
     """
 
     loss: torch.Tensor | None
@@ -42,10 +43,12 @@ class Reduction(Protocol):
 
 
 class Averaged:
-    """Leaves it to DistributedDataParallel, which averages over workers: once for each step, with the
-    last part's backward pass. ``models``: as State has wrapped them by now; ``wrap_anew`` wraps those anew of
-    which other parameters are to be trained now. Where none is wrapped in that, gradients are weighted, and
-    adding them up is left to the script."""
+    """Leave the sum to DistributedDataParallel, which averages over the workers: once for each step, in the
+    last part's backward pass.
+
+    ``models``: the models as State has wrapped them. ``wrap_anew`` wraps models again whose trainable
+    parameters have changed. Models that are not wrapped get weighted gradients, and the script adds them up.
+    """
 
     loss: torch.Tensor | None = None
 
@@ -74,21 +77,24 @@ class Averaged:
 
     def finish(self, parts: list[Portion]) -> None:
         if not parts:
-            self._wrap_anew()  # as the other workers have, when they called the model
+            self._wrap_anew()  # the other workers did so when they called the model
         if not parts and self._parallel:
             torch.stack([_of_nothing(model) for model in self._parallel]).sum().backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         for model in self._parallel:
-            model._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # whoever still holds it
+            model._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # the script may still use it
 
 
 def _of_nothing(model: DistributedDataParallel) -> torch.Tensor:
-    """A forward pass whose backward pass adds zeros to every sum, so that others do not wait in vain:
-    all that DistributedDataParallel does around the module's own forward it does here too."""
+    """Return the loss of a forward pass whose backward pass adds zeros to every sum, so that other workers do
+    not wait in vain.
+
+    Everything that DistributedDataParallel does around the module's forward runs here too.
+    """
     used = [p for p in model.module.parameters() if p.requires_grad]
     if model.find_unused_parameters:
-        used = used[:1]  # those of no worker stay without a gradient
+        used = used[:1]  # a parameter that no worker used keeps no gradient
 
     def nothing(*_: Any) -> torch.Tensor:
         return torch.stack([p.flatten()[:0].sum() for p in used]).sum()

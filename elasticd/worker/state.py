@@ -1,4 +1,4 @@
-"""What training goes on from: committed step by step, taken back where a step was abandoned."""
+"""The state of a training: committed step by step, and rolled back when a step is abandoned."""
 
 from __future__ import annotations
 
@@ -54,41 +54,40 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LOOKS_DEEP = 3
-LOOKS_INTO = 3  # commits after which elements of parameters are looked at as well: versions do not tell all
-CHECKPOINTS = "ELASTICD_CHECKPOINTS"  # where they go, unless the script says so itself
+LOOKS_INTO = 3  # commits after which elements of parameters are compared: versions miss some changes
+CHECKPOINTS = "ELASTICD_CHECKPOINTS"  # the folder of checkpoints, unless the script names one
 
 
 class State:
-    """A model, its optimizer, and whatever else training goes on from.
+    """A model, its optimizer, and everything else that the training continues from.
 
-    ``model``: the module itself, not wrapped. ``state.model`` is what to call: wrapped for the world
-    at hand by ``wrap`` (None: not wrapped; gradients are the script's to add up).
+    * model: the module itself, not wrapped. Call ``state.model``: it is wrapped for the present world by
+      ``wrap`` (None: not wrapped; the script then adds up gradients itself).
+    * checkpoints: a ``Checkpoints`` or a folder, by default that of ``elasticd run --checkpoints``. Commits
+      are saved there when a save is due, at the first commit of a world of survivors, when all workers leave,
+      and at the end. If no worker has the newest state any more, it comes from this node's memory, from
+      another node's, or from the newest checkpoint.
+    * restore: called as ``restore(state)`` on one worker when there is no state anywhere, as at the start. It
+      may load something into the objects, and returns the step of what it loaded, or None.
+    * data: the data to train with; ``steps`` then yields this worker's share of it.
+    * undo: copy parameters and optimizers' state at each commit as well, so that every step can be undone
+      (see below).
+    * compare: compare the workers' parameters, and whatever else must be the same, now and then. A difference
+      ends the job. Parameters that DistributedDataParallel ignores are not compared.
+    * others, by name: modules and optimizers (a module that an optimizer trains is wrapped like the model,
+      and called by its name: ``state.head``); objects with ``state_dict`` and ``load_state_dict``, such as a
+      scheduler; a ``torch.Generator``; and plain data (numbers, strings, tensors, containers of them), which
+      is read and set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``.
 
-    ``checkpoints``: what is committed is kept in a ``Checkpoints`` or below a folder (by default the
-    one that ``elasticd run --checkpoints`` names): when they are due, at the first commit of a world of
-    survivors, when all workers go, and at the end. Where no worker has the newest state any more, it comes
-    from the memory of this node, or of another, or from the newest checkpoint. ``restore``: where there is
-    none either, as at the start, one worker calls ``restore(state)``, which may load something into the
-    objects and returns the step that it is of, or None.
+    All of this is the same in all workers: a new worker takes over the others' values. A value that is each
+    worker's own is given as ``worker.Local(value)``.
 
-    ``data``: what it is trained with; ``steps`` then yields this worker's share of it.
-
-    Others by name: modules and optimizers (a module that an optimizer trains is wrapped as the model is, and
-    called by its name: ``state.head``); objects with ``state_dict`` and ``load_state_dict``, such
-    as a scheduler; a ``torch.Generator``; and plain data (numbers, strings, tensors, containers of them),
-    which is read and set as an attribute: ``State(..., epoch=0)``, ``state.epoch += 1``. All of it is the
-    same in all workers: one that comes takes over what the others have. What is each worker's own is given as
-    ``worker.Local(value)``.
-
-    What lies in modules' parameters and optimizers is not copied. Where a step is abandoned after an
-    optimizer has begun to change them, others' are taken, if any has them whole. ``undo``: copy them, too, at
-    each commit, and so undo any step. By default, what is seen to change before the last sum of a step over
-    the workers is copied from then on: by the first of two optimizers, by one that evaluates the model again
-    and again, or by the script itself. Everything else, random numbers and buffers included, is copied at
-    each commit, and put back where a step is abandoned.
-
-    ``compare``: see now and then whether the workers' parameters are alike, and what else they are to have
-    alike, and end the job where it is not. Not what DistributedDataParallel is told to ignore.
+    Parameters and optimizers' state are not copied by default. If a step is abandoned after an optimizer has
+    begun to change them, the worker takes the state of another worker that has it whole, if there is one.
+    Some scripts change parameters before the last sum of a step over the workers: with two optimizers, with
+    an optimizer that evaluates the model several times, or directly. Once such a change is seen, what it
+    changes is copied at each commit from then on; ``undo=False`` prevents that. Everything else, including
+    random numbers and buffers, is copied at each commit and restored when a step is abandoned.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class State:
     ) -> None:
         told.uses(Use.STATE)
         self._plain: dict[str, Any] = {}
-        self._own: set[str] = set()  # the names of what is this worker's own
+        self._own: set[str] = set()  # the names of values that are this worker's own
         self._modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._stateful: dict[str, Any] = {}
@@ -119,11 +118,9 @@ class State:
         self._wraps: dict[str, Any] = {}  # wrapped modules
         self._silence = Silence()
         self._as_wrapped: dict[str, Wrapped] = {}
-        self._stepped: set[str] = (
-            set()
-        )  # the optimizers that may have changed something since the last commit
+        self._stepped: set[str] = set()  # the optimizers that have begun a step since the last commit
         self._carried: tuple[torch.Tensor, torch.Tensor] | None = None  # see _unused_gradient
-        self._commits = 0  # of this process
+        self._commits = 0  # commits of this process
         self._restore = restore
         self._lasting = _lasting(checkpoints or os.environ.get(CHECKPOINTS))
         self._seeds: dict[str, int] = {}
@@ -131,18 +128,18 @@ class State:
         self._reduction: Reduction = Averaged(())
         self._open: Step | None = None
         self._calls = Calls(())
-        self._begun = 0  # steps that steps() has yielded since the last commit
-        self._numbers_only = False  # steps() is under way, without data
+        self._begun = 0  # steps yielded by steps() since the last commit
+        self._numbers_only = False  # steps() is running, without data
         self._micro: Micro | None = None
-        self._epoch: Epoch | None = None  # that epochs() has yielded
+        self._epoch: Epoch | None = None  # the epoch that epochs() has yielded
         self._progress = Progress()
         self._said_needless = self._said_between = False
-        self._calls_before = 0  # collectives, when an optimizer last began to step
-        self._looked = 0  # for what was changed after a commit
+        self._calls_before = 0  # the number of collectives when an optimizer last began a step
+        self._looked = 0  # how often changes after a commit were looked for
         self._said_late = False
-        self._used = 0  # samples of the steps that are over and not committed
+        self._used = 0  # samples of finished, uncommitted steps
         self._evaluated = 0  # forward passes without gradients since the last commit
-        self._tried: list[int] = []  # of how many parameters each optimizer's state was found sendable
+        self._tried: list[int] = []  # for each optimizer, the number of parameters whose state was checked
         self._recorder: Recorder | None = None
         given = {"model": model, "optimizer": optimizer, "data": data}
         for name, value in {**given, **others}.items():
@@ -227,7 +224,7 @@ class State:
         self._stateful["_arithmetic"] = Arithmetic(next(self._modules["model"].parameters()).device)
 
     def _place(self) -> tuple[int, int]:
-        """Of the step that is under way, in the data."""
+        """The position of the present step in the data."""
         assert self._open is not None
         return self._open.epoch, self._open.position
 
@@ -235,17 +232,17 @@ class State:
 
     @property
     def step(self) -> int:
-        """How many steps are committed: those that ``steps`` has yielded, however many of them a commit
-        covers; without ``steps`` each commit is one."""
+        """The number of committed steps: the steps that ``steps`` has yielded, even if one commit covers
+        several. Without ``steps``, each commit is one step."""
         return self._step
 
     @property
     def model(self) -> Any:
-        """The model as it is called in the present world."""
+        """The model as wrapped for the present world."""
         return self._called("model") if "model" in self._modules else None
 
     def _called(self, name: str) -> Any:
-        """A module as it is called in the present world: wrapped for the parameters that are trained now."""
+        """Return a module as wrapped for the present world and its trainable parameters."""
         self._wrap_anew(name)
         if name not in self._wraps:
             self._see_swapped()
@@ -253,7 +250,7 @@ class State:
         return self._wraps[name]
 
     def _wrap_anew(self, name: str) -> None:
-        """Where other parameters of the module are to be trained than when it was wrapped."""
+        """Wrap a module again if its trainable parameters have changed since it was wrapped."""
         if name in self._as_wrapped and not self._as_wrapped[name].as_it_was:
             if name in self._wraps:
                 Averaged([self._wraps.pop(name)]).close()
@@ -266,7 +263,7 @@ class State:
             self._wrap_anew(name)
 
     def _wrap_for(self, name: str) -> None:
-        """Unless all of it is frozen, and has no gradient to add up."""
+        """Wrap a module, unless it is frozen and has no gradients to add up."""
         assert self._wrap is not None
         self._as_wrapped[name] = Wrapped(self._modules[name])
         if self._as_wrapped[name].is_frozen:
@@ -274,16 +271,19 @@ class State:
         self._wraps[name] = self._as_wrapped[name].wrapped_in(
             self._wrap, self._world, sums_per_step=self._data is not None
         )
-        if isinstance(self._wraps[name], nn.Module):  # no method, which would be copied with a copy of it
+        if isinstance(self._wraps[name], nn.Module):  # not a method: a deep copy of the module would copy it
             self._wraps[name].register_forward_pre_hook(lambda *_: self._see_swapped())
 
     def steps(self, until: int | None = None, *, accumulate: int = 1) -> Iterator[Any]:
-        """The steps that are still to be made, from the last committed one, until there are ``until``. With
-        ``data``: a Step each, to the end of its epochs; without: their numbers, or with ``accumulate`` so
-        many ``Micro`` for each, of which only the last has DistributedDataParallel add gradients up.
+        """Yield the remaining steps, from the last committed one, until ``until`` steps are made.
 
-        A commit covers all that were yielded since the last one. What is not committed comes again in the
-        next world, and where ``steps`` is called again."""
+        With ``data``, yield a Step for each, to the end of the data's epochs. Without, yield the steps'
+        numbers. With ``accumulate``, yield that many ``Micro`` for each step: DistributedDataParallel adds
+        gradients up in the last one only.
+
+        A commit covers all steps yielded since the last one. A step that is not committed comes again in the
+        next world, and when ``steps`` is called again.
+        """
         self._begun = self._used = 0
         self._check_accumulate(accumulate)
         if self._data is not None:
@@ -296,12 +296,15 @@ class State:
     def epochs(
         self, until: int | None = None, *, steps: int | None = None, accumulate: int = 1
     ) -> Iterator[Epoch]:
-        """The epochs that are still to be made, from the one under way, until there are ``until``; each is
-        iterated for its steps. With ``data``: those of the data, or of so many ``steps`` each; without: of so
-        many ``steps``, whose numbers are yielded, or ``Micro`` as by ``steps``.
+        """Yield the remaining epochs, from the one under way, until ``until`` epochs are made. Iterate each
+        for its steps.
 
-        What the script does after the steps of an epoch (evaluate, ask a scheduler, ``epoch.stop()``) is
-        committed when the script asks for the next epoch, and comes again where the world changes before."""
+        With ``data``, an epoch is the data's, or ``steps`` steps. Without, an epoch is ``steps`` steps, whose
+        numbers (or ``Micro``) are yielded as by ``steps``.
+
+        Work after an epoch's steps (an evaluation, a scheduler, ``epoch.stop()``) is committed when the
+        script asks for the next epoch. If the world changes before that, the work comes again.
+        """
         self._begun = self._used = 0
         self._check_accumulate(accumulate)
         data, progress = self._data, self._progress
@@ -323,7 +326,7 @@ class State:
             while not progress.stopped and (until is None or progress.ended < until):
                 self._check_world()
                 if shares is not None and shares.next is None and self._step == progress.began:
-                    return  # there is no more data
+                    return  # the data has ended
                 last = None if steps is None else progress.began + steps
                 self._epoch = epoch = Epoch(progress.ended, self._of_epoch(shares, last, accumulate))
                 yield epoch
@@ -333,22 +336,22 @@ class State:
                 self._epoch = None
 
     def _of_epoch(self, shares: Ahead[Share] | None, until: int | None, accumulate: int) -> Iterator[Any]:
-        """The steps of the present epoch, until there are so many, or to the end of the data's."""
+        """Yield the steps of the present epoch, until ``until`` steps or to the end of the data's epoch."""
         if shares is not None:
             yield from self._of_data(shares, until, self._progress.ended if until is None else None)
         elif until is not None:
             yield from self._of_numbers(until, accumulate)
-        if self._begun:  # so that what comes after the steps can be done again without them
+        if self._begun:  # so that the work after the steps can be repeated without them
             self.commit()
 
     def _end_epoch(self, epoch: Epoch) -> None:
-        """All workers together: commit what came after its steps. Raises WorldChanged."""
+        """Commit the work after an epoch's steps, on all workers together. Raises WorldChanged."""
         if not epoch.over and not epoch.stops:
             raise RuntimeError(
                 f"epoch {epoch.number} was left before its end: go through all that `for step in epoch` "
                 "gives, or call epoch.stop() before leaving that loop for good"
             )
-        if self._begun and self._stepped:  # it was left after an optimizer's step
+        if self._begun and self._stepped:  # the script left the epoch after an optimizer's step
             self.commit()
         world, progress = self._world, self._progress
         self._check_world()
@@ -364,7 +367,7 @@ class State:
         self._end_commit(world is not None and world.passed(self.commit_number), due=False)
 
     def _heard(self, mine: Sequence[int]) -> list[list[int]]:
-        """What each worker has to say, by rank. All of them ask."""
+        """Return the values of each worker, by rank. All workers must call it."""
         if world_size() == 1:
             return [[*mine]]
         said = torch.tensor(mine)
@@ -384,7 +387,7 @@ class State:
         return numbers if accumulate == 1 else self._in_pieces(numbers, accumulate)
 
     def _shares(self, data: Data) -> Ahead[Share]:
-        """This worker's. All workers see whether they have begun to read the same of a stream."""
+        """Return this worker's shares. All workers compare what they have read first of a stream."""
 
         def compared() -> Iterator[Share]:
             shares = data.shares(rank(), world_size())
@@ -398,7 +401,7 @@ class State:
         return Ahead(compared())
 
     def _of_data(self, shares: Ahead[Share], until: int | None, epoch: int | None = None) -> Iterator[Step]:
-        """Until there are so many, or to the end of the epoch of that number."""
+        """Yield steps until ``until`` steps are made, or to the end of the given epoch."""
         assert self._data is not None
         while until is None or self._step + self._begun < until:
             self._check_world()
@@ -438,8 +441,8 @@ class State:
             self._micro = None
 
     def _check_world(self) -> None:
-        """Raises WorldChanged where no other step can be made in it, also if the script has swallowed what
-        was wrong with the last one."""
+        """Raise WorldChanged if no further step is possible in this world, even if the script has swallowed
+        the error of the last step."""
         world = self._world
         if world is not None:
             world.check()
@@ -447,8 +450,11 @@ class State:
                 raise WorldChanged
 
     def _see_late_changes(self) -> None:
-        """Say it once where the script has changed something after it has committed the step. Numbers are
-        looked at each time; all else in the first steps, and then more and more rarely."""
+        """Warn once if the script has changed something after it committed a step.
+
+        Simple values are checked each time. Everything else is checked in the first steps, and then more and
+        more rarely.
+        """
         if self._begun or self._said_late or rank() != 0:
             return
         self._looked += 1
@@ -469,10 +475,12 @@ class State:
             )
 
     def commit(self, **said: Any) -> None:
-        """What was done since the last commit is done for good: nobody falls behind of it. Call it after the
-        optimizer's step. ``said``: what there is to ``worker.report`` of the step, such as its loss.
+        """Commit the steps since the last commit: no worker falls behind them. Call it after the optimizer's
+        step.
 
-        Raises WorldChanged when the world ends here: leave it uncaught."""
+        ``said``: values for ``worker.report``, such as the loss. Raises WorldChanged when the world ends
+        here: do not catch it.
+        """
         self._close_step()
         if self._micro is not None and not self._micro.last:
             raise RuntimeError(
@@ -515,7 +523,7 @@ class State:
             self._alike.passed(self._step)
 
     def _end_commit(self, ends: bool, *, due: bool) -> None:
-        """``ends``: whether the world does, with this commit; ``due``: whether a checkpoint may be. Raises
+        """Finish a commit. ``ends``: the world ends with it; ``due``: a checkpoint may be due. Raises
         WorldChanged."""
         world = self._world
         if self._lasting is not None and (ends or due) and not (world is not None and world.over):
@@ -533,7 +541,7 @@ class State:
         self._said_needless = True
 
     def _keep(self) -> None:
-        """This is what there is to go back to."""
+        """Keep the present state as the one to go back to."""
         self._committed.keep()
         self._undo.keep()
         self._trace.note()
@@ -542,8 +550,8 @@ class State:
         self._torn = False
 
     def _require_sendable(self) -> None:
-        """What optimizers keep is the one part of a state that ``Committed`` does not copy; it is tried out
-        where it is new, so that those who come later can take it."""
+        """Check that optimizers' state can be sent to new workers. ``Committed`` checks all else, since it
+        copies all else."""
         sizes = [len(optimizer.state) for optimizer in self._optimizers.values()]
         if sizes != self._tried:
             for name, optimizer in self._optimizers.items():
@@ -579,16 +587,17 @@ class State:
 
     @property
     def commit_number(self) -> int:
-        """Grows with each commit, also with that of an epoch's end, and alike in all workers."""
+        """A number that grows with each commit, also with the commit of an epoch's end. It is the same in all
+        workers."""
         return self._step + self._progress.marks
 
     def enter(self, world: World | None) -> None:
-        """Take part in the world with what this worker has now, which all others have too."""
+        """Enter a world with the present state, which all its workers have."""
         self._world = world
         self._gpus = {p.device for module in self._modules.values() for p in module.parameters() if p.is_cuda}
         told.begins_after(self._step)
         for thing in self._stateful.values():
-            if isinstance(thing, torch.amp.GradScaler):  # where no batch is this worker's it scales no loss
+            if isinstance(thing, torch.amp.GradScaler):  # initialises it, also without a batch
                 thing.scale(torch.zeros((), device=self._committed.device))
         for name in self._to_wrap:
             self._wrap_for(name)
@@ -611,14 +620,15 @@ class State:
 
     @property
     def growth(self) -> tuple[int, float]:
-        """The batch that grows with the world, and what it multiplies learning rates by; 0 and 1 without."""
+        """The batch that grows with the world, and the factor of the learning rates; 0 and 1 if it does not
+        grow."""
         if self._following is None or self._data is None:
             return 0, 1.0
         return self._data.growth(world_size())
 
     def leave(self) -> None:
-        """Out of the world, and back to what is committed, unless parameters have changed since then of which
-        there is no copy."""
+        """Leave the world and go back to the last commit, unless parameters without a copy have changed
+        since."""
         self._world = None
         self._open = None
         self._begun = self._used = 0
@@ -633,7 +643,7 @@ class State:
             for parameter in module.parameters():
                 parameter.grad = None
         for thing in self._stateful.values():
-            if isinstance(thing, torch.amp.GradScaler):  # between unscale_() and update(), as it believes
+            if isinstance(thing, torch.amp.GradScaler):  # it may expect update()
                 vars(thing)["_per_optimizer_states"].clear()
         outside = self._changed_outside(contents=True)
         if not self._torn and (self._stepped or outside):
@@ -646,12 +656,13 @@ class State:
             self._committed.go_back()
 
     def _changed_outside(self, *, contents: bool) -> set[int]:
-        """The parameters that have changed since the last commit, though no optimizer has begun to."""
+        """Return the parameters that changed since the last commit although no optimizer has begun a step on
+        them."""
         changed = self._trace.changed(contents=contents)
         return changed.difference(*(self._owned[name] for name in self._stepped)) if changed else changed
 
     def begin(self) -> None:
-        """What the script has made is what there is to go back to, until something is committed."""
+        """Keep the script's initial state as the one to go back to, until the first commit."""
         if not self._committed.kept:
             self._seeds = chance.digests(chance.note())
             self._shared.begin()
@@ -664,7 +675,7 @@ class State:
         return self._agreed
 
     def agree(self, round: int) -> None:
-        """All have the same, which is whole."""
+        """Note that all workers of the round have the same whole state."""
         self._agreed = round
         self._torn = False
         self._undo.keep()
@@ -675,28 +686,33 @@ class State:
         return self._data is not None and self._data.consistent
 
     def digest(self) -> int:
-        """Alike in workers that have the same parameters; 0 where that is not to be asked."""
+        """Return a digest of the parameters: equal in workers with the same parameters; 0 if they are not
+        compared."""
         return alike.digest(self._trained) if self._trained is not None and self._agreed else 0
 
     def compare(self, world: World, ranks: Sequence[int]) -> None:
-        """All workers together, where digests of these ranks differ."""
+        """Compare parameters on all workers together, when the digests of these ranks differ."""
         if self._trained is not None:
             alike.compare(self._trained, world, ranks, exact=self._exact)
 
     def shared_digests(self) -> tuple[int, int]:
-        """Alike in workers that have alike what they are to have so, beside parameters; and in those whose
-        scripts began alike. 0 where that is not to be asked."""
+        """Return two digests: of the shared values besides parameters, and of those values when the scripts
+        began. 0 if they are not compared."""
         if not self._compares:
             return 0, 0
         return self._shared.digest(), self._shared.digest_of_beginning()
 
     def compare_shared(self, world: World | None, ranks: Sequence[int]) -> None:
-        """All workers together, where the first of those digests differs among these ranks."""
+        """Compare the shared values on all workers together, when the first digest differs among these
+        ranks."""
         self._shared.compare(world, ranks)
 
     def compare_beginning(self, world: World, source: int, *, fresh: bool) -> None:
-        """All workers together, where the second differs. That is refused where no worker has committed
-        anything; one that comes later takes what ``source`` has, and says so."""
+        """Compare the initial values on all workers together, when the second digest differs.
+
+        A difference is refused while no worker has committed anything. A worker that joins later takes the
+        values of ``source``, with a warning.
+        """
         differs = self._shared.compare_beginning(world, source, fresh=fresh)
         if differs and self.holds is Holds.NONE:
             _log.warning(
@@ -707,18 +723,22 @@ class State:
             )
 
     def outlived(self) -> None:
-        """This world goes on from what workers of the last one have in memory."""
+        """Note that this world continues from the memory of the last world's workers."""
         if self._lasting is not None:
             self._lasting.outlived()
 
     def kept_beyond(self, age: Age, world: World) -> bool:
-        """All workers of the world together: whether a newer state than that was kept anywhere."""
+        """Whether a newer state than this age was kept anywhere. All workers of the world call it
+        together."""
         return self._lasting is not None and self._lasting.has_beyond(age, world)
 
     def resume(self, world: World, beyond: Age | None = None) -> str:
-        """All workers of the world together: have the newest state that was kept anywhere. The tier it was
-        kept in; empty where there is none. ``beyond``: if it is further than this, which some of them have.
-        They have it still unless what was kept has proved whole, to all of them."""
+        """Load the newest kept state, on all workers of the world together.
+
+        Return the tier that the state came from; empty if there is none. ``beyond``: load only a state newer
+        than this age, which some workers have in memory. They keep theirs unless the loaded state proves
+        whole on all workers.
+        """
         if self._lasting is None:
             return ""
         mine = self._copied() if beyond is not None and self.holds is Holds.WHOLE else None
@@ -728,10 +748,10 @@ class State:
                 self._parts(), world, else_asks=self._restore is not None, beyond=beyond
             )
         except DataChanged:
-            told.fatal(Fatal.BAD_DATA)  # another try would find the same
+            told.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
             raise
         finally:
-            if found is None and self._lasting.overwrote:  # in part, or what was read is not whole
+            if found is None and self._lasting.overwrote:  # partly, or with damaged data
                 if mine is not None:
                     self.take(mine)
                 else:
@@ -746,7 +766,7 @@ class State:
         return self._lasting.tier
 
     def finish(self) -> None:
-        """All workers' run functions have come to their end. Raises WorldChanged."""
+        """Commit and save the end: the run functions of all workers have returned. Raises WorldChanged."""
         if self._stepped and (self._open is None or self._open.done):
             if rank() == 0:
                 _log.warning(
@@ -774,7 +794,7 @@ class State:
         return {name: value for name, value in named.items() if name not in self._own}
 
     def _take_own_back(self) -> None:
-        """As it was when this worker last committed."""
+        """Restore this worker's own values from its last commit."""
         for name in self._own & self._plain.keys():
             self._plain[name] = copied(self._committed.kept["plain"][name], name)
         for name in self._own & self._stateful.keys():
@@ -785,7 +805,7 @@ class State:
         return self._restore is not None
 
     def restore(self) -> bool:
-        """Begin where the script's ``restore`` says, if it can."""
+        """Call the script's ``restore``. Return whether it restored a step."""
         step = self._restore(self) if self._restore is not None else None
         if step is None:
             return False
@@ -794,7 +814,8 @@ class State:
         return True
 
     def snapshot(self) -> dict[str, Any]:
-        """All that is committed: plain data and tensors, the large ones being the very parameters."""
+        """Return all that is committed, as plain data and tensors. Parameters and optimizers' tensors are not
+        copied."""
         return {
             "step": self._step,
             "seeds": self._seeds,
@@ -809,7 +830,7 @@ class State:
         }
 
     def _order(self) -> dict[str, list[list[str]]]:
-        """By optimizer and group, the names of its parameters, which it knows by their order alone."""
+        """Return the names of each optimizer's parameters, by group: the optimizer knows only their order."""
         names = {p: f"{name}.{key}" for name, m in self._modules.items() for key, p in m.named_parameters()}
         return {
             name: [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -817,7 +838,7 @@ class State:
         }
 
     def _copied(self) -> dict[str, Any]:
-        """A snapshot that shares nothing with what training changes, in the memory of the host."""
+        """Return a snapshot in the host's memory that training does not change."""
         snapshot = self.snapshot()
         moved = {
             name: with_tensors(snapshot[name], lambda tensor: tensor.detach().to("cpu", copy=True))
@@ -826,8 +847,11 @@ class State:
         return {**snapshot, **moved}
 
     def take(self, snapshot: dict[str, Any]) -> None:
-        """Have what another worker had, but for what is this one's own. Random numbers go on as its do where
-        both began alike, and as this worker's otherwise, so that what was drawn independently stays so."""
+        """Take another worker's snapshot, except for this worker's own values.
+
+        Random numbers continue as the other worker's where both scripts began alike. Otherwise they continue
+        as this worker's, so that independent draws stay independent.
+        """
         kept = snapshot["kept"]
         theirs = kept["random"]
         alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
@@ -859,12 +883,12 @@ class State:
         self._step = snapshot["step"]
         if (
             self._undoes is not False
-        ):  # what was seen to change early there does so here, from the first step on
+        ):  # values that change early in other workers do so here, from the first step
             self._undo.want(*snapshot["undoes"])
 
     def _learned(self) -> Iterator[torch.Tensor]:
-        """All parameters and what the optimizers have of them, in one order everywhere. Buffers where they
-        are alike in all workers, as they are in consistent mode."""
+        """Yield all parameters and optimizers' tensors, in the same order on all workers. In consistent mode
+        also yield buffers, which are then the same in all workers."""
         for _, module in sorted(self._modules.items()):
             yield from module.parameters()
             if self._data is not None and self._data.consistent:
@@ -878,7 +902,8 @@ class State:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """An optimizer is about to change parameters, unless it is given a closure to call first."""
+        """Note that an optimizer is about to change parameters. With a closure, the change begins only after
+        the closure."""
         [name] = [name for name, mine in self._optimizers.items() if mine is optimizer]
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if not callable(closure):
@@ -886,7 +911,7 @@ class State:
             return None
 
         def evaluate() -> Any:
-            if name in self._stepped:  # it has changed them already, and goes on with other gradients
+            if name in self._stepped:  # it has changed parameters already, and continues with other gradients
                 self._undo_from_now_on(set(), {name})
             loss = closure()
             self._begins(name)
@@ -897,8 +922,7 @@ class State:
         return (args[0], evaluate, *args[2:]), kwargs
 
     def _begins(self, name: str) -> None:
-        """The last instant at which an optimizer has not changed anything, so whatever may be wrong with its
-        step has to be known now."""
+        """Check an optimizer's step right before it changes parameters: later it is too late."""
         self._refuse_carried()
         self._refuse_unfrozen()
         world = self._world
@@ -907,7 +931,7 @@ class State:
             if self._stepped or outside:
                 self._undo_from_now_on(outside, self._stepped)
             for gpu in self._gpus:
-                torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world is over
+                torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world ends
                 world.check()
             world.vouch()
         if told.policy() != "ignore" and not all_finite(_gradients(self._optimizers[name])):
@@ -916,7 +940,7 @@ class State:
         self._calls_before = self._calls()
 
     def _see_calls_between(self) -> None:
-        """Say it once where the script talks to others while a step can be neither finished nor undone."""
+        """Warn once if the script uses collectives while a step can be neither finished nor undone."""
         if self._said_between or self._calls() == self._calls_before or self._undo.covers((), self._stepped):
             return
         self._said_between = True
@@ -928,9 +952,10 @@ class State:
             )
 
     def _see_swapped(self) -> None:
-        """Before a forward pass: other weights may have been swapped in for an evaluation, and be gone again
-        at the next step. Looked for in the first such pass after a commit, the second, the fourth and so
-        on."""
+        """Look for weights that were swapped in for an evaluation, before a forward pass without gradients.
+
+        They may be gone again at the next step. The check runs in passes 1, 2, 4, 8 and so on after a commit.
+        """
         if self._world is None or self._stepped or torch.is_grad_enabled():
             return
         self._evaluated += 1
@@ -938,7 +963,8 @@ class State:
             self._undo_from_now_on(outside, set())
 
     def _undo_from_now_on(self, parameters: set[int], optimizers: set[str]) -> None:
-        """They have changed before the last sum of a step: a death in that sum leaves no worker whole."""
+        """Copy these parameters at each commit from now on. They change before the last sum of a step, so a
+        death in that sum would leave no worker whole."""
         owned = [self._owned[name] for name in optimizers]
         if self._undoes is False or not self._undo.want(parameters.union(*owned), optimizers):
             return
@@ -952,8 +978,8 @@ class State:
             )
 
     def _unused_gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """At a commit before any optimizer has stepped: a parameter and its gradient, if there is one that an
-        optimizer could use."""
+        """Return a parameter and its gradient if a commit comes before any optimizer's step, and an optimizer
+        could use the gradient."""
         for optimizer in self._optimizers.values():
             for parameter in _parameters(optimizer):
                 if parameter.grad is not None:
@@ -982,7 +1008,7 @@ class State:
 def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lasting | None:
     if not checkpoints:
         return None
-    from elasticd.worker.checkpoint import Checkpoints  # imports much that nothing else here needs
+    from elasticd.worker.checkpoint import Checkpoints  # imports parts of torch that nothing else here needs
 
     made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
     return Lasting(made)
@@ -997,7 +1023,8 @@ def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _give(optimizer: Optimizer, state: dict[int, Any]) -> None:
-    """Load what another of its kind has. torch takes that to be of its parameter's type, whatever it is."""
+    """Load another optimizer's state. ``load_state_dict`` casts it to the parameter's type, so set the
+    original values afterwards."""
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     for number, parameter in enumerate(_parameters(optimizer)):
         if parameter in optimizer.state:

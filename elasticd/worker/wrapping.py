@@ -1,4 +1,4 @@
-"""How the model of a State is wrapped for a world, and how the sums of its gradients are counted there."""
+"""Wrap a State's models for a world, and count the sums of their gradients."""
 
 from __future__ import annotations
 
@@ -27,22 +27,25 @@ Wrap = Callable[[nn.Module], Any]
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """How a model is wrapped unless the script says otherwise. All workers have the same weights
-    already, so nothing is sent."""
+    """Wrap a model, unless the script gives its own ``wrap``. All workers have the same weights already, so
+    none are sent."""
     first = next(model.parameters())
     return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
 
 
 def is_flattened(module: nn.Module) -> bool:
-    """Whether some of it is in torch's first FSDP, FullyShardedDataParallel, which shards parameters and does
-    not say which piece of what a rank has."""
+    """Whether a part of the module is in torch's first FSDP, FullyShardedDataParallel. It shards parameters
+    without telling which piece a rank has."""
     first = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return first is not None and any(isinstance(m, first.FullyShardedDataParallel) for m in module.modules())
 
 
 def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:
-    """The names of those that are to be wrapped: the model, and what else has parameters that an optimizer
-    trains, by their ids. Raises TypeError where two have some of them in common, and each has others."""
+    """Return the names of the modules to wrap: the model, and modules with parameters that an optimizer
+    trains (``trained``: their ids).
+
+    Raises TypeError if two modules share some trained parameters and each has others.
+    """
     found: list[str] = []
     covered: dict[int, str] = {}
     for name, module in modules.items():
@@ -62,7 +65,7 @@ def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:
 
 
 class Wrapped:
-    """A module, with the parameters that were to be trained when this was made."""
+    """A module, and which of its parameters were trainable when this was made."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -71,7 +74,7 @@ class Wrapped:
 
     @property
     def as_it_was(self) -> bool:
-        """Whether the same are to be trained now."""
+        """Whether the same parameters are trainable now."""
         return [p.requires_grad for p in self._parameters] == self._flags
 
     @property
@@ -79,7 +82,8 @@ class Wrapped:
         return not any(self._flags)
 
     def unfrozen(self) -> str:
-        """One that has a gradient now, and was not to be trained; empty if there is none."""
+        """Return the name of a parameter that has a gradient but was not trainable; empty if there is
+        none."""
         if self.as_it_was:
             return ""
         late = {
@@ -90,8 +94,10 @@ class Wrapped:
         return next((name for name, p in self._module.named_parameters() if id(p) in late), "")
 
     def wrapped_in(self, wrap: Wrap, world: World | None, *, sums_per_step: bool) -> Any:
-        """The module in ``wrap``. Raises TypeError where State could not keep what comes of it.
-        ``sums_per_step``: not each backward pass ends in a sum over the workers, only the step's last."""
+        """Return the module wrapped by ``wrap``. Raises TypeError if State could not keep the result.
+
+        ``sums_per_step``: only the last backward pass of a step ends in a sum over the workers.
+        """
         mine = [(id(p), p.shape) for p in self._parameters]
         wrapped = wrap(self._module)
         now = [(id(p), p.shape) for p in self._module.parameters()]
@@ -108,7 +114,7 @@ class Wrapped:
 
 
 class Silence:
-    """A time in which backward passes through the models add nothing up over the workers."""
+    """A ``with`` block in which backward passes through the models add nothing up over the workers."""
 
     def __init__(self) -> None:
         self._open: contextlib.ExitStack | None = None
@@ -123,14 +129,14 @@ class Silence:
             yield
 
     def take_in(self, model: Any) -> None:
-        """A model that is wrapped anew meanwhile."""
+        """Include a model that is wrapped during the block."""
         if self._open is not None and isinstance(model, DistributedDataParallel):
             self._open.enter_context(model.no_sync())
 
 
 class Calls:
-    """How many collectives were called in the present world, but for DistributedDataParallel's own before a
-    forward pass, with which it makes the buffers of all workers those of the first."""
+    """The number of collectives called in the present world. DistributedDataParallel's own before a forward
+    pass, which copy rank 0's buffers to all workers, are not counted."""
 
     def __init__(self, models: Iterable[Any]) -> None:
         self._own = 0
@@ -138,7 +144,7 @@ class Calls:
             self.leave_out(model)
 
     def leave_out(self, model: Any) -> None:
-        """What it calls by itself."""
+        """Do not count the collectives that the model calls by itself."""
         if isinstance(model, DistributedDataParallel):
             model._pre_forward = partial(self._counted, weakref.ref(model))  # type: ignore[method-assign]
 
@@ -159,15 +165,17 @@ class Calls:
 
 
 def count_sums(model: DistributedDataParallel, world: World) -> None:
-    """Count, in ``world``, the backward passes through the model, and those that got to their end: of one
-    whose sum failed there is no second count, whoever caught the exception. The end is a callback that a
-    callback asks for, and so comes after the one in which DistributedDataParallel waits for its sums."""
+    """Count, in ``world``, the backward passes through the model that begin and that complete.
+
+    A pass whose sum failed does not complete, even if the script caught the exception. The end is a callback
+    queued by a callback, so it runs after the callback in which DistributedDataParallel waits for its sums.
+    """
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
     def end() -> None:
         world.sums += 1
 
-    # The model is an argument: a function that holds the model would be a cycle, which outlives the world.
+    # The model is an argument: a closure with the model would be a reference cycle, which outlives the world.
     def forward(model: nn.Module, _: Any, output: Any) -> None:
         begun = False
 
@@ -179,7 +187,7 @@ def count_sums(model: DistributedDataParallel, world: World) -> None:
                 queue(lambda: queue(end))
 
         if model.require_backward_grad_sync:
-            # Each worker may make its loss of others of them.
+            # The loss of each worker may use other outputs.
             for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
                 if tensor.requires_grad:
                     tensor.register_hook(begin)
