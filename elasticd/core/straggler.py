@@ -1,15 +1,15 @@
-"""Is a worker slower than its peers, and which? From each worker's own time for a step.
+"""Find workers that are slower than their peers, from each worker's own time for a step.
 
-In lock-step training all ranks take the same time for a step, whoever is slow: the others wait for it.
-So what is compared is the time without what was spent waiting for other ranks. One period's own times
-say little; a worker is named when it was slower than its peers for most of a window of them.
+In lock-step training all ranks take the same time for a step, since the fast ones wait for the slow one. So a
+worker's own time leaves out its waits for other ranks. One period says little: a straggler was slower than
+its peers for most of a window of periods.
 
-Nor does the time count in which a worker was ready to run and other processes had the processors: on a
-machine that has too few, chance decides who waits longest for one, and nobody is slow by itself. Where a
-quota of the workers' control group held them up, the time counts: elsewhere they would not be held up. A
-quota holds up all workers of its node, so each is charged alike, with no more than any of them was delayed.
+Also left out is the time in which a worker was ready to run but had no CPU. On a machine with too few CPUs
+chance decides which worker waits longest, and no worker is slow by itself. That time counts if a quota of the
+workers' control group caused it: on another machine there would be no such delay. A quota delays all workers
+of its node. So each is charged the same, and no more than the least delayed one lost.
 
-Nothing here depends on a clock: a period is what the caller says is one.
+Nothing here depends on a clock: the caller decides what a period is.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from statistics import median
 
 Place = tuple[str, int]  # node and slot
 
-PERIODS = 12  # of a window
-MOST = 0.75  # of them in which it must have been slower
+PERIODS = 12  # periods in a window
+MOST = 0.75  # the share of periods in which a straggler must have been slower
 MAD_TO_SIGMA = 1.4826
 SURE = 3.0  # standard errors of the median
 
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """A worker's steps up to now. ``at``: when the last was made; ``wait_s``: how long it has waited for
-    other ranks in all these, as far as that was measured, ``waits`` times; ``delay_s``: for how long it was
-    ready to run, outside these waits, and had no processor."""
+    """A worker's steps so far.
+
+    ``at``: the time of the last step. ``wait_s``: the total measured wait for other ranks, in ``waits``
+    waits. ``delay_s``: how long it was ready to run but had no CPU, outside its waits.
+    """
 
     steps: int
     at: float
@@ -43,16 +45,19 @@ class Strides:
 def own_times(
     before: Mapping[int, Strides], after: Mapping[int, Strides], throttled_s: float
 ) -> dict[int, float]:
-    """Of the workers of one node, by slot, as far as they are known. ``throttled_s``: for how long a
-    quota has held up anything on this node meanwhile."""
+    """Return the known own times of one node's workers, by slot. ``throttled_s``: how long a quota has
+    delayed any process on this node meanwhile."""
     charged_s = min([throttled_s, *(after[slot].delay_s - before[slot].delay_s for slot in after)])
     known = {slot: own_s(before[slot], after[slot], charged_s) for slot in after}
     return {slot: s for slot, s in known.items() if s is not None}
 
 
 def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | None:
-    """Its own time for one of the steps between; None where there was none, or no wait was measured:
-    then its time is not known from the others'. ``charged_s``: of its delay, what counts."""
+    """Return the worker's own time for one step between the two.
+
+    Return None if there was no step, or no measured wait: the worker's time is then part of the others'.
+    ``charged_s``: the part of its delay that counts.
+    """
     steps = after.steps - before.steps
     if steps < 1 or after.waits <= before.waits:
         return None
@@ -62,27 +67,28 @@ def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | No
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """``ratio``: to its peers' time, from which a worker is a straggler."""
+    """The limit of a straggler. ``ratio``: of its own time to its peers'."""
 
     ratio: float = 1.1
 
     @property
     def calm(self) -> float:
-        """Below this it is none any more."""
+        """The ratio below which a straggler is one no more."""
         return 1 + (self.ratio - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The periods of the window, oldest first: each the own times of all workers; and who is named."""
+    """The window of periods, oldest first, each with the own times of all workers; and the named
+    stragglers."""
 
     periods: tuple[Mapping[Place, float], ...] = ()
     named: frozenset[Place] = frozenset()
     tolerance: Tolerance = field(default_factory=Tolerance)
 
     def see(self, times: Mapping[Place, float]) -> Watch:
-        """After one period more. Workers come and go together: another set of them is another world, and
-        nothing is known of it yet."""
+        """Return the watch after one more period. Another set of workers is another world, of which nothing
+        is known yet."""
         before = self.periods if self.periods and self.periods[-1].keys() == times.keys() else ()
         periods = (*before, times)[-PERIODS:]
         named = self.named if before else frozenset()
@@ -90,7 +96,7 @@ class Watch:
 
     @property
     def ratios(self) -> dict[Place, float]:
-        """Of each worker's own time to its peers' of late."""
+        """The recent ratio of each worker's own time to its peers'."""
         if not self.periods or len(self.periods[-1]) < 2:
             return {}
         return {place: median(_over_time(self.periods, place)) for place in self.periods[-1]}
@@ -111,7 +117,7 @@ def _judge(
         surely = ratio >= tolerance.ratio and ratio - 1 >= SURE * error
         if (often and surely) or (place in named and ratio >= tolerance.calm):
             slow.add(place)
-    # Where it is half of them or more, the machines are of two kinds, and nobody lags behind.
+    # If half of the workers or more are slow, there are two kinds of machines, and no stragglers.
     return frozenset(slow) if 2 * len(slow) < len(periods[-1]) or len(slow) == 1 else frozenset()
 
 

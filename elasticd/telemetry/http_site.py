@@ -138,9 +138,7 @@ class _Shown(_Plain):
             names = ", ".join(sorted(self._names))
             self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"ask for this machine by its address, or as {names}")
         elif self._token and not self._is_told(self._token):
-            self.set_header(
-                "WWW-Authenticate", 'Basic realm="elasticd"'
-            )  # a browser then asks for the password
+            self.set_header("WWW-Authenticate", 'Basic realm="elasticd"')  # makes a browser ask for it
             self.refuse(HTTPStatus.UNAUTHORIZED, "give the token, as Bearer or as the password of any user")
 
     def _is_told(self, token: str) -> bool:

@@ -203,9 +203,6 @@ def _start() -> str:
         started.append(saver)
     secret = os.urandom(16).hex()
     assert saver.stdin is not None
-    with (
-        contextlib.suppress(OSError),
-        saver.stdin as pipe,
-    ):  # OSError: the saver has ended already
+    with contextlib.suppress(OSError), saver.stdin as pipe:  # OSError: the saver has ended already
         pipe.write(secret.encode())
     return f"{name} {secret}"

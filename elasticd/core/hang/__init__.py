@@ -1,6 +1,6 @@
-"""Workers that hang: how long is too long, and who is to blame (``judging``); what is seen of them
-(``standstill``, ``messages``); what the agent of a node does about it (``watching``). What the leader
-concludes is in ``core.leader.hanging``."""
+"""Hanging workers. ``judging``: how long is too long, and which worker is to blame. ``standstill`` and
+``messages``: what the agent sees of workers that stand still. ``watching``: what the agent of a node does.
+The leader's part is in ``core.leader.hanging``."""
 
 from elasticd.core.hang.judging import (
     BUSY_ALL_WAKES_PER_S,

@@ -1,13 +1,13 @@
-"""Does a worker hang, and which one? From what each does, and how long the job's steps take.
+"""Decide whether a worker hangs, and which one, from what each worker does and how long the job's steps take.
 
-In lock-step training all ranks stand still together, whoever is to blame: one hangs, and the others
-wait for it in a collective. So standing still is only the question. The answer is what each worker
-does meanwhile, and the more certain that is, the less patience it gets:
+In lock-step training all ranks stand still together: one hangs, and the others wait for it in a collective. A
+standstill alone thus names no worker. The judge looks at what each worker does meanwhile. The surer the
+evidence, the sooner the verdict:
 
-* stopped (SIGSTOP): it can never go on by itself;
-* asleep in its own code, while others wait for it: it may be loading data from far away;
-* all wait for each other: somebody left a collective out, or they are in different ones;
-* busy in its own code: most likely an evaluation, a checkpoint, a compilation.
+* stopped (SIGSTOP): the worker cannot continue by itself;
+* asleep in its own code, while others wait: the worker may be loading data over a slow network;
+* all wait for each other: a worker left out a collective, or the workers are in different ones;
+* busy in its own code: most likely an evaluation, a checkpoint or a compilation.
 
 Times are arguments, in seconds; there is no clock here.
 """
@@ -23,24 +23,24 @@ from statistics import median
 from elasticd.core.whereabouts import At, Whereabouts
 
 FOREVER_S = 1e9  # JSON has no infinity
-REPEAT_S = 30.0  # a verdict that changed nothing may be reached again
-FIRST_S = 300.0  # asleep before the first step of a round: what it waits for may be far away
-GAPS_ENOUGH = 5  # fewer say little: the first steps compile, allocate and connect
-# Who does less than all of these is asleep. One who sends a file over a slow network hardly uses any
-# CPU, but wakes up for each piece; and background threads wake up by themselves to look around.
+REPEAT_S = 30.0  # the time after which a verdict without effect may be repeated
+FIRST_S = 300.0  # asleep before a round's first step: its data may be far away
+GAPS_ENOUGH = 5  # fewer gaps mean little: the first steps compile, allocate and connect
+# A worker below all of these limits is asleep. A worker that sends a file over a slow network uses hardly any
+# CPU, but wakes up for each piece. Background threads wake up by themselves.
 BUSY_SHARE = 0.05  # of one core
 BUSY_WAKES_PER_S = 2.0  # of the main thread
 BUSY_ALL_WAKES_PER_S = 100.0  # of all threads
 
 
 class ProcessState(StrEnum):
-    """As /proc has it."""
+    """The state of a process, as in /proc."""
 
     RUNNING = "R"
     SLEEPING = "S"
-    DISK = "D"  # in the kernel, beyond signals
+    DISK = "D"  # in the kernel, where signals have no effect
     STOPPED = "T"
-    TRACED = "t"  # by a debugger, who will let it go on
+    TRACED = "t"  # by a debugger, which will continue it
     GONE = "X"
     ZOMBIE = "Z"
 
@@ -50,10 +50,10 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What people set: bounds of the limits that are learned, or one limit instead of all of them.
+    """The user's settings: bounds for the learned limits, or one fixed limit for all.
 
-    ``floor_s``: even a stopped worker gets this long. ``ceiling_s``: even a busy one, if others
-    wait for it, gets no longer, but for a job that has made a step half as long.
+    ``floor_s``: the least limit, even for a stopped worker. ``ceiling_s``: the greatest limit for a worker
+    that others wait for. A job that has made a step more than half as long gets twice that step.
     """
 
     floor_s: float = 1.0
@@ -63,9 +63,11 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How long a worker may go without a step. ``unasked_s``: a busy one that nobody waits for;
-    ``leaving_s``: after it was told to leave a world that others have left; ``first_s``: until the first
-    step of a round, where it has made steps in an earlier one."""
+    """How long a worker may go without a step, by what the worker does.
+
+    ``unasked_s``: busy, and no other worker waits. ``leaving_s``: told to leave a world that others have
+    left. ``first_s``: before the first step of a round, for a worker with steps in an earlier round.
+    """
 
     stopped_s: float
     asleep_s: float
@@ -77,10 +79,10 @@ class Allowance:
 
 
 def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowance | None:
-    """What is allowed in a job whose last steps came at these gaps; None before its first step.
+    """Return the limits for a job with these times between its last steps; None before the first step.
 
-    A stopped worker is measured by the usual step; all others by the largest too, which may have
-    had an evaluation or a checkpoint in it.
+    A stopped worker's limit follows from the usual step. All other limits follow from the longest step as
+    well, which may have included an evaluation or a checkpoint.
     """
     if steps < 1:
         return None
@@ -99,8 +101,8 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
         asleep_s=bounded(max(30 * usual_s, 5 * largest_s, 60 * floor_s)),
         waiting_s=bounded(max(60 * usual_s, 10 * largest_s, 120 * floor_s)),
         busy_s=ceiling_s,
-        unasked_s=FOREVER_S,  # it may well be an evaluation of hours that every rank has its part of
-        leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),  # others have what it has
+        unasked_s=FOREVER_S,  # perhaps an evaluation of hours, of which each rank does a part
+        leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),  # others have the state as well
         first_s=bounded(max(30 * usual_s, 5 * largest_s, FIRST_S * floor_s)),
     )
 
@@ -109,21 +111,22 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
 
 
 class Doing(StrEnum):
-    """Bounded, as it is written to etcd and becomes a label."""
+    """What a worker does. The values are few, since they are written to etcd and become labels."""
 
-    MOVING = "moving"  # it makes steps
+    MOVING = "moving"  # makes steps
     STOPPED = "stopped"
-    ASLEEP = "asleep"  # in code of its own, using no CPU
-    BUSY = "busy"  # in code of its own, or waiting for a program it started
+    ASLEEP = "asleep"  # in its own code, without CPU use
+    BUSY = "busy"  # in its own code, or waiting for a program that it started
     WAITING = "waiting"  # for others, in a collective
-    UNKNOWN = "unknown"  # asleep, and not saying where
+    UNKNOWN = "unknown"  # asleep, and its stack is unknown
     GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How a process has been of late. ``cpu_share``: cores that it and its children used;
-    ``wakes_per_s``, ``all_wakes_per_s``: how often its main thread, and all threads, went on."""
+    """The recent activity of a process. ``cpu_share``: the cores that it and its children used.
+    ``wakes_per_s``, ``all_wakes_per_s``: how often its main thread, and all its threads, continued after a
+    wait."""
 
     cpu_share: float
     wakes_per_s: float = 0.0
@@ -147,9 +150,9 @@ def doing(state: ProcessState, pulse: Pulse, where: Whereabouts | None) -> Doing
         case ProcessState.TRACED | ProcessState.DISK:
             return Doing.BUSY
     if where is not None and where.at is At.COLLECTIVE:
-        # Who computes in backward is busy; who spins for the GPU, or for other ranks, waits for them.
+        # A worker that computes in backward is busy. One that polls for the GPU or other ranks is waiting.
         return Doing.BUSY if where.doing == "backward" and pulse.cpu_share >= BUSY_SHARE else Doing.WAITING
-    runs = state is ProcessState.RUNNING or pulse.busy  # or would, were the machine less so
+    runs = state is ProcessState.RUNNING or pulse.busy  # or would run, if the machine had a free core
     if runs or (where is not None and where.at is At.PROGRAM):
         return Doing.BUSY
     return Doing.ASLEEP if where is not None else Doing.UNKNOWN
@@ -157,8 +160,11 @@ def doing(state: ProcessState, pulse: Pulse, where: Whereabouts | None) -> Doing
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One worker, looked at. ``step``: how many it has made in the round, which may not be all that its
-    process made. ``still_s``: since its last step. ``place`` and ``what``: see ``Whereabouts``."""
+    """One worker, as it was seen.
+
+    ``step``: its steps in this round; its process may have made more. ``still_s``: the time since its last
+    step. ``place`` and ``what``: see ``Whereabouts``.
+    """
 
     node: str
     slot: int
@@ -177,15 +183,15 @@ class Why(StrEnum):
     STOPPED = "stopped"
     ASLEEP = "asleep"
     BUSY = "busy"
-    APART = "apart"  # all wait, but these elsewhere than most
-    DEADLOCK = "deadlock"  # all wait, and none is to blame more than another
-    SILENT = "silent"  # does not say where it is, while the others wait
+    APART = "apart"  # all wait, but these in another place than most
+    DEADLOCK = "deadlock"  # all wait, and none is more to blame than another
+    SILENT = "silent"  # its stack is unknown, while the others wait
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who hangs: to be killed and replaced. ``others``: how many more were looked at, and what most
-    of those that wait are in and where, if any does."""
+    """The workers that hang, to be killed and replaced. ``others``: the number of other workers seen, and the
+    most common collective and place of those that wait, if any do."""
 
     why: Why
     guilty: tuple[Look, ...]
@@ -195,8 +201,11 @@ class Verdict:
 
 
 def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
-    """Whether somebody hangs by now. ``looks``: of every worker of the world, where more is asked
-    than whether one is stopped; those that have ended well are left out."""
+    """Return who hangs by now, if any worker does.
+
+    ``looks``: of every worker of the world, except those that have ended well. To judge stopped workers
+    alone, fewer looks are enough.
+    """
     ordered = tuple(sorted(looks, key=lambda look: look.rank))
 
     def found(why: Why, guilty: Sequence[Look], limit_s: float) -> Verdict | None:
@@ -210,13 +219,13 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
     if stopped:
         return found(Why.STOPPED, stopped, allowed.stopped_s)
     if those(Doing.GONE):
-        return None  # its exit is on its way, and says more
+        return None  # the exit is on its way, and says more
     waiting, busy = those(Doing.WAITING), those(Doing.BUSY)
     asleep, silent = those(Doing.ASLEEP), those(Doing.UNKNOWN)
     if not waiting:
         return found(Why.ASLEEP, asleep, allowed.busy_s) or found(Why.BUSY, busy, allowed.unasked_s)
     if busy or those(Doing.MOVING, Doing.STOPPED):
-        # Perhaps all the others, the sleeping ones too, wait for the busy one in their own ways.
+        # Perhaps all other workers, the sleeping ones too, wait for the busy one.
         return found(Why.ASLEEP, asleep, allowed.busy_s) or found(Why.BUSY, busy, allowed.busy_s)
     if asleep:
         return found(Why.ASLEEP, asleep, allowed.asleep_s)
@@ -227,9 +236,11 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
 
 
 def judge_first(looks: Sequence[Look], experienced: Collection[int], allowed: Allowance) -> Verdict | None:
-    """Who hangs before the first step of a round: whoever sleeps on, while nobody is busy. ``looks``: of all
-    workers of the world; ``experienced``: the ranks of those that have made steps in an earlier round, and so
-    have nothing to import, nor to compile for the first time."""
+    """Return who hangs before the first step of a round: workers that stay asleep while no worker is busy.
+
+    ``looks``: of all workers of the world. ``experienced``: the ranks with steps in an earlier round, which
+    have nothing left to import or compile.
+    """
     asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
     calm = all(look.doing in (Doing.ASLEEP, Doing.WAITING) for look in looks)
     late = all(look.rank in experienced and look.still_s >= allowed.first_s for look in asleep)
@@ -237,8 +248,11 @@ def judge_first(looks: Sequence[Look], experienced: Collection[int], allowed: Al
 
 
 def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
-    """Who keeps the others from their next world, once it has taken too long to leave this one. ``looks``:
-    of those that have not left it. One that is busy may be what the sleeping ones wait for."""
+    """Return who blocks the next world, when leaving this one has taken too long.
+
+    ``looks``: of the workers that have not left. A sleeping worker may be waiting for a busy one, so all must
+    be asleep.
+    """
     asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
     return _verdict(Why.ASLEEP, asleep, looks) if asleep and len(asleep) == len(looks) else None
 
@@ -251,7 +265,7 @@ def _verdict(why: Why, guilty: tuple[Look, ...], looks: Sequence[Look]) -> Verdi
 
 
 def _apart(waiting: Sequence[Look]) -> list[Look]:
-    """Those that are elsewhere than most of them."""
+    """Return the workers that wait in another place than most."""
     places = Counter((look.step, look.what, look.place) for look in waiting)
     most, count = places.most_common(1)[0]
     if 2 * count <= len(waiting):

@@ -1,4 +1,4 @@
-"""What is seen of workers that stand still, and what is to be done about it."""
+"""What is seen of workers that stand still, and the actions that follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """The time has come that the last step asked for."""
+    """The wake-up time of the last step has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class StepsRead:
 
 @dataclass(frozen=True, slots=True)
 class VitalsSampled:
-    """By slot."""
+    """The vitals of the workers, by slot."""
 
     vitals: Mapping[int, Vitals] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """``number``: of the ``LookAt`` that it answers."""
+    """The result of a look. ``number``: of the ``LookAt`` that it answers."""
 
     number: int
     sights: tuple[Inspected, ...] = ()
@@ -39,7 +39,8 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceKept:
-    """``place``: where the evidence is; empty where it could not be written. ``number``: as above."""
+    """The evidence is written. ``place``: its folder; empty if it could not be written. ``number``: of the
+    ``KeepEvidence`` that it answers."""
 
     number: int
     place: str = ""
@@ -47,7 +48,7 @@ class EvidenceKept:
 
 @dataclass(frozen=True, slots=True)
 class HangSaid:
-    """The leader has written this, or what it wrote is gone."""
+    """The leader has written this verdict, or its verdict is gone."""
 
     hang: Hang | None
 
@@ -59,21 +60,22 @@ Event = Woke | StepsRead | VitalsSampled | Looked | EvidenceKept | HangSaid
 
 @dataclass(frozen=True, slots=True)
 class ReadSteps:
-    """``StepsRead`` follows at once. ``known``: the steps of each process that were read before, by pid."""
+    """Read the workers' steps. ``StepsRead`` follows at once. ``known``: the steps already read of each
+    process, by pid."""
 
     known: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``VitalsSampled`` follows at once. ``pids``: by slot."""
+    """Sample the processes. ``VitalsSampled`` follows at once. ``pids``: by slot."""
 
     pids: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class LookAt:
-    """Find out where these workers are in their code. ``Looked`` follows in a while, late, or never."""
+    """Find out where these workers are in their code. ``Looked`` follows later, or never."""
 
     number: int
     slots: tuple[int, ...]
@@ -81,8 +83,8 @@ class LookAt:
 
 @dataclass(frozen=True, slots=True)
 class KeepEvidence:
-    """Write down what was found at the ``look`` of that number (0: there was none). ``EvidenceKept`` follows
-    in a while, late, or never."""
+    """Write the findings of the look ``look`` (0: there was none) as evidence. ``EvidenceKept`` follows
+    later, or never."""
 
     number: int
     round: int
@@ -92,19 +94,19 @@ class KeepEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """The leader, of workers that stand still."""
+    """Tell the leader about workers that stand still."""
 
     stall: Stall
 
 
 @dataclass(frozen=True, slots=True)
 class Untell:
-    """They make steps again."""
+    """Withdraw that: the workers make steps again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condemn:
-    """Kill this worker. ``evidence``: where it is kept."""
+    """Kill this worker. ``evidence``: the folder of the evidence."""
 
     slot: int
     pid: int

@@ -1,5 +1,4 @@
-"""How long the workers of a node have stood still, how they have been since, and how long their steps take
-when they make any."""
+"""How long a node's workers have stood still, what they did since, and how long their steps take."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from elasticd.core.hang.judging import Allowance, Doing, Look, ProcessState, Pulse, doing
 from elasticd.core.whereabouts import Whereabouts
 
-PULSE_S = 0.25  # what is known of a shorter time says nothing
+PULSE_S = 0.25  # a shorter sample says nothing
 WINDOW_S = 10.0
 GAPS_KEPT = 256
-FIRST_STEPS = 3  # of a process: they connect, allocate and compile, as no later step does
+FIRST_STEPS = 3  # of a process: they connect, allocate and compile
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a worker of the round tells of its steps. ``steps``: of its process, up to now; ``steps_before``:
-    those made before it came to this round; ``times``: of the last of them that were not read before."""
+    """A worker's report of its steps. ``steps``: of its process, so far. ``steps_before``: those made before
+    this round. ``times``: the times of the steps that were not read before."""
 
     slot: int
     rank: int
@@ -31,9 +30,11 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How a process is. ``cpu_s``: CPU time so far of the process, its descendants and reaped children.
-    ``wakes``, ``all_wakes``: how often the main thread, and all threads together, have waited for something
-    and continued."""
+    """The figures of a process.
+
+    ``cpu_s``: the CPU time so far of the process, its descendants and reaped children. ``wakes``,
+    ``all_wakes``: how often the main thread, and all threads together, have continued after a wait.
+    """
 
     state: ProcessState
     cpu_s: float
@@ -43,7 +44,7 @@ class Vitals:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A worker that was looked at: how it is, and where in its code, if that is known."""
+    """A worker that was looked at: its figures, and its place in the code if it is known."""
 
     slot: int
     rank: int
@@ -53,8 +54,8 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What is known of a process. ``since``: when it was first seen in this round; ``last_at``: of its last
-    step; ``sampled``: how it was, and when."""
+    """What is known of a worker. ``since``: when it was first seen in this round. ``last_at``: the time of
+    its last step. ``sampled``: its figures, with their times."""
 
     slot: int
     rank: int
@@ -67,15 +68,15 @@ class Worker:
 
     @property
     def made(self) -> int:
-        """Steps in this round: one that waits for its world to be there hangs in no step."""
+        """The steps in this round. A worker that waits for its world hangs in no step."""
         return self.steps - self.steps_before
 
     def pulse(self, now: float, seen: Vitals) -> Pulse:
-        """How it has been of late."""
+        """Return the worker's recent activity."""
         at, before = self.sampled[0] if self.sampled else (now, seen)
         past_s = now - at
         if past_s < PULSE_S:
-            return Pulse(1.0)  # nothing is known: it may be busy
+            return Pulse(1.0)  # nothing is known: the worker may be busy
         return Pulse(
             (seen.cpu_s - before.cpu_s) / past_s,
             (seen.wakes - before.wakes) / past_s,
@@ -85,8 +86,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """``workers``: by slot, those of the round. ``aware_since``: what happened before was not watched,
-    and counts for nothing. All times are of the clock in which workers tell their steps."""
+    """The standstill of a node's workers. ``workers``: those of the round, by slot. ``aware_since``: earlier
+    time was not watched and does not count. All times are of the clock that workers' steps use."""
 
     aware_since: float
     workers: Mapping[int, Worker] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class Standstill:
     largest_s: float = 0.0
 
     def learn(self, beats: Iterable[Beat], alive: Set[int], at: float) -> Standstill:
-        """Which steps they have made by now."""
+        """Note the steps that the workers have made."""
         workers = {slot: worker for slot, worker in self.workers.items() if slot in alive}
         recent, largest_s = self.recent, self.largest_s
         for beat in beats:
@@ -116,7 +117,7 @@ class Standstill:
         return replace(self, workers=workers, recent=recent, largest_s=largest_s)
 
     def sample(self, seen: Mapping[int, Vitals], at: float) -> Standstill:
-        """Note how each is."""
+        """Note the figures of each worker."""
         workers = dict(self.workers)
         for slot, vitals in seen.items():
             if slot not in workers:
@@ -128,39 +129,40 @@ class Standstill:
         return replace(self, workers=workers)
 
     def calm(self) -> Standstill:
-        """Forget how they were: they make steps."""
+        """Forget the figures: the workers make steps."""
         return replace(self, workers={s: replace(w, sampled=()) for s, w in self.workers.items()})
 
     def forget(self) -> Standstill:
-        """All but how long steps take: that is the job's, whoever makes them."""
+        """Forget everything except the times of steps, which are the job's, whichever workers make them."""
         return replace(self, workers={})
 
     # ------------------------------------------------------------ what is known
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Seconds between steps, of late, and the longest ever; empty where none is known."""
+        """The recent times between steps and the longest ever, in seconds; empty if none is known."""
         return (*self.recent, self.largest_s) if self.recent else ()
 
     @property
     def least_made(self) -> int:
-        """The steps that each of them has made in this round."""
+        """The least number of steps that a worker has made in this round."""
         return min((worker.made for worker in self.workers.values()), default=0)
 
     def longest_s(self, at: float) -> float:
-        """How long the one that has stood still for longest has."""
+        """Return the longest standstill of a worker."""
         return max((self.still_s(worker, at) for worker in self.workers.values()), default=0.0)
 
     def longest_stopped_s(self, at: float) -> float:
-        """How long the one that has been stopped for longest has."""
+        """Return the longest time that a worker has been stopped."""
         return max((self.stopped_s(worker, at) for worker in self.workers.values()), default=0.0)
 
     def still_s(self, worker: Worker, at: float) -> float:
-        """How long it has made no step."""
+        """Return how long the worker has made no step."""
         return at - max(worker.last_at if worker.made else worker.since, self.aware_since)
 
     def stopped_s(self, worker: Worker, at: float) -> float:
-        """How long it has been stopped: since it was last seen otherwise, or stands still."""
+        """Return how long the worker has been stopped: since it was last seen in another state, at most since
+        its last step."""
         still_s = self.still_s(worker, at)
         for seen_at, seen in reversed(worker.sampled):
             if seen.state is not ProcessState.STOPPED:
@@ -168,7 +170,7 @@ class Standstill:
         return still_s if worker.sampled else 0.0
 
     def look(self, node: str, seen: Inspected, allowed: Allowance, at: float) -> Look:
-        """At one of them, as it was seen."""
+        """Return a look at one worker, as it was seen."""
         worker, where = self.workers[seen.slot], seen.where
         still_s = self.still_s(worker, at)
         kind = doing(seen.vitals.state, worker.pulse(at, seen.vitals), where)
@@ -180,6 +182,6 @@ class Standstill:
         return Look(node, seen.slot, seen.rank, worker.made, still_s, kind, place, what)
 
     def as_it_was(self, look: Look) -> bool:
-        """Whether the worker has made no step since."""
+        """Whether the worker has made no step since the look."""
         worker = self.workers.get(look.slot)
         return worker is not None and worker.made == look.step

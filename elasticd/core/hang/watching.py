@@ -1,17 +1,17 @@
-"""What the agent of one node does about its workers' standing still.
+"""What the agent of a node does about workers that stand still.
 
-``step(watching, event, state, at)`` takes in what was seen, and returns what is to be done: read the workers'
-steps, look at these, tell the leader, condemn that one.
+``step(watching, event, state, at)`` takes an event and returns the actions: read the workers' steps, look at
+workers, tell the leader, condemn a worker.
 
-Between the steps of training there is nothing to do but to wait until the next one is overdue. Only then are
-the workers looked at: each as the kernel sees it, which costs nothing; and once it has stood still for longer
-than one that sleeps may, its stacks, which it is asked for by a signal.
+During training there is nothing to do until the next step is overdue. Then the agent looks at the workers.
+The kernel's figures cost nothing. Once a worker has stood still for longer than a sleeping one may, the agent
+asks it for its stacks by a signal.
 
-For that it takes all ranks: each agent tells what its workers do, while they stand still, and the leader says
-who hangs (``core.leader.hanging``). Only of a stopped worker its own agent is certain: it tells at once, has
-the leader ask the others what theirs do, and waits no longer than a moment for what they answer. And where
-workers are to leave a broken world, one that sleeps on is not waited for as long as it was in that world,
-once others here have all it has in memory, and want to go on.
+A verdict usually takes the looks of all ranks: each agent tells what its workers do while they stand still,
+and the leader judges (``core.leader.hanging``). An agent alone can be certain of a stopped worker only. It
+tells the leader at once, the leader asks the other agents, and the agent waits for their answers only for a
+moment. When workers are to leave a broken world, a sleeping worker gets less time than in that world, once
+others here have the whole state in memory and want to go on.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from elasticd.core.hang.messages import (
 from elasticd.core.hang.standstill import Inspected, Standstill
 from elasticd.core.reasons import Reason, WorkersHung
 
-IDLE_S = 1.0  # between looks at pages where nothing is overdue; a page keeps the times of 250 steps
+IDLE_S = 1.0  # between reads of pages while nothing is overdue; a page keeps the times of 250 steps
 STALLED_S = 0.5
 BRIEF_S = 0.03  # no wait is shorter
-ANSWER_S = 0.1  # while others are asked, or ask
-ANSWERS_S = 3.0  # a stopped worker is not kept for longer than that for what the others tell
-LATE_S = 2.0  # called later than that, the agent itself had been stopped, and knows nothing
-AGAIN = 1.3  # the next look comes when they stand still for so many times as long
+ANSWER_S = 0.1  # while this agent asks others, or they ask
+ANSWERS_S = 3.0  # how long a stopped worker is kept while others answer
+LATE_S = 2.0  # an agent that wakes up this late was stopped itself, and knows nothing
+AGAIN = 1.3  # the factor of standstill from one look to the next
 LOOK_PATIENCE_S = 20.0
 WRITE_PATIENCE_S = 3.0  # the log folder may be what hangs
 
 
 @dataclass(frozen=True, slots=True)
 class Looking:
-    """A look under way; ``over`` once it has been answered."""
+    """A look under way; ``over`` once it is answered."""
 
     number: int
     until: float
@@ -77,7 +77,7 @@ class Looking:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Evidence being written of what is to be carried out then, however that ends."""
+    """Evidence being written. The verdict is carried out afterwards, even if the writing fails."""
 
     number: int
     round: int
@@ -89,11 +89,15 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """All that is known. ``due``: when it was to be woken. ``number``: of the last look or piece of evidence
-    asked for. ``look_at_s``: stacks are asked for when workers stand still so long. ``sights``: of the look
-    of number ``seen``. ``leaving_since``: when the first left a broken round with the state. ``killed``: how
-    long they had stood still, by place. ``certain``: a verdict that takes no others, and until when they are
-    waited for. ``hang``: what the leader said last; ``answered``: its last question that was."""
+    """All that the agent knows about its workers' standstill.
+
+    ``due``: the time of the next wake-up. ``number``: of the last look or evidence. ``look_at_s``: the
+    standstill after which stacks are asked for. ``sights``: the result of look ``seen``. ``leaving_since``:
+    when the first worker left a broken round with the state. ``killed``: the standstills of killed workers,
+    by place. ``certain``: a verdict that needs no other agent, and until when the others' answers are
+    awaited. ``hang``: the leader's last word. ``answered``: the leader's last question that this agent has
+    answered.
+    """
 
     patience: Patience
     still: Standstill
@@ -115,20 +119,21 @@ class Watching:
 
     @property
     def in_step(self) -> bool:
-        """Whether all of them make steps, so that standing still says something. Else they may be on
-        their way to the first, and only who is stopped surely never gets there."""
+        """Whether all workers have made a step in this round, so that a standstill says something. Before
+        that, only a stopped worker is sure to hang."""
         return self.still.least_made > 0
 
     @property
     def allowed(self) -> Allowance | None:
-        # Else only who is stopped is judged: by earlier rounds' steps, or as after a first one.
+        # Before the first step only stopped workers are judged: by earlier rounds' steps, or as after a first
+        # step.
         steps = self.still.least_made if self.in_step else 1
         return allowance(self.still.gaps, steps, self.patience)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """``wake_at`` is None only where an event follows at once."""
+    """The result of one step. ``wake_at`` is None only where an event follows at once."""
 
     watching: Watching
     actions: tuple[Action, ...] = ()
@@ -141,13 +146,13 @@ def start(patience: Patience, at: float) -> Watching:
 
 
 def leaving_s(watching: Watching) -> float:
-    """How long leaving a round may take at least, as the job's steps have taught so far."""
+    """Return the time that leaving a round may take, learned from the job's steps."""
     allowed = watching.allowed
     return allowed.leaving_s if allowed is not None else 0.0
 
 
 def step(watching: Watching, event: Event, state: State, at: float) -> Step:
-    """One event. ``at``: by the clock in which workers tell their steps."""
+    """Process one event. ``at``: by the clock that workers' steps use."""
     do = _Step(watching, state, at)
     if at > watching.due + LATE_S:
         do.set(still=replace(watching.still, aware_since=at))
@@ -165,7 +170,7 @@ def step(watching: Watching, event: Event, state: State, at: float) -> Step:
         case Looked(number, sights):
             looking = watching.looking
             if looking is None or looking.number != number:
-                return Step(watching, wake_at=watching.due)  # of one that nobody waits for any more
+                return Step(watching, wake_at=watching.due)  # an answer to an old look
             do.set(looking=replace(looking, over=True), sights=sights, seen=number)
             delay_s = do.attend()
         case EvidenceKept(number, place):
@@ -184,8 +189,8 @@ def step(watching: Watching, event: Event, state: State, at: float) -> Step:
 
 
 class _Step:
-    """What one step has decided so far. Each of its questions returns how long to wait, or None where an
-    action brings the next event at once."""
+    """The decisions of one step so far. Most methods return how long to wait, or None where an action brings
+    the next event at once."""
 
     def __init__(self, watching: Watching, state: State, at: float) -> None:
         self.w = watching
@@ -212,7 +217,7 @@ class _Step:
             verdict = self.verdict()
             due = self.w.sights and at >= self.w.judged_at + REPEAT_S
             if verdict is not None and due and not (self.mine(verdict) and self.too_soon(verdict)):
-                return self.keep(verdict)  # another node was faster to act on it
+                return self.keep(verdict)  # another node was faster to act on the verdict
             self.forget()
             self.set(round=crew.round.number if crew is not None else 0)
         if crew is None or not _at_work(crew):
@@ -225,7 +230,7 @@ class _Step:
         self.actions.append(ReadSteps(known))
 
     def consider(self) -> float | None:
-        """Is a step overdue?"""
+        """Sample the workers if a step is overdue."""
         allowed, at = self.w.allowed, self.at
         if allowed is None or at < self.w.judged_at + REPEAT_S:
             return IDLE_S
@@ -251,7 +256,7 @@ class _Step:
             if not looking.over and at < looking.until:
                 return min(STALLED_S, looking.until - at)
             self.set(looking=None)
-            if not looking.over:  # of the others nothing is known, which is not to be told for all there is
+            if not looking.over:  # nothing is known of the others, so do not report the old looks as complete
                 self.set(sights=self.stopped(), seen=0)
             return self.conclude(crew, allowed) if self.w.sights else STALLED_S
         if still_s < allowed.stopped_s:
@@ -269,7 +274,7 @@ class _Step:
                 return self.decide(verdict)
             if self.is_as_it_was(verdict):
                 return min(ANSWER_S, until - at)
-            self.set(certain=None)  # it goes on
+            self.set(certain=None)  # the worker goes on
         if self.w.look_at_s is None:
             self.set(look_at_s=allowed.asleep_s)
         look_at_s = self.w.look_at_s
@@ -289,7 +294,7 @@ class _Step:
         return min(STALLED_S, look_at_s - still_s)
 
     def stopped(self) -> tuple[Inspected, ...]:
-        """Those of which the kernel alone says enough."""
+        """Return the stopped workers: the kernel's state alone is enough for them."""
         return tuple(
             Inspected(worker.slot, worker.rank, worker.sampled[-1][1], None)
             for _, worker in sorted(self.w.still.workers.items())
@@ -297,7 +302,7 @@ class _Step:
         )
 
     def conclude(self, crew: Crew, allowed: Allowance) -> float | None:
-        """From what was seen here, and where that does not suffice, from what all have seen."""
+        """Judge from this node's looks, and if they do not suffice, tell the leader."""
         me, workers, at = self.state.me, self.w.still.workers, self.at
         looks = tuple(
             self.w.still.look(me.node, seen, allowed, at) for seen in self.w.sights if seen.slot in workers
@@ -329,7 +334,7 @@ class _Step:
         return STALLED_S if self.too_soon(verdict) else self.keep(verdict)
 
     def keep(self, verdict: Verdict) -> float:
-        """The evidence comes first: what is killed tells nothing."""
+        """Write the evidence first: a killed process shows nothing."""
         number, look = self.w.number + 1, self.w.seen if self.w.sights else 0
         until = self.at + WRITE_PATIENCE_S
         self.set(number=number, keeping=Keeping(number, self.w.round, verdict, until))
@@ -344,7 +349,7 @@ class _Step:
         verdict, workers = keeping.verdict, self.w.still.workers
         mine = self.mine(verdict)
         if any(look.slot in workers and not self.w.still.as_it_was(look) for look in mine):
-            return IDLE_S  # it goes on, after all
+            return IDLE_S  # the worker goes on after all
         self.reasons.append(WorkersHung(keeping.round, verdict, keeping.place))
         killed = {(verdict.why, look.place): still_s for look in verdict.guilty}
         self.set(judged_at=self.at, killed={**self.w.killed, **killed})
@@ -352,20 +357,20 @@ class _Step:
         here = crew.alive if crew is not None and crew.round.number == keeping.round else frozenset()
         for look in mine:
             worker = workers.get(look.slot)
-            if worker is not None and look.slot in here:  # else it has left the round, and may be in another
+            if worker is not None and look.slot in here:  # else it has left the round
                 self.actions.append(Condemn(look.slot, worker.pid, verdict, keeping.place))
         return IDLE_S
 
     # ------------------------------------------------------------ small questions
 
     def verdict(self) -> Verdict | None:
-        """The leader's, on this very round."""
+        """Return the leader's verdict on this round."""
         found = self.w.hang
         known = found is not None and found.round == self.w.round and not found.asks
         return found.verdict if found is not None and known else None
 
     def question(self) -> Hang | None:
-        """The leader's to all nodes of this round, what their workers do."""
+        """Return the leader's question to all nodes of this round about their workers."""
         found = self.w.hang
         return found if found is not None and found.round == self.w.round and found.asks else None
 
@@ -373,39 +378,41 @@ class _Step:
         return [look for look in verdict.guilty if look.node == self.state.me.node]
 
     def is_as_it_was(self, verdict: Verdict) -> bool:
-        """Whether those of this node have made no step since."""
+        """Whether this node's workers in the verdict have made no step since."""
         return all(self.w.still.as_it_was(look) for look in self.mine(verdict))
 
     def are_awaited(self, crew: Crew) -> bool:
-        """Whether others have left the round with all there is, and want to go on. Where all leave in good
-        order, that is for the leader to say, after a while."""
+        """Whether other workers have left the round with the whole state, and want to go on. In a planned
+        leave, the leader says so after a while."""
         round = self.state.round
         told = round is not None and round.number == crew.round.number and round.outlived
         return told or (self.state.outlived and not crew.planned)
 
     def is_late(self, allowed: Allowance) -> bool:
-        """Whether leaving takes too long for those here who have left the round, with what is in memory."""
+        """Whether workers here take too long to leave, while others have left with the state."""
         since = self.w.leaving_since
         return since is not None and self.at >= max(since, self.w.still.aware_since) + allowed.leaving_s
 
     def too_soon(self, verdict: Verdict) -> bool:
-        """Whether one was killed here before, after less than half the time. What stands still at the same
-        place again and again may be healthy, and only slow: it would never get beyond it. By how long this
-        node's workers have stood still, as all nodes come to the same then."""
+        """Whether a worker was killed at the same place before, after more than half of this standstill.
+
+        A worker that stands still at the same place again and again may be slow but healthy. Without more
+        time in each round it would never get further. The measure is this node's standstill, so that all
+        nodes come to the same decision.
+        """
         if verdict.why is Why.STOPPED or self.w.patience.fixed_s is not None:
             return False
         still_s = self.w.still.longest_s(self.at)
         return any(still_s < 2 * self.w.killed.get((verdict.why, look.place), 0.0) for look in verdict.guilty)
 
     def forget(self) -> None:
-        """All but how long steps take: that is the job's, whoever makes them."""
+        """Forget everything except the times of steps, which are the job's, whichever workers make them."""
         self.set(still=self.w.still.forget(), leaving_since=None)
         self.calm()
         self.set(judged_at=float("-inf"))
 
     def calm(self) -> None:
-        """They make steps, or there is nobody to make any. What the leader concluded has passed, and says
-        nothing of the next time."""
+        """Forget the looks and the leader's verdict: the workers make steps, or there are none."""
         hang = self.w.hang if self.w.hang is not None and self.w.hang.asks else None
         still = self.w.still.calm()
         self.set(look_at_s=None, looking=None, certain=None, sights=(), seen=0, still=still, hang=hang)
@@ -415,7 +422,7 @@ class _Step:
 
 
 def _at_work(crew: Crew) -> bool:
-    """Whether its workers are expected to get on: in the round, or out of it, to keep their process. Those of
-    one that is broken only wait to be told so."""
+    """Whether the crew's workers are expected to make progress: in the round, or in leaving it with their
+    process. Workers of a broken round only wait to be told to leave."""
     held_up = crew.killed or crew.fenced if crew.parting else crew.stopping or crew.broken or crew.fenced
     return bool(crew.alive) and not held_up

@@ -1,7 +1,7 @@
-"""Who hangs, from what the agents of all nodes tell of workers that stand still.
+"""Find hanging workers from the stalls that the agents of all nodes report.
 
-Of a world of several nodes none sees enough: a worker that waits is no worse than the one it waits for,
-wherever that is. So each agent tells, and the leader judges them together.
+In a world of several nodes no agent sees enough: a worker that waits may wait for a worker on any node. So
+each agent reports, and the leader judges all reports together.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.view import Heard, View
 from elasticd.core.ports import Put
 
-LATER_S = 0.01  # a look that is due is surely late enough then, whatever a clock's resolution
+LATER_S = 0.01  # added to a limit, so that it has passed at the wake-up, whatever the clock's resolution
 
 
 def name_the_hung(view: View, now: float) -> Plan:
-    """Say who hangs; or ask every agent what its workers do, where one of them hangs for certain and some
-    agents have not told."""
+    """Write who hangs. If a worker hangs for certain and some agents have not reported, ask every agent
+    first."""
     round = view.round
     if (
         not view.stalls
@@ -44,13 +44,13 @@ def name_the_hung(view: View, now: float) -> Plan:
         if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
             told.append(known)
         elif member.node not in finished and not has_left(view, member, round.number):
-            silent = True  # it makes steps, or has not said yet
+            silent = True  # its workers make steps, or the report is still to come
     if not told:
         return Plan()
-    if silent and found is not None and now < again_at:  # they have been asked
+    if silent and found is not None and now < again_at:  # the agents have been asked
         return Plan(wake_at=again_at)
     looks = _looks(told, now)
-    if silent:  # the others are only asked where somebody hangs for certain
+    if silent:  # without all reports, only stopped workers are certain
         looks = [look for look in looks if look.doing is Doing.STOPPED]
     allowed = _most_patient([heard.stall.allowed for heard in told])
     verdict = judge(looks, allowed)
@@ -60,7 +60,7 @@ def name_the_hung(view: View, now: float) -> Plan:
 
 
 def _looks(told: Sequence[Heard], now: float) -> list[Look]:
-    """As old as they are by now."""
+    """Return the looks, with their standstills up to now."""
     return [
         replace(look, still_s=look.still_s + (now - heard.at)) for heard in told for look in heard.stall.looks
     ]
@@ -77,6 +77,6 @@ def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
 
 
 def _next_limit(looks: Sequence[Look], allowed: Allowance, now: float) -> float | None:
-    """When the next of them has stood still for as long as one may that does something."""
+    """Return when the next worker's standstill reaches a limit."""
     left = (limit - look.still_s for look in looks for limit in astuple(allowed))
     return min((now + max(s, LATER_S) for s in left if s > 0), default=None)

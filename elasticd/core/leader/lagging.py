@@ -1,4 +1,4 @@
-"""Who lags behind: the verdict that the leader writes for all to see, and says aloud when it changes."""
+"""Name stragglers: the leader writes its findings for all to see, and gives a reason for each change."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from elasticd.core.leader.view import View
 from elasticd.core.ports import Put
 from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
 
-CHANGED = 0.02  # by how much the usual time must differ to be worth a write
+CHANGED = 0.02  # the relative change of the usual time that is worth a write
 
 
 def name_stragglers(view: View) -> Plan:
-    """Write who lags behind, where that differs from what is written."""
+    """Write the stragglers if they differ from the record."""
     round, found = view.round, view.comparison.found
     if view.stragglers_revision < 0 or round is None or round.phase is not Phase.LIVE:
         return Plan()
@@ -22,7 +22,7 @@ def name_stragglers(view: View) -> Plan:
         return Plan()
     before = view.stragglers if view.stragglers and view.stragglers.round == round.number else None
     if before is not None and not view.comparison.whole:
-        # Named by an earlier leader: this one has yet to see a window of periods.
+        # An earlier leader named them. This leader has not seen a full window yet.
         named = {_key(one) for one in found.slow}
         found = replace(found, slow=(*found.slow, *(o for o in before.slow if _key(o) not in named)))
     if before is not None and not _differs(before, found):
@@ -49,7 +49,7 @@ def _said(before: Stragglers | None, found: Stragglers) -> tuple[Reason, ...]:
 
 
 def _differs(one: Stragglers, other: Stragglers) -> bool:
-    """By so much that others should know."""
+    """Whether two findings differ enough for a write."""
     if {_key(x) for x in one.slow} != {_key(x) for x in other.slow}:
         return True
     return abs(one.usual_s - other.usual_s) > CHANGED * max(one.usual_s, other.usual_s)
