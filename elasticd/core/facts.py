@@ -96,7 +96,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What users want of the job. Key ``spec``, no lease.
+    """The job as its users want it. Key ``spec``, no lease.
 
     ``asked``: the limits on the agents' command lines, which must agree. ``limits``: the limits in force,
     which ``elasticd scale`` changes. ``script``: the script's name, for people. ``fingerprint`` identifies
@@ -323,7 +323,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an agent last saw of its workers in a round. Key ``reports/<node>``, no lease.
+    """An agent's latest report of its workers in a round. Key ``reports/<node>``, no lease.
 
     ``exits``: the exits that the agent did not cause. ``finished``: every worker on this node ended with
     status 0. ``steps``: the most steps that a slot here made in this round: committed steps where workers
@@ -375,8 +375,8 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Astray:
-    """How often a value was not finite and the training went back, since it last came further than ever: to
-    ``step``."""
+    """The count of returns to a checkpoint since the training last came further than ever, to ``step``. Each
+    return follows a value that was NaN or infinite."""
 
     step: int
     times: int
@@ -384,7 +384,8 @@ class Astray:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How often in a row the workers lost each other without a step beyond ``step``, and since when."""
+    """The count of rounds in a row in which workers lost each other without getting beyond ``step``, and the
+    time ``since`` the first of them."""
 
     step: int
     times: int
@@ -456,8 +457,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What the workers of a node do while they make no steps. Key ``stalls/<node>``, on the agent's lease,
-    and only for that time. ``allowed``: the limits that this node learned from the job's steps."""
+    """A node's report of workers that make no steps. Key ``stalls/<node>``, on the agent's lease, while they
+    make none. ``allowed``: the limits that this node learned from the job's steps."""
 
     node: str
     incarnation: str

@@ -50,7 +50,7 @@ class LeaseChanged:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """``steps``: see ``Report.steps``."""
+    """A worker's process has ended. ``steps``: see ``Report.steps``."""
 
     round: int
     exit: Exit

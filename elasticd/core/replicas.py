@@ -1,4 +1,4 @@
-"""Which node holds copies of which other node's shards, and which held state is whole and newest."""
+"""Choose the node that holds copies of another node's shards, and the newest whole state that nodes hold."""
 
 from __future__ import annotations
 

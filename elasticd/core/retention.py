@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which may be committed."""
+"""Choose which checkpoints are kept, and which may be committed."""
 
 from __future__ import annotations
 

@@ -137,9 +137,9 @@ class Checkpoints:
         """Fill ``state`` from the newest whole checkpoint. Return its step, or None if there is no
         checkpoint.
 
-        Under an agent, this is the last state that former workers handed over, if all of it is still in this
-        node's memory, or in other nodes' memory where they hold copies. Otherwise it is the newest checkpoint
-        committed to disk.
+        Under an agent, this is the last state that former workers handed over, if it is still whole in
+        memory. The memory may be this node's, or other nodes' where they hold copies. Otherwise it is the
+        newest checkpoint committed to disk.
 
         Tensors are filled in place. A damaged checkpoint is reported by name, and the one before is taken.
         Raises NoCheckpoint if ``required`` and none is whole, or if there are checkpoints but none is whole.

@@ -34,7 +34,7 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker brings to a round, and its age (see ``Age``).
+    """The state that a worker brings to a round, and its age (see ``Age``).
 
     ``digest``: of its parameters. ``shared``: of the shared values besides parameters. ``began``: of its
     script's initial values. ``marks``: the number of commits without a step, such as an epoch's end.

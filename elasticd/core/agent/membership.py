@@ -34,7 +34,8 @@ def outlast_the_store(do: Doing) -> None:
 
 
 def _outlast_a_full_store(do: Doing) -> None:
-    """An agent without workers leaves if the store stays full for too long. Running workers go on."""
+    """Leave if the store stays full for too long and this agent has neither a record nor workers. Running
+    workers go on."""
     state = do.state
     if not state.full or state.registered or state.crew is not None:
         return

@@ -1,4 +1,4 @@
-"""What is seen of workers that stand still, and the actions that follow."""
+"""The events and actions of ``core.hang.watching``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ asks it for its stacks by a signal.
 A verdict usually takes the looks of all ranks: each agent tells what its workers do while they stand still,
 and the leader judges (``core.leader.hanging``). An agent alone can be certain of a stopped worker only. It
 tells the leader at once, the leader asks the other agents, and the agent waits for their answers only for a
-moment. When workers are to leave a broken world, a sleeping worker gets less time than in that world, once
+moment.
+
+A sleeping worker gets less time while workers are to leave a broken world. The shorter limit holds once
 others here have the whole state in memory and want to go on.
 """
 

@@ -154,8 +154,8 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
     """Return the function that runs after each step of each optimizer.
 
     It counts iterations, not steps. With several optimizers (the two of a GAN, one for each layer) all of
-    them step in one iteration, so a sum would be a multiple that changes with the phase of training. An
-    iteration begins when an optimizer steps a second time.
+    them step in one iteration. A sum of their steps would be a multiple that changes with the phase of
+    training. An iteration begins when an optimizer steps a second time.
     """
     waits = Waits()
     known: set[int] = set()
