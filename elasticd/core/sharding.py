@@ -1,4 +1,5 @@
-"""Decide which rank writes which part of a state that many ranks hold: each part once, in equal shares."""
+"""Decide which rank writes which part of a state that many ranks hold: each part once, in about equal
+shares."""
 
 from __future__ import annotations
 

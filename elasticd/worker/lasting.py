@@ -66,8 +66,8 @@ class Lasting:
         return self._checkpoints.overwrote
 
     def outlived(self) -> None:
-        """Save the world's first commit, due or not: survivors of the last world may have the only copy of
-        the state. Call it on all ranks of a world, or on none."""
+        """Have the world's first commit saved, due or not: survivors of the last world may have the only copy
+        of the state. Call it on all ranks of a world, or on none."""
         self._outlived = True
 
     def passed(self, parts: Parts, world: World | None, ends: bool) -> None:

@@ -120,8 +120,8 @@ class SaverLine:
             self._line.reply(message)
 
     def say_when(self, landed: Future[str], message: Message, spoilt: Callable[[str], Message]) -> None:
-        """Send ``message`` once the copy has landed, from another thread, or ``spoilt(why)`` if it failed. A
-        lost connection is noticed here."""
+        """Send ``message`` once the copy has landed, from another thread, or ``spoilt(why)`` if it failed.
+        The training thread notices a lost connection at its next call."""
         line = self._line
 
         def send(done: Future[str]) -> None:

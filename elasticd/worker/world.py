@@ -39,8 +39,8 @@ _make_group = c10d._new_process_group_helper  # torch makes all process groups w
 
 
 class WorldChanged(BaseException):
-    """The worker's world is over, and the run function must end; it is called again in the next world. It is
-    not an Exception, so that ``except Exception`` does not catch it."""
+    """The worker's world is over, and the run function must end. The library then calls the run function
+    again in the next world. It is not an Exception, so that ``except Exception`` does not catch it."""
 
 
 class World:
@@ -151,7 +151,8 @@ class World:
         return not staying
 
     def end(self) -> bool:
-        """Whether the run functions of all workers have returned. The answer is the same on all workers."""
+        """Wait until the run functions of all workers have returned, or the world ends. Return whether they
+        have returned; the answer is the same on all workers."""
         try:
             if self._store.add("returned", 1) == self.size:
                 self._store.compare_set("outcome", "", "done")
@@ -404,7 +405,7 @@ def _noting_pythons_own(sockets: set[tuple[int, str]]) -> Iterator[None]:
 
 
 def _shut(descriptor: int) -> None:
-    """Shut a connection down. A listening socket stays: without it gloo would call std::terminate."""
+    """Shut a connection down. A listening socket stays: if it were shut, gloo would call std::terminate."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(
