@@ -137,10 +137,10 @@ class Memories:
         return Recalled(self._path, choice.name, index, near, far)
 
     def known(self, *, own: bool) -> Checkpoint | None:
-        """Return the committed checkpoints. ``own``: only this job's.
+        """Return the committed checkpoints. ``own``: only this job's, which only a saver can tell.
 
-        Return None without a saver, unless ``own`` is set, which only a saver can tell. Raises Untold if the
-        saver cannot tell now, and BadCheckpoint if it never can.
+        Return None if there is no saver, or if the saver does not answer and ``own`` is false. Raises Untold
+        if the saver cannot tell now, and BadCheckpoint if it never can.
         """
         answer = next(self._ask({"is": "known", "path": self._path, "own": own}), None)
         if answer is not None:

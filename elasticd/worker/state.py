@@ -587,8 +587,7 @@ class State:
 
     @property
     def commit_number(self) -> int:
-        """A number that grows with each commit, also with the commit of an epoch's end. It is the same in all
-        workers."""
+        """A number that grows with each commit, also at an epoch's end. It is the same in all workers."""
         return self._step + self._progress.marks
 
     def enter(self, world: World | None) -> None:
@@ -766,7 +765,8 @@ class State:
         return self._lasting.tier
 
     def finish(self) -> None:
-        """Commit and save the end: the run functions of all workers have returned. Raises WorldChanged."""
+        """Commit and save the last steps, after the run functions of all workers have returned. Raises
+        WorldChanged."""
         if self._stepped and (self._open is None or self._open.done):
             if rank() == 0:
                 _log.warning(
