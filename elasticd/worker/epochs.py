@@ -20,6 +20,7 @@ class Epoch:
         self.number = number
         self.over = self.under_way = self.stops = False
         self._steps = steps
+        self._was_left = False
 
     def __repr__(self) -> str:
         return f"<epoch {self.number}>"
@@ -28,7 +29,10 @@ class Epoch:
         self.under_way = True
         try:
             yield from self._steps
-            self.over = True
+            self.over = not self._was_left
+        except GeneratorExit:  # its steps cannot be gone on with
+            self._was_left = True
+            raise
         finally:
             self.under_way = False
 

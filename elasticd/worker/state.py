@@ -409,6 +409,8 @@ class State:
             if share is None or (epoch is not None and share.batch.epoch != epoch):
                 return
             shares.take()
+            if self._begun and self._open is not None:  # which no commit has covered
+                self._used += self._open.used
             noted = self._recorder.took if self._recorder is not None else None
             uneven = functools.partial(self._data.is_uneven, share.batch, world_size())
             number = self._step + self._begun
@@ -417,7 +419,6 @@ class State:
             yield self._open
             self._close_step()
             self._see_late_changes()
-            self._used += self._open.used if self._open is not None else 0  # not committed
 
     def _numbers(self, until: int) -> Iterator[int]:
         self._numbers_only = True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
+from elasticd.worker import told
 from elasticd.worker.world import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import PATIENCE_S, Crew
@@ -321,14 +322,55 @@ def test_a_training_that_stops_in_the_midst_of_an_epoch_does_not_go_on():
     assert state.step == 6 and list(state.epochs(3, steps=4)) == []
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 99])
+def test_samples_are_counted_once_whoever_commits_the_last_step_of_an_epoch(monkeypatch, every):
+    used: list[int] = []
+    monkeypatch.setattr(told, "samples", used.append)
+    state = over(global_batch=2, epochs=2)
+    for epoch in state.epochs():
+        for i, step in enumerate(epoch):
+            use(state, step)
+            if i % every == every - 1:
+                state.commit()
+    assert sum(used) == 2 * 9
+
+
+def test_samples_of_a_last_step_that_is_committed_at_the_end_are_counted_once(monkeypatch):
+    used: list[int] = []
+    monkeypatch.setattr(told, "samples", used.append)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = entered(
+        worker.State(model, optimizer, wrap=None, data=worker.Data([*range(9)], global_batch=2, epochs=1))
+    )
+    for step in state.steps():
+        use(state, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.number < 3:
+            state.commit()
+    state.finish()
+    assert sum(used) == 9
+
+
 def leave_early(state: worker.State) -> None:
     for epoch in state.epochs(3, steps=4):
         for _ in epoch:
             break
 
 
+def leave_and_come_again(state: worker.State) -> None:
+    for epoch in state.epochs(3, steps=4):
+        for _ in epoch:
+            state.commit()
+            break
+        for _ in epoch:
+            state.commit()
+
+
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (counting, leave_early, RuntimeError, "epoch 0 was left before its end"),
+    (counting, leave_and_come_again, RuntimeError, "epoch 0 was left before its end"),
     (counting, lambda state: list(state.epochs(3)), TypeError, "needs steps="),
     (counting, lambda state: list(state.epochs(3, steps=0)), ValueError, "steps is 0"),
     (counting, lambda state: list(state.epochs(3, steps=2, accumulate=0)), ValueError, "accumulate is 0"),
