@@ -17,6 +17,7 @@ from elasticd.core.page import Fatal
 from elasticd.worker import told
 from elasticd.worker.buffers import SMALL
 from elasticd.worker.chance import Drawn
+from elasticd.worker.plain import plain_key
 from elasticd.worker.together import Together
 from elasticd.worker.world import World
 
@@ -151,9 +152,10 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool) -> None:
             summary.update(plain.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         summary.update(f"dict {len(value)};".encode())
-        for key in sorted(value, key=repr):
+        plain = {plain_key(key, "it"): item for key, item in value.items()}
+        for key in sorted(plain, key=repr):
             summary.update(f"{key!r}:".encode())
-            _feed(summary, value[key], contents)
+            _feed(summary, plain[key], contents)
     elif isinstance(value, list | tuple):
         summary.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value:

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -211,6 +212,8 @@ def test_data_that_has_travelled_has_the_same_digest_and_any_other_has_another()
     found = {_summary_of(other)[0] for other in [data, *others, 1, 1.0, True, "1", [1], (1,), {1}]}
     assert len(found) == 11
     assert _summary_of({"b": 1, "a": 2}) == _summary_of({"a": 2, "b": 1})
+    of_numpy = {np.int64(3): 1, (np.int32(1), "a"): 2}
+    assert _summary_of(of_numpy) == _summary_of(copied(of_numpy))
 
 
 @pytest.mark.parametrize(

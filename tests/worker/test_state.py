@@ -277,7 +277,8 @@ def test_what_is_changed_after_a_commit_is_said_once(caplog, what):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    state = worker.State(model, optimizer, schedule=schedule, wrap=None, epoch=0, seen=[])
+    none = torch.tensor([float("nan"), 1.0])  # which is not equal to itself
+    state = worker.State(model, optimizer, schedule=schedule, wrap=None, epoch=0, seen=[], none=none)
     state.begin()
     state.agree(1)
     state.enter(None)
