@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hmac
 import ipaddress
 import logging
@@ -162,7 +161,7 @@ def _sent(authorization: str) -> bytes:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(credentials, validate=True).partition(b":")[2]
-        except binascii.Error:
+        except ValueError:  # also of characters that are not ASCII
             return b""
     return b""
 

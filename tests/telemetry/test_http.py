@@ -256,6 +256,7 @@ def basic(user: str, password: str) -> str:
         (basic("s3cret", ""), 401),
         ("Basic s3cret", 401),
         ("Basic !", 401),
+        ("Basic \xe4", 401),
         ("Digest s3cret", 401),
     ],
 )
