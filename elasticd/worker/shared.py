@@ -152,10 +152,10 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool) -> None:
             summary.update(plain.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         summary.update(f"dict {len(value)};".encode())
-        plain = {plain_key(key, "it"): item for key, item in value.items()}
-        for key in sorted(plain, key=repr):
+        items = {plain_key(key, "it"): item for key, item in value.items()}
+        for key in sorted(items, key=repr):
             summary.update(f"{key!r}:".encode())
-            _feed(summary, plain[key], contents)
+            _feed(summary, items[key], contents)
     elif isinstance(value, list | tuple):
         summary.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value:
