@@ -327,6 +327,7 @@ class State:
                 self._check_world()
                 if shares is not None and shares.next is None and self._step == progress.began:
                     return  # the data has ended
+                self._refuse_other_epochs(shares, steps)
                 last = None if steps is None else progress.began + steps
                 self._epoch = epoch = Epoch(progress.ended, self._of_epoch(shares, last, accumulate))
                 yield epoch
@@ -334,6 +335,17 @@ class State:
         finally:
             if self._epoch is epoch:
                 self._epoch = None
+
+    def _refuse_other_epochs(self, shares: Ahead[Share] | None, steps: int | None) -> None:
+        """Raise ValueError where the epochs of the data come after more epochs of so many steps: none of them
+        would have a step."""
+        if steps is None and shares is not None and shares.next is not None:
+            epoch, ended = shares.next.batch.epoch, self._progress.ended
+            if epoch < ended:
+                raise ValueError(
+                    f"{ended} epochs are over, and the data is in its epoch {epoch}: give state.epochs() the "
+                    "steps= that those were of"
+                )
 
     def _of_epoch(self, shares: Ahead[Share] | None, until: int | None, accumulate: int) -> Iterator[Any]:
         """Yield the steps of the present epoch, until ``until`` steps or to the end of the data's epoch."""

@@ -368,6 +368,16 @@ def leave_and_come_again(state: worker.State) -> None:
             state.commit()
 
 
+def make_epochs_of_steps_and_then_of_the_data(state: worker.State) -> None:
+    for epoch in state.epochs(3, steps=2):
+        for step in epoch:
+            use(state, step)
+            state.commit()
+    for epoch in state.epochs():
+        assert epoch.number == 3, "one without steps, and so on for ever"
+        list(epoch)
+
+
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (counting, leave_early, RuntimeError, "epoch 0 was left before its end"),
     (counting, leave_and_come_again, RuntimeError, "epoch 0 was left before its end"),
@@ -375,6 +385,12 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (counting, lambda state: list(state.epochs(3, steps=0)), ValueError, "steps is 0"),
     (counting, lambda state: list(state.epochs(3, steps=2, accumulate=0)), ValueError, "accumulate is 0"),
     (lambda: over(global_batch=3), lambda state: list(state.epochs(2)), ValueError, "give Data epochs=2"),
+    (
+        lambda: over(global_batch=2, epochs=5),
+        make_epochs_of_steps_and_then_of_the_data,
+        ValueError,
+        "3 epochs are over, and the data is in its epoch 1",
+    ),
 ]
 
 
