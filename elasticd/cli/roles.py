@@ -128,6 +128,11 @@ def _lines(wanted: Wanted) -> list[str]:
     role, user, prefix = (shlex.quote(word) for word in (wanted.role, wanted.user, wanted.prefix))
     how = "--no-password"
     if wanted.password_file is not None:
+        if ":" in wanted.user:
+            raise Complaint(
+                f"etcdctl takes what follows the colon in {wanted.user} for a password: give another user "
+                "with --user, or leave out --print."
+            )
         piped = str(wanted.password_file) == "-"
         how = "--interactive=false" + ("" if piped else f" < {shlex.quote(str(wanted.password_file))}")
     return [

@@ -298,6 +298,7 @@ def test_a_user_with_a_certificate_is_not_told_to_have_a_password(guarded: Guard
         (["job", "--password-file=" + __file__], "is more than one line"),
         (["job", "--remove", "--password-file=x"], "--remove needs no --password-file"),
         (["job", "--print", "--generate", "--password-file=x"], "give one of them"),
+        (["a:job", "--print", "--password-file=x"], "etcdctl takes what follows the colon in a:job"),
         (["job", "--etcd-password-file=x"], "is given without --etcd-user"),
     ],
 )
