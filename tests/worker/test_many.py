@@ -61,6 +61,7 @@ def test_all_things_reach_who_comes_when_a_worker_was_killed(crew, tmp_path, exp
 
 def test_all_things_come_back_from_a_checkpoint_when_all_workers_were_killed(crew, tmp_path, expected):
     """To a script that has its groups in another order."""
+    gates = [Gate(tmp_path / name) for name in "01"]
     with Helper("forker.py") as savers:
         for names, turned in (("01", False), ("23", True)):
             hands = [
@@ -68,15 +69,20 @@ def test_all_things_come_back_from_a_checkpoint_when_all_workers_were_killed(cre
                     many.train,
                     str(tmp_path),
                     name,
-                    NOTHING if turned else Accident("saved", many.SAVED),
+                    NOTHING if turned else Accident("saved", many.SAVED, gate.wait),
                     turned=turned,
                     saver=savers.saver(linger_s=None)[0],
                     checkpoints=str(tmp_path / "run"),
                 )
-                for name in names
+                for name, gate in zip(names, gates, strict=True)
             ]
             crew.all_waiting(*hands)
             crew.form(*hands)
+            if not turned:  # both have saved before one dies: the other would train on alone
+                for gate in gates:
+                    gate.until_somebody_waits()
+                for hand in hands:
+                    hand.process.kill()
             crew.until(lambda hands=hands: all(hand.status is not None for hand in hands))
     assert [hand.status for hand in crew.hands] == [-9, -9, 0, 0], (tmp_path / "2.err").read_text()
     [entered] = reads(tmp_path, "2", "entered")
