@@ -54,7 +54,7 @@ def _exits(round: Round, reports: Iterable[Report]) -> list[Failure]:
     return [
         Failure(report.node, exit)
         for report in reports
-        if report.round == round.number and round.member(report.node, report.incarnation)
+        if report.exits and report.round == round.number and round.member(report.node, report.incarnation)
         for exit in report.exits
     ]
 

@@ -344,8 +344,8 @@ class Report:
 
     @property
     def ends(self) -> int:
-        """A number that grows with each end of a worker that the report tells."""
-        return len(self.exits) + self.finished
+        """A number that grows with each end of a worker that the report tells, and with the first steps."""
+        return len(self.exits) + self.finished + (self.steps > 0)
 
 
 @dataclass(frozen=True, slots=True)

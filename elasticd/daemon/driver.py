@@ -14,7 +14,7 @@ from typing import assert_never
 
 from elasticd.core import agent, leader
 from elasticd.core.facts import Exit, Member, Node, Round
-from elasticd.core.hang.messages import EvidenceKept, HangSaid, Looked
+from elasticd.core.hang.messages import EvidenceKept, HangSaid, Looked, TakenBack
 from elasticd.core.messages import (
     Action,
     Answered,
@@ -75,7 +75,7 @@ class LeaderAnswered:
     answer: Answer
 
 
-Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangSaid
+Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangSaid | TakenBack
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class Driver:
             case LeaderAnswered(term, answer):
                 if self._term and self._term.number == term:
                     self._leader_answered(self._term, answer, now)
-            case Looked() | EvidenceKept() | HangSaid():
+            case Looked() | EvidenceKept() | HangSaid() | TakenBack():
                 if self._hangs is not None:
                     self._hangs.handle(event, self.state, now, self._say)
             case _:

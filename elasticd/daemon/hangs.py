@@ -21,15 +21,16 @@ from elasticd.core.hang.messages import (
     ReadSteps,
     Sample,
     StepsRead,
+    TakenBack,
     Tell,
     Untell,
     VitalsSampled,
     Woke,
 )
-from elasticd.core.ports import Delete, Inspector, Put, Seen, StillThere, Store, Write
+from elasticd.core.ports import Answer, Applied, Delete, Inspector, Put, Seen, StillThere, Store, Write
 from elasticd.core.reasons import Reason
 
-News = Looked | EvidenceKept | HangSaid
+News = Looked | EvidenceKept | HangSaid | TakenBack
 
 
 class Hangs:
@@ -41,6 +42,7 @@ class Hangs:
         self._inspector = inspector
         self._store = store
         self._watching = watching.start(patience, inspector.now())
+        self._post: Callable[[News], None] = lambda news: None
 
     def begin(self, post: Callable[[News], None]) -> None:
         def seen(news: Seen) -> None:
@@ -48,6 +50,7 @@ class Hangs:
                 if entry.key == "hang":
                     post(HangSaid(entry.fact if isinstance(entry.fact, Hang) else None))
 
+        self._post = post
         self._inspector.listen(post)
         self._store.watch("hang", seen)
 
@@ -92,14 +95,19 @@ class Hangs:
                 self._inspector.condemn(slot, pid, verdict, evidence)
             case Tell(stall):
                 self._write(Put(f"stalls/{stall.node}", stall, leased=True), state)
-            case Untell():
-                self._write(Delete(f"stalls/{state.me.node}"), state)
+            case Untell(number):
+                self._write(Delete(f"stalls/{state.me.node}"), state, TakenBack(number))
             case _:
                 assert_never(action)
         return ()
 
-    def _write(self, write: Write, state: State) -> None:
-        """A lost one is made up for by the next look."""
+    def _write(self, write: Write, state: State, done: News | None = None) -> None:
+        """``done``: what follows once it is. A lost one is made up for by the next look."""
+
+        def answered(answer: Answer) -> None:
+            if done is not None and isinstance(answer, Applied):
+                self._post(done)
+
         if state.own is not None and state.own.fact is not None and not state.silent:
             guard = StillThere(state.me.key, state.own.created)
-            self._store.transact((guard,), (write,), lambda answer: None)
+            self._store.transact((guard,), (write,), answered)

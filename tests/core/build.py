@@ -65,6 +65,7 @@ def node(
     life_number: int = 1,
     port: int = 29500,
     fenced: int = 0,
+    told: int = 0,
 ) -> Node:
     return Node(
         name=name,
@@ -77,6 +78,7 @@ def node(
         host=f"machine of {name}",
         draining=draining,
         fenced=fenced,
+        told=told,
     )
 
 

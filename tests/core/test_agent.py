@@ -190,6 +190,18 @@ def test_an_agent_takes_the_place_of_an_earlier_one_on_its_machine_whose_process
     assert one.state.registered and one.wrote(Tag.LEAD)
 
 
+def test_an_agent_with_workers_takes_a_place_again_only_for_the_round_that_is_written() -> None:
+    """Another was given its name while its lease was away, and died at once."""
+    one = Agent.working(ROUND)
+    round_at = one.revision
+    one.told(LeaseChanged(Lost()))
+    one.sees("nodes/a", replace(node("a", life_number=2), host="machine of a"))
+    one.holds_lease()
+    assert one.one(CheckProcess).incarnation == life("a", 2)
+    one.told(ProcessGone(life("a", 2)))
+    assert Unchanged("round", round_at) in one.wrote(Tag.SUCCEED).guards
+
+
 def test_no_name_is_called_taken_while_the_store_is_silent() -> None:
     """The lease of its holder cannot run out meanwhile."""
     one = taken(host="elsewhere")

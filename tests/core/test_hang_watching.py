@@ -23,6 +23,7 @@ from elasticd.core.hang.messages import (
     ReadSteps,
     Sample,
     StepsRead,
+    TakenBack,
     Tell,
     Untell,
     VitalsSampled,
@@ -59,15 +60,16 @@ class Worker:
 
 class Node:
     """One agent with two workers. ``others``: nodes of one worker each. ``looks``, ``keeps``: whether looking
-    and writing evidence come to an end."""
+    and writing evidence come to an end; ``writes``: whether the store takes back what was told."""
 
     def __init__(self, patience: Patience | None = None, others: int = 0) -> None:
         self.now = 100.0
         self.workers = [Worker(0), Worker(1)]
-        self.looks = self.keeps = True
+        self.looks = self.keeps = self.writes = True
         self.said: list[WorkersHung] = []
         self.condemned: list[tuple[int, float]] = []
         self.told: list[tuple[Stall, float]] = []
+        self.untold: list[float] = []
         self.looked: list[float] = []
         self.kept: list[KeepEvidence] = []
         me = agent.Identity("a", "i", "h", (0, 1), "h", 1)
@@ -113,8 +115,10 @@ class Node:
                         self.condemned.append((slot, self.now))
                     case Tell(stall):
                         self.told.append((stall, self.now))
-                    case Untell():
+                    case Untell(number):
                         assert self.told
+                        self.untold.append(self.now)
+                        todo += [TakenBack(number)] if self.writes else []
 
     def train(self, seconds: float) -> None:
         until = self.now + seconds
@@ -409,6 +413,22 @@ def test_who_is_asked_looks_and_tells_though_nobody_here_hangs() -> None:
     (said,) = node.said
     assert said.verdict.guilty == (there,) and not node.condemned
     assert node.kept[0].look == 1
+
+
+def test_what_the_leader_was_told_is_taken_back_until_that_is_done() -> None:
+    """It would be believed as long as the round lives, and grow older."""
+    node = Node(others=1)
+    node.train(10.0)
+    node.stand_still(100.0)
+    assert node.told
+    node.writes = False
+    node.train(10.0)
+    assert len(node.untold) > 5
+    node.writes = True
+    node.train(2.0)
+    node.untold.clear()
+    node.train(10.0)
+    assert not node.untold
 
 
 def test_a_newcomer_that_waits_with_the_survivors_is_not_in_another_place_than_they() -> None:

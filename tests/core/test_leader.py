@@ -438,6 +438,40 @@ def test_where_workers_commit_a_round_that_lived_long_is_of_no_use_by_that(inpla
     assert (next_round(decide(seen, NOW)).phase is Phase.ENDED) == ends
 
 
+@pytest.mark.parametrize(("finished", "cause"), [("a", Cause.NODE_LOST), ("b", Cause.WORKER_FAILED)])
+def test_a_failure_after_a_node_has_finished_and_left_is_the_scripts_unless_its_store_went_too(
+    finished: str, cause: Cause
+) -> None:
+    failed = report("c", 5, exit(0, 2), steps=3)
+    there = [node(name, released=5, told=1) for name in ("a", "b", "c") if name != finished]
+    seen = closing(
+        Cause.WORKER_FAILED,
+        {"a": 1, "b": 1, "c": 1},
+        there,
+        [report(finished, 5, finished=True), failed],
+    )
+    assert next_round(decide(seen, NOW)).cause is cause
+
+
+def test_workers_that_leave_in_good_order_may_save_though_a_node_has_finished_and_left() -> None:
+    nodes = [node("a"), node("c")]
+    done = [report("b", 5, finished=True)]
+    seen = closing(Cause.NODE_DRAINED, {"a": 1, "b": 1, "c": 1}, nodes, done)
+    assert seen.round is not None
+    seen = replace(seen, round=replace(seen.round, planned=True))
+    assert not decide(seen, NOW).writes
+
+
+def test_the_steps_that_a_node_tells_with_its_release_are_waited_for() -> None:
+    failed = charges(("a", 0), at=NOW - 3)
+    nodes = [node("a", released=5, told=1)]
+    seen = closing(Cause.GREW, {"a": 2}, nodes, budget=failed)
+    seen = replace(seen, nodes={"a": Registered(nodes[0], 100, 0.0, NOW)})
+    assert not decide(seen, NOW).writes
+    spent = written(decide(replace(seen, reports={"a": report("a", 5, steps=9)}), NOW), "budget")
+    assert isinstance(spent, Budget) and spent.charges[-1].progressed
+
+
 def test_what_survivors_have_committed_since_the_last_failure_is_progress() -> None:
     """The node tells of it, though nobody reported a step of the round that failed."""
     keeps = replace(node("a", released=5), ready=(0, 1), age=Age(4, 31))

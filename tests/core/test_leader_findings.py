@@ -71,6 +71,17 @@ def test_while_a_node_has_not_told_the_leader_only_asks_and_only_where_one_is_st
     assert found.asks and found.verdict.guilty[0].node == "b"
 
 
+def test_nobody_waits_for_what_a_lost_node_tells() -> None:
+    """Its round closes for as long as somebody sleeps in it."""
+    asleep = told(of_two_nodes(Phase.CLOSING), stall("a", Doing.ASLEEP, 3601.0))
+    assert asleep.nodes is not None and asleep.round is not None
+    broken = replace(asleep.round, closing=Cause.NODE_LOST, planned=False)
+    lost = replace(asleep, round=broken, nodes={"a": asleep.nodes["a"]}, absence_counts_from=NOW + 1.0)
+    plan = decide(lost, NOW)
+    assert plan.wake_at == NOW + 1.0 and not plan.writes
+    assert verdict(decide(lost, NOW + 1.0)).verdict.why is Why.ASLEEP
+
+
 def test_what_was_told_grows_older_until_its_limit() -> None:
     waiting = told(of_two_nodes(), stall("a", Doing.WAITING, 10.0), stall("b", Doing.ASLEEP, 10.0))
     assert ALLOWED is not None

@@ -91,7 +91,7 @@ class Agent:
             silent=None,
             policy_source=SimpleNamespace(policy=Policy()),
         )
-        self.driver = SimpleNamespace(state=state, tell_the_leader=store.show)
+        self.driver = SimpleNamespace(state=state, tell_the_leader=store.show, view=store.view)
         self.of = Comparison(cast(Any, self.driver), cast(Any, store), self.hear, lambda: self.throttled_s)
 
     def hear(self, round_number: int) -> Mapping[int, Told]:
@@ -158,6 +158,16 @@ def test_a_node_that_neighbours_starve_is_not_named_and_one_that_its_quota_holds
             b.delayed_s[slot] += 0.015 * (FIRST_STEPS if period == 0 else STEPS)
         live(agents, 1, since=period)
     assert [(r.node, r.slot) for r in store.said if isinstance(r, WorkerStraggling)] == named
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_is_alone_in_its_round_tells_the_leader_wherever_that_is(leads: bool) -> None:
+    store = Store(members("a"))
+    (a,) = agents = [Agent("a", store, {0: 0.05, 1: 0.065})]
+    if not leads:
+        a.driver.view, a.driver.tell_the_leader = None, lambda put: None
+    live(agents, PERIODS + 3)
+    assert store.said == [WorkerStraggling("a", 1, 1, 1.3)]
 
 
 def test_who_catches_up_is_said_to() -> None:

@@ -169,10 +169,7 @@ def register(do: Doing) -> None:
             _wait_for_name(do, key.fact)
         elif key.fact is None:
             put = Put(state.me.key, _record(state), leased=True)
-            guards: tuple[Guard, ...] = (Unchanged(state.me.key, 0),)
-            if state.crew is not None:  # its workers may only run in the present round
-                guards = (*guards, Unchanged("round", state.seen["round"].revision))
-            do.transact(Tag.NODE, guards, (put,))
+            do.transact(Tag.NODE, (Unchanged(state.me.key, 0), *_guards_of_crew(state)), (put,))
     elif state.own.fact != _record(state):
         put = Put(state.me.key, _record(state), leased=True)
         # The report goes with the release: the leader settles the round on both.
@@ -181,6 +178,11 @@ def register(do: Doing) -> None:
         do.transact(Tag.NODE, (guard,), (put, *unreported(state)))
         if len(do.actions) > before:
             do.set(reported=state.report)
+
+
+def _guards_of_crew(state: State) -> tuple[Guard, ...]:
+    """Return the guard of a new registration while workers run: they may only run in the present round."""
+    return (Unchanged("round", state.seen["round"].revision),) if state.crew is not None else ()
 
 
 def _record(state: State) -> Node:
@@ -262,7 +264,7 @@ def succeed(do: Doing, key: Entry, dead: Node) -> None:
     """
     if do.state.lease_until is None:
         return
-    guards: list[Guard] = [Unchanged(key.key, key.revision)]
+    guards: list[Guard] = [Unchanged(key.key, key.revision), *_guards_of_crew(do.state)]
     writes: list[Write] = [Put(key.key, _record(do.state), leased=True)]
     leader = do.state.seen.get("leader")
     if leader and leader.fact == Leadership(dead.name, dead.incarnation):

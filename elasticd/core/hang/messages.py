@@ -47,13 +47,20 @@ class EvidenceKept:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenBack:
+    """``Untell`` was done. ``number``: as above."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class HangSaid:
     """The leader has written this verdict, or its verdict is gone."""
 
     hang: Hang | None
 
 
-Event = Woke | StepsRead | VitalsSampled | Looked | EvidenceKept | HangSaid
+Event = Woke | StepsRead | VitalsSampled | Looked | EvidenceKept | TakenBack | HangSaid
 
 # ---------------------------------------------------------------- actions
 
@@ -101,7 +108,11 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Untell:
-    """Withdraw that: the workers make steps again."""
+    """Withdraw that: the workers make steps again. ``TakenBack`` follows later, or never. ``number``: of the
+    look that the leader was told of.
+    """
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from elasticd.core.hang.messages import (
     ReadSteps,
     Sample,
     StepsRead,
+    TakenBack,
     Tell,
     Untell,
     VitalsSampled,
@@ -98,7 +99,7 @@ class Watching:
     when the first worker left a broken round with the state. ``killed``: the standstills of killed workers,
     by place. ``certain``: a verdict that needs no other agent, and until when the others' answers are
     awaited. ``hang``: the leader's last word. ``answered``: the leader's last question that this agent has
-    answered.
+    answered. ``told``: the number of the look that the leader was told of, until that is surely withdrawn.
     """
 
     patience: Patience
@@ -117,7 +118,7 @@ class Watching:
     certain: tuple[Verdict, float] | None = None
     hang: Hang | None = None
     answered: Hang | None = None
-    told: bool = False
+    told: int = 0
 
     @property
     def in_step(self) -> bool:
@@ -181,6 +182,10 @@ def step(watching: Watching, event: Event, state: State, at: float) -> Step:
                 return Step(watching, wake_at=watching.due)
             do.set(keeping=replace(keeping, over=True, place=place))
             delay_s = do.attend()
+        case TakenBack(number):
+            if watching.told == number:
+                do.set(told=0)
+            return Step(do.w, wake_at=watching.due)
         case HangSaid(hang):
             do.set(hang=hang)
             delay_s = do.attend()
@@ -324,7 +329,7 @@ class _Step:
         if alone or not in_step:
             return STALLED_S
         self.actions.append(Tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed)))
-        self.set(told=True)
+        self.set(told=self.w.number)
         if verdict is None:
             return STALLED_S
         self.set(certain=(verdict, at + ANSWERS_S))
@@ -418,9 +423,8 @@ class _Step:
         hang = self.w.hang if self.w.hang is not None and self.w.hang.asks else None
         still = self.w.still.calm()
         self.set(look_at_s=None, looking=None, certain=None, sights=(), seen=0, still=still, hang=hang)
-        if self.w.told:
-            self.set(told=False)
-            self.actions.append(Untell())
+        if self.w.told:  # again and again, until it is done: else the leader would go on believing it
+            self.actions.append(Untell(self.w.told))
 
 
 def _at_work(crew: Crew) -> bool:

@@ -14,14 +14,13 @@ from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
 class PaceComparison:
     """The paces of all nodes.
 
-    ``paces``: the last of each node. ``fresh``: nodes whose last paces are in no period yet. ``taken``: the
-    number of each node's paces in the last period. ``found``: the stragglers of ``round``, as ``watch``
-    judges.
+    ``paces``: the last of each node. ``fresh``: how many of these are in no period yet. ``taken``: the number
+    of each node's paces in the last period. ``found``: the stragglers of ``round``, as ``watch`` judges.
     """
 
     paces: Mapping[str, Paces] = field(default_factory=dict)
     round: int = 0
-    fresh: frozenset[str] = frozenset()
+    fresh: int = 0
     taken: Mapping[str, int] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
     found: Stragglers | None = None
@@ -40,16 +39,16 @@ def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | N
     """
     before = known.paces.get(node)
     told = dict(known.paces)
-    told.pop(node, None)
     if paces is not None:
         told[node] = paces
-    known = replace(known, paces=told, fresh=known.fresh - {node})
-    if paces is not None and paces.round == known.round and _is_fresh(known, paces):
-        known = replace(known, fresh=known.fresh | {node})
+    else:
+        told.pop(node, None)
+    fresh = known.fresh - _is_fresh(known, before) + _is_fresh(known, paces)
+    known = replace(known, paces=told, fresh=fresh)
     if round is None or round.phase is not Phase.LIVE or round.number != known.round:
         return known
     same_gpus = (before.bad if before is not None else ()) == (paces.bad if paces is not None else ())
-    if same_gpus and len(known.fresh) < len(round.members):
+    if same_gpus and known.fresh < len(round.members):
         return known
     return _compare(known, round)
 
@@ -59,13 +58,17 @@ def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceCo
     if round is None or round.phase is not Phase.LIVE or round.number == known.round:
         return known
     watch = Watch(tolerance=Tolerance(policy.straggler_ratio))
-    known = PaceComparison(known.paces, round.number, watch=watch)
-    fresh = (name for name, p in known.paces.items() if p.round == round.number and _is_fresh(known, p))
-    return _compare(replace(known, fresh=frozenset(fresh)), round)
+    return _compare(_count(PaceComparison(known.paces, round.number, watch=watch)), round)
 
 
-def _is_fresh(known: PaceComparison, paces: Paces) -> bool:
-    return bool(paces.slots) and paces.number > known.taken.get(paces.node, 0)
+def _count(known: PaceComparison) -> PaceComparison:
+    return replace(known, fresh=sum(_is_fresh(known, p) for p in known.paces.values()))
+
+
+def _is_fresh(known: PaceComparison, paces: Paces | None) -> bool:
+    if paces is None or paces.round != known.round or not paces.slots:
+        return False
+    return paces.number > known.taken.get(paces.node, 0)
 
 
 def _compare(known: PaceComparison, round: Round) -> PaceComparison:
@@ -75,10 +78,10 @@ def _compare(known: PaceComparison, round: Round) -> PaceComparison:
         if (p := known.paces.get(m.node)) is not None
         and (p.round, p.incarnation) == (round.number, m.incarnation)
     }
-    fresh = {node: p for node, p in heard.items() if node in known.fresh}
+    fresh = {node: p for node, p in heard.items() if _is_fresh(known, p)}
     if len(fresh) == len(round.members):
         taken = {node: p.number for node, p in fresh.items()}
-        known = replace(known, fresh=frozenset(), taken=taken)
+        known = _count(replace(known, taken=taken))
         times = {(node, slot.slot): slot.own_s for node, p in fresh.items() for slot in p.slots}
         if len(times) == round.world_size:
             known = replace(known, watch=known.watch.see(times))

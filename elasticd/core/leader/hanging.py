@@ -6,12 +6,12 @@ each agent reports, and the leader judges all reports together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
 from elasticd.core.facts import Hang, Phase
 from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge
-from elasticd.core.leader.members import has_left
+from elasticd.core.leader.members import has_left, is_present, surely_gone
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.view import Heard, View
 from elasticd.core.ports import Put
@@ -43,6 +43,8 @@ def name_the_hung(view: View, now: float) -> Plan:
         of_this = (round.number, member.incarnation)
         if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
             told.append(known)
+        elif not is_present(view, member) and surely_gone(view, member.node, now):
+            pass  # it never says any more
         elif member.node not in finished and not has_left(view, member, round.number):
             silent = True  # its workers make steps, or the report is still to come
     if not told:
@@ -55,7 +57,8 @@ def name_the_hung(view: View, now: float) -> Plan:
     allowed = _most_patient([heard.stall.allowed for heard in told])
     verdict = judge(looks, allowed)
     if verdict is None:
-        return Plan(wake_at=_next_limit(looks, allowed, now))
+        wakes = (at for at in (*_limits(looks, allowed, now), view.absence_counts_from) if at > now)
+        return Plan(wake_at=min(wakes, default=None))
     return Plan(writes=(Put("hang", Hang(round.number, verdict, asks=silent), leased=True),))
 
 
@@ -76,7 +79,7 @@ def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
     )
 
 
-def _next_limit(looks: Sequence[Look], allowed: Allowance, now: float) -> float | None:
-    """Return when the next worker's standstill reaches a limit."""
+def _limits(looks: Sequence[Look], allowed: Allowance, now: float) -> Iterator[float]:
+    """Return when each worker's standstill reaches its limits."""
     left = (limit - look.still_s for look in looks for limit in astuple(allowed))
-    return min((now + max(s, LATER_S) for s in left if s > 0), default=None)
+    return (now + max(s, LATER_S) for s in left if s > 0)

@@ -37,7 +37,9 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     assert view.nodes is not None
     assert view.reports is not None
     reports = view.reports.values()
-    missing = tuple(m.node for m in round.members if not is_present(view, m))
+    # A node whose workers have finished may leave, unless the others may still need its store.
+    needed = [m for m in round.members if m is round.members[0] or not has_finished(view, m, round.number)]
+    missing = tuple(m.node for m in needed if not is_present(view, m))
     fenced = any(is_present(view, m) and is_fenced(view, m, round.number) for m in round.members)
     step = budgets.astray_at(round, reports)
     if step is not None and not round.anew:  # the round was closed for another reason

@@ -27,10 +27,11 @@ def supervise(view: View, spec: Spec, round: Round, now: float) -> Plan:
     """Return the plan for a live round: end or close it if there is a reason, else wait."""
     assert view.nodes is not None
     assert view.reports is not None
+    lives = {m.node: m.incarnation for m in round.members}
     reports = {
         name: r
         for name, r in view.reports.items()
-        if r.round == round.number and round.member(name, r.incarnation)
+        if r.round == round.number and r.incarnation == lives.get(name)
     }
     finished = {name for name, r in reports.items() if r.finished}
     returned = any(r.returned for r in reports.values())

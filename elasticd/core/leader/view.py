@@ -110,8 +110,9 @@ def _mark_listed(view: View, scope: str, revision: int) -> View:
 
 
 def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
-    nodes = dict(view.nodes) if view.nodes is not None else None
-    reports = dict(view.reports) if view.reports is not None else None
+    kinds = {e.key.partition("/")[0] for e in entries}  # what there is no news of is not copied
+    nodes = dict(view.nodes) if view.nodes is not None and "nodes" in kinds else None
+    reports = dict(view.reports) if view.reports is not None and "reports" in kinds else None
     for e in entries:
         revision = e.revision if e.fact is not None else 0
         kind, _, name = e.key.partition("/")
@@ -138,7 +139,10 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
                     reports.pop(name, None)
             case _:
                 view = _apply_finding(view, e, name, now)
-    view = replace(view, nodes=nodes, reports=reports)
+    if nodes is not None:
+        view = replace(view, nodes=nodes)
+    if reports is not None:
+        view = replace(view, reports=reports)
     if view.spec is None:
         return view
     return replace(view, comparison=comparing.follow(view.comparison, view.round, view.spec.policy))
