@@ -148,11 +148,11 @@ def listen(name: str = "") -> tuple[socket.socket, str]:
     return sock, name
 
 
-def connect(name: str, secret: str = "") -> SaverSocket:
+def connect(name: str, secret: str = "", *, patience_s: float | None = None) -> SaverSocket:
     """Connect to the saver ``name``. ``secret``: what a saver without an agent asks for. A saver with an
     agent admits its workers by itself, and this waits for that. Raises Gone if no saver listens there, if the
     process belongs to another user, or if the saver turns this process away; SaverSilent if the saver says
-    nothing for ``SILENCE_S``."""
+    nothing for ``patience_s``, or ``SILENCE_S`` by default."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(f"\0{name}")
@@ -167,18 +167,18 @@ def connect(name: str, secret: str = "") -> SaverSocket:
         line.send({"is": "key", "key": secret})
         return line
     try:
-        _await_admission(line)
+        _await_admission(line, SILENCE_S if patience_s is None else patience_s)
     except BaseException:
         sock.close()
         raise
     return line
 
 
-def _await_admission(line: SaverSocket) -> None:
+def _await_admission(line: SaverSocket, patience_s: float) -> None:
     readable = select.poll()
     readable.register(line.socket, select.POLLIN)
-    if not readable.poll(SILENCE_S * 1000):
-        raise SaverSilent(f"it has said nothing for {SILENCE_S:g} s")
+    if not readable.poll(patience_s * 1000):
+        raise SaverSilent(f"it has said nothing for {patience_s:g} s")
     try:
         line.receive()
     except Gone as error:

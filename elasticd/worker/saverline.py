@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticd.checkpoint import handover
-from elasticd.checkpoint.handover import Gone, Message, SaverSocket
+from elasticd.checkpoint.handover import Gone, Message, SaverSilent, SaverSocket
 from elasticd.checkpoint.manifest import BadCheckpoint
 from elasticd.checkpoint.pointer import FilePointer
 from elasticd.checkpoint.store import CheckpointStore, told
@@ -29,6 +29,8 @@ _PROGRAM: Final = (
     "import sys; sys.path.append({root!r}); "
     "from elasticd.checkpoint.alone import main; main({fd}, {options!r})"
 )
+_LEFT_ALONE_S: Final = 60.0
+_MOMENT_S: Final = 1.0
 started: Final[list[subprocess.Popen[bytes]]] = []  # they outlive this process; kept to avoid ResourceWarning
 
 
@@ -49,6 +51,7 @@ class SaverLine:
     def __init__(self, take: Callable[[Message], None], lost: Callable[[Gone], None]) -> None:
         self._take, self._lost = take, lost
         self._line: SaverSocket | None = None
+        self._silent_until, self._silence = 0.0, ""  # by the monotonic clock; in words
         self.why = ""  # why it is not open
 
     @property
@@ -83,7 +86,7 @@ class SaverLine:
             saver = _start()
         names = [raw.decode() for raw in together.gather(saver.encode())]
         try:
-            line = handover.connect(*names[locals_[0]].split())  # and the secret, if there is one
+            line = self._connect(*names[locals_[0]].split())  # and the secret, if there is one
             line.send(
                 {
                     "is": "open",
@@ -103,6 +106,19 @@ class SaverLine:
         except Gone as error:
             self._lose(error)
         return Terms(token, round_, mine["node"] in keeper)
+
+    def _connect(self, name: str, secret: str = "") -> SaverSocket:
+        """Connect to the saver. One that was silent is left alone for a while, and then has a moment only to
+        answer: training waits meanwhile."""
+        if time.monotonic() < self._silent_until:
+            raise SaverSilent(self._silence)
+        try:
+            line = handover.connect(name, secret, patience_s=_MOMENT_S if self._silent_until else None)
+        except SaverSilent as error:
+            self._silent_until, self._silence = time.monotonic() + _LEFT_ALONE_S, str(error)
+            raise
+        self._silent_until = 0.0
+        return line
 
     def say(self, message: Message, *files: int) -> bool:
         """Send a message; return whether it was sent. Training does not wait: a saver that has not read for

@@ -182,6 +182,34 @@ def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
     assert said == (2 * [sentence] if sent == signal.SIGSTOP else [])
 
 
+def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_later(
+    forker, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(handover, "SILENCE_S", 0.5)
+    monkeypatch.setattr(saverline, "_MOMENT_S", 30.0)  # a busy machine
+    patience, connect = [], handover.connect
+
+    def counted(*name: str, patience_s: float | None = None) -> handover.SaverSocket:
+        patience.append(patience_s)
+        return connect(*name, patience_s=patience_s)
+
+    monkeypatch.setattr(handover, "connect", counted)
+    saver = psutil.Process(int(os.environ["SAVER_PID"]))
+    checkpoints = Checkpoints(tmp_path / "run")
+    saver.suspend()
+    try:
+        for step in (1, 2, 3):
+            assert checkpoints.save(filled(step), step)
+    finally:
+        saver.resume()
+    assert patience == [None] and checkpoints.failed == 3
+    assert checkpoints.last_error.endswith("it has said nothing for 0.5 s")
+    checkpoints._saving._line._silent_until = 1e-9  # a minute later
+    assert checkpoints.save(filled(4), 4) and checkpoints.wait()
+    assert patience == [None, 30.0] and checkpoints.newest.step == 4
+    checkpoints.close()
+
+
 def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(monkeypatch):
     monkeypatch.setattr(handover, "SILENCE_S", 2.0)
     listener, name = handover.listen()
