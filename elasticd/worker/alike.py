@@ -131,7 +131,7 @@ class Alike:
         if self._trained is not None and len({int(h[0]) for h in heard}) > 1:
             compare(self._trained, self._world, everybody, exact=self._exact)
         if len({int(h[1]) for h in heard}) > 1:
-            self._shared.compare(self._world, everybody)
+            self._shared.compare(self._world, everybody, exact=self._exact)
         self._every = max(1, min(2 * self._every, max(int(h[2]) for h in heard)))
         self._next = step + self._every
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import math
+from array import array
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -24,8 +27,32 @@ from elasticd.worker.world import World
 T = TypeVar("T")
 FEW = 4096  # elements of a large tensor that are compared
 SHOWN_MAX = 40  # characters of a shown value
-Summary = dict[str, tuple[int, str]]  # by name: a digest, and the value if it can be shown
-_NOTHING = (0, "")
+ROUNDING = 1e-4  # of a number: smaller differences come from rounding, as on machines of several kinds
+
+
+class Seen(NamedTuple):
+    """A value in short. ``shown``: the value, if it is short. ``coarse``: a digest of all but the
+    floating-point numbers. ``floats``: the first of these numbers, as doubles. ``coarse`` and ``floats`` are
+    empty in a summary that is only made for its digest."""
+
+    digest: int = 0
+    shown: str = ""
+    coarse: int = 0
+    floats: bytes = b""
+
+    def is_close(self, other: Seen) -> bool:
+        """Whether only floating-point numbers differ, and those by rounding."""
+        mine, its = array("d", self.floats), array("d", other.floats)
+        alike = self.coarse == other.coarse and len(mine) == len(its) and len(mine) > 0
+        return alike and all(
+            math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
+            for a, b in zip(mine, its, strict=True)
+        )
+
+
+Summary = dict[str, Seen]  # by name
+_NOTHING = Seen()
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,46 +84,64 @@ class Shared:
     ) -> None:
         self._plain, self._stateful, self._optimizers, self._own = plain, stateful, optimizers, own
         self._began: Summary = {}
+        self._warned = False
 
     def begin(self) -> None:
         """Note the script's initial values. Left out are the contents of tensors, which may depend on
         parameters that are not the same yet, and objects, which may contain such tensors."""
         drawn = {n: s.state_dict() for n, s in self._stateful.items() if isinstance(s, Drawn)}
-        begins = {n: _summary_of(v, contents=False) for n, v in self._plain.items() if n not in self._own}
+        plain = {n: v for n, v in self._plain.items() if n not in self._own}
+        begins = {n: _summary_of(v, contents=False, floats=True) for n, v in plain.items()}
         self._began = begins | {n: _summary_of(s) for n, s in drawn.items() if n not in self._own}
 
     def digest_of_beginning(self) -> int:
-        return _digest(repr(sorted(self._began.items())).encode())
+        return _digest_of(self._began)
 
     def digest(self) -> int:
-        return _digest(repr(sorted(self._summary().items())).encode())
+        return _digest_of(self._summary())
 
-    def _summary(self) -> Summary:
+    def _summary(self, *, floats: bool = False) -> Summary:
         """Return the summary of the present values."""
         settings = {
             f"{name}.param_groups": [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
             for name, o in self._optimizers.items()
         }
         shared = {**self._plain, **{n: s.state_dict() for n, s in self._stateful.items()}, **settings}
-        return {n: _summary_of(v) for n, v in shared.items() if n not in self._own and not n.startswith("_")}
+        return {
+            n: _summary_of(v, floats=floats)
+            for n, v in shared.items()
+            if n not in self._own and not n.startswith("_")
+        }
 
-    def compare(self, world: World | None, ranks: Sequence[int]) -> None:
+    def compare(self, world: World | None, ranks: Sequence[int], *, exact: bool = False) -> None:
         """Compare the present values on all workers together, when the digests of these ranks differ. Raises
-        Unlike, and WorldChanged."""
-        if differs := difference(_heard(self._summary(), world), ranks):
+        Unlike, and WorldChanged. ``exact``: to the bit. Otherwise floating-point numbers may differ by
+        rounding, with one warning."""
+        heard = _heard(self._summary(floats=True), world)
+        if differs := difference(heard, ranks, exact=exact):
             raise _unlike(
                 f"{differs}. What a State keeps goes from worker to worker: make it the same in all, as by "
                 "dist.all_reduce, or give State worker.Local(...), which each worker keeps for itself"
             )
+        self._warn_of(difference(heard, ranks))
 
-    def compare_beginning(self, world: World, source: int, *, fresh: bool) -> str:
+    def _warn_of(self, differs: str) -> None:
+        if differs and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s, by rounding. What a State keeps goes from worker to worker: where a decision depends on "
+                "the last digits, make the value the same in all workers, as by dist.all_reduce",
+                differs,
+            )
+
+    def compare_beginning(self, world: World, source: int, *, fresh: bool, exact: bool = False) -> str:
         """Compare the initial values on all workers together, when their digests differ.
 
         Return how this worker's differ from those of ``source``, in words. Raises Unlike if all workers begin
         now, and WorldChanged.
         """
         heard = _heard(self._began, world)
-        if fresh and (differs := difference(heard, range(world.size))):
+        if fresh and (differs := difference(heard, range(world.size), exact=exact)):
             raise _unlike(
                 f"{differs}, as they begin. All would get what worker {source} has: have the script give the "
                 "same in each, or worker.Local(...), which each worker keeps for itself"
@@ -116,55 +161,78 @@ def _heard(mine: Summary, world: World | None) -> list[Summary]:
     return [msgspec.json.decode(raw, type=Summary) for raw in said]
 
 
-def difference(heard: Sequence[Summary], ranks: Sequence[int]) -> str:
-    """Return the first difference between these ranks, in words; empty if there is none."""
+def difference(heard: Sequence[Summary], ranks: Sequence[int], *, exact: bool = True) -> str:
+    """Return the first difference between these ranks, in words; empty if there is none. ``exact``: to the
+    bit. Otherwise differences by rounding are none."""
     for name in sorted({name for rank in ranks for name in heard[rank]}):
         its = {rank: heard[rank].get(name, _NOTHING) for rank in ranks}
-        digests = [digest for digest, _ in its.values()]
+        digests = [seen.digest for seen in its.values()]
         usual = max(digests, key=digests.count)
-        if others := [rank for rank in ranks if its[rank][0] != usual]:
-            first = next(rank for rank in ranks if its[rank][0] == usual)
+        first = next(rank for rank in ranks if its[rank].digest == usual)
+        others = [rank for rank in ranks if its[rank].digest != usual]
+        if not exact:
+            others = [rank for rank in others if not its[rank].is_close(its[first])]
+        if others:
             one, other = (
-                f"worker {rank}" + (f" ({its[rank][1]})" if its[rank][1] else "")
+                f"worker {rank}" + (f" ({its[rank].shown})" if its[rank].shown else "")
                 for rank in (first, others[0])
             )
             return f"State's {name} is not the same in {one} and {other}"
     return ""
 
 
-def _summary_of(value: Any, *, contents: bool = True) -> tuple[int, str]:
+def _summary_of(value: Any, *, contents: bool = True, floats: bool = False) -> Seen:
+    """``floats``: for ``Seen.is_close`` as well."""
     found = hashlib.blake2b(digest_size=8)
     _feed(found, value, contents)
     shown = repr(value) if isinstance(value, int | float | str | None) else ""
     if len(shown) > SHOWN_MAX:
         shown = f"{shown[:SHOWN_MAX]}..."
-    return int.from_bytes(found.digest(), "little") >> 1, shown
+    if not floats:
+        return Seen(_number(found), shown)
+    coarse, numbers = hashlib.blake2b(digest_size=8), array("d")
+    _feed(coarse, value, contents, numbers)
+    return Seen(_number(found), shown, _number(coarse), numbers[:FEW].tobytes())
 
 
-def _feed(summary: hashlib.blake2b, value: Any, contents: bool) -> None:
-    """Feed the value into the digest. Equal data gives equal digests, wherever it came from."""
-    if isinstance(value, torch.Tensor):
+def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[float] | None = None) -> None:
+    """Feed the value into the digest. Equal data gives equal digests, wherever it came from.
+
+    ``floats``: takes the floating-point numbers, which then do not count in the digest.
+    """
+    if floats is not None and isinstance(value, float):
+        summary.update(b"float;")
+        floats.append(value)
+    elif isinstance(value, torch.Tensor):
         summary.update(f"{value.dtype} {[*value.shape]};".encode())
         if contents:
             flat = value.detach().reshape(-1)
             few = flat if len(flat) <= SMALL else flat[:: len(flat) // FEW]
             plain = few.cpu().resolve_conj().resolve_neg().contiguous()
-            summary.update(plain.view(torch.uint8).numpy().tobytes())
+            if floats is not None and plain.is_floating_point():
+                floats.extend(plain[:FEW].double().tolist())
+            else:
+                summary.update(plain.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         summary.update(f"dict {len(value)};".encode())
         items = {plain_key(key, "it"): item for key, item in value.items()}
         for key in sorted(items, key=repr):
             summary.update(f"{key!r}:".encode())
-            _feed(summary, items[key], contents)
+            _feed(summary, items[key], contents, floats)
     elif isinstance(value, list | tuple):
         summary.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value:
-            _feed(summary, item, contents)
+            _feed(summary, item, contents, floats)
     elif isinstance(value, set):
         summary.update(f"set {sorted(map(repr, value))};".encode())
     else:
         summary.update(f"{type(value).__name__} {value!r};".encode())
 
 
-def _digest(raw: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+def _digest_of(summary: Summary) -> int:
+    raw = repr(sorted((name, seen.digest) for name, seen in summary.items())).encode()
+    return _number(hashlib.blake2b(raw, digest_size=8))
+
+
+def _number(found: hashlib.blake2b) -> int:
+    return int.from_bytes(found.digest(), "little") >> 1

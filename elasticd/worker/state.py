@@ -369,7 +369,7 @@ class State:
         self._check_world()
         heard = self._heard([int(epoch.stops), self._shared.digest() if self._compares else 0])
         if len({shared for _, shared in heard}) > 1:
-            self._shared.compare(world, range(len(heard)))
+            self._shared.compare(world, range(len(heard)), exact=self._exact)
         if epoch.over:
             progress.ended += 1
             progress.began = self._step
@@ -717,7 +717,7 @@ class State:
     def compare_shared(self, world: World | None, ranks: Sequence[int]) -> None:
         """Compare the shared values on all workers together, when the first digest differs among these
         ranks."""
-        self._shared.compare(world, ranks)
+        self._shared.compare(world, ranks, exact=self._exact)
 
     def compare_beginning(self, world: World, source: int, *, fresh: bool) -> None:
         """Compare the initial values on all workers together, when the second digest differs.
@@ -725,7 +725,7 @@ class State:
         A difference is refused while no worker has committed anything. A worker that joins later takes the
         values of ``source``, with a warning.
         """
-        differs = self._shared.compare_beginning(world, source, fresh=fresh)
+        differs = self._shared.compare_beginning(world, source, fresh=fresh, exact=self._exact)
         if differs and self.holds is Holds.NONE:
             _log.warning(
                 "%s, as their scripts began: worker %d takes what the others have. Give State "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict, defaultdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from elasticd import worker
 from elasticd.worker.plain import copied, loaded, outlined, with_tensors
-from elasticd.worker.shared import _summary_of, difference
+from elasticd.worker.shared import Seen, _summary_of, difference
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, reads
 from tests.worker.worlds import in_world
@@ -173,6 +174,56 @@ def test_an_evaluation_that_comes_to_something_else_on_each_rank_is_not_committe
     assert [each.partition(" What a State")[0] for each in said] == [expected] * 2
 
 
+def evaluate_by_rounding() -> list[str]:
+    said = Said()
+    logging.getLogger("elasticd.worker.shared").addHandler(said)
+    state = worker.State(nn.Linear(1, 1), wrap=None, best=9.0, at=100.0 + worker.rank() * 1e-6)
+    state.begin()
+    state.agree(1)
+    state.enter(None)
+    for epoch in state.epochs(3, steps=2):
+        list(epoch)
+        state.best = (1.0 + worker.rank() * 1e-7) / (epoch.number + 3)
+    return said.lines
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_an_evaluation_that_differs_by_rounding_is_said_once_and_goes_on(tmp_path):
+    for lines in in_world(2, tmp_path, evaluate_by_rounding):
+        assert len(lines) == 1 and "is not the same in worker 0" in lines[0] and "by rounding" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "close"),
+    [
+        (0.0712810531, 0.0712810456, True),
+        (1.0, 1.001, False),
+        (0.0, 1e-9, False),
+        (float("nan"), float("nan"), True),
+        (float("nan"), 1.0, False),
+        (float("inf"), float("inf"), True),
+        ({"loss": 1.0, "step": 1}, {"loss": 1.0000001, "step": 1}, True),
+        ({"loss": 1.0, "step": 1}, {"loss": 1.0000001, "step": 2}, False),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], False),
+        (torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0000002]), True),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.tensor([1]), torch.tensor([2]), False),
+        ("1.0", "1.0000001", False),
+        (1, 2, False),
+    ],
+)
+def test_numbers_may_differ_by_rounding_and_nothing_else_may(one, other, close):
+    assert _summary_of(one, floats=True).is_close(_summary_of(other, floats=True)) is close
+
+
 def test_no_checkpoint_has_what_is_a_workers_own():
     noise = torch.Generator()
     state = worker.State(
@@ -209,7 +260,7 @@ def test_data_that_has_travelled_has_the_same_digest_and_any_other_has_another()
     there = with_tensors(loaded(outline), lambda _: next(arrived))
     assert _summary_of(there) == _summary_of(data) == _summary_of(copied(data))
     others = [{**odd(), "counts": {"b": 1}}, {**odd(), "half": torch.tensor([1.5])}, {**odd(), "nest": [1]}]
-    found = {_summary_of(other)[0] for other in [data, *others, 1, 1.0, True, "1", [1], (1,), {1}]}
+    found = {_summary_of(other).digest for other in [data, *others, 1, 1.0, True, "1", [1], (1,), {1}]}
     assert len(found) == 11
     assert _summary_of({"b": 1, "a": 2}) == _summary_of({"a": 2, "b": 1})
     of_numpy = {np.int64(3): 1, (np.int32(1), "a"): 2}
@@ -219,14 +270,14 @@ def test_data_that_has_travelled_has_the_same_digest_and_any_other_has_another()
 @pytest.mark.parametrize(
     ("heard", "ranks", "said"),
     [
-        ([{"a": (1, "1")}] * 3, [0, 1, 2], ""),
+        ([{"a": Seen(1, "1")}] * 3, [0, 1, 2], ""),
         (
-            [{"a": (1, "1")}, {"a": (2, "2")}, {"a": (2, "2")}],
+            [{"a": Seen(1, "1")}, {"a": Seen(2, "2")}, {"a": Seen(2, "2")}],
             [0, 1, 2],
             "in worker 1 (2) and worker 0 (1)",
         ),
-        ([{"a": (1, "1")}, {"a": (2, "2")}, {"a": (2, "2")}], [1, 2], ""),
-        ([{}, {"a": (2, "")}], [0, 1], "State's a is not the same in worker 0 and worker 1"),
+        ([{"a": Seen(1, "1")}, {"a": Seen(2, "2")}, {"a": Seen(2, "2")}], [1, 2], ""),
+        ([{}, {"a": Seen(2, "")}], [0, 1], "State's a is not the same in worker 0 and worker 1"),
     ],
 )
 def test_the_first_difference_is_said_in_words(heard, ranks, said):
