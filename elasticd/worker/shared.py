@@ -30,7 +30,7 @@ SHOWN_MAX = 40  # characters of a shown value
 ROUNDING = 1e-4  # of a number: smaller differences come from rounding, as on machines of several kinds
 
 
-class Seen(NamedTuple):
+class ValueSummary(NamedTuple):
     """A value in short. ``shown``: the value, if it is short. ``coarse``: a digest of all but the
     floating-point numbers. ``floats``: the first of these numbers, as doubles. ``coarse`` and ``floats`` are
     empty in a summary that is only made for its digest."""
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     coarse: int = 0
     floats: bytes = b""
 
-    def is_close(self, other: Seen) -> bool:
+    def is_close(self, other: ValueSummary) -> bool:
         """Whether only floating-point numbers differ, and those by rounding."""
         mine, its = array("d", self.floats), array("d", other.floats)
         alike = self.coarse == other.coarse and len(mine) == len(its) and len(mine) > 0
@@ -50,8 +50,8 @@ class Seen(NamedTuple):
         )
 
 
-Summary = dict[str, Seen]  # by name
-_NOTHING = Seen()
+Summary = dict[str, ValueSummary]  # by name
+_NOTHING = ValueSummary()
 _log = logging.getLogger(__name__)
 
 
@@ -181,18 +181,18 @@ def difference(heard: Sequence[Summary], ranks: Sequence[int], *, exact: bool = 
     return ""
 
 
-def _summary_of(value: Any, *, contents: bool = True, floats: bool = False) -> Seen:
-    """``floats``: for ``Seen.is_close`` as well."""
+def _summary_of(value: Any, *, contents: bool = True, floats: bool = False) -> ValueSummary:
+    """``floats``: for ``ValueSummary.is_close`` as well."""
     found = hashlib.blake2b(digest_size=8)
     _feed(found, value, contents)
     shown = repr(value) if isinstance(value, int | float | str | None) else ""
     if len(shown) > SHOWN_MAX:
         shown = f"{shown[:SHOWN_MAX]}..."
     if not floats:
-        return Seen(_number(found), shown)
+        return ValueSummary(_number(found), shown)
     coarse, numbers = hashlib.blake2b(digest_size=8), array("d")
     _feed(coarse, value, contents, numbers)
-    return Seen(_number(found), shown, _number(coarse), numbers[:FEW].tobytes())
+    return ValueSummary(_number(found), shown, _number(coarse), numbers[:FEW].tobytes())
 
 
 def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[float] | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from elasticd import worker
 from elasticd.worker.plain import copied, loaded, outlined, with_tensors
-from elasticd.worker.shared import Seen, _summary_of, difference
+from elasticd.worker.shared import ValueSummary, _summary_of, difference
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, reads
 from tests.worker.worlds import in_world
@@ -270,14 +270,14 @@ def test_data_that_has_travelled_has_the_same_digest_and_any_other_has_another()
 @pytest.mark.parametrize(
     ("heard", "ranks", "said"),
     [
-        ([{"a": Seen(1, "1")}] * 3, [0, 1, 2], ""),
+        ([{"a": ValueSummary(1, "1")}] * 3, [0, 1, 2], ""),
         (
-            [{"a": Seen(1, "1")}, {"a": Seen(2, "2")}, {"a": Seen(2, "2")}],
+            [{"a": ValueSummary(1, "1")}, {"a": ValueSummary(2, "2")}, {"a": ValueSummary(2, "2")}],
             [0, 1, 2],
             "in worker 1 (2) and worker 0 (1)",
         ),
-        ([{"a": Seen(1, "1")}, {"a": Seen(2, "2")}, {"a": Seen(2, "2")}], [1, 2], ""),
-        ([{}, {"a": Seen(2, "")}], [0, 1], "State's a is not the same in worker 0 and worker 1"),
+        ([{"a": ValueSummary(1, "1")}, {"a": ValueSummary(2, "2")}, {"a": ValueSummary(2, "2")}], [1, 2], ""),
+        ([{}, {"a": ValueSummary(2, "")}], [0, 1], "State's a is not the same in worker 0 and worker 1"),
     ],
 )
 def test_the_first_difference_is_said_in_words(heard, ranks, said):
