@@ -26,14 +26,15 @@ from elasticd.worker.world import World
 
 T = TypeVar("T")
 FEW = 4096  # elements of a large tensor that are compared
+FLOATS_MAX = 2 * SMALL  # numbers of a value that may differ by rounding; all others count to the bit
 SHOWN_MAX = 40  # characters of a shown value
 ROUNDING = 1e-4  # of a number: smaller differences come from rounding, as on machines of several kinds
 
 
 class ValueSummary(NamedTuple):
-    """A value in short. ``shown``: the value, if it is short. ``coarse``: a digest of all but the
-    floating-point numbers. ``floats``: the first of these numbers, as doubles. ``coarse`` and ``floats`` are
-    empty in a summary that is only made for its digest."""
+    """A value in short. ``shown``: the value, if it is short. ``floats``: its first ``FLOATS_MAX``
+    floating-point numbers, as doubles. ``coarse``: a digest of all else. The last two are empty in a summary
+    that is only made for its digest."""
 
     digest: int = 0
     shown: str = ""
@@ -192,7 +193,7 @@ def _summary_of(value: Any, *, contents: bool = True, floats: bool = False) -> V
         return ValueSummary(_number(found), shown)
     coarse, numbers = hashlib.blake2b(digest_size=8), array("d")
     _feed(coarse, value, contents, numbers)
-    return ValueSummary(_number(found), shown, _number(coarse), numbers[:FEW].tobytes())
+    return ValueSummary(_number(found), shown, _number(coarse), numbers.tobytes())
 
 
 def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[float] | None = None) -> None:
@@ -200,7 +201,7 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[fl
 
     ``floats``: takes the floating-point numbers, which then do not count in the digest.
     """
-    if floats is not None and isinstance(value, float):
+    if floats is not None and isinstance(value, float) and len(floats) < FLOATS_MAX:
         summary.update(b"float;")
         floats.append(value)
     elif isinstance(value, torch.Tensor):
@@ -210,9 +211,10 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[fl
             few = flat if len(flat) <= SMALL else flat[:: len(flat) // FEW]
             plain = few.cpu().resolve_conj().resolve_neg().contiguous()
             if floats is not None and plain.is_floating_point():
-                floats.extend(plain[:FEW].double().tolist())
-            else:
-                summary.update(plain.view(torch.uint8).numpy().tobytes())
+                room = FLOATS_MAX - len(floats)
+                floats.extend(plain[:room].double().tolist())
+                plain = plain[room:]
+            summary.update(plain.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         summary.update(f"dict {len(value)};".encode())
         items = {plain_key(key, "it"): item for key, item in value.items()}

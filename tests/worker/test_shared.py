@@ -21,6 +21,7 @@ from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, r
 from tests.worker.worlds import in_world
 
 STEPS = 9
+MANY = 1 << 16  # elements of a tensor that is looked at in full
 
 
 class Meter:
@@ -213,6 +214,9 @@ def test_an_evaluation_that_differs_by_rounding_is_said_once_and_goes_on(tmp_pat
         ({"loss": 1.0, "step": 1}, {"loss": 1.0000001, "step": 1}, True),
         ({"loss": 1.0, "step": 1}, {"loss": 1.0000001, "step": 2}, False),
         ([1.0, 2.0], [1.0, 2.0, 3.0], False),
+        (torch.ones(MANY), torch.ones(MANY) + 1e-6, True),
+        (torch.ones(MANY), torch.cat([torch.ones(MANY - 1), torch.tensor([2.0])]), False),
+        ([torch.ones(MANY)] * 3, [torch.ones(MANY)] * 2 + [torch.ones(MANY) + 1], False),
         (torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0000002]), True),
         (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
         (torch.tensor([1]), torch.tensor([2]), False),
