@@ -58,6 +58,15 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def host_is_loopback(host: str) -> bool:
+    """Whether all addresses of this host, a name or an address, are loopback."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return bool(found) and all(map(is_loopback, found))
+
+
 def network_environment(address: str, environ: Mapping[str, str], *, asked: bool) -> dict[str, str]:
     """Return the variables that workers of a node with this address need besides ``environ``. ``asked``: the
     user gave the address."""

@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.interfaces import is_loopback
+from elasticd.cli.interfaces import host_is_loopback
 from elasticd.cli.machine import is_ours
 from elasticd.cli.options import RunOptions
 from elasticd.telemetry.http import Tls, context
@@ -71,7 +71,7 @@ def http_token(options: RunOptions) -> str | None:
 
 def http_note(place: tuple[str, int] | None, tls: Tls | None, token: str | None) -> str | None:
     """Return a warning if other machines can read the pages; None otherwise."""
-    if place is None or _is_loopback(place[0]) or (tls and token):
+    if place is None or host_is_loopback(place[0]) or (tls and token):
         return None
     if token:
         return (
@@ -79,10 +79,3 @@ def http_note(place: tuple[str, int] | None, tls: Tls | None, token: str | None)
         )
     more = "--http-token-file" if tls else "--http-token-file, --http-cert and --http-key"
     return f"whoever reaches {place[0]}:{place[1]} reads this run's metrics, paths and errors without {more}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return is_loopback(host)
-    except ValueError:
-        return host.lower() == "localhost"

@@ -26,7 +26,7 @@ from elasticd.cli.doctor.facts import (
     PeerFacts,
     PortFacts,
 )
-from elasticd.cli.interfaces import host_addresses, interfaces, is_loopback
+from elasticd.cli.interfaces import host_addresses, host_is_loopback, interfaces
 
 _CONNECT_S = 3.0
 
@@ -46,19 +46,11 @@ def look_at_address(
     return AddressFacts(
         address=address,
         shared=bool(endpoints),
-        etcd_is_local=bool(endpoints) and all(_is_loopback(host) for host, _ in endpoints),
-        loopback=_is_loopback(address),
+        etcd_is_local=bool(endpoints) and all(host_is_loopback(host) for host, _ in endpoints),
+        loopback=host_is_loopback(address),
         error=_listen_and_connect(address),
         peers=tuple(tried),
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    return bool(found) and all(map(is_loopback, found))
 
 
 def _listen_and_connect(address: str) -> str:
