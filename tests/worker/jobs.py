@@ -348,7 +348,7 @@ def train_and_return_whatever_happens(
         journal.write(caught="anything")
 
 
-def make_step(state: worker.State, journal: Journal, accident: Accident, step: int) -> None:
+def make_gradients(state: worker.State, accident: Accident, step: int) -> None:
     accident("start", step)
     state.drawn += random.random() + np.random.rand()
     batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
@@ -356,6 +356,10 @@ def make_step(state: worker.State, journal: Journal, accident: Accident, step: i
     loss = state.model(batch).pow(2).mean()
     accident("forward", step)
     loss.backward()
+
+
+def make_step(state: worker.State, journal: Journal, accident: Accident, step: int) -> None:
+    make_gradients(state, accident, step)
     state.optimizer.step()
     state.schedule.step()
     state.seen.append(step)
@@ -388,13 +392,7 @@ def train_and_commit_now_and_then(
     """Every third step."""
     journal.write(entered=state.step, world=worker.world_size(), rank=worker.rank())
     for step in state.steps(steps):
-        accident("start", step)
-        state.drawn += random.random() + np.random.rand()
-        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-        state.optimizer.zero_grad()
-        loss = state.model(batch).pow(2).mean()
-        accident("forward", step)
-        loss.backward()
+        make_gradients(state, accident, step)
         if step % 3 == 2:
             state.optimizer.step()
             state.schedule.step()
