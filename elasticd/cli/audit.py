@@ -10,7 +10,7 @@ import click
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
 from elasticd.core.audit import AuditVerdict, compare, judge
-from elasticd.telemetry import auditfiles, runs, words
+from elasticd.telemetry import auditfiles, describe, runs
 from elasticd.telemetry import auditwords as told
 
 NOT_PROVED = 1
@@ -52,8 +52,8 @@ def _judged(names: tuple[str, ...]) -> AuditVerdict:
         notes = auditfiles.read(folders)
         if not notes:
             raise Complaint(
-                f"nothing was noted for an audit of {words.listing(names)}: give `elasticd run` --audit, and "
-                "the script a worker.State"
+                f"nothing was noted for an audit of {describe.listing(names)}: give `elasticd run` --audit, "
+                "and the script a worker.State"
             )
         return judge(notes)
     except OSError as error:

@@ -22,7 +22,7 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import parse_folder
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 NOT_WHOLE = 5
 
@@ -103,7 +103,10 @@ def ls(store: CheckpointStore, as_json: bool) -> None:
     committed = {saved.name for saved in known.saved}
     begun = sum(1 for name in _names(store) if parse_folder(name) and name not in committed)
     if begun:
-        say(f"elasticd: {words.count(begun, 'folder')} not committed (being saved, or left over).", err=True)
+        say(
+            f"elasticd: {describe.count(begun, 'folder')} not committed (being saved, or left over).",
+            err=True,
+        )
 
 
 @ckpt.command()
@@ -125,15 +128,15 @@ def show(store: CheckpointStore, which: str | None, as_json: bool) -> None:
         }
         say(json.dumps({**told, "files": files, "tensors": tensors, "objects": sorted(index.blobs)}))
         return
-    saved_by = f"{words.count(manifest.world, 'worker')} (generation {manifest.round})"
+    saved_by = f"{describe.count(manifest.world, 'worker')} (generation {manifest.round})"
     say(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {_size(manifest.size)}")
     for file in manifest.files:
         say(f"  {file.name:<24} {_size(file.size):>10}")
-    say(f"{words.count(len(index.tensors), 'tensor')}:")
+    say(f"{describe.count(len(index.tensors), 'tensor')}:")
     for key, tensor in sorted(index.tensors.items()):
         parts = f", in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
         say(f"  {key}  {tensor.dtype} {list(tensor.shape)}{parts}")
-    say(f"{words.count(len(index.blobs), 'object')}:")
+    say(f"{describe.count(len(index.blobs), 'object')}:")
     for key in sorted(index.blobs):
         say(f"  {key}")
 
@@ -183,7 +186,7 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
     names = {str(path[0]) for path in manifest.index.paths.values()}
     unknown = [name for name in only if name not in names]
     if unknown:
-        raise Complaint(f"there is no {unknown[0]} in it; there is {words.listing(sorted(names))}")
+        raise Complaint(f"there is no {unknown[0]} in it; there is {describe.listing(sorted(names))}")
     import torch
 
     from elasticd.worker.collect import restore
@@ -208,7 +211,7 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
         raise Complaint(f"{out} cannot be written: {error.strerror}") from error
     finally:
         fresh.unlink(missing_ok=True)
-    say(f"{out}: step {manifest.step}, {words.count(len(flat.tensors), 'tensor')}")
+    say(f"{out}: step {manifest.step}, {describe.count(len(flat.tensors), 'tensor')}")
 
 
 @ckpt.command()
@@ -269,7 +272,7 @@ def _find(known: Checkpoint, which: str | None) -> Saved:
     for one in reversed(saved):
         if which in (one.name, str(one.step)):
             return one
-    steps = words.listing([str(s.step) for s in saved], most=10)
+    steps = describe.listing([str(s.step) for s in saved], most=10)
     raise Complaint(f"there is no checkpoint {which} in {known.path}; there are those of the steps {steps}")
 
 
@@ -289,7 +292,7 @@ def _whole(store: CheckpointStore, which: str | None) -> Manifest:
 
 def _row(one: _Looked) -> tuple[str, ...]:
     s = one.saved
-    age = words.span(max(0.0, time.time() - s.at))
+    age = describe.span(max(0.0, time.time() - s.at))
     whole = "no" if one.wrong else "yes"
     return str(s.step), age, str(s.world), str(s.round), _size(s.size), whole, s.name
 

@@ -15,7 +15,7 @@ from elasticd.core.ports import Listing
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.errors import BadRecord, NoSpace, StoreError, StoreRefused, StoreUnavailable
 from elasticd.etcd.names import ROOT, check_name, job_prefix
-from elasticd.telemetry import runs, words
+from elasticd.telemetry import describe, runs
 
 if TYPE_CHECKING:
     from elasticd.etcd.client import Client
@@ -103,7 +103,7 @@ def _no_such(what: str, name: str, known: list[str], there: list[Place]) -> str:
     if what == "job" and not shared and _ran_here(name):
         hint += f"; `elasticd report {name}` tells what became of it"
     have = (
-        f"there {'is' if len(known) == 1 else 'are'} {words.listing(known, most=10)}"
+        f"there {'is' if len(known) == 1 else 'are'} {describe.listing(known, most=10)}"
         if known
         else f"there is no {what}"
     )

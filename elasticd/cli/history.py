@@ -19,8 +19,8 @@ from elasticd.cli.fitting import on_screen
 from elasticd.cli.say import say
 from elasticd.cli.values import Name, Whole
 from elasticd.procs.linux import started_at
+from elasticd.telemetry import describe, runs
 from elasticd.telemetry import events as files
-from elasticd.telemetry import runs, words
 from elasticd.telemetry.events import Event
 from elasticd.telemetry.review import failures
 
@@ -75,7 +75,9 @@ def logs(job: str | None, slot: int | None, node: str | None, failed: bool) -> N
         return
     newest = {run.node: run for run in known}  # the last run of each node
     if node is not None and node not in newest:
-        raise Complaint(f"no agent of {job} named {node} ran here: there is {words.listing(sorted(newest))}")
+        raise Complaint(
+            f"no agent of {job} named {node} ran here: there is {describe.listing(sorted(newest))}"
+        )
     found = [
         path
         for name, run in sorted(newest.items())
@@ -97,7 +99,7 @@ def known_runs(job: str | None) -> tuple[str, list[runs.KnownRun]]:
     name = there[-1] if job is None else job
     known = runs.of_job(state, name)
     if not known:
-        have = f"there are {words.listing(there[::-1], most=10)}" if there else "nothing is"
+        have = f"there are {describe.listing(there[::-1], most=10)}" if there else "nothing is"
         raise Complaint(f"nothing of a job named {name} is kept on this machine: {have}")
     return name, known
 

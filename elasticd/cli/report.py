@@ -29,7 +29,7 @@ from elasticd.core.facts import (
     Spec,
     Stragglers,
 )
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 from elasticd.telemetry.snapshot import SlotState
 
 SCHEMA = 1
@@ -99,7 +99,7 @@ class CheckpointReport:
     size: int
 
     def in_words(self, now: float) -> str:
-        return f"step {self.step} is the newest checkpoint, {words.span(now - self.at)} old"
+        return f"step {self.step} is the newest checkpoint, {describe.span(now - self.at)} old"
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,10 +337,10 @@ def as_text(r: JobReport, now: float) -> list[str]:
     limits = f" ({r.limits.min}..{r.limits.max})" if r.limits else ""
     head = f"{r.job}: round {r.round} {r.phase}"
     if r.since is not None and not r.ended:
-        head += f" for {words.span(now - r.since)}"
+        head += f" for {describe.span(now - r.since)}"
     head += f", world {r.world_size}{limits}"
     if r.step is not None:
-        head += f", {words.step(r.step, r.step_told)}"
+        head += f", {describe.step(r.step, r.step_told)}"
     if r.steps_per_s is not None:
         head += f", {r.steps_per_s:.2f} steps/s"
     lines = [head]
@@ -350,31 +350,33 @@ def as_text(r: JobReport, now: float) -> list[str]:
         lines.append(f"  script    {r.script}")
     if r.budget_left is not None:
         lines.append(f"  restarts  {r.restarts}, {r.budget_left} left")
-    if r.time and (told := words.spent(r.time)):
+    if r.time and (told := describe.spent(r.time)):
         lines.append(f"  goodput   {told}")
     if r.checkpoint:
         lines.append(f"  saved     {r.checkpoint.in_words(now)}")
-    lines += [f"  lags      {words.laggard(one)}" for one in r.stragglers]
+    lines += [f"  lags      {describe.laggard(one)}" for one in r.stragglers]
     if r.leader:
         lines.append(f"  leader    {r.leader}")
     if r.waiting_for:
         n = r.waiting_for
         lines.append(
-            f"  waiting   for {words.count(n.need - n.have, 'more worker')}: {n.have} of at least {n.need}"
+            f"  waiting   for {describe.count(n.need - n.have, 'more worker')}: {n.have} of at least {n.need}"
         )
     if r.outcome:
         lines.append(f"  outcome   {r.outcome}" + (f": {r.why}" if r.why else ""))
     elif r.stopping:
         lines.append("  stopping  somebody asked for it with `elasticd stop`")
     if f := r.last_failure:
-        how = f"rank {f.rank}, {words.ending(f.code, hung=f.hung)}" if f.code is not None else "see its log"
-        said = f": {words.first_line(f.message)}" if f.message and f.message.strip() else ""
-        lines.append(f"  failed    slot {f.slot} on {f.node} {words.span(now - f.at)} ago ({how}){said}")
+        how = (
+            f"rank {f.rank}, {describe.ending(f.code, hung=f.hung)}" if f.code is not None else "see its log"
+        )
+        said = f": {describe.first_line(f.message)}" if f.message and f.message.strip() else ""
+        lines.append(f"  failed    slot {f.slot} on {f.node} {describe.span(now - f.at)} ago ({how}){said}")
         if f.log:
             lines.append(f"  its log   {f.log} (on {f.node})")
     for node in r.nodes:
         where = f" at {node.address}" if node.address else ""
-        lines.append(f"  {node.node}{where}: {node.state}, {words.count(len(node.slots), 'slot')}")
+        lines.append(f"  {node.node}{where}: {node.state}, {describe.count(len(node.slots), 'slot')}")
         if node.own_bytes or node.replica_bytes:
             lines.append(
                 f"    memory  {node.own_bytes / 1e6:.1f} MB of its checkpoints, "
@@ -392,7 +394,7 @@ def _slot(s: SlotReport, now: float) -> str:
         text += f"rank {s.rank}  "
     text += s.state
     if s.quarantined_until is not None:
-        text += f" for another {words.span(s.quarantined_until - now)}"
+        text += f" for another {describe.span(s.quarantined_until - now)}"
     if s.step is not None:
         text += f"  step {s.step}"
     if s.steps_per_s is not None:

@@ -19,7 +19,7 @@ from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
 from elasticd.etcd.errors import NoLogins, StoreRefused
 from elasticd.etcd.names import job_prefix
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 if TYPE_CHECKING:
     from elasticd.etcd.access import EtcdAccess
@@ -218,7 +218,7 @@ def _make(roles: Roles, wanted: Wanted) -> None:
     else:
         say(f"The user {user} has the role {role} already.")
     if others := [other for other in own or () if other != role]:
-        say(f"The user {user} has, besides: {words.listing(others)}.")
+        say(f"The user {user} has, besides: {describe.listing(others)}.")
 
 
 def _password(wanted: Wanted) -> str | None:
@@ -247,7 +247,7 @@ def _remove(roles: Roles, wanted: Wanted) -> None:
         roles.delete_user(user)
         say(f"The user {user} is gone.")
     elif others := [other for other in own if other != role]:
-        say(f"The user {user} stays, for the sake of {words.listing(others)}.")
+        say(f"The user {user} stays, for the sake of {describe.listing(others)}.")
     else:
         say(f"The user {user} stays, who never had the role {role}.")
     if roles.allows(role) is None:

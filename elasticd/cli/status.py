@@ -20,7 +20,7 @@ from elasticd.cli.say import say
 from elasticd.cli.values import Name
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord, StoreRefused
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 
 @click.command()
@@ -61,7 +61,7 @@ def ls(as_json: bool, **etcd: Any) -> None:
 
 
 def _which(names: list[str]) -> str:
-    return f"there are {words.listing(names, most=10)}" if names else "there is none"
+    return f"there are {describe.listing(names, most=10)}" if names else "there is none"
 
 
 def _look(access: EtcdAccess, job: str) -> JobReport:

@@ -16,7 +16,7 @@ from elasticd.cli.say import say
 from elasticd.cli.values import Name, Whole
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Delete, Put, Refused, Unchanged
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 
 @click.command()
@@ -40,7 +40,7 @@ def scale(job: str, least: int | None, most: int | None, **etcd: Any) -> None:
 
     spec = _edit(find(etcd, job), job, change)
     low, high = spec.limits.min, spec.limits.max
-    say(f"{job} may have {f'{low} to ' if low < high else ''}{words.count(high, 'worker')}.")
+    say(f"{job} may have {f'{low} to ' if low < high else ''}{describe.count(high, 'worker')}.")
 
 
 @click.command()
@@ -81,7 +81,9 @@ def forget(job: str, **etcd: Any) -> None:
             there = {entry.key: entry for entry in client.list(job)[0].entries}
             live = [entry.fact.name for entry in there.values() if isinstance(entry.fact, Node)]
             if live or "leader" in there:
-                at_work = f"{words.count(len(live), 'node')} ({words.listing(live)})" if live else "a leader"
+                at_work = (
+                    f"{describe.count(len(live), 'node')} ({describe.listing(live)})" if live else "a leader"
+                )
                 raise Complaint(
                     f"{job} is alive, with {at_work}: end it first with `elasticd stop {job}`; one that was "
                     "killed counts as alive until its lease has run out, which takes --node-ttl seconds."
@@ -154,7 +156,7 @@ def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
                     hits.append((place, name, entry.fact.incarnation))
     if len(hits) > 1:
         raise Complaint(
-            f"{node} takes part in {words.listing([j for _, j, _ in hits])}: say which with --job."
+            f"{node} takes part in {describe.listing([j for _, j, _ in hits])}: say which with --job."
         )
     if not hits:
         raise Complaint(f"no node is named {node}{f' in {job}' if job else ''}: {_known(known)}.")
@@ -164,7 +166,7 @@ def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
 def _known(names: Sequence[str]) -> str:
     distinct = sorted(set(names))
     return (
-        f"there {'is' if len(distinct) == 1 else 'are'} {words.listing(distinct, most=10)}"
+        f"there {'is' if len(distinct) == 1 else 'are'} {describe.listing(distinct, most=10)}"
         if distinct
         else "there is none"
     )

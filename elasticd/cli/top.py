@@ -16,7 +16,7 @@ from elasticd.cli.options import etcd_options
 from elasticd.cli.report import JobReport
 from elasticd.cli.values import Name
 from elasticd.core.facts import Limits
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 from elasticd.telemetry.snapshot import Event, SlotLine, Snapshot
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -35,7 +35,7 @@ def top(job: str | None, **etcd: Any) -> None:
     if job is None:
         jobs = [name for place in places(etcd) for name in place.jobs]
         if len(jobs) != 1:
-            there = f"there are {words.listing(jobs, most=10)}" if jobs else "there is none"
+            there = f"there are {describe.listing(jobs, most=10)}" if jobs else "there is none"
             raise Complaint(f"top needs a job: {there}.")
         job = jobs[0]
     place = find(etcd, job)
@@ -75,24 +75,24 @@ def snapshot(report: JobReport, now: float) -> Snapshot:
         for s in n.slots
     )
     need = report.waiting_for
-    waiting = f"waiting for {words.count(need.need - need.have, 'more worker')}" if need else ""
+    waiting = f"waiting for {describe.count(need.need - need.have, 'more worker')}" if need else ""
     told = []
-    if report.time and (spent := words.spent(report.time)):
+    if report.time and (spent := describe.spent(report.time)):
         told.append(Event(now, spent))
     if saved := report.checkpoint:
         told.append(Event(saved.at, saved.in_words(now)))
     if failed := report.last_failure:
         how = (
-            f"rank {failed.rank} {words.ending(failed.code, hung=failed.hung)}"
+            f"rank {failed.rank} {describe.ending(failed.code, hung=failed.hung)}"
             if failed.code is not None
             else "a worker failed"
         )
-        said = f": {words.first_line(failed.message)}" if failed.message else ""
+        said = f": {describe.first_line(failed.message)}" if failed.message else ""
         told.append(Event(failed.at, f"slot {failed.slot} on {failed.node}: {how}{said}"))
     if report.etcd_full:
         told.append(Event(now, "etcd is full: nothing is replaced or resized until there is room"))
     if report.stragglers:
-        told.append(Event(now, "; ".join(map(words.laggard, report.stragglers))))
+        told.append(Event(now, "; ".join(map(describe.laggard, report.stragglers))))
     return Snapshot(
         job=report.job,
         node=report.leader or "",

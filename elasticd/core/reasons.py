@@ -1,4 +1,4 @@
-"""The reasons of decisions, as values. Tests compare them; ``telemetry.words`` puts them into words."""
+"""The reasons of decisions, as values. Tests compare them; ``telemetry.describe`` puts them into words."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from elasticd.procs import scene
 from elasticd.procs.scene import Scene, Subject
 from elasticd.procs.vitals import vitals
 from elasticd.procs.workers import LocalProcs
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 
 class LocalInspector:
@@ -61,7 +61,7 @@ class LocalInspector:
         base, (found, scenes) = self._folder(), self._found
         folder = base / f"hang-of-round-{round}" if base is not None else None
         shown = scenes if found == look else ()
-        self._in_a_thread(lambda: self._keep(number, folder, words.hang(verdict), shown))
+        self._in_a_thread(lambda: self._keep(number, folder, describe.hang(verdict), shown))
 
     def _keep(self, number: int, folder: Path | None, conclusion: str, scenes: Sequence[Scene]) -> None:
         place = ""
@@ -75,7 +75,7 @@ class LocalInspector:
 
     def condemn(self, slot: int, pid: int, verdict: Verdict, evidence: str) -> None:
         seen = f" (see {evidence})" if evidence else ""
-        self._procs.condemn(slot, pid, f"hung: {words.hang(verdict)}{seen}")
+        self._procs.condemn(slot, pid, f"hung: {describe.hang(verdict)}{seen}")
 
     def _in_a_thread(self, call: Callable[[], None]) -> None:
         threading.Thread(target=call, name="elasticd-hang", daemon=True).start()

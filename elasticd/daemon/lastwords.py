@@ -17,7 +17,7 @@ from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.diagnose import diagnose
 from elasticd.procs.linux import started_at
-from elasticd.telemetry import final, words
+from elasticd.telemetry import describe, summary
 from elasticd.telemetry.events import ENDED, STARTED, Event, of_agent
 
 
@@ -29,7 +29,7 @@ def started(config: RunConfig, access: EtcdAccess, at: float) -> Event:
         at,
         config.job,
         config.node,
-        f"{config.node} offers {words.count(config.slots, 'slot')} for {script}",
+        f"{config.node} offers {describe.count(config.slots, 'slot')} for {script}",
         pid=os.getpid(),
         pid_started=started_at(os.getpid()),
         version=__version__,
@@ -53,7 +53,7 @@ def ended(
         at,
         config.job,
         config.node,
-        words.first_line(said),
+        describe.first_line(said),
         code=left.code,
         why=(last.why if last is not None else "") or left.why,
         time={ledger.node: totals([ledger]) for ledger in ledgers},
@@ -92,13 +92,13 @@ def last_words(
     """``last``: the round the job ended with, if it did; ``seen``: the last that this node knows of."""
     if last is not None:
         restarts = last.restarts
-        return final.screen(
+        return summary.screen(
             config.job, last, restarts=restarts, lasted_s=lasted_s, spent=spent, unsaved=unsaved
         )
     if left.code > 128:
         # Of a job of many nodes, rounds that this one had no part in are none of its own.
         known = seen if config.etcd is None and seen is not None and seen.number else None
-        return final.left(
+        return summary.left(
             config.job, config.node, left.why, known, lasted_s=lasted_s, spent=spent, unsaved=unsaved
         )
     return f"elasticd: {left.why}."

@@ -17,8 +17,8 @@ from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
 from elasticd.daemon import edges, holding, identity, lastwords, openfiles
 from elasticd.daemon.advice import Advice
-from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.config import RunConfig
+from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.hangs import Hangs
@@ -169,7 +169,7 @@ def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
             sampler,
             timekeeper,
             events,
-            Chronicle(events, began_at),
+            Course(events, began_at),
             comparison,
         )
         service = Service(manager, lambda: driver.state)

@@ -1,4 +1,4 @@
-"""Fills the book of metrics from what the agent knows. Reads the driver's state, never changes it."""
+"""Fills the metrics from what the agent knows. Reads the driver's state, never changes it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from elasticd.daemon.driver import Driver
 from elasticd.daemon.stragglers import Standing
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
-from elasticd.telemetry.book import Book
 from elasticd.telemetry.catalog import BY_NAME
 from elasticd.telemetry.gpus import GpuReading
+from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.snapshot import SlotState, Snapshot
 
 # When the steps of a slot's worker after a given one were, in seconds since the epoch; perhaps not all.
@@ -76,7 +76,7 @@ class _Worker:
 
 
 class Meter:
-    """For the agent's one thread. ``update`` and ``note`` tell it what is and what happened; ``book``
+    """For the agent's one thread. ``update`` and ``note`` tell it what is and what happened; ``metrics``
     holds the sums."""
 
     def __init__(
@@ -108,8 +108,8 @@ class Meter:
         self._listed = False
         self._saved: set[str] | None = None  # names of those that were there when last looked at
         store.watch("checkpoint", self._checkpoint_seen)
-        self.book = book = Book()
-        book.set("elasticd_agent_uptime_seconds", began_at)
+        self.metrics = metrics = Metrics()
+        metrics.set("elasticd_agent_uptime_seconds", began_at)
         for name in (
             "elasticd_rounds_total",
             "elasticd_failures_charged_total",
@@ -122,7 +122,7 @@ class Meter:
             "elasticd_etcd_lease_renewals_total",
             "elasticd_agent_cpu_seconds_total",
         ):
-            book.start(name)
+            metrics.start(name)
         self._slots: set[int] = set()
         self._begin(driver.state.me.slots[: config.limits.max])
 
@@ -131,47 +131,47 @@ class Meter:
         for slot in set(slots) - self._slots:
             self._slots.add(slot)
             for name in _COUNTED_BY_SLOT:
-                self.book.start(name, slot)
+                self.metrics.start(name, slot)
 
     # ------------------------------------------------------------ what happened
 
     def note(self, reason: Reason, read: Callable[[int], Sequence[SlotProgress]], now: float) -> None:
         """``read`` gives the heartbeats of a round, and is called where the last steps before this are to be
         counted."""
-        book, crew = self.book, self._driver.state.crew
+        metrics, crew = self.metrics, self._driver.state.crew
         if isinstance(reason, WorkerEnded | WorkersLeaving | WorkersStopping):
             self._look(read(crew.round.number) if crew is not None else (), now)
             self._listen()
         match reason:
             case RoundFormed(cause=cause):
-                book.add("elasticd_rounds_total", 1, cause)
+                metrics.add("elasticd_rounds_total", 1, cause)
             case CheckpointTold():
-                book.set("elasticd_checkpoint_age_seconds", now)
+                metrics.set("elasticd_checkpoint_age_seconds", now)
             case FailureCharged():
-                book.add("elasticd_failures_charged_total", 1)
+                metrics.add("elasticd_failures_charged_total", 1)
             case WorkersStarted(ranks=ranks):
                 self._count_the_last(read)
                 if crew is not None:
                     for slot in crew.member.slots:
-                        book.set("elasticd_worker_hung", 0, slot)
+                        metrics.set("elasticd_worker_hung", 0, slot)
                     slots = [s for s in crew.member.slots if crew.member.rank_of(s) in ranks]
                     self._begin(slots)
                     kept = self._driver.state.inplace  # those that were ready have their process still
                     for slot in self._started.intersection(slots) if not kept else ():
-                        book.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)
+                        metrics.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)
                     self._started.update(slots)
             case StandbysStarted(slots=slots):
                 for slot in self._started.intersection(slots):
-                    book.add("elasticd_worker_restarts_total", 1, slot, _why(self._driver.state))
+                    metrics.add("elasticd_worker_restarts_total", 1, slot, _why(self._driver.state))
                 self._started.update(slots)
             case WorkerEnded(slot=slot, code=code):
                 kind = "signal" if code < 0 else "error" if code else "success"
-                book.add("elasticd_worker_exits_total", 1, slot, kind)
+                metrics.add("elasticd_worker_exits_total", 1, slot, kind)
             case WorkersHung(verdict=verdict):
                 for look in verdict.guilty:
                     if look.node == self._driver.state.me.node:
-                        book.add("elasticd_hangs_total", 1, look.slot)
-                        book.set("elasticd_worker_hung", 1, look.slot)
+                        metrics.add("elasticd_hangs_total", 1, look.slot)
+                        metrics.set("elasticd_worker_hung", 1, look.slot)
 
     # ------------------------------------------------------------ what is
 
@@ -180,7 +180,7 @@ class Meter:
         self._listen()
         for slot, account in ledger.slots.items():
             for kind, seconds in account.own.items():
-                self.book.count_to("elasticd_time_seconds_total", seconds, slot, kind)
+                self.metrics.count_to("elasticd_time_seconds_total", seconds, slot, kind)
         self._update_slots(snapshot)
         self._update_job(snapshot, now)
         self._update_etcd()
@@ -192,13 +192,13 @@ class Meter:
         worker = self._workers.get(slot)
         if worker is None or worker.pid != pid:
             return
-        self.book.set("elasticd_worker_resident_memory_bytes", used.resident_bytes, slot)
-        self.book.add("elasticd_worker_cpu_seconds_total", max(0.0, used.cpu_s - worker.cpu_s), slot)
+        self.metrics.set("elasticd_worker_resident_memory_bytes", used.resident_bytes, slot)
+        self.metrics.add("elasticd_worker_cpu_seconds_total", max(0.0, used.cpu_s - worker.cpu_s), slot)
         self._workers[slot] = replace(worker, cpu_s=used.cpu_s)
 
     def used_itself(self, used: Usage) -> None:
-        self.book.set("elasticd_agent_resident_memory_bytes", used.resident_bytes)
-        self.book.add("elasticd_agent_cpu_seconds_total", max(0.0, used.cpu_s - self._own_cpu_s))
+        self.metrics.set("elasticd_agent_resident_memory_bytes", used.resident_bytes)
+        self.metrics.add("elasticd_agent_cpu_seconds_total", max(0.0, used.cpu_s - self._own_cpu_s))
         self._own_cpu_s = used.cpu_s
 
     def gpu(self, slot: int, reading: GpuReading) -> None:
@@ -210,39 +210,39 @@ class Meter:
             ("temperature_celsius", reading.celsius),
             ("power_watts", reading.watts),
         ):
-            self.book.set(f"elasticd_gpu_{name}", value, slot)
+            self.metrics.set(f"elasticd_gpu_{name}", value, slot)
         for kind in BY_NAME["elasticd_gpu_throttled"].values:
-            self.book.set("elasticd_gpu_throttled", reading.throttled.get(kind), slot, kind)
+            self.metrics.set("elasticd_gpu_throttled", reading.throttled.get(kind), slot, kind)
         for kind, count in reading.ecc.items():
-            self.book.count_to("elasticd_gpu_ecc_errors_total", count, slot, kind)
+            self.metrics.count_to("elasticd_gpu_ecc_errors_total", count, slot, kind)
         for xid in reading.xids:
-            self.book.add("elasticd_gpu_xid_errors_total", 1, slot, xid)
+            self.metrics.add("elasticd_gpu_xid_errors_total", 1, slot, xid)
 
     def compare(self, standings: Mapping[int, Standing], bad: Mapping[int, str]) -> None:
         """How the workers do beside their peers, and whose GPU is bad."""
         for slot in self._slots:
             stands = standings.get(slot)
-            self.book.set("elasticd_slot_bad", slot in bad, slot)
-            self.book.set("elasticd_worker_straggling", stands is not None and stands.straggling, slot)
+            self.metrics.set("elasticd_slot_bad", slot in bad, slot)
+            self.metrics.set("elasticd_worker_straggling", stands is not None and stands.straggling, slot)
             ratio = stands.ratio if stands is not None else None
-            self.book.set("elasticd_worker_slowdown_ratio", ratio, slot)
+            self.metrics.set("elasticd_worker_slowdown_ratio", ratio, slot)
 
     def _update_slots(self, snapshot: Snapshot) -> None:
         for line in snapshot.slots:
             if line.node != snapshot.node:
                 continue
             slot, has_worker = line.slot, line.state in _HAS_WORKER
-            self.book.set("elasticd_worker_up", has_worker, slot)
+            self.metrics.set("elasticd_worker_up", has_worker, slot)
             if not has_worker:
-                self.book.set("elasticd_worker_hung", 0, slot)
-            self.book.choose("elasticd_slot_state", line.state, slot)
+                self.metrics.set("elasticd_worker_hung", 0, slot)
+            self.metrics.choose("elasticd_slot_state", line.state, slot)
             worker = self._workers.get(slot)
             if has_worker and line.rank is not None and worker is not None:
-                self.book.set("elasticd_worker_rank", line.rank, slot)
-                self.book.set("elasticd_worker_last_step_age_seconds", worker.at or worker.since, slot)
+                self.metrics.set("elasticd_worker_rank", line.rank, slot)
+                self.metrics.set("elasticd_worker_last_step_age_seconds", worker.at or worker.since, slot)
             else:
                 for name in _BY_SLOT:
-                    self.book.forget(f"elasticd_{name}", slot)
+                    self.metrics.forget(f"elasticd_{name}", slot)
                 if not has_worker and slot in self._told:
                     self._fall_silent(slot)
 
@@ -251,29 +251,29 @@ class Meter:
         that goes on."""
         told = self._told[slot]
         for name, _ in told.values:
-            self.book.forget("elasticd_user_value", slot, name)
+            self.metrics.forget("elasticd_user_value", slot, name)
         self._told[slot] = replace(told, committed=None, loss=None, values=())
 
     def _listen(self) -> None:
         """Count what the workers have told since, and show what they told last."""
-        book = self.book
+        metrics = self.metrics
         for slot, told in self._hear().items():
             before = self._told.get(slot, Told())
             if before.pid != told.pid:
                 for name, _ in before.values:
-                    book.forget("elasticd_user_value", slot, name)
+                    metrics.forget("elasticd_user_value", slot, name)
                 before = Told()
             if told.pid == 0 or told == before:
                 continue
             self._told[slot] = told
-            book.add("elasticd_samples_total", max(0, told.samples - before.samples), slot)
-            book.add("elasticd_nonfinite_steps_total", max(0, told.nonfinite - before.nonfinite), slot)
+            metrics.add("elasticd_samples_total", max(0, told.samples - before.samples), slot)
+            metrics.add("elasticd_nonfinite_steps_total", max(0, told.nonfinite - before.nonfinite), slot)
             if told.committed is not None:
-                book.set("elasticd_committed_step", told.committed, slot)
+                metrics.set("elasticd_committed_step", told.committed, slot)
             if told.loss is not None:
-                book.set("elasticd_loss", told.loss, slot)
+                metrics.set("elasticd_loss", told.loss, slot)
             for name, value in told.values:
-                book.set("elasticd_user_value", value, slot, name)
+                metrics.set("elasticd_user_value", value, slot, name)
 
     def _look(self, beats: Sequence[SlotProgress], now: float) -> None:
         """Count the steps made since the last look, and what began or ended with them."""
@@ -295,17 +295,17 @@ class Meter:
             before = _Worker(before.pid, round, now, cpu_s=before.cpu_s)
         steps = beat.step - before.step
         if steps > 0:
-            self.book.add("elasticd_worker_steps_total", steps, beat.slot)
+            self.metrics.add("elasticd_worker_steps_total", steps, beat.slot)
             times = self._step_times(beat.slot, before.step)[:steps]
             if len(times) < steps:  # too many for all to be known
                 if before.step:
                     each_s = max(0.0, beat.at - before.at) / steps
-                    self.book.observe("elasticd_step_seconds", each_s, beat.slot, times=steps)
+                    self.metrics.observe("elasticd_step_seconds", each_s, beat.slot, times=steps)
                 times = (beat.at,)
             else:
                 known = (before.at, *times) if before.step else times
                 gaps = [max(0.0, b - a) for a, b in itertools.pairwise(known)]
-                self.book.observe_all("elasticd_step_seconds", gaps, beat.slot)
+                self.metrics.observe_all("elasticd_step_seconds", gaps, beat.slot)
             self._stepped(times[0], beat.at)
         self._workers[beat.slot] = replace(before, pid=beat.pid or before.pid, step=beat.step, at=beat.at)
 
@@ -317,7 +317,7 @@ class Meter:
             before = self._workers.get(beat.slot)
             if before is not None and (before.pid, before.round) == (beat.pid, ends):
                 steps = max(0, beat.step - before.step)
-                self.book.add("elasticd_worker_steps_total", steps, beat.slot)
+                self.metrics.add("elasticd_worker_steps_total", steps, beat.slot)
                 self._workers[beat.slot] = replace(before, step=before.step + steps)
 
     def _stepped(self, first_at: float, last_at: float) -> None:
@@ -326,31 +326,33 @@ class Meter:
         if recovery is None or not self._has_rank_0():
             return
         if recovery.detect_s is not None:
-            self.book.observe("elasticd_detect_seconds", recovery.detect_s, recovery.cause)
-        self.book.observe("elasticd_recover_seconds", recovery.recover_s, recovery.cause)
+            self.metrics.observe("elasticd_detect_seconds", recovery.detect_s, recovery.cause)
+        self.metrics.observe("elasticd_recover_seconds", recovery.recover_s, recovery.cause)
 
     def _has_rank_0(self) -> bool:
         crew = self._driver.state.crew
         return crew is not None and crew.member.base_rank == 0
 
     def _update_job(self, s: Snapshot, now: float) -> None:
-        book, state, view = self.book, self._driver.state, self._driver.view
-        book.set("elasticd_round", s.round)
-        book.set("elasticd_world_size", s.world_size)
+        metrics, state, view = self.metrics, self._driver.state, self._driver.view
+        metrics.set("elasticd_round", s.round)
+        metrics.set("elasticd_world_size", s.world_size)
         live = state.round is not None and state.round.phase is Phase.LIVE
-        book.set("elasticd_world_nodes", len(state.round.members) if state.round is not None and live else 0)
-        book.set("elasticd_world_min", s.limits.min)
-        book.set("elasticd_world_max", s.limits.max)
-        book.choose("elasticd_job_phase", s.phase)
-        book.set("elasticd_leader", state.leads is not None)
-        book.set("elasticd_restart_budget_left", s.budget_left)
-        book.set("elasticd_restart_budget_size", state.policy_source.policy.restarts_max)
-        book.set("elasticd_etcd_up", state.silent is None and state.lease_until is not None)
-        book.set("elasticd_etcd_full", bool(state.full))
+        metrics.set(
+            "elasticd_world_nodes", len(state.round.members) if state.round is not None and live else 0
+        )
+        metrics.set("elasticd_world_min", s.limits.min)
+        metrics.set("elasticd_world_max", s.limits.max)
+        metrics.choose("elasticd_job_phase", s.phase)
+        metrics.set("elasticd_leader", state.leads is not None)
+        metrics.set("elasticd_restart_budget_left", s.budget_left)
+        metrics.set("elasticd_restart_budget_size", state.policy_source.policy.restarts_max)
+        metrics.set("elasticd_etcd_up", state.silent is None and state.lease_until is not None)
+        metrics.set("elasticd_etcd_full", bool(state.full))
         if view is None or view.nodes is None:
             for kind in ("member", "waiting", "draining", "lost"):
-                book.forget("elasticd_members", kind)
-            book.forget("elasticd_slots_quarantined")
+                metrics.forget("elasticd_members", kind)
+            metrics.forget("elasticd_slots_quarantined")
             return
         round = state.round
         live = round is not None and round.phase in (Phase.LIVE, Phase.CLOSING)
@@ -362,8 +364,8 @@ class Meter:
         )
         kinds["lost"] = len(members - nodes.keys())
         for kind in ("member", "waiting", "draining", "lost"):
-            book.set("elasticd_members", kinds[kind], kind)
-        book.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))
+            metrics.set("elasticd_members", kinds[kind], kind)
+        metrics.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))
 
     @property
     def footprint(self) -> Footprint:
@@ -372,19 +374,19 @@ class Meter:
 
     def _update_checkpoint(self) -> None:
         held = self._footprint()
-        self.book.set("elasticd_checkpoint_memory_bytes", held.own, "own")
-        self.book.set("elasticd_checkpoint_memory_bytes", held.replicas, "replicas")
+        self.metrics.set("elasticd_checkpoint_memory_bytes", held.own, "own")
+        self.metrics.set("elasticd_checkpoint_memory_bytes", held.replicas, "replicas")
         found = self._checkpoint
         names = {saved.name for saved in found.saved} if found is not None else set()
         if self._saved is not None and self._driver.state.leads is not None:
-            self.book.add("elasticd_checkpoints_total", len(names - self._saved), "committed")
+            self.metrics.add("elasticd_checkpoints_total", len(names - self._saved), "committed")
         if self._listed:
             self._saved = names
         newest = found.newest if found is not None else None
         if newest is not None:
-            self.book.set("elasticd_checkpoint_age_seconds", newest.at)
-            self.book.set("elasticd_checkpoint_step", newest.step)
-            self.book.set("elasticd_checkpoint_size_bytes", newest.size)
+            self.metrics.set("elasticd_checkpoint_age_seconds", newest.at)
+            self.metrics.set("elasticd_checkpoint_step", newest.step)
+            self.metrics.set("elasticd_checkpoint_size_bytes", newest.size)
 
     def _update_saves(self, now: float) -> None:
         """What this node's saver has told. Who commits tells of all but the copies, which are this node's."""
@@ -392,11 +394,11 @@ class Meter:
             save = self._saves.popleft()
             match save.fate:
                 case Fate.COPIED:
-                    self.book.observe("elasticd_checkpoint_blocked_seconds", save.blocked_s)
+                    self.metrics.observe("elasticd_checkpoint_blocked_seconds", save.blocked_s)
                 case Fate.COMMITTED:
-                    self.book.observe("elasticd_checkpoint_duration_seconds", save.took_s)
+                    self.metrics.observe("elasticd_checkpoint_duration_seconds", save.took_s)
                 case Fate.SKIPPED | Fate.FAILED:
-                    self.book.add("elasticd_checkpoints_total", 1, save.fate)
+                    self.metrics.add("elasticd_checkpoints_total", 1, save.fate)
             self.on_save(save, now)
 
     def _checkpoint_seen(self, news: Seen) -> None:
@@ -408,9 +410,9 @@ class Meter:
 
     def _update_etcd(self) -> None:
         for _ in range(len(self._store.requests_s)):
-            self.book.observe("elasticd_etcd_request_seconds", self._store.requests_s.popleft())
+            self.metrics.observe("elasticd_etcd_request_seconds", self._store.requests_s.popleft())
         for _ in range(len(self._store.leases)):
-            self.book.add("elasticd_etcd_lease_renewals_total", 1, self._store.leases.popleft())
+            self.metrics.add("elasticd_etcd_lease_renewals_total", 1, self._store.leases.popleft())
 
 
 def _why(state: State) -> Cause:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticd import __version__
-from elasticd.telemetry import statuspage, words
-from elasticd.telemetry.book import Measured
+from elasticd.telemetry import describe, statuspage
 from elasticd.telemetry.http import Answer, Page
 from elasticd.telemetry.lines import clean
+from elasticd.telemetry.metrics import Measured
 from elasticd.telemetry.snapshot import Snapshot
 
 SCHEMA = 1
@@ -89,7 +89,7 @@ class Pages:
         last = self._last
         if last is None:
             return _starting()
-        told = words.spent(last.spent)
+        told = describe.spent(last.spent)
         text = statuspage.render(last.snapshot, last.unready, last.at, __version__, told)
         return Answer(text.encode(errors="replace"), "text/html; charset=utf-8")
 

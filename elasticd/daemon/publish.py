@@ -14,8 +14,8 @@ from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
 from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
 from elasticd.core.reasons import Reason, WorkersHung, WorkersStarted
-from elasticd.daemon.chronicle import Chronicle
 from elasticd.daemon.config import RunConfig
+from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.pace import Pace
@@ -23,7 +23,7 @@ from elasticd.daemon.pages import Pages, Published
 from elasticd.daemon.sampler import Sampler, Samples
 from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timekeeper import Timekeeper
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from elasticd.telemetry.view import View
@@ -52,7 +52,7 @@ class Publisher:
         sampler: Sampler,
         timekeeper: Timekeeper,
         events: EventFile,
-        chronicle: Chronicle,
+        course: Course,
         comparison: Comparison,
     ) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class Publisher:
         self._sampler = sampler
         self._timekeeper = timekeeper
         self._file = events
-        self._chronicle = chronicle
+        self._course = course
         meter.on_save = self._saved
         self._comparison = comparison
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
@@ -86,7 +86,7 @@ class Publisher:
 
     def note(self, reason: Reason, now: float) -> None:
         """Something happened: an event for the live view, and maybe one to count."""
-        self._events.append(Event(now, words.sentence(reason, now)))
+        self._events.append(Event(now, describe.sentence(reason, now)))
         crew = self._driver.state.crew
         more = (
             {"slots": crew.member.slots, "cause": crew.round.cause}
@@ -107,7 +107,7 @@ class Publisher:
         mine = self._read()
         snapshot = self._snapshot(mine, now)
         self._measure(snapshot, mine, now)
-        self._chronicle.note(snapshot, self._timekeeper.ledger, self._meter.book, now)
+        self._course.note(snapshot, self._timekeeper.ledger, self._meter.metrics, now)
         self._view.show(snapshot)
         if now >= self._write_due:
             self._write_progress(mine)
@@ -119,7 +119,7 @@ class Publisher:
         mine = self._read()
         snapshot = self._snapshot(mine, now)
         self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
-        self._chronicle.note(snapshot, self._timekeeper.ledger, self._meter.book, now, last=True)
+        self._course.note(snapshot, self._timekeeper.ledger, self._meter.metrics, now, last=True)
 
     def _saved(self, report: SaveReport, now: float) -> None:
         """An event of what became of a checkpoint; none is younger than the agent's last."""
@@ -161,7 +161,7 @@ class Publisher:
                 self._comparison.look_at_gpu(slot, reading)
         self._meter.compare(self._comparison.standings, self._comparison.bad)
         spent = self._timekeeper.ledger.spent
-        self._pages.publish(Published(snapshot, self._meter.book.copy(), spent, self._unready(), now))
+        self._pages.publish(Published(snapshot, self._meter.metrics.copy(), spent, self._unready(), now))
 
     def _unready(self) -> str:
         """Why this node neither trains nor could, in a sentence; empty if it does or could."""
@@ -210,7 +210,7 @@ class Publisher:
         state = self._driver.state
         spec, round, view = state.spec, state.round, self._driver.view
         policy, failed = state.policy_source.policy, round.failure if round is not None else None
-        waits = [words.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
+        waits = [describe.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
         if state.full:
             waits.insert(0, state.full)
         return Snapshot(
@@ -225,7 +225,7 @@ class Publisher:
             budget_left=budgets.left(view.budget, policy, now) if view is not None else None,
             waiting="; ".join(waits),
             events=tuple(self._events),
-            last_failure=Event(failed.exit.at, words.failure(failed)) if failed is not None else None,
+            last_failure=Event(failed.exit.at, describe.failure(failed)) if failed is not None else None,
         )
 
     def _own_lines(self, mine: tuple[SlotProgress, ...], now: float) -> list[SlotLine]:

@@ -30,7 +30,7 @@ from elasticd.daemon.holding import EtcdPeers
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.keeper import Ended, KeeperError, Warden
 from elasticd.procs.linux import hide_memory
-from elasticd.telemetry import log, words
+from elasticd.telemetry import describe, log
 
 _log = log.get("elasticd.saver")
 _OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"
@@ -218,7 +218,7 @@ class SaverService:
             case Fate.FAILED:
                 _log.warning("checkpoint.failed", step=report.step, name=report.name, why=report.why)
                 self._failures += 1
-                many = words.count(self._failures, "checkpoint")
+                many = describe.count(self._failures, "checkpoint")
                 self.unsaved = f"{many}; the last, of step {report.step}: {report.why}"
             case Fate.SKIPPED:
                 _log.warning("checkpoint.skipped", step=report.step, why=_BEHIND)

@@ -21,7 +21,7 @@ from elasticd.core.audit import (
     RunComparison,
     Unrecorded,
 )
-from elasticd.telemetry.words import count, listing
+from elasticd.telemetry.describe import count, listing
 
 _NAMED = 10
 

@@ -2,10 +2,10 @@
 them.
 
 A line is ``{"at": seconds since the epoch, "event": dotted name, "level", "job", "node", "text": a sentence,
-...fields}``. Names and fields are the log's (``words.event``). An agent's first event is ``agent.started``,
-which names the agent's process. Its last event is ``agent.ended``, unless the agent died.
+...fields}``. Names and fields are the log's (``describe.event``). An agent's first event is
+``agent.started``, which names the agent's process. Its last event is ``agent.ended``, unless the agent died.
 
-A second file in the folder holds the course of the run: measurements that ``telemetry.course`` takes at
+A second file in the folder holds the course of the run: measurements that ``daemon.course`` takes at
 intervals.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from elasticd.core.reasons import Reason
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ Event = dict[str, Any]
 
 def event(reason: Reason, at: float, job: str, node: str, **more: object) -> Event:
     """Return the event for a decision that was made ``at`` (seconds since the epoch)."""
-    told = words.event(reason)
-    text = words.sentence(reason, at)
+    told = describe.event(reason)
+    text = describe.sentence(reason, at)
     head = {"at": round(at, 6), "event": told.name, "level": told.level, "job": job, "node": node}
     return {**head, "text": text, **told.fields, **more}
 

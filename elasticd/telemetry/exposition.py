@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from elasticd.telemetry.book import Histogram, Labels, Measured, Value
 from elasticd.telemetry.catalog import METRICS, Metric, Type
+from elasticd.telemetry.metrics import Histogram, Labels, Measured, Value
 
 # The client's own metrics of a process: process_* and python_info, without the labels "run" and "node".
 _OF_THE_AGENT = (ProcessCollector(registry=None), PlatformCollector(registry=None))

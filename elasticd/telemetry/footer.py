@@ -11,10 +11,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from elasticd.telemetry.describe import step as step_in_words
 from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.nodenames import shortened, told_apart
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
-from elasticd.telemetry.words import step as step_in_words
 
 _STATE_STYLES: dict[SlotState, str] = {
     SlotState.IDLE: "dim",

@@ -17,7 +17,7 @@ import structlog
 from structlog.typing import ExcInfo, FilteringBoundLogger, Processor
 
 from elasticd.core.reasons import Reason
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 from elasticd.telemetry.lines import clean, cleaned
 
 Format = Literal["auto", "console", "json"]
@@ -48,7 +48,7 @@ def get(name: str = "elasticd") -> FilteringBoundLogger:
 
 def reason(logger: FilteringBoundLogger, why: Reason) -> None:
     """Log a decision of the core."""
-    event = words.event(why)
+    event = describe.event(why)
     logger.log(logging.getLevelNamesMapping()[event.level.upper()], event.name, **event.fields)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from elasticd.core.facts import Cause
 from elasticd.core.ledger import Kind, goodput
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 from elasticd.telemetry.events import ENDED, STARTED, Event
 
 Line = Mapping[str, Any]
@@ -315,11 +315,11 @@ def _rounds(
 def _why(closing: Event) -> str:
     """Return a clause such as "a worker failed: rank 1 on node-b"."""
     cause = str(closing.get("cause", ""))
-    why = words.cause(Cause(cause)) if cause in set(Cause) else cause or str(closing.get("text", ""))
+    why = describe.cause(Cause(cause)) if cause in set(Cause) else cause or str(closing.get("text", ""))
     if closing.get("failed_node"):
         return f"{why}: rank {closing.get('rank')} on {closing['failed_node']}"
     nodes = closing.get("nodes")
-    return f"{why}: {words.listing(list(map(str, nodes)))}" if isinstance(nodes, list) and nodes else why
+    return f"{why}: {describe.listing(list(map(str, nodes)))}" if isinstance(nodes, list) and nodes else why
 
 
 def failures(events: Sequence[Event]) -> list[Event]:

@@ -7,7 +7,7 @@ from datetime import datetime
 from html import escape
 
 from elasticd.core.ledger import Kind
-from elasticd.telemetry import charts, words
+from elasticd.telemetry import charts, describe
 from elasticd.telemetry.events import Event
 from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
@@ -148,7 +148,8 @@ def notes(r: Review) -> list[str]:
         )
     if r.unseen:
         said.append(
-            f"Of {words.listing(r.unseen)} only the sums are known here; their events are on their machines."
+            f"Of {describe.listing(r.unseen)} only the sums are known here; "
+            "their events are on their machines."
         )
     return said
 
@@ -158,7 +159,7 @@ def _tiles(r: Review) -> str:
     most = max((one.world for one in r.rounds), default=0)
     tiles = [
         ("goodput", "-" if share is None else percent(share)),
-        ("lasted", words.span(r.ended_at - r.began_at)),
+        ("lasted", describe.span(r.ended_at - r.began_at)),
         ("rounds", str(len(r.rounds))),
         ("failures", str(len(r.failures))),
         ("hangs", str(len(r.hangs))),
@@ -263,7 +264,7 @@ def percent(share: float) -> str:
 
 def length(seconds: float) -> str:
     """Return a length of time in words, to a tenth of a second below a minute."""
-    return f"{seconds:.1f} s" if 0 < seconds < 60 else words.span(seconds)
+    return f"{seconds:.1f} s" if 0 < seconds < 60 else describe.span(seconds)
 
 
 def _since(at: float, began_at: float) -> str:

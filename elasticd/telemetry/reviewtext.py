@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TypeVar
 
 from elasticd.core.ledger import Kind
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 from elasticd.telemetry.events import Event
 from elasticd.telemetry.review import Review
 from elasticd.telemetry.reviewpage import NAMES, length, notes, percent
@@ -20,7 +20,7 @@ _BAR = 24
 def lines(r: Review) -> list[str]:
     began, ended = (f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M:%S}" for at in
                     (r.began_at, r.ended_at))  # fmt: skip
-    told = [f"{r.job}: {r.outcome}", f"  {began} to {ended}, {words.span(r.ended_at - r.began_at)}"]
+    told = [f"{r.job}: {r.outcome}", f"  {began} to {ended}, {describe.span(r.ended_at - r.began_at)}"]
     told += [f"  {note}" for note in notes(r)]
     share = r.goodput
     total = sum(r.spent.values())
@@ -44,7 +44,7 @@ def lines(r: Review) -> list[str]:
         lost = "" if one.lost_s is None else f", {length(one.lost_s)} of worker time lost"
         why = f": {one.ended_by}" if one.ended_by else ""
         told.append(
-            f"  {one.number:>3}  {words.count(one.world, 'worker')} for "
+            f"  {one.number:>3}  {describe.count(one.world, 'worker')} for "
             f"{length(one.ended_at - one.began_at)}{lost}{why}"
         )
     for title, events in (
@@ -61,9 +61,9 @@ def lines(r: Review) -> list[str]:
         told += ["", "Slots"]
         for slot in r.slots:
             step = "-" if slot.step_s is None else f"{slot.step_s:.3g} s a step"
-            trained = words.span(slot.spent.get(Kind.PRODUCTIVE, 0.0))
+            trained = describe.span(slot.spent.get(Kind.PRODUCTIVE, 0.0))
             told.append(
-                f"  {slot.node} slot {slot.slot}: {words.count(slot.steps, 'step')}, {step}, {trained} "
+                f"  {slot.node} slot {slot.slot}: {describe.count(slot.steps, 'step')}, {step}, {trained} "
                 "productive"
             )
     return told
@@ -73,7 +73,7 @@ def _events(events: tuple[Event, ...], since: float) -> list[str]:
     return [
         "  ..."
         if e is None
-        else f"  after {words.span(float(e['at']) - since)}: {e.get('text') or e['event']}"
+        else f"  after {describe.span(float(e['at']) - since)}: {e.get('text') or e['event']}"
         for e in _some(events)
     ]
 

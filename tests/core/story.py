@@ -37,7 +37,7 @@ from elasticd.core.reasons import (
     SlotDrained,
     SlotQuarantined,
 )
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 from tests.sim.clock import START, Clock
 from tests.sim.cluster import Cluster, Setup, SimAgent
 from tests.sim.invariants import Invariants
@@ -86,7 +86,7 @@ class StoryClock(Clock):
             return
         if isinstance(what, LEADERS):
             who = f"leader {who}"
-        said = what if isinstance(what, str) else words.sentence(what, self.now())  # type: ignore[arg-type]
+        said = what if isinstance(what, str) else describe.sentence(what, self.now())  # type: ignore[arg-type]
         self.lines.append(f"{self.now() - START:10.1f}  {who:<10} {said}".rstrip())
 
 

@@ -37,9 +37,9 @@ from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.stragglers import Standing
 from elasticd.procs.usage import Usage
-from elasticd.telemetry.book import Book
 from elasticd.telemetry.catalog import METRICS, Type
 from elasticd.telemetry.gpus import GpuReading
+from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
 
 CONFIG = RunConfig("job", "a", "127.0.0.1", Limits(1, 2), 2, Command(CommandKind.SCRIPT, "job.py"), "f")
@@ -85,30 +85,30 @@ def checkpoints(*names: str) -> Entry:
     return Entry("checkpoint", Checkpoint("/c", saved), 5, 5)
 
 
-def value(book: Book, name: str, *labels: object) -> Any:
-    return book.get(f"elasticd_{name}", *labels)
+def value(metrics: Metrics, name: str, *labels: object) -> Any:
+    return metrics.get(f"elasticd_{name}", *labels)
 
 
 def test_whatever_is_counted_is_there_before_it_is_for_the_first_to_be_an_increase() -> None:
     made, _ = meter()
     counted = {metric.name for metric in METRICS if metric.type in (Type.COUNTER, Type.HISTOGRAM)}
     told_later = {name for name in counted if name.startswith("elasticd_gpu_")}  # not every slot has one
-    assert counted - told_later == made.book.copy().values.keys() & counted
+    assert counted - told_later == made.metrics.copy().values.keys() & counted
 
 
 def test_checkpoints_are_counted_as_they_come_and_the_newest_is_described() -> None:
     made, store = meter()
     store.seen["checkpoint"](Listing((), 1))
     made._update_checkpoint()
-    assert value(made.book, "checkpoint_step") is None, "nothing is said before there is one"
+    assert value(made.metrics, "checkpoint_step") is None, "nothing is said before there is one"
     store.seen["checkpoint"](Changes((checkpoints("a", "b"),)))
     made._update_checkpoint()
     store.seen["checkpoint"](Changes((checkpoints("b", "c"),)))
     made._update_checkpoint()
-    assert value(made.book, "checkpoints_total", "committed") == 3
-    assert value(made.book, "checkpoint_step") == 30
-    assert value(made.book, "checkpoint_age_seconds") == 1002.0
-    assert value(made.book, "checkpoint_size_bytes") == 4096
+    assert value(made.metrics, "checkpoints_total", "committed") == 3
+    assert value(made.metrics, "checkpoint_step") == 30
+    assert value(made.metrics, "checkpoint_age_seconds") == 1002.0
+    assert value(made.metrics, "checkpoint_size_bytes") == 4096
 
 
 def test_checkpoints_of_before_are_not_counted_again_and_only_the_leader_counts() -> None:
@@ -116,32 +116,32 @@ def test_checkpoints_of_before_are_not_counted_again_and_only_the_leader_counts(
     store.seen["checkpoint"](Listing((checkpoints("a"),), 1))
     made._update_checkpoint()
     made._update_checkpoint()
-    assert not value(made.book, "checkpoints_total", "committed")
+    assert not value(made.metrics, "checkpoints_total", "committed")
     follower, store = meter(leads=False)
     store.seen["checkpoint"](Listing((), 1))
     follower._update_checkpoint()
     store.seen["checkpoint"](Changes((checkpoints("a"),)))
     follower._update_checkpoint()
-    assert not value(follower.book, "checkpoints_total", "committed")
+    assert not value(follower.metrics, "checkpoints_total", "committed")
 
 
 def test_what_a_gpu_no_longer_says_is_not_told_on() -> None:
     made, _ = meter()
     made.gpu(0, GpuReading(utilization=0.5, ecc={"corrected": 4}, throttled={"power": True}, xids=(79, 79)))
-    assert value(made.book, "gpu_utilization_ratio", 0) == 0.5
-    assert value(made.book, "gpu_xid_errors_total", 0, 79) == 2
-    assert value(made.book, "gpu_ecc_errors_total", 0, "corrected") == 4
+    assert value(made.metrics, "gpu_utilization_ratio", 0) == 0.5
+    assert value(made.metrics, "gpu_xid_errors_total", 0, 79) == 2
+    assert value(made.metrics, "gpu_ecc_errors_total", 0, "corrected") == 4
     made.gpu(0, GpuReading(ecc={"corrected": 6}))
-    assert value(made.book, "gpu_utilization_ratio", 0) is None
-    assert value(made.book, "gpu_throttled", 0, "power") is None
-    assert value(made.book, "gpu_ecc_errors_total", 0, "corrected") == 6
+    assert value(made.metrics, "gpu_utilization_ratio", 0) is None
+    assert value(made.metrics, "gpu_throttled", 0, "power") is None
+    assert value(made.metrics, "gpu_ecc_errors_total", 0, "corrected") == 6
 
 
 def test_the_agents_own_time_only_grows() -> None:
     made, _ = meter()
     for used_s in (2.0, 5.0, 4.0):
         made.used_itself(Usage(1 << 20, used_s))
-    assert value(made.book, "agent_cpu_seconds_total") == pytest.approx(5.0)
+    assert value(made.metrics, "agent_cpu_seconds_total") == pytest.approx(5.0)
 
 
 def test_what_the_saver_reports_is_counted() -> None:
@@ -160,9 +160,9 @@ def test_what_the_saver_reports_is_counted() -> None:
     made.on_save = lambda report, now: told.append((report.fate, now))
     made._update_saves(7.0)
     assert told[0] == (Fate.COPIED, 7.0) and len(told) == 6, "at the time that it was counted"
-    assert [value(made.book, "checkpoints_total", kind) for kind in ("skipped", "failed")] == [2, 1]
-    assert sum(value(made.book, "checkpoint_blocked_seconds").counts) == 2
-    assert sum(value(made.book, "checkpoint_duration_seconds").counts) == 1
+    assert [value(made.metrics, "checkpoints_total", kind) for kind in ("skipped", "failed")] == [2, 1]
+    assert sum(value(made.metrics, "checkpoint_blocked_seconds").counts) == 2
+    assert sum(value(made.metrics, "checkpoint_duration_seconds").counts) == 1
     assert not made._saves
 
 
@@ -170,8 +170,8 @@ def test_what_checkpoints_take_of_the_memory_is_shown_by_whose_they_are() -> Non
     made, _ = meter()
     made._footprint = lambda: Footprint(own=300, replicas=200)
     made._update_checkpoint()
-    assert value(made.book, "checkpoint_memory_bytes", "own") == 300
-    assert value(made.book, "checkpoint_memory_bytes", "replicas") == 200
+    assert value(made.metrics, "checkpoint_memory_bytes", "own") == 300
+    assert value(made.metrics, "checkpoint_memory_bytes", "replicas") == 200
 
 
 def snapshot(*lines: SlotLine, budget_left: int | None = None) -> Snapshot:
@@ -185,12 +185,12 @@ def test_a_process_that_goes_on_in_the_next_round_has_used_no_cpu_time_twice() -
     for beat in (SlotProgress(0, 0, 0, 0, 0.0), SlotProgress(0, 0, 100, 0, 0.0)):  # who it is comes later
         made._read(beat, 2, 61.0)
     made.used(0, 100, Usage(1 << 20, 91.0))
-    assert value(made.book, "worker_cpu_seconds_total", 0) == 91.0
+    assert value(made.metrics, "worker_cpu_seconds_total", 0) == 91.0
     made._read(SlotProgress(0, 0, 200, 0, 0.0), 3, 62.0)
     made.used(0, 200, Usage(1 << 20, 3.0))
-    assert value(made.book, "worker_cpu_seconds_total", 0) == 94.0, "another process begins at nothing"
+    assert value(made.metrics, "worker_cpu_seconds_total", 0) == 94.0, "another process begins at nothing"
     made._read(SlotProgress(0, 0, 200, 4, 63.0), 3, 64.0)
-    assert value(made.book, "worker_steps_total", 0) == 9
+    assert value(made.metrics, "worker_steps_total", 0) == 9
 
 
 def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_and_not_shown() -> None:
@@ -200,12 +200,15 @@ def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_a
     for state in (SlotState.RUNNING, SlotState.READY, SlotState.READY, SlotState.RUNNING):
         made.note(WorkersStopping(1, Cause.GREW, 2.0), tuple, 60.0)
         made.update(snapshot(SlotLine("a", 0, state)), (), Ledger(), 61.0)
-        shown.append(value(made.book, "user_value", 0, "top5"))
-    assert value(made.book, "samples_total", 0) == 800 and value(made.book, "nonfinite_steps_total", 0) == 1
+        shown.append(value(made.metrics, "user_value", 0, "top5"))
+    assert (
+        value(made.metrics, "samples_total", 0) == 800
+        and value(made.metrics, "nonfinite_steps_total", 0) == 1
+    )
     assert shown == [0.9, None, None, 0.9]
     made._hear = lambda: {0: Told(pid=200, samples=8)}
     made.update(snapshot(SlotLine("a", 0, SlotState.RUNNING)), (), Ledger(), 62.0)
-    assert value(made.book, "samples_total", 0) == 808, "another process begins at nothing"
+    assert value(made.metrics, "samples_total", 0) == 808, "another process begins at nothing"
 
 
 def test_a_spares_slot_is_told_of_like_others_once_it_has_a_worker() -> None:
@@ -215,8 +218,11 @@ def test_a_spares_slot_is_told_of_like_others_once_it_has_a_worker() -> None:
     made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=crew, inplace=True)))
     made.note(WorkersStarted(2, (0, 1), 2), lambda round: (), 6.0)
     made.compare({5: Standing(1.5, True)}, {})
-    assert value(made.book, "worker_steps_total", 5) == 0 == value(made.book, "hangs_total", 5)
-    assert value(made.book, "worker_straggling", 5) == 1 and value(made.book, "worker_straggling", 7) is None
+    assert value(made.metrics, "worker_steps_total", 5) == 0 == value(made.metrics, "hangs_total", 5)
+    assert (
+        value(made.metrics, "worker_straggling", 5) == 1
+        and value(made.metrics, "worker_straggling", 7) is None
+    )
 
 
 def test_a_process_started_before_the_round_is_closed_is_booked_as_what_will_close_it() -> None:
@@ -228,9 +234,9 @@ def test_a_process_started_before_the_round_is_closed_is_booked_as_what_will_clo
     def why(**exit: bool) -> list[str]:
         crew = Crew(round, member, False, frozenset((1,)), (Exit(0, 0, -9, 5.0, **exit),))
         made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=crew, round=round)))
-        before = {cause: value(made.book, "worker_restarts_total", 0, cause) or 0 for cause in Cause}
+        before = {cause: value(made.metrics, "worker_restarts_total", 0, cause) or 0 for cause in Cause}
         made.note(StandbysStarted((0,)), tuple, 6.0)
-        return [c for c, n in before.items() if (value(made.book, "worker_restarts_total", 0, c) or 0) > n]
+        return [c for c, n in before.items() if (value(made.metrics, "worker_restarts_total", 0, c) or 0) > n]
 
     assert why() == ["worker_failed"] and why(hung=True) == ["worker_hung"]
     round = replace(round, closing=Cause.NODE_LOST)
@@ -245,8 +251,8 @@ def test_a_step_made_on_the_way_out_of_a_round_is_counted_as_the_next_begins() -
     for _ in range(2):
         made.note(WorkersStarted(2, (0, 1), 2), lambda round: at_last.get(round, ()), 61.0)
         made._read(SlotProgress(0, 0, 100, 0, 0.0), 2, 61.0)
-    assert value(made.book, "worker_steps_total", 0) == 7
-    assert value(made.book, "worker_steps_total", 1) == 5, "another process's are not"
+    assert value(made.metrics, "worker_steps_total", 0) == 7
+    assert value(made.metrics, "worker_steps_total", 1) == 5, "another process's are not"
 
 
 def test_nobody_is_hung_in_a_slot_without_a_worker() -> None:
@@ -254,9 +260,9 @@ def test_nobody_is_hung_in_a_slot_without_a_worker() -> None:
     look = Look("a", 1, 1, 7, 60.0, Doing.ASLEEP)
     made.note(WorkersHung(1, Verdict(Why.ASLEEP, (look,))), tuple, 100.0)
     made.update(snapshot(SlotLine("a", 1, SlotState.RUNNING, 1, 100)), (), Ledger(), 101.0)
-    assert value(made.book, "worker_hung", 1) == 1
+    assert value(made.metrics, "worker_hung", 1) == 1
     made.update(snapshot(SlotLine("a", 1, SlotState.QUARANTINED)), (), Ledger(), 102.0)
-    assert value(made.book, "worker_hung", 1) == 0
+    assert value(made.metrics, "worker_hung", 1) == 0
 
 
 def test_the_time_of_an_earlier_agent_is_no_increase_of_this_ones_counters() -> None:
@@ -269,13 +275,13 @@ def test_the_time_of_an_earlier_agent_is_no_increase_of_this_ones_counters() -> 
         if second == 2:
             ledger = ledger.resume(kept, began_at)
         made.update(snapshot(), (), ledger, began_at + second)
-        exported.append(sum(value(made.book, "time_seconds_total", 0, kind) for kind in Kind))
+        exported.append(sum(value(made.metrics, "time_seconds_total", 0, kind) for kind in Kind))
     assert exported == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_who_does_not_know_what_is_left_of_the_budget_does_not_tell() -> None:
     made, _ = meter()
     made.update(snapshot(budget_left=3), (), Ledger(), 1.0)
-    assert value(made.book, "restart_budget_left") == 3
+    assert value(made.metrics, "restart_budget_left") == 3
     made.update(snapshot(), (), Ledger(), 2.0)
-    assert value(made.book, "restart_budget_left") is None
+    assert value(made.metrics, "restart_budget_left") is None

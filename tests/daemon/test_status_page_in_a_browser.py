@@ -10,8 +10,8 @@ import pytest
 
 from elasticd.core.facts import Limits
 from elasticd.daemon.pages import Pages, Published
-from elasticd.telemetry.book import Book
 from elasticd.telemetry.http import HttpServer, Site
+from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
 from tests.browser import Browser, needs_chromium
 
@@ -46,7 +46,7 @@ def server() -> Iterator[HttpServer]:
     pages = Pages(time.time)
     spent = {"productive": 7000.0, "restarting": 150.0, "rendezvous": 65.0}
     unready = "this node is not registered in etcd"
-    pages.publish(Published(crowded(LONG), Book().copy(), spent, unready, time.time()))
+    pages.publish(Published(crowded(LONG), Metrics().copy(), spent, unready, time.time()))
     with HttpServer("127.0.0.1", 0, Site(pages.by_path())) as server:
         yield server
 

@@ -6,9 +6,9 @@ from prometheus_client import Metric as Family
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from elasticd.telemetry.book import Book
 from elasticd.telemetry.catalog import METRICS, Type
 from elasticd.telemetry.exposition import expose
+from elasticd.telemetry.metrics import Metrics
 from tests.telemetry import promtool
 
 NOW = 1_000_000.0
@@ -31,15 +31,17 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-def families_of(book: Book, accept: str, parse: Parse, run: str = "r", node: str = "n") -> dict[str, Family]:
+def families_of(
+    metrics: Metrics, accept: str, parse: Parse, run: str = "r", node: str = "n"
+) -> dict[str, Family]:
     """What Prometheus reads of elasticd's own, by name."""
-    body, _ = expose(book.copy(), run, node, NOW, accept)
+    body, _ = expose(metrics.copy(), run, node, NOW, accept)
     return {family.name: family for family in parse(body.decode()) if family.name.startswith("elasticd_")}
 
 
-def everything(slots: int = 2) -> Book:
+def everything(slots: int = 2) -> Metrics:
     """A value for each metric there is, with all its labels."""
-    book = Book()
+    metrics = Metrics()
     for metric in METRICS:
         for slot in range(slots) if "slot" in metric.labels else [None]:
             before = [] if slot is None else [slot]
@@ -48,15 +50,15 @@ def everything(slots: int = 2) -> Book:
                 labels = (*before, *last)
                 match metric.type:
                     case Type.GAUGE:
-                        book.set(metric.name, 0.25, *labels)
+                        metrics.set(metric.name, 0.25, *labels)
                     case Type.AGE:
-                        book.set(metric.name, NOW - 7, *labels)
+                        metrics.set(metric.name, NOW - 7, *labels)
                     case Type.COUNTER:
-                        book.add(metric.name, 3, *labels)
+                        metrics.add(metric.name, 3, *labels)
                     case Type.HISTOGRAM:
-                        book.observe(metric.name, metric.buckets[1], *labels, times=2)
-                        book.observe(metric.name, 1e9, *labels)
-    return book
+                        metrics.observe(metric.name, metric.buckets[1], *labels, times=2)
+                        metrics.observe(metric.name, 1e9, *labels)
+    return metrics
 
 
 @BOTH
@@ -78,10 +80,10 @@ def test_prometheus_reads_every_metric_as_it_was_measured(accept: str, parse: Pa
 
 @BOTH
 def test_a_histogram_is_cumulative_and_ends_at_infinity(accept: str, parse: Parse) -> None:
-    book = Book()
+    metrics = Metrics()
     for seconds in (0.009, 0.01, 0.011, 400.0):
-        book.observe("elasticd_step_seconds", seconds, 0)
-    (family,) = families_of(book, accept, parse).values()
+        metrics.observe("elasticd_step_seconds", seconds, 0)
+    (family,) = families_of(metrics, accept, parse).values()
     buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")}
     assert (buckets["0.01"], buckets["0.025"], buckets["300.0"], buckets["+Inf"]) == (2, 3, 3, 4)
     by_name = {s.name: s.value for s in family.samples}
@@ -92,27 +94,27 @@ def test_a_histogram_is_cumulative_and_ends_at_infinity(accept: str, parse: Pars
 @BOTH
 @pytest.mark.parametrize("name", ['say "hi"', "back\\slash", "two\nlines", "Grüße", "a,b{c}=d", "\\n"])
 def test_a_job_may_have_any_name(name: str, accept: str, parse: Parse) -> None:
-    book = Book()
-    book.set("elasticd_round", 3)
-    (family,) = families_of(book, accept, parse, run=name).values()
+    metrics = Metrics()
+    metrics.set("elasticd_round", 3)
+    (family,) = families_of(metrics, accept, parse, run=name).values()
     assert family.samples[0].labels["run"] == name
 
 
 @BOTH
 def test_values_that_are_no_numbers_are_told_as_such(accept: str, parse: Parse) -> None:
-    book = Book()
+    metrics = Metrics()
     for slot, value in enumerate((math.nan, math.inf, -math.inf)):
-        book.set("elasticd_loss", value, slot)
-    (family,) = families_of(book, accept, parse).values()
+        metrics.set("elasticd_loss", value, slot)
+    (family,) = families_of(metrics, accept, parse).values()
     told = [s.value for s in family.samples]
     assert math.isnan(told[0]) and told[1:] == [math.inf, -math.inf]
 
 
 @BOTH
 def test_bytes_that_are_no_text_are_shown_as_question_marks(accept: str, parse: Parse) -> None:
-    book = Book()
-    book.set("elasticd_user_value", 1, 0, "caf\udce9")
-    (family,) = families_of(book, accept, parse, run="\udcff", node="n\udcff").values()
+    metrics = Metrics()
+    metrics.set("elasticd_user_value", 1, 0, "caf\udce9")
+    (family,) = families_of(metrics, accept, parse, run="\udcff", node="n\udcff").values()
     assert family.samples[0].labels == {"run": "?", "node": "n?", "slot": "0", "kind": "caf?"}
 
 
@@ -143,35 +145,35 @@ def test_who_takes_openmetrics_gets_it_and_others_the_text_they_know(accept: str
 
 
 def test_a_counter_is_there_before_anything_was_counted() -> None:
-    book = Book()
-    book.start("elasticd_worker_exits_total", 0)
-    book.start("elasticd_recover_seconds")
-    measured = book.copy()
+    metrics = Metrics()
+    metrics.start("elasticd_worker_exits_total", 0)
+    metrics.start("elasticd_recover_seconds")
+    measured = metrics.copy()
     assert set(measured.values["elasticd_worker_exits_total"].values()) == {0.0}
     assert ("worker_failed",) in measured.values["elasticd_recover_seconds"]
 
 
 def test_a_copy_does_not_change_with_the_book() -> None:
-    book = Book()
-    book.add("elasticd_rounds_total", 1, "start")
-    copy = book.copy()
-    book.add("elasticd_rounds_total", 1, "start")
-    book.forget("elasticd_rounds_total", "start")
+    metrics = Metrics()
+    metrics.add("elasticd_rounds_total", 1, "start")
+    copy = metrics.copy()
+    metrics.add("elasticd_rounds_total", 1, "start")
+    metrics.forget("elasticd_rounds_total", "start")
     assert copy.values["elasticd_rounds_total"] == {("start",): 1.0}
 
 
 @pytest.mark.parametrize(
     "misuse",
     [
-        lambda book: book.set("elasticd_unheard_of", 1),
-        lambda book: book.set("elasticd_rounds_total", 1, "start"),
-        lambda book: book.add("elasticd_rounds_total", 1),
-        lambda book: book.add("elasticd_rounds_total", -1, "start"),
+        lambda metrics: metrics.set("elasticd_unheard_of", 1),
+        lambda metrics: metrics.set("elasticd_rounds_total", 1, "start"),
+        lambda metrics: metrics.add("elasticd_rounds_total", 1),
+        lambda metrics: metrics.add("elasticd_rounds_total", -1, "start"),
     ],
 )
-def test_only_what_the_catalogue_has_can_be_measured(misuse: Callable[[Book], None]) -> None:
+def test_only_what_the_catalogue_has_can_be_measured(misuse: Callable[[Metrics], None]) -> None:
     with pytest.raises((KeyError, AssertionError)):
-        misuse(Book())
+        misuse(Metrics())
 
 
 @pytest.mark.skipif(promtool.PROMTOOL is None, reason="promtool (Debian: prometheus) is not installed")

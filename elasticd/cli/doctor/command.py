@@ -38,7 +38,7 @@ from elasticd.etcd.access import EtcdAccess, hosts_and_ports
 from elasticd.etcd.errors import StoreError
 from elasticd.etcd.examine import Examined, examine
 from elasticd.etcd.names import ROOT, job_prefix
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 NOT_FIT = 1
 
@@ -188,5 +188,5 @@ def as_text(findings: tuple[Finding, ...], strict: bool) -> Iterator[str]:
     advice = sum(f.grade is Grade.ADVICE for f in findings)
     yield ""
     can = "can" if exit_code(findings, strict) == 0 else "cannot"
-    things = f"{words.count(wrong, 'thing')} wrong" if wrong else "nothing is wrong"
+    things = f"{describe.count(wrong, 'thing')} wrong" if wrong else "nothing is wrong"
     yield f"This machine {can} run a job: {things}{f', {advice} to think about' if advice else ''}."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from elasticd.core.facts import LAST_OUTPUT, Failure, Outcome, Round
-from elasticd.telemetry import words
+from elasticd.telemetry import describe
 
 TRACEBACK_LINES_MAX = 60
 _NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -44,13 +44,13 @@ def left(
     """Return the text to print when a node has left a job that goes on. ``why``: a verb such as "drained".
     ``last``: the last round, where the job runs on this node alone. For the other arguments see
     ``screen``."""
-    course = f" in {words.count(last.number, 'round')}{_restarted(last.restarts)}" if last else ""
-    said = f"{job}: {node} {why}, after {words.span(lasted_s)}{course}."
+    course = f" in {describe.count(last.number, 'round')}{_restarted(last.restarts)}" if last else ""
+    said = f"{job}: {node} {why}, after {describe.span(lasted_s)}{course}."
     return "\n".join([said, *_balance(spent, unsaved)])
 
 
 def _balance(spent: Mapping[str, float], unsaved: str) -> Sequence[str]:
-    told = words.spent(spent)
+    told = describe.spent(spent)
     return [
         *([f"Time: {told}."] if told else []),
         *([f"Not saved: {unsaved}."] if unsaved else []),
@@ -58,15 +58,15 @@ def _balance(spent: Mapping[str, float], unsaved: str) -> Sequence[str]:
 
 
 def _restarted(restarts: int) -> str:
-    return f", {words.count(restarts, 'restart')} on the way" if restarts else ""
+    return f", {describe.count(restarts, 'restart')} on the way" if restarts else ""
 
 
 def _ending(job: str, last: Round, restarts: int, lasted_s: float) -> Sequence[str]:
     outcome = last.outcome or Outcome.STOPPED
-    head = f"{job} {words.ended(outcome)} after {words.span(lasted_s)}"
+    head = f"{job} {describe.ended(outcome)} after {describe.span(lasted_s)}"
     if outcome is Outcome.SUCCEEDED:
-        rounds = f" in {words.count(last.number, 'round')}"
-        at_end = f", with {words.count(last.world_size, 'worker')} at the end"
+        rounds = f" in {describe.count(last.number, 'round')}"
+        at_end = f", with {describe.count(last.world_size, 'worker')} at the end"
         return [f"{head}{rounds}{at_end}{_restarted(restarts)}."]
     said = f"{head}: {last.why}." if last.why else f"{head}."
     if outcome is Outcome.FAILED and last.failure is not None:
@@ -77,8 +77,8 @@ def _ending(job: str, last: Round, restarts: int, lasted_s: float) -> Sequence[s
 def _failure(failure: Failure, several_rounds: bool) -> Sequence[str]:
     exit = failure.exit
     when = " in its last round" if several_rounds else ""
-    who = words.worker(failure.node, exit)
-    lines = ["", f"First to fail{when}: {who}, which {words.ending(exit.code, hung=exit.hung)}."]
+    who = describe.worker(failure.node, exit)
+    lines = ["", f"First to fail{when}: {who}, which {describe.ending(exit.code, hung=exit.hung)}."]
     traceback = exit.traceback.rstrip()
     if traceback:
         lines += ["Its last output:"] if exit.message.startswith(LAST_OUTPUT) else []

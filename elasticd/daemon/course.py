@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from elasticd.core.ledger import Ledger
-from elasticd.telemetry.book import Book
 from elasticd.telemetry.events import EventFile
+from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.snapshot import Snapshot
 
 FIRST_S = 1.0
 SHARE = 400  # of the time that there is to tell of
 
 
-class Chronicle:
+class Course:
     """``note`` whenever something was measured. ``began_at``: of the agent, seconds since the epoch."""
 
     def __init__(self, file: EventFile, began_at: float) -> None:
@@ -25,7 +25,7 @@ class Chronicle:
         self._due = began_at
         self._before: tuple[int, str] | None = None
 
-    def note(self, s: Snapshot, ledger: Ledger, book: Book, now: float, *, last: bool = False) -> None:
+    def note(self, s: Snapshot, ledger: Ledger, metrics: Metrics, now: float, *, last: bool = False) -> None:
         """One line, if it is due or something has changed. ``last``: in any case."""
         if now < self._due and (s.round, s.phase) == self._before and not last:
             return
@@ -38,7 +38,7 @@ class Chronicle:
             slots[str(slot)] = {
                 "rank": line.rank if line is not None else None,
                 "state": str(line.state) if line is not None else None,
-                "steps": book.get("elasticd_worker_steps_total", slot) or 0,
+                "steps": metrics.get("elasticd_worker_steps_total", slot) or 0,
                 "spent": {str(kind): round(seconds, 3) for kind, seconds in account.spent.items()},
             }
         self._file.note(

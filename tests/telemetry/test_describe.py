@@ -18,7 +18,7 @@ from elasticd.core.facts import Cause, Exit, Failure, Outcome, Round
 from elasticd.core.facts import Phase as RoundPhase
 from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.page import Use
-from elasticd.telemetry import final, log, words
+from elasticd.telemetry import describe, log, summary
 
 NOW = 1000.0
 FAILED = Failure(
@@ -83,37 +83,37 @@ def test_there_is_an_example_of_every_reason() -> None:
 
 @pytest.mark.parametrize("reason", EXAMPLES.values(), ids=lambda x: type(x).__name__)
 def test_every_reason_has_a_sentence_and_an_event(reason: r.Reason) -> None:
-    said = words.sentence(reason, NOW)
+    said = describe.sentence(reason, NOW)
     assert said and not said.endswith(".") and "\n" not in said
-    event = words.event(reason)
+    event = describe.event(reason)
     assert "." in event.name
     json.dumps(event.fields)
 
 
 def test_a_node_that_leaves_says_who_asked_for_it() -> None:
-    assert words.event(r.Draining(15)).fields == {"asked_by": "SIGTERM"}
-    assert words.event(r.Draining(0)).fields == {"asked_by": "elasticd drain"}
+    assert describe.event(r.Draining(15)).fields == {"asked_by": "SIGTERM"}
+    assert describe.event(r.Draining(0)).fields == {"asked_by": "elasticd drain"}
 
 
 def test_a_failure_has_its_message_once_where_it_is_charged() -> None:
-    charged, closing = (words.event(EXAMPLES[kind]).fields for kind in (r.FailureCharged, r.RoundClosing))
+    charged, closing = (describe.event(EXAMPLES[kind]).fields for kind in (r.FailureCharged, r.RoundClosing))
     assert charged["message"] == "boom" and "message" not in closing and closing["slot"] == 1
-    own = words.event(r.RoundClosing(7, Cause.NODE_FAULT, (), FAILED))
+    own = describe.event(r.RoundClosing(7, Cause.NODE_FAULT, (), FAILED))
     assert own.fields["message"] == "boom", "nobody is charged for it"
 
 
 def test_an_event_says_until_when_as_people_write_it() -> None:
-    assert words.event(r.Settling(3, 8, 0.5)).fields["until"] == "1970-01-01T00:00:00.500+00:00"
+    assert describe.event(r.Settling(3, 8, 0.5)).fields["until"] == "1970-01-01T00:00:00.500+00:00"
 
 
 def test_the_sentences_say_what_matters() -> None:
-    assert words.sentence(EXAMPLES[r.BelowMinimum], NOW) == (
+    assert describe.sentence(EXAMPLES[r.BelowMinimum], NOW) == (
         "waiting for 1 more worker: 3 of at least 4, for another 1 min 30 s"
     )
-    assert words.sentence(EXAMPLES[r.RoundFormed], NOW) == (
+    assert describe.sentence(EXAMPLES[r.RoundFormed], NOW) == (
         "round 7 formed with 12 workers on 3 nodes: a node was lost"
     )
-    charged = words.sentence(EXAMPLES[r.FailureCharged], NOW)
+    charged = describe.sentence(EXAMPLES[r.FailureCharged], NOW)
     assert "rank 3 (slot 1 on node-b)" in charged and "SIGKILL" in charged and "boom" in charged
 
 
@@ -131,15 +131,15 @@ def test_the_sentences_say_what_matters() -> None:
     ],
 )
 def test_an_exit_is_told_in_words(code: int, says: str) -> None:
-    assert says in words.ending(code)
+    assert says in describe.ending(code)
 
 
 def test_a_worker_that_was_killed_because_it_hung_is_not_said_to_have_been_out_of_memory() -> None:
     exit = Exit(1, 3, -9, NOW, "hung: rank 3 on node b is in job.py:88", hung=True)
     by_elasticd = "was killed by elasticd: hung: rank 3 on node b is in job.py:88"
-    assert words.failure(Failure("b", exit)) == f"rank 3 (slot 1 on b) {by_elasticd}"
+    assert describe.failure(Failure("b", exit)) == f"rank 3 (slot 1 on b) {by_elasticd}"
     ended = r.WorkerEnded(7, 1, 3, exit.code, exit.message, exit.hung)
-    assert words.sentence(ended, NOW) == "rank 3 (slot 1) was killed by elasticd, as it hung"
+    assert describe.sentence(ended, NOW) == "rank 3 (slot 1) was killed by elasticd, as it hung"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_worker_that_was_killed_because_it_hung_is_not_said_to_have_been_out_o
     ],
 )
 def test_a_span_is_told_in_its_two_largest_units(seconds: float, said: str) -> None:
-    assert words.span(seconds) == said
+    assert describe.span(seconds) == said
 
 
 def test_the_last_screen_of_a_failed_job_says_who_how_why_and_where() -> None:
@@ -170,7 +170,7 @@ def test_the_last_screen_of_a_failed_job_says_who_how_why_and_where() -> None:
         why="budget spent",
         failure=FAILED,
     )
-    screen = final.screen("job", last, restarts=2, lasted_s=75)
+    screen = summary.screen("job", last, restarts=2, lasted_s=75)
     for part in (
         "job failed after 1 min 15 s",
         "budget spent",
@@ -186,21 +186,21 @@ def test_the_last_screen_of_a_failed_job_says_who_how_why_and_where() -> None:
 def test_a_long_traceback_keeps_its_start_and_its_end() -> None:
     long = Failure("a", Exit(0, 0, 1, NOW, "", "\n".join(f"line {n}" for n in range(5000))))
     last = Round(1, RoundPhase.ENDED, (), "", Cause.START, NOW, outcome=Outcome.FAILED, failure=long)
-    screen = final.screen("job", last, restarts=0, lasted_s=1)
+    screen = summary.screen("job", last, restarts=0, lasted_s=1)
     assert "line 0\n" in screen and "line 4999" in screen and "line 2500" not in screen
     assert len(screen.splitlines()) < 80
 
 
 def test_the_last_line_of_a_successful_job_is_one_line() -> None:
     last = Round(3, RoundPhase.ENDED, (), "", Cause.START, NOW, outcome=Outcome.SUCCEEDED)
-    screen = final.screen("job", last, restarts=1, lasted_s=10)
+    screen = summary.screen("job", last, restarts=1, lasted_s=10)
     assert len(screen.splitlines()) == 1 and "3 rounds" in screen and "1 restart" in screen
 
 
 def test_the_last_screen_tells_of_checkpoints_that_came_to_nothing() -> None:
     last = Round(3, RoundPhase.ENDED, (), "", Cause.START, NOW, outcome=Outcome.SUCCEEDED)
     unsaved = "2 checkpoints; the last, of step 9: No space left on device"
-    screen = final.screen("job", last, restarts=0, lasted_s=10, unsaved=unsaved)
+    screen = summary.screen("job", last, restarts=0, lasted_s=10, unsaved=unsaved)
     assert screen.splitlines()[-1] == f"Not saved: {unsaved}."
 
 
@@ -345,25 +345,27 @@ def _look(rank: int, place: str, what: str = "") -> Look:
     ],
 )
 def test_a_hang_is_explained_in_one_line(verdict: Verdict, said: str) -> None:
-    assert words.hang(verdict) == said
+    assert describe.hang(verdict) == said
 
 
 def test_many_guilty_ranks_are_not_all_told() -> None:
-    said = words.hang(Verdict(Why.ASLEEP, tuple(_look(n, "job.py:5") for n in range(500)), 4, "barrier", ""))
+    said = describe.hang(
+        Verdict(Why.ASLEEP, tuple(_look(n, "job.py:5") for n in range(500)), 4, "barrier", "")
+    )
     assert "and 497 more ranks likewise" in said and len(said) < 300
 
 
 def test_the_event_of_a_hang_has_flat_fields() -> None:
-    event = words.event(r.WorkersHung(7, HUNG, "/logs/hang"))
+    event = describe.event(r.WorkersHung(7, HUNG, "/logs/hang"))
     assert (event.name, event.level) == ("workers.hung", "warning")
     assert event.fields == {
         "round": 7, "why": "asleep", "ranks": [3], "nodes": ["b"], "slots": [1],
-        "conclusion": words.hang(HUNG), "evidence": "/logs/hang",
+        "conclusion": describe.hang(HUNG), "evidence": "/logs/hang",
     }  # fmt: skip
 
 
 def test_where_no_step_was_seen_nothing_is_called_unproductive() -> None:
-    said = words.spent({"restarting": 300.0, "rendezvous": 20.0, "idle": 100.0})
+    said = describe.spent({"restarting": 300.0, "rendezvous": 20.0, "idle": 100.0})
     assert said == "no step was seen in 5 min 20 s of worker time; of that 20 s forming worlds"
-    assert words.spent({"restarting": 30.0}) == "no step was seen in 30 s of worker time"
-    assert words.spent({"idle": 100.0}) == ""
+    assert describe.spent({"restarting": 30.0}) == "no step was seen in 30 s of worker time"
+    assert describe.spent({"idle": 100.0}) == ""

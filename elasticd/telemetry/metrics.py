@@ -31,7 +31,7 @@ class Measured:
     values: Mapping[str, Mapping[Labels, Value]]
 
 
-class Book:
+class Metrics:
     """The measured values. One thread may use it; a result of ``copy`` is for any thread.
 
     A name that is not in the catalogue, or labels that do not fit the metric, are mistakes in elasticd
