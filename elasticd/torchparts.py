@@ -32,13 +32,13 @@ _BUILT: Final = "torch._C._distributed_c10d"
 REPLACED: Final = (
     Private(
         f"{_C10D}._new_process_group_helper",
-        "worker/world.py: notes the sockets that gloo opens while a group is made, so as to shut them when a "
+        "worker/world/group.py: notes the sockets that gloo opens while a group is made, to shut them when a "
         "peer is lost. That these are all of its connections, opened by then, is gloo's own business.",
         ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
     ),
     Private(
         f"{_C10D}._world.group_count",
-        "worker/world.py: set to 0 between worlds, since groups find each other by names counted from it.",
+        "worker/world/group.py: set to 0 between worlds: groups find each other by names counted from it.",
     ),
     Private("torch.distributed.ProcessGroup.send", "worker/messages.py: waits with the group's own timeout."),
     Private("torch.distributed.ProcessGroup.recv", "worker/messages.py: the same."),
@@ -46,34 +46,42 @@ REPLACED: Final = (
     Private(f"{_BUILT}.Work.wait", "worker/boot/elasticd_waits.py: measures how long collectives wait."),
     Private(
         "torch.nn.parallel.DistributedDataParallel._run_ddp_forward",
-        "worker/reduction.py: a pass that adds nothing to the sums.",
+        "worker/gradients/reduction.py: a pass that adds nothing to the sums.",
         ("self",),
     ),
     Private(
         "torch.nn.parallel.DistributedDataParallel._pre_forward",
-        "worker/wrapping.py: its collectives are not counted for the script's.",
+        "worker/gradients/wrapping.py: its collectives are not counted for the script's.",
         ("self",),
     ),
     Private(
         "torch.utils.data._utils.worker._worker_info",
-        "worker/loading.py: what a stream goes by that deals itself out to loading processes.",
+        "worker/samples/loading.py: what a stream goes by that deals itself out to loading processes.",
     ),
 )
 
 USED: Final = (
     Private(
-        f"{_C10D}._abort_process_group", "worker/world.py: takes a group down that is broken.", ("group",)
+        f"{_C10D}._abort_process_group",
+        "worker/world/group.py: takes a group down that is broken.",
+        ("group",),
     ),
-    Private(f"{_C10D}._world.pg_names", "worker/world.py: groups, the youngest first."),
+    Private(f"{_C10D}._world.pg_names", "worker/world/group.py: groups, the youngest first."),
     Private(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        "worker/wrapping.py: whether collectives were called.",
+        "worker/gradients/wrapping.py: whether collectives were called.",
     ),
-    Private("torch.utils.data._utils.worker.WorkerInfo", "worker/loading.py: made for a dataset to go by."),
-    Private("torch.distributed.ProcessGroup._get_backend", "worker/world.py, messages.py: gloo's or NCCL's."),
-    Private(f"{_BUILT}.ProcessGroupGloo._set_default_timeout", "worker/world.py: how long collectives wait."),
-    Private(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world.py: aborts communicators as one."),
-    Private(f"{_BUILT}.ProcessGroupNCCL._group_end", "worker/world.py: the same."),
+    Private(
+        "torch.utils.data._utils.worker.WorkerInfo", "worker/samples/loading.py: made for a dataset to go by."
+    ),
+    Private(
+        "torch.distributed.ProcessGroup._get_backend", "worker/world/group.py, messages.py: gloo's or NCCL's."
+    ),
+    Private(
+        f"{_BUILT}.ProcessGroupGloo._set_default_timeout", "worker/world/group.py: how long collectives wait."
+    ),
+    Private(f"{_BUILT}.ProcessGroupNCCL._group_start", "worker/world/group.py: aborts communicators as one."),
+    Private(f"{_BUILT}.ProcessGroupNCCL._group_end", "worker/world/group.py: the same."),
     Private(f"{_BUILT}._dump_nccl_trace_json", "worker/boot/elasticd_recorder.py: NCCL's flight recorder."),
     Private(
         f"{_BUILT}._dump_fr_trace_json",
@@ -82,21 +90,21 @@ USED: Final = (
     ),
     Private(
         "torch.nn.parallel.DistributedDataParallel._remove_autograd_hooks",
-        "worker/reduction.py: undoes a wrapper.",
+        "worker/gradients/reduction.py: undoes a wrapper.",
         ("self",),
     ),
     Private(
         "torch.nn.parallel.distributed._find_tensors",
-        "worker/wrapping.py: the tensors that a loss is made of.",
+        "worker/gradients/wrapping.py: the tensors that a loss is made of.",
         ("obj",),
     ),
     Private(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        "worker/wrapping.py, worker/boot/elasticd_waits.py: called at the end of a backward pass, in turn.",
+        "worker/gradients/wrapping.py, worker/boot/elasticd_waits.py: called in turn when a pass ends.",
     ),
-    Private("torch._foreach_add_", "worker/buckets.py: many tensors in one call."),
+    Private("torch._foreach_add_", "worker/gradients/buckets.py: many tensors in one call."),
     Private("torch._foreach_copy_", "worker: many tensors in one call."),
-    Private("torch._foreach_norm", "worker/finite.py: many tensors in one call."),
+    Private("torch._foreach_norm", "worker/commit/finite.py: many tensors in one call."),
     Private(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
         "worker/collect.py: the names DCP gives to what is nested.",

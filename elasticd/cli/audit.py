@@ -9,7 +9,7 @@ import click
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
-from elasticd.core.audit import AuditVerdict, compare, judge
+from elasticd.data.audit import AuditVerdict, compare, judge
 from elasticd.telemetry import auditfiles, describe, runs
 from elasticd.telemetry import auditwords as told
 

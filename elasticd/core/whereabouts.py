@@ -40,7 +40,7 @@ class Whereabouts:
 
 
 _LIBRARY = re.compile(
-    r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*|elasticd[/\\](worker|checkpoint))[/\\]|^<|^\?"
+    r"[/\\](site-packages|dist-packages|lib[/\\]python3[.\d]*|elasticd[/\\](worker|checkpoint|data))[/\\]|^<|^\?"
 )
 _TORCH = re.compile(r"[/\\]torch[/\\](.*)")
 # Parts of torch.distributed that do work of their own and wait for no rank.

@@ -7,11 +7,11 @@ import socket
 import uuid
 from pathlib import Path
 
-from elasticd.core import auditlog
 from elasticd.core.agent import Identity, State, start
 from elasticd.core.environment import Setting
 from elasticd.core.facts import Spec
 from elasticd.daemon.config import RunConfig
+from elasticd.data import auditnotes
 from elasticd.procs.linux import started_at
 
 
@@ -50,7 +50,7 @@ def setting_of(config: RunConfig, saver: str, began_at: float, *, holds: bool) -
     if config.audit is not None:
         # Rounds are counted in etcd, and one of our own is as old as this agent.
         series = f"{began_at:017.6f}" if config.etcd is None else ""
-        audit = {auditlog.EVERY: str(config.audit), auditlog.SERIES: series}
+        audit = {auditnotes.EVERY: str(config.audit), auditnotes.SERIES: series}
     return Setting(
         job=config.job,
         role=config.role,

@@ -16,9 +16,9 @@ from torch.distributed.elastic.multiprocessing.api import (
     Std,
 )
 
-from elasticd.core.auditlog import FOLDER, VARIABLE
 from elasticd.daemon.config import LogOptions
 from elasticd.daemon.errors import CannotStart
+from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.procs.logdest import LogDest
 from elasticd.telemetry.runs import state_dir
 

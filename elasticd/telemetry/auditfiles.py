@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from elasticd.core.auditlog import FOLDER, SUFFIX, Numbered, as_of
+from elasticd.data.auditnotes import FOLDER, SUFFIX, Numbered, as_of
 from elasticd.telemetry.events import COURSE, FILE
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
 
-from elasticd.core.audit import (
+from elasticd.data.audit import (
     AuditVerdict,
     Damaged,
     Disagreed,

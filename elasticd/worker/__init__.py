@@ -21,16 +21,16 @@ in the world that it finds.
 
 from typing import TYPE_CHECKING, Any
 
+from elasticd.worker.agentpage import NotFinite, report
+from elasticd.worker.commit.shared import Local, Unlike
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.epochs import Epoch
-from elasticd.worker.exchange import StateLost
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
 from elasticd.worker.saved import checkpointed
-from elasticd.worker.shared import Local, Unlike
 from elasticd.worker.state import State
-from elasticd.worker.told import NotFinite, report
-from elasticd.worker.world import WorldChanged
+from elasticd.worker.world.exchange import StateLost
+from elasticd.worker.world.group import WorldChanged
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint

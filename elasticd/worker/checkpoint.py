@@ -21,11 +21,11 @@ from elasticd.core.age import Age
 from elasticd.core.cadence import parse
 from elasticd.core.page import Use
 from elasticd.core.retention import Keep
-from elasticd.worker import told
+from elasticd.worker import agentpage
 from elasticd.worker.resuming import Kept, NoCheckpoint, Resuming
 from elasticd.worker.saving import Committed, Saving
 from elasticd.worker.schedule import Schedule
-from elasticd.worker.together import Together
+from elasticd.worker.world.collectives import Together
 
 __all__ = ["Checkpoints", "Committed", "NoCheckpoint"]
 
@@ -58,7 +58,7 @@ class Checkpoints:
             raise ValueError(
                 "nothing says where checkpoints are to be: give a path or run with --checkpoints"
             )
-        told.uses(Use.CHECKPOINTS)
+        agentpage.uses(Use.CHECKPOINTS)
         self._store = store_at(where)
         self._schedule = Schedule(parse(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
         self._saving = Saving(self._store, Keep(last, every), self._schedule)
@@ -86,7 +86,7 @@ class Checkpoints:
         """The newest checkpoint that this rank knows to be committed."""
         return self._saving.newest
 
-    @told.holds_up
+    @agentpage.holds_up
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Copy this rank's part of the state, to be written while training goes on.
 
@@ -122,7 +122,7 @@ class Checkpoints:
         """Promise that saves and loads happen only between steps, while no rank uses other collectives."""
         self._in_step = True
 
-    @told.holds_up
+    @agentpage.holds_up
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Wait until this rank's saves are committed or have failed, and their copies on another node are
         complete or have failed.
@@ -132,7 +132,7 @@ class Checkpoints:
         """
         return self._saving.wait(timeout_s)
 
-    @told.goes_on
+    @agentpage.goes_on
     def load(self, state: dict[str, Any], *, required: bool = False, beyond: Age | None = None) -> int | None:
         """Fill ``state`` from the newest whole checkpoint. Return its step, or None if there is no
         checkpoint.

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
-from elasticd.worker.trace import is_plain
-from elasticd.worker.wrapping import is_flattened
+from elasticd.worker.commit.changes import is_plain
+from elasticd.worker.gradients.wrapping import is_flattened
 
 Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"

@@ -13,13 +13,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from elasticd.core.dealing import Batch, Portion, next_batch, parts_of
 from elasticd.core.page import Fatal, Use
-from elasticd.worker import loading, told
-from elasticd.worker.loading import Fetched, Indexed, Requests, Share, Stream
+from elasticd.data.dealing import Batch, Portion, next_batch, parts_of
+from elasticd.worker import agentpage
+from elasticd.worker.gradients.rates import Rule, check, factor
 from elasticd.worker.place import world_size
-from elasticd.worker.rate import Rule, check, factor
-from elasticd.worker.sampling import Listed, Sampler, order_of
+from elasticd.worker.samples import loading
+from elasticd.worker.samples.loading import Fetched, Indexed, Requests, Share, Stream
+from elasticd.worker.samples.sampling import Listed, Sampler, order_of
 
 VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # --max of elasticd run
 
@@ -81,7 +82,7 @@ class Data:
         drop_last: bool = False,
         **loader: Any,
     ) -> None:
-        told.uses(Use.DATA)
+        agentpage.uses(Use.DATA)
         if taken := sorted(loader.keys() & set(loading.OURS)):
             raise TypeError(
                 f"Data decides on {taken[0]} itself: leave it out, or see help(elasticd.worker.Data)"
@@ -334,7 +335,7 @@ class Data:
 
 
 def _read_unlike(who: str) -> DataChanged:
-    told.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
+    agentpage.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
     return DataChanged(
         f"{who} read different samples at the same position of the dataset, so that some would be used "
         "twice and others never: an iterable dataset must give the same samples to whoever reads it, and "

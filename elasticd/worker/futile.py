@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final
 
 from elasticd.core.page import Fatal
-from elasticd.worker import told
+from elasticd.worker import agentpage
 
 _MARK: Final = "_elasticd_futile"
 
@@ -27,7 +27,7 @@ def if_uncaught(error: BaseException, why: Fatal) -> None:
 
 def say(sentence: str, why: Fatal, traceback: str = "") -> None:
     """Tell the agent that this process ends now, with this sentence, and the job with it."""
-    told.fatal(why)
+    agentpage.fatal(why)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from elasticd.core.age import Age
-from elasticd.worker import chance, told
+from elasticd.worker import agentpage
+from elasticd.worker.commit import randomness
 from elasticd.worker.epochs import Progress
-from elasticd.worker.world import World
+from elasticd.worker.world.group import World
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
@@ -50,7 +51,7 @@ class Lasting:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         checkpoints.keep_in_step()
-        told.has_checkpoints()
+        agentpage.has_checkpoints()
         self._outlived = False
         self._tried = 0  # the last world whose first commit was tried out without a save
         self._newest = (0, (-1, 0))  # the world and the point of the last save or resume
@@ -172,6 +173,8 @@ def _alike(
     as far as both scripts began alike. The others stay as they are."""
     mine = random.get(str(dist.get_rank()))
     if mine is not None:
-        return chance.note() | dict(mine)
+        return randomness.note() | dict(mine)
     first, firsts = random.get("0", {}), began.get("0", {})
-    return chance.note() | {name: its for name, its in first.items() if firsts.get(name) == seeds.get(name)}
+    return randomness.note() | {
+        name: its for name, its in first.items() if firsts.get(name) == seeds.get(name)
+    }

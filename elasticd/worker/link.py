@@ -9,7 +9,7 @@ import struct
 import threading
 
 from elasticd.core.link import Enter, FromWorker, Leave, Lines, LinkError, encode
-from elasticd.worker.world import World
+from elasticd.worker.world.group import World
 
 
 class AgentGone(RuntimeError):

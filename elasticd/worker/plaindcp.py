@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from elasticd.checkpoint import metadata
 from elasticd.checkpoint.manifest import METADATA, BadCheckpoint
 from elasticd.worker.collect import Flat, flatten, prepare_optimizers, restore
-from elasticd.worker.together import Together
+from elasticd.worker.world.collectives import Together
 
 
 class _Reader(FileSystemReader):

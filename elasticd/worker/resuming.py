@@ -22,7 +22,7 @@ from elasticd.worker.collect import Flat, restore
 from elasticd.worker.recall import HolderLost, Memories, Untold
 from elasticd.worker.saverline import saver_name
 from elasticd.worker.target import Target
-from elasticd.worker.together import Together
+from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)
 _NOTHING_WHOLE: Final = 5  # the exit code, the same as the job's

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from elasticd.core.link import ADDRESS, HANDOVER, Broken, Done, Enter, Entered, Hello, Holds, Waiting
-from elasticd.worker.exchange import agree
 from elasticd.worker.link import Link
 from elasticd.worker.state import State
-from elasticd.worker.world import World, WorldChanged, is_of_the_group, what_led_to
+from elasticd.worker.world.exchange import agree
+from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, what_led_to
 
 _log = logging.getLogger(__name__)
 NEWS_S = 5.0  # how long to wait for Leave after a failed collective

@@ -9,7 +9,7 @@ import struct
 
 from elasticd.core.link import ADDRESS, Checkpointed, Leave, Lines, LinkError, encode
 from elasticd.core.page import Use
-from elasticd.worker import told
+from elasticd.worker import agentpage
 from elasticd.worker.run import own_link
 
 _CREDENTIALS = struct.Struct("3i")
@@ -28,7 +28,7 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
     address = os.environ.get(ADDRESS)
     if not address:
         return
-    told.uses(Use.CHECKPOINTED)
+    agentpage.uses(Use.CHECKPOINTED)
     said = Checkpointed(os.fspath(path))
     if own_link.cache_info().currsize:  # this worker keeps its process, and leaves worlds at commits
         own_link(address).say(said)

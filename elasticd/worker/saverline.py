@@ -22,7 +22,7 @@ from elasticd.checkpoint.store import CheckpointStore, told
 from elasticd.core import bandwidth
 from elasticd.core.replicas import holders
 from elasticd.core.retention import Keep
-from elasticd.worker.together import Together
+from elasticd.worker.world.collectives import Together
 
 _ROOT: Final = str(Path(__file__).parents[2])
 _PROGRAM: Final = (

@@ -19,16 +19,16 @@ from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
 from elasticd.core.retention import Keep
-from elasticd.worker import futile, told
+from elasticd.worker import agentpage, futile
 from elasticd.worker.collect import Flat, buffers_of, flatten
-from elasticd.worker.finite import any_nan
+from elasticd.worker.commit.finite import any_nan
 from elasticd.worker.layout import Held, Shard, lay_out
 from elasticd.worker.offload import GpuCopier
 from elasticd.worker.saverline import SaverLine, Terms
 from elasticd.worker.schedule import Schedule
 from elasticd.worker.staging import CopyPlan, pickled, shape_of
 from elasticd.worker.target import parts_of
-from elasticd.worker.together import Together
+from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)
 _UNDER_WAY_MAX: Final = 4  # saves that are not committed yet: slow commits fill the disk
@@ -77,8 +77,8 @@ class Saving:
         together = self._together
         assert together is not None
         flat = flatten(state)
-        if told.policy() == "rollback" and any_nan(flat.tensors.values()):
-            told.not_finite("what is to be saved holds NaN")  # no worker may go back to a state with NaN
+        if agentpage.policy() == "rollback" and any_nan(flat.tensors.values()):
+            agentpage.not_finite("what is to be saved holds NaN")  # no worker may go back to a state with NaN
         self._line.listen()
         plan = self._plan
         shape = shape_of(flat)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticd.core.cadence import Cadence, EverySteps, between_failures_s, interval_s, look
-from elasticd.worker.together import Together
+from elasticd.worker.world.collectives import Together
 
 _NOT_MINE: Final = 1 << 62  # larger than any number of rank 0's
 

@@ -13,9 +13,9 @@ import torch
 from elasticd.checkpoint.frames import padded_blob
 from elasticd.checkpoint.handover import Memory
 from elasticd.worker.collect import Flat
+from elasticd.worker.commit.plaindata import loaded, packed
 from elasticd.worker.layout import Shard
 from elasticd.worker.offload import GpuCopier, offload, stepped
-from elasticd.worker.plain import loaded, packed
 from elasticd.worker.target import box
 
 BUFFERS: Final = 2

@@ -18,27 +18,22 @@ from torch.optim import Optimizer
 from elasticd.core.age import Age
 from elasticd.core.link import Holds
 from elasticd.core.page import Fatal, Use
-from elasticd.worker import alike, chance, told
-from elasticd.worker.alike import Alike
-from elasticd.worker.arithmetic import Arithmetic, refuse_inconsistent
-from elasticd.worker.committed import Committed
-from elasticd.worker.consistent import Consistent
+from elasticd.worker import agentpage
+from elasticd.worker.commit import comparing, randomness
+from elasticd.worker.commit.changes import Trace
+from elasticd.worker.commit.comparing import Alike
+from elasticd.worker.commit.copies import Committed
+from elasticd.worker.commit.finite import all_finite
+from elasticd.worker.commit.plaindata import copied, require_sendable, unchanged, with_tensors
+from elasticd.worker.commit.shared import Local, Shared
+from elasticd.worker.commit.undo import Undo
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.epochs import Ahead, Epoch, Progress
-from elasticd.worker.finite import all_finite
-from elasticd.worker.lasting import Lasting, Parts
-from elasticd.worker.loading import Share
-from elasticd.worker.place import rank, world_size
-from elasticd.worker.plain import copied, require_sendable, unchanged, with_tensors
-from elasticd.worker.rate import Following
-from elasticd.worker.recorder import Recorder, recorder
-from elasticd.worker.reduction import Averaged, Reduction
-from elasticd.worker.shared import Local, Shared
-from elasticd.worker.step import Micro, Step
-from elasticd.worker.trace import Trace
-from elasticd.worker.undo import Undo
-from elasticd.worker.world import World, WorldChanged
-from elasticd.worker.wrapping import (
+from elasticd.worker.gradients.arithmetic import Arithmetic, refuse_inconsistent
+from elasticd.worker.gradients.consistent import Consistent
+from elasticd.worker.gradients.rates import Following
+from elasticd.worker.gradients.reduction import Averaged, Reduction
+from elasticd.worker.gradients.wrapping import (
     SHARDED,
     Calls,
     Silence,
@@ -48,6 +43,12 @@ from elasticd.worker.wrapping import (
     is_flattened,
     to_wrap,
 )
+from elasticd.worker.lasting import Lasting, Parts
+from elasticd.worker.place import rank, world_size
+from elasticd.worker.samples.auditing import Recorder, recorder
+from elasticd.worker.samples.loading import Share
+from elasticd.worker.step import Micro, Step
+from elasticd.worker.world.group import World, WorldChanged
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoint import Checkpoints
@@ -103,7 +104,7 @@ class State:
         compare: bool = True,
         **others: Any,
     ) -> None:
-        told.uses(Use.STATE)
+        agentpage.uses(Use.STATE)
         self._plain: dict[str, Any] = {}
         self._own: set[str] = set()  # the names of values that are this worker's own
         self._modules: dict[str, nn.Module] = {}
@@ -164,7 +165,7 @@ class State:
         self._undo = Undo(self._trace.parameters, self._optimizers)
         if undo:
             self._undo.want(range(len(numbers)), self._optimizers)
-        self._trained = alike.trained_of(self._modules, trained) if compare and trained else None
+        self._trained = comparing.trained_of(self._modules, trained) if compare and trained else None
         self._alike: Alike | None = None
         self._compares = compare
         self._shared = Shared(self._plain, self._stateful, self._optimizers, self._own)
@@ -194,7 +195,7 @@ class State:
             self._optimizers[name] = value
             value.register_step_pre_hook(self._before_step)
         elif isinstance(value, torch.Generator):
-            self._stateful[name] = chance.Drawn(value)
+            self._stateful[name] = randomness.Drawn(value)
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             self._stateful[name] = value
         else:
@@ -506,7 +507,7 @@ class State:
                 "step, so commit once in each or in every k-th of them, after all that belongs to it"
             )
         if said:
-            told.report(**said)
+            agentpage.report(**said)
         if self._epoch is not None and not self._epoch.under_way and not self._begun:
             self._say_needless(self._epoch)
             return
@@ -527,8 +528,8 @@ class State:
         self._require_sendable()
         self._step += max(1, covers)
         self._commits += 1
-        told.committed(self._step)
-        told.samples(used)
+        agentpage.committed(self._step)
+        agentpage.samples(used)
         if self._recorder is not None:
             self._recorder.committed(self._step, self._learned(), covers)
         self._end_commit(world is not None and world.passed(self.commit_number), due=True)
@@ -575,7 +576,7 @@ class State:
         for kind in ("_plain", "_stateful", "_optimizers"):
             kept = self.__dict__.get(kind, {})
             if name in kept:
-                return kept[name].generator if isinstance(kept[name], chance.Drawn) else kept[name]
+                return kept[name].generator if isinstance(kept[name], randomness.Drawn) else kept[name]
         if name in self.__dict__.get("_modules", {}):
             return self._called(name)
         raise AttributeError(f"State was given nothing named {name!r}")
@@ -607,7 +608,7 @@ class State:
         """Enter a world with the present state, which all its workers have."""
         self._world = world
         self._gpus = {p.device for module in self._modules.values() for p in module.parameters() if p.is_cuda}
-        told.begins_after(self._step)
+        agentpage.begins_after(self._step)
         for thing in self._stateful.values():
             if isinstance(thing, torch.amp.GradScaler):  # initialises it, also without a batch
                 thing.scale(torch.zeros((), device=self._committed.device))
@@ -676,7 +677,7 @@ class State:
     def begin(self) -> None:
         """Keep the script's initial state as the one to go back to, until the first commit."""
         if not self._committed.kept:
-            self._seeds = chance.digests(chance.note())
+            self._seeds = randomness.digests(randomness.note())
             self._shared.begin()
             self._committed.keep()
 
@@ -700,12 +701,12 @@ class State:
     def digest(self) -> int:
         """Return a digest of the parameters: equal in workers with the same parameters; 0 if they are not
         compared."""
-        return alike.digest(self._trained) if self._trained is not None and self._agreed else 0
+        return comparing.digest(self._trained) if self._trained is not None and self._agreed else 0
 
     def compare(self, world: World, ranks: Sequence[int]) -> None:
         """Compare parameters on all workers together, when the digests of these ranks differ."""
         if self._trained is not None:
-            alike.compare(self._trained, world, ranks, exact=self._exact)
+            comparing.compare(self._trained, world, ranks, exact=self._exact)
 
     def shared_digests(self) -> tuple[int, int]:
         """Return two digests: of the shared values besides parameters, and of those values when the scripts
@@ -760,7 +761,7 @@ class State:
                 self._parts(), world, else_asks=self._restore is not None, beyond=beyond
             )
         except DataChanged:
-            told.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
+            agentpage.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
             raise
         finally:
             if found is None and self._lasting.overwrote:  # partly, or with damaged data
@@ -773,7 +774,7 @@ class State:
         self._plain.update(found.plain)
         self._take_own_back()
         self._step = found.step
-        chance.resume(dict(found.random))
+        randomness.resume(dict(found.random))
         self._committed.keep()
         return self._lasting.tier
 
@@ -868,7 +869,7 @@ class State:
         kept = snapshot["kept"]
         theirs = kept["random"]
         alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
-        kept = {**kept, "random": chance.note() | {n: theirs[n] for n in alike}}
+        kept = {**kept, "random": randomness.note() | {n: theirs[n] for n in alike}}
         for part in ("plain", "stateful"):
             mine = self._committed.kept.get(part, {})
             kept[part] = {**kept[part], **{name: mine[name] for name in self._own & mine.keys()}}
@@ -947,8 +948,8 @@ class State:
                 torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world ends
                 world.check()
             world.vouch()
-        if told.policy() != "ignore" and not all_finite(_gradients(self._optimizers[name])):
-            told.not_finite("a gradient is NaN or infinite")
+        if agentpage.policy() != "ignore" and not all_finite(_gradients(self._optimizers[name])):
+            agentpage.not_finite("a gradient is NaN or infinite")
         self._stepped.add(name)
         self._calls_before = self._calls()
 

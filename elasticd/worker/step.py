@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from elasticd.worker.loading import Fetched, Share
-from elasticd.worker.reduction import Reduction
+from elasticd.worker.gradients.reduction import Reduction
+from elasticd.worker.samples.loading import Fetched, Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from elasticd.checkpoint.manifest import BadCheckpoint, Chunk, Index, Tensor
 from elasticd.checkpoint.reading import Wish
 from elasticd.core.sharding import Part
 from elasticd.worker.collect import Flat, Path, flatten, prepare_optimizers
-from elasticd.worker.plain import loaded, require_dense
+from elasticd.worker.commit.plaindata import loaded, require_dense
 
 
 def parts_of(flat: Flat) -> Iterator[Part]:

@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.core.dealing import parts_of
-from elasticd.worker.consistent import Consistent
-from elasticd.worker.reduction import Averaged, Reduction
+from elasticd.data.dealing import parts_of
+from elasticd.worker.gradients.consistent import Consistent
+from elasticd.worker.gradients.reduction import Averaged, Reduction
 from workers.gpt import GPT, Shape
 
 SHAPES = {  # layers, heads, width

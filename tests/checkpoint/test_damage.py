@@ -28,7 +28,7 @@ from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
 from elasticd.core.retention import Keep
-from elasticd.worker import saverline, told
+from elasticd.worker import agentpage, saverline
 from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 
@@ -310,7 +310,7 @@ def test_none_whole_is_an_error_and_not_a_fresh_start(damaged):
 def fatal(monkeypatch: pytest.MonkeyPatch) -> list[Fatal]:
     """What the agent is told the job is to end with."""
     said: list[Fatal] = []
-    monkeypatch.setattr(told, "fatal", said.append)
+    monkeypatch.setattr(agentpage, "fatal", said.append)
     return said
 
 

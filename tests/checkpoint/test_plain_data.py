@@ -14,7 +14,7 @@ from torch import nn
 
 from elasticd import worker
 from elasticd.worker.collect import Flat, flatten, restore
-from elasticd.worker.plain import copied, loaded, outlined, with_tensors
+from elasticd.worker.commit.plaindata import copied, loaded, outlined, with_tensors
 from tests.checkpoint.likeness import with_types
 
 BIG = 1 << 19  # elements; more than goes in one piece

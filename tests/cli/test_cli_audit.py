@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from elasticd.cli.audit import audit
 from elasticd.cli.complaint import Complaint
-from elasticd.core.auditlog import FOLDER, CommitNote, EntryNote, Note, Took, Weights, encode, pack
-from elasticd.core.order import Shuffled
+from elasticd.data.auditnotes import FOLDER, CommitNote, EntryNote, Note, Took, Weights, encode, pack
+from elasticd.data.order import Shuffled
 from elasticd.telemetry import events, runs
 
 DATA = {

@@ -39,14 +39,15 @@ def name(module: Path) -> str:
     return str(module.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("module", within("core"), ids=name)
-def test_core_imports_only_the_standard_library_and_itself(module):
-    foreign = {i for i in imports(module) if i.partition(".")[0] not in sys.stdlib_module_names}
-    assert not {i for i in foreign if not i.startswith("elasticd.core")}
+@pytest.mark.parametrize("package", ["core", "data"])
+def test_what_is_pure_imports_only_the_standard_library_and_itself(package):
+    for module in within(package):
+        foreign = {i for i in imports(module) if i.partition(".")[0] not in sys.stdlib_module_names}
+        assert not {i for i in foreign if not i.startswith(f"elasticd.{package}")}, name(module)
 
 
-@pytest.mark.parametrize("module", within("core"), ids=name)
-def test_core_is_handed_time_and_chance_and_touches_nothing(module):
+@pytest.mark.parametrize("module", [*within("core"), *within("data")], ids=name)
+def test_what_is_pure_is_handed_time_and_chance_and_touches_nothing(module):
     effects = {
         "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random",
         "secrets", "select", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time",
@@ -62,7 +63,7 @@ def test_one_file_alone_imports_etcd3():
 @pytest.mark.parametrize("module", within("worker"), ids=name)
 def test_what_runs_inside_a_worker_knows_nothing_of_the_agent(module):
     ours = {i for i in imports(module) if i.partition(".")[0] == "elasticd"}
-    may = ("elasticd.worker", "elasticd.core", "elasticd.checkpoint")
+    may = ("elasticd.worker", "elasticd.core", "elasticd.data", "elasticd.checkpoint")
     assert not {i for i in ours if not i.startswith(may)}
 
 

@@ -28,16 +28,14 @@ CALLED = {
 }
 # Modules of the core that may be called by their names, as above.
 MODULES_USED = {
-    ("identity.py", "elasticd.core.auditlog"),
     ("publish.py", "elasticd.core.budget"),
 }
 # A reason says why something was decided. Who makes one decides.
 MAKES_REASONS = {"advice.py"}
 
-# What belongs to checkpoints, data or views, and is in the core only because it is pure. It is to get less.
+# What belongs to checkpoints or views, and is in the core only because it is pure. It is to get less.
 ELSEWHERE = {
-    "audit", "auditlog", "bandwidth", "cadence", "dealing", "environment", "ledger", "link", "order",
-    "outage", "replicas", "retention", "sharding", "summing",
+    "bandwidth", "cadence", "environment", "ledger", "link", "outage", "replicas", "retention", "sharding",
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elasticd import worker
 from elasticd.core.link import ADDRESS
-from elasticd.worker import exchange
+from elasticd.worker.world import exchange
 
 WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker tells of planned faults
 SAMPLES = 38

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticd import worker
 from elasticd.core.link import ADDRESS
-from elasticd.worker import exchange, world
+from elasticd.worker.world import exchange, group
 
 run_loop = importlib.import_module("elasticd.worker.run")  # its function has the module's name
 
@@ -115,13 +115,13 @@ LEAVING = threading.Event()
 
 def hear_of_leaving() -> None:
     """Have LEAVING be set where this worker is told to leave its world."""
-    ask = world.World.ask_to_leave
+    ask = group.World.ask_to_leave
 
-    def tell(this: world.World, going: bool) -> None:
+    def tell(this: group.World, going: bool) -> None:
         ask(this, going)
         LEAVING.set()
 
-    world.World.ask_to_leave = tell  # type: ignore[method-assign]
+    group.World.ask_to_leave = tell  # type: ignore[method-assign]
 
 
 class Gate:
@@ -247,13 +247,13 @@ def work(address: str, folder: str, name: str, accident: Accident = NOTHING, **o
 def work_impatiently(address: str, folder: str, name: str, accident: Accident, **options: Any) -> None:
     """Says soon that it has lost the others."""
     run_loop.NEWS_S = run_loop.NEWS_S_MAX = 0.1
-    world.FORMING_S_MAX = 0.5
+    group.FORMING_S_MAX = 0.5
     work(address, folder, name, accident, **options)
 
 
 def work_patiently(address: str, folder: str, name: str) -> None:
     """Waits for a store that does not answer for as long as it is let; the gate tells that it waits."""
-    world.STORE_S_MAX = 3600.0
+    group.STORE_S_MAX = 3600.0
     wait = dist.TCPStore.wait
 
     def waits(store: dist.TCPStore, *args: Any) -> None:
@@ -541,11 +541,11 @@ def reads(folder: Path, name: str, what: str) -> list[Any]:
 def work_slowly(address: str, folder: str, name: str) -> None:
     """The first worker takes longer to send the state, then to compute its part, and then to send a message
     of the script's own, than one may take to connect."""
-    world.FORMING_S_MAX = 3.0
+    group.FORMING_S_MAX = 3.0
     send = exchange._send
 
     def send_late(*args: Any) -> None:
-        time.sleep(world.FORMING_S_MAX + 0.5)
+        time.sleep(group.FORMING_S_MAX + 0.5)
         send(*args)
 
     exchange._send = send_late
@@ -558,10 +558,10 @@ def train_slowly(state: worker.State, journal: Journal, accident: Accident, step
     for step in state.steps():
         for (x,) in step:
             if worker.rank() == 0 and step.number == 0:
-                time.sleep(world.FORMING_S_MAX + 0.5)
+                time.sleep(group.FORMING_S_MAX + 0.5)
             step.backward(state.model(x).square().mean())
         if worker.rank() == 0 and step.number == 1:
-            time.sleep(world.FORMING_S_MAX + 0.5)
+            time.sleep(group.FORMING_S_MAX + 0.5)
             dist.send(torch.ones(1), 1)
             dist.send(torch.ones(1), 1)
         elif step.number == 1:

@@ -16,11 +16,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from elasticd import worker
-from elasticd.core.dealing import parts_of
-from elasticd.worker import buckets, chance
-from elasticd.worker.arithmetic import Arithmetic
-from elasticd.worker.buckets import Bucket, Exchange
-from elasticd.worker.consistent import Consistent
+from elasticd.data.dealing import parts_of
+from elasticd.worker.commit import randomness
+from elasticd.worker.gradients import buckets
+from elasticd.worker.gradients.arithmetic import Arithmetic
+from elasticd.worker.gradients.buckets import Bucket, Exchange
+from elasticd.worker.gradients.consistent import Consistent
 from tests.worker.worlds import in_world
 
 SEED = 11
@@ -125,7 +126,7 @@ def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
             mine = [p for p in parts if p.virtual_rank == v]
             own = copy.deepcopy(model)
             loss = torch.zeros(())
-            chance.draw_from(SEED, number, v)
+            randomness.draw_from(SEED, number, v)
             for i, part in enumerate(mine):
                 one = own(x[part.samples.start : part.samples.stop]) * part.weight
                 one.backward()
@@ -139,7 +140,7 @@ def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
         for i, parameter in enumerate(trained):
             parameter.grad = tree([g[i] for g in gradients]) if used[i] else None
         optimizer.step()
-        chance.draw_from(SEED, number, -1)
+        randomness.draw_from(SEED, number, -1)
         found.append(digest(model, optimizer, tree(losses).item(), drawn()))
         optimizer.zero_grad()
     return found

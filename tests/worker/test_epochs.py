@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker import told
-from elasticd.worker.world import World
+from elasticd.worker import agentpage
+from elasticd.worker.world.group import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import PATIENCE_S, Crew
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, die, outcome, reads
@@ -325,7 +325,7 @@ def test_a_training_that_stops_in_the_midst_of_an_epoch_does_not_go_on():
 @pytest.mark.parametrize("every", [1, 2, 3, 99])
 def test_samples_are_counted_once_whoever_commits_the_last_step_of_an_epoch(monkeypatch, every):
     used: list[int] = []
-    monkeypatch.setattr(told, "samples", used.append)
+    monkeypatch.setattr(agentpage, "samples", used.append)
     state = over(global_batch=2, epochs=2)
     for epoch in state.epochs():
         for i, step in enumerate(epoch):
@@ -337,7 +337,7 @@ def test_samples_are_counted_once_whoever_commits_the_last_step_of_an_epoch(monk
 
 def test_samples_of_a_last_step_that_is_committed_at_the_end_are_counted_once(monkeypatch):
     used: list[int] = []
-    monkeypatch.setattr(told, "samples", used.append)
+    monkeypatch.setattr(agentpage, "samples", used.append)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = entered(

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from elasticd.core.link import Holds
-from elasticd.worker import exchange
-from elasticd.worker.exchange import (
+from elasticd.worker.commit.plaindata import copied, with_tensors
+from elasticd.worker.world import exchange
+from elasticd.worker.world.exchange import (
     PARCEL_BYTES,
     UNDER_WAY_MAX,
     Choice,
@@ -20,7 +21,6 @@ from elasticd.worker.exchange import (
     _unpacked,
     choose,
 )
-from elasticd.worker.plain import copied, with_tensors
 
 
 def whole(agreed: int, step: int, marks: int = 0) -> Standing:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from elasticd.worker.finite import all_finite, any_nan
+from elasticd.worker.commit.finite import all_finite, any_nan
 
 INF, NAN = float("inf"), float("nan")
 

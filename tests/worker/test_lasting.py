@@ -21,7 +21,7 @@ from elasticd.worker import lasting
 from elasticd.worker.checkpoint import Checkpoints
 from elasticd.worker.lasting import Lasting
 from elasticd.worker.resuming import Kept
-from elasticd.worker.world import World
+from elasticd.worker.world.group import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import (
@@ -191,7 +191,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_
     ],
 )
 def test_what_was_kept_is_newer_only_if_it_came_further_in_a_later_world(monkeypatch, kept, beyond):
-    monkeypatch.setattr("elasticd.worker.told.has_checkpoints", lambda: None)
+    monkeypatch.setattr("elasticd.worker.agentpage.has_checkpoints", lambda: None)
     checkpoints = SimpleNamespace(keep_in_step=lambda: None, newest_kept=lambda: kept)
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
     assert Lasting(checkpoints).has_beyond(Age(2, 25), World(Enter(4, env))) is beyond

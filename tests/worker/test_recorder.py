@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.core.audit import judge
-from elasticd.core.auditlog import (
+from elasticd.data.audit import judge
+from elasticd.data.auditnotes import (
     FOLDER,
     VARIABLE,
     CommitNote,
@@ -31,7 +31,7 @@ from elasticd.core.auditlog import (
 )
 from elasticd.telemetry.auditwords import finding
 from elasticd.worker.data import Data
-from elasticd.worker.recorder import Recorder, digest, recorder
+from elasticd.worker.samples.auditing import Recorder, digest, recorder
 
 
 def may_mount() -> bool:
@@ -167,7 +167,7 @@ def test_a_recorder_on_a_disk_that_was_full_goes_on_when_there_is_room():
 FULL = """
 import sys
 from pathlib import Path
-from elasticd.worker.recorder import Recorder
+from elasticd.worker.samples.auditing import Recorder
 disk = Path(sys.argv[1])
 notes = Recorder(disk / "audit")
 notes.entered(1, 0, 1, 0, None)

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.core.dealing import parts_of
-from elasticd.worker.reduction import Averaged
+from elasticd.data.dealing import parts_of
+from elasticd.worker.gradients.reduction import Averaged
 from tests.worker.worlds import in_world
 
 BATCHES = [24, 24, 5, 1]  # the last are too short to reach all workers

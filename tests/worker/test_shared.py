@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker.plain import copied, loaded, outlined, with_tensors
-from elasticd.worker.shared import ValueSummary, _summary_of, difference
+from elasticd.worker.commit.plaindata import copied, loaded, outlined, with_tensors
+from elasticd.worker.commit.shared import ValueSummary, _summary_of, difference
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, reads
 from tests.worker.worlds import in_world
@@ -126,7 +126,7 @@ def test_what_is_to_be_alike_and_is_not_ends_the_job_and_is_named(crew, tmp_path
     for hand, name in zip(hands, "01", strict=True):
         assert hand.status == 1
         [last] = (tmp_path / f"{name}.err").read_text().splitlines()[-1:]
-        assert re.match("elasticd.worker.shared.Unlike: " + UNLIKE[how], last)
+        assert re.match("elasticd.worker.commit.shared.Unlike: " + UNLIKE[how], last)
         committed = reads(tmp_path, name, "committed")
         if "own" in how:
             assert not committed
@@ -177,7 +177,7 @@ def test_an_evaluation_that_comes_to_something_else_on_each_rank_is_not_committe
 
 def evaluate_by_rounding() -> list[str]:
     said = Said()
-    logging.getLogger("elasticd.worker.shared").addHandler(said)
+    logging.getLogger("elasticd.worker.commit.shared").addHandler(said)
     state = worker.State(nn.Linear(1, 1), wrap=None, best=9.0, at=100.0 + worker.rank() * 1e-6)
     state.begin()
     state.agree(1)

@@ -15,10 +15,10 @@ from torch import nn
 from elasticd import worker
 from elasticd.core.age import Age
 from elasticd.core.link import Enter, Holds
-from elasticd.worker import chance
+from elasticd.worker.commit import randomness
+from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.lasting import Parts
-from elasticd.worker.plain import copied
-from elasticd.worker.world import World, WorldChanged
+from elasticd.worker.world.group import World, WorldChanged
 from tests.procs.fakecuda import OnGpu
 from tests.worker.worlds import in_world
 
@@ -111,9 +111,9 @@ def test_what_a_script_begins_with_is_not_gone_on_from_once_something_was_read_o
 def test_a_normal_number_that_numpy_has_left_over_is_kept_too():
     np.random.seed(1)
     np.random.randn()
-    stand = chance.note()
+    stand = randomness.note()
     first = np.random.randn()
-    chance.resume(stand)
+    randomness.resume(stand)
     assert np.random.randn() == first
 
 

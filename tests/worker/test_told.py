@@ -15,7 +15,7 @@ import torch
 from elasticd import worker
 from elasticd.core.page import VALUES_MAX, Fatal, Told
 from elasticd.procs.page import VARIABLE, Page
-from elasticd.worker import told
+from elasticd.worker import agentpage
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     made = Page(tmp_path / "page")
     os.pwrite(made._fd, struct.pack("=Q", os.getpid()), 16)
     monkeypatch.setenv(VARIABLE, str(made.path))
-    monkeypatch.setattr(told._Checkpoints, "there", False)
-    told._page_of.cache_clear()
+    monkeypatch.setattr(agentpage._Checkpoints, "there", False)
+    agentpage._page_of.cache_clear()
     yield made
-    told._page_of.cache_clear()
+    agentpage._page_of.cache_clear()
     made.close()
 
 
@@ -47,8 +47,8 @@ def test_the_heartbeat_beside_it_is_left_alone(page: Page) -> None:
     before = page.read()
     for n in range(VALUES_MAX):
         worker.report(**{f"value_{n}": n})
-    told.begins_after(7)
-    told.committed(8)
+    agentpage.begins_after(7)
+    agentpage.committed(8)
     assert page.read() == before and page.step_times(0) == (0, ())
     assert [v for _, v in page.told().values] == list(range(VALUES_MAX))
     assert (page.told().base, page.told().committed, page.told().commits) == (7, 8, 1)
@@ -70,7 +70,7 @@ def test_a_step_that_is_not_finite_is_counted_and_no_more_unless_asked(
     worker.report(loss=1.0, norm=math.inf)
     assert page.told().nonfinite == 2 and page.told().fatal is None
     monkeypatch.setenv("ELASTICD_ON_NONFINITE", "stop")
-    told.committed(4)
+    agentpage.committed(4)
     with pytest.raises(worker.NotFinite, match="after step 4: loss is nan; the job stops"):
         worker.report(loss=math.nan)
     assert page.told().fatal is Fatal.NOT_FINITE
@@ -78,11 +78,11 @@ def test_a_step_that_is_not_finite_is_counted_and_no_more_unless_asked(
 
 def test_going_back_needs_checkpoints_to_go_back_to(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTICD_ON_NONFINITE", "rollback")
-    told.goes_on(lambda: 30)()
+    agentpage.goes_on(lambda: 30)()
     with pytest.raises(worker.NotFinite, match="going back to the last checkpoint"):
         worker.report(loss=math.nan)
     assert page.told().fatal is None and page.told().base == 30 and page.told().astray == 30
-    monkeypatch.setattr(told._Checkpoints, "there", False)
+    monkeypatch.setattr(agentpage._Checkpoints, "there", False)
     with pytest.raises(worker.NotFinite, match="needs a script that loads worker.Checkpoints"):
         worker.report(loss=math.nan)
     assert page.told().fatal is Fatal.NOT_FINITE
@@ -103,7 +103,7 @@ def test_gradients_are_looked_at_before_they_change_anything(
 
 
 def test_the_time_that_a_checkpoint_takes_of_the_training_is_counted(page: Page) -> None:
-    with told.held_up():
+    with agentpage.held_up():
         until = time.monotonic() + 0.01
         while time.monotonic() < until:
             pass
@@ -123,6 +123,6 @@ def test_a_child_of_the_worker_does_not_speak_for_it(page: Page) -> None:
 
 def test_without_an_agent_it_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    told._page_of.cache_clear()
+    agentpage._page_of.cache_clear()
     worker.report(loss=1.0, samples=1, mine=2.0)
-    told._page_of.cache_clear()
+    agentpage._page_of.cache_clear()

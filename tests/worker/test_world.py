@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from elasticd.core.link import Enter
-from elasticd.worker import world as world_module
-from elasticd.worker.world import World, WorldChanged
+from elasticd.worker.world import group as group_module
+from elasticd.worker.world.group import World, WorldChanged
 
 
 def a_world(port: int = 0, size: int = 2) -> World:
@@ -176,8 +176,8 @@ def test_a_world_is_left_at_once_also_where_a_communicator_cannot_be_aborted_wel
     group = SimpleNamespace(_get_backend=lambda _: nccl)
     names = SimpleNamespace(pg_names={_Group(fails("aborted")): "0"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(world_module, "c10d", SimpleNamespace(_world=names))
-    monkeypatch.setattr(world_module, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    monkeypatch.setattr(world_module, "_sockets", lambda: done.append("looked for connections") or [])
+    monkeypatch.setattr(group_module, "c10d", SimpleNamespace(_world=names))
+    monkeypatch.setattr(group_module, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    monkeypatch.setattr(group_module, "_sockets", lambda: done.append("looked for connections") or [])
     a_world().close()
     assert done == ["looked for connections", "begun", "aborted", "ended"], "the quickest first"

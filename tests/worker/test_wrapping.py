@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.core.link import Enter
-from elasticd.worker.world import World
-from elasticd.worker.wrapping import count_sums
+from elasticd.worker.gradients.wrapping import count_sums
+from elasticd.worker.world.group import World
 
 
 @dataclass

@@ -26,7 +26,7 @@ from elasticd.core import cadence as core_cadence
 from elasticd.worker.checkpoint import Checkpoints
 from elasticd.worker.saverline import started
 from elasticd.worker.schedule import Schedule
-from elasticd.worker.together import Together
+from elasticd.worker.world.collectives import Together
 
 FOLDER = Path(sys.argv[1])
 RUN = FOLDER / "run"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elasticd.worker.plain import with_tensors
+from elasticd.worker.commit.plaindata import with_tensors
 
 
 class Undo:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 if TYPE_CHECKING:
-    from elasticd.worker.world import World
+    from elasticd.worker.world.group import World
 
 SHARDED = (
     "pieces of a sharded model (FSDP) are lost with each worker: have the script start again instead, with "

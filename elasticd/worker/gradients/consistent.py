@@ -1,7 +1,7 @@
 """Consistent mode: a step computes the same bits in a world of any size.
 
 Everything that could depend on the world belongs to virtual ranks: the order in which gradients are added up
-(elasticd.core.summing), the random numbers for a part of the batch, and the buffers at its begin and end.
+(elasticd.data.summing), the random numbers for a part of the batch, and the buffers at its begin and end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elasticd.core.dealing import Portion, deal
-from elasticd.worker import chance
-from elasticd.worker.buckets import Bucket, Exchange, fill
-from elasticd.worker.buffers import Buffers
-from elasticd.worker.world import World
+from elasticd.data.dealing import Portion, deal
+from elasticd.worker.commit import randomness
+from elasticd.worker.gradients.buckets import Bucket, Exchange, fill
+from elasticd.worker.gradients.buffers import Buffers
+from elasticd.worker.world.group import World
 
 UNDER_WAY = 4  # buckets in flight; with fewer, workers wait for each other in the backward pass
 _BETWEEN = -1  # the virtual rank of random numbers between two steps
@@ -65,7 +65,7 @@ class Consistent:
             if self._block.index(part.virtual_rank) > 0:
                 self._buffers.put_back()
             self._loss = None
-            chance.draw_from(self._seed, *self._place(), part.virtual_rank)
+            randomness.draw_from(self._seed, *self._place(), part.virtual_rank)
         yield
         if part.closes and part.virtual_rank != self._block[-1]:
             self._add(range(len(self._buckets)))
@@ -96,7 +96,7 @@ class Consistent:
         self._under_way = False
         if self._world is not None:
             self._world.sums += 1
-        chance.draw_from(self._seed, *self._place(), _BETWEEN)
+        randomness.draw_from(self._seed, *self._place(), _BETWEEN)
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.core.dealing import Portion
-from elasticd.worker.wrapping import Silence
+from elasticd.data.dealing import Portion
+from elasticd.worker.gradients.wrapping import Silence
 
 
 class Reduction(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from elasticd.core.order import BadOrder, Order, Sequential, Shuffled, Weighted
+from elasticd.data.order import BadOrder, Order, Sequential, Shuffled, Weighted
 
 Sampler = Iterable[int] | Callable[[int], Sequence[int]]
 

@@ -1,7 +1,7 @@
 """Buckets of gradients side by side in memory, and their exchange in consistent mode.
 
 Each worker owns a slice of a bucket. The owner gets all workers' parts of the slice, adds them up in the
-order of elasticd.core.summing, and sends the sum to all. These are as many bytes as in an all-reduce.
+order of elasticd.data.summing, and sends the sum to all. These are as many bytes as in an all-reduce.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from elasticd.core.summing import pile_up
+from elasticd.data.summing import pile_up
 
 FIRST_BYTES = 1 << 20  # as in DistributedDataParallel: the first is full soon
 BUCKET_BYTES = 25 << 20

@@ -17,12 +17,12 @@ import torch
 from torch.optim import Optimizer
 
 from elasticd.core.page import Fatal
-from elasticd.worker import told
-from elasticd.worker.buffers import SMALL
-from elasticd.worker.chance import Drawn
-from elasticd.worker.plain import plain_key
-from elasticd.worker.together import Together
-from elasticd.worker.world import World
+from elasticd.worker import agentpage
+from elasticd.worker.commit.plaindata import plain_key
+from elasticd.worker.commit.randomness import Drawn
+from elasticd.worker.gradients.buffers import SMALL
+from elasticd.worker.world.collectives import Together
+from elasticd.worker.world.group import World
 
 T = TypeVar("T")
 FEW = 4096  # elements of a large tensor that are compared
@@ -151,7 +151,7 @@ class Shared:
 
 
 def _unlike(sentence: str) -> Unlike:
-    told.fatal(Fatal.BAD_DATA)  # a restart would end the same way
+    agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way
     return Unlike(sentence)
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd.core.page import Fatal
-from elasticd.worker import told
-from elasticd.worker.shared import Shared
-from elasticd.worker.trace import Few, Sampled, is_plain
-from elasticd.worker.world import World
+from elasticd.worker import agentpage
+from elasticd.worker.commit.changes import Few, Sampled, is_plain
+from elasticd.worker.commit.shared import Shared
+from elasticd.worker.world.group import World
 
 _log = logging.getLogger(__name__)
 ULPS_MAX = 1000.0  # smaller differences come from rounding on different machines, not from other gradients
@@ -95,7 +95,7 @@ def compare(trained: Trained, world: World, ranks: Sequence[int], *, exact: bool
 
 
 def _diverged(what: str) -> Diverged:
-    told.fatal(Fatal.BAD_DATA)  # a restart would end the same way
+    agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way
     return Diverged(
         f"the workers train apart: {what}. Call state.model, and what else of State's is trained by its name "
         "(state.head), for each forward pass, and change parameters alike in all workers. Where they shall "

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elasticd.worker import chance
-from elasticd.worker.buffers import SMALL
-from elasticd.worker.plain import alike, copied, require_dense
+from elasticd.worker.commit import randomness
+from elasticd.worker.commit.plaindata import alike, copied, require_dense
+from elasticd.worker.gradients.buffers import SMALL
 
 LOOKS = 8  # the first commits
 LOOK_EVERY = 64
@@ -80,7 +80,7 @@ class Committed:
                 for name, module in self._extra.items()
             },
             "modes": [part.training for part in self._parts],
-            "random": chance.note(),
+            "random": randomness.note(),
         }
 
     def changed(self, *, deep: bool) -> str:
@@ -200,7 +200,7 @@ class Committed:
             module.set_extra_state(copied(kept["extra"][name], name))
         for part, mode in zip(self._parts, kept["modes"], strict=True):
             part.training = mode
-        chance.resume(kept["random"])
+        randomness.resume(kept["random"])
         self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         self.kept = kept
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.audit import (
+from elasticd.data.audit import (
     AuditVerdict,
     Damaged,
     Difference,
@@ -25,7 +25,7 @@ from elasticd.core.audit import (
     compare,
     judge,
 )
-from elasticd.core.auditlog import (
+from elasticd.data.auditnotes import (
     BadNote,
     CommitNote,
     EntryNote,
@@ -39,8 +39,8 @@ from elasticd.core.auditlog import (
     pack,
     unpack,
 )
-from elasticd.core.dealing import next_batch, parts_of
-from elasticd.core.order import Sequential, Shuffled
+from elasticd.data.dealing import next_batch, parts_of
+from elasticd.data.order import Sequential, Shuffled
 
 Files = dict[str, list[Note]]
 Happened = list[tuple[str, Note]]  # in whose file, in order of time

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from elasticd.core.auditlog import (
+from elasticd.data.auditnotes import (
     EVERY,
     SERIES,
     SUFFIX,
@@ -33,7 +33,7 @@ from elasticd.core.auditlog import (
     encode,
     pack,
 )
-from elasticd.worker.loading import Fetched, Share
+from elasticd.worker.samples.loading import Fetched, Share
 
 _log = logging.getLogger(__name__)
 

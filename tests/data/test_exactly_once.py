@@ -15,8 +15,8 @@ from typing import Protocol
 
 import pytest
 
-from elasticd.core.dealing import next_batch, parts_of
-from elasticd.core.order import Order, Sequential, Shuffled, Weighted
+from elasticd.data.dealing import next_batch, parts_of
+from elasticd.data.order import Order, Sequential, Shuffled, Weighted
 
 Used = tuple[int, Fraction]  # a sample, and what it counted for
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.core.order import BadOrder, Sequential, Shuffled, Weighted, chance_of, known
+from elasticd.data.order import BadOrder, Sequential, Shuffled, Weighted, chance_of, known
 
 seeds = st.integers(-(2**70), 2**70)
 

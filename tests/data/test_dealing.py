@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.dealing import Portion, cut, deal, parts_of
+from elasticd.data.dealing import Portion, cut, deal, parts_of
 
 counts = st.integers(1, 40)
 

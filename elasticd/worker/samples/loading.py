@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
-from elasticd.core.dealing import Batch, Portion, parts_of
-from elasticd.core.order import chance_of
-from elasticd.worker.chance import Aside
+from elasticd.data.dealing import Batch, Portion, parts_of
+from elasticd.data.order import chance_of
+from elasticd.worker.commit.randomness import Aside
 
 OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sampler", "shuffle")
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from elasticd.core.age import Age
 from elasticd.core.link import Holds, Source
-from elasticd.worker.plain import loaded, outlined, with_tensors
+from elasticd.worker.commit.plaindata import loaded, outlined, with_tensors
 from elasticd.worker.state import State
-from elasticd.worker.world import World
+from elasticd.worker.world.group import World
 
 PARCEL_BYTES = 8 << 20  # small tensors travel together, larger ones in pieces of this size
 UNDER_WAY_MAX = 8  # pieces in flight: enough to keep a link busy, and little memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.dealing import deal
-from elasticd.core.summing import pile_up
+from elasticd.data.dealing import deal
+from elasticd.data.summing import pile_up
 
 
 def tree(first: int, end: int) -> str:

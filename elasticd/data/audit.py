@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticd.core.auditlog import BadNote, CommitNote, EntryNote, Gap, Note, Took, Weights, unpack
-from elasticd.core.order import Order, known
+from elasticd.data.auditnotes import BadNote, CommitNote, EntryNote, Gap, Note, Took, Weights, unpack
+from elasticd.data.order import Order, known
 
 NAMED_MAX = 20  # samples to name; for the others the positions are enough
 Round = tuple[str, int]  # the series and the number of the round

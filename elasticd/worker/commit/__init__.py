@@ -1,0 +1,1 @@
+"""What a commit of a State keeps, restores and compares."""

@@ -1,0 +1,1 @@
+"""How samples are chosen, loaded, and noted for an audit."""
