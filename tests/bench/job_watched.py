@@ -1,6 +1,6 @@
-"""The job of job.py or, if BENCH_LIBRARY is 1, of job_in_place.py. Each SIGUSR1 takes out what watches it
-within its own process, or puts that back in: BENCH_WATCHED of "hook" (the heartbeat's, of the optimizer),
-"commit" (of the library), or "all". It marks what calls of these took since, the median in nanoseconds."""
+"""The job of job.py or, if BENCH_LIBRARY is 1, of job_in_place.py. Each SIGUSR1 takes the heartbeat's hook of
+the optimizer out, or puts the hook back in. The job marks what calls of the hook, and commits of the library,
+took since, the median in nanoseconds. Commits stay: a step that is not committed is another training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torch.optim import optimizer
 
 from elasticd import worker
 from tests.bench import job, job_in_place
-
-WATCHED = os.environ.get("BENCH_WATCHED", "all")
 
 
 class Timed:
@@ -38,36 +36,24 @@ class Timed:
 
 
 hooks = optimizer._global_optimizer_post_hooks
-for key, call in hooks.items():
-    hooks[key] = Timed("hook", call)
-taken_out: dict[int, Any] = {}
+heartbeat = {key: Timed("hook", call) for key, call in hooks.items()}  # the library's own hooks come later
+hooks.update(heartbeat)
 commit = Timed("commit", worker.State.commit)
-out = False
-
-
-def put_commit(call: Callable[..., Any]) -> None:
-    def method(state: worker.State) -> None:
-        call(state)
-
-    worker.State.commit = method  # type: ignore[method-assign, assignment]
 
 
 def switch(*_: object) -> None:
-    global out  # noqa: PLW0603  # of one process
-    out = not out
-    for timed in (commit, *hooks.values()):
+    for timed in (commit, *heartbeat.values()):
         timed.mark()
-    if WATCHED in ("hook", "all"):
-        if out:
-            taken_out.update(hooks)
-            hooks.clear()
-        else:
-            hooks.update(taken_out)
-    if WATCHED in ("commit", "all"):
-        put_commit((lambda state: None) if out else commit)
+    for key, call in heartbeat.items():
+        if hooks.pop(key, None) is None:
+            hooks[key] = call
+
+
+def commit_of(state: worker.State) -> None:
+    commit(state)
 
 
 if __name__ == "__main__":
-    put_commit(commit)
+    worker.State.commit = commit_of  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, switch)
     (job_in_place if os.environ.get("BENCH_LIBRARY") == "1" else job).main()

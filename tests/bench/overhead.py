@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -31,26 +32,25 @@ def step_times(launcher: Callable[[int, Path, Path], Launched], workers: int, co
 
 
 def overhead(workers: int, pairs: int, count: int) -> str:
-    """A B A B, and the median of the ratios of each pair, since the machine drifts."""
+    """By hand, and by each launcher, again and again, as the machine drifts; the median of the ratios."""
 
     def hand(workers: int, steps: Path, log: Path) -> Launched:
         return launch.by_hand(workers, steps, log, {})
 
-    lines, ratios, peer_ratios = [], [], []
+    launchers = {
+        "elasticd": launch.elasticd_alone,
+        "elasticd in place": partial(launch.elasticd_in_place, spares=0),
+        "torchrun": launch.torchrun_alone,
+    }
+    lines = [f"step time of {workers} workers in steady state (medians of {count} steps)"]
+    ratios: dict[str, list[float]] = {name: [] for name in launchers}
     for n in range(pairs):
         floor = median(step_times(hand, workers, count))
-        ours = median(step_times(launch.elasticd_alone, workers, count))
-        theirs = median(step_times(launch.torchrun_alone, workers, count))
-        ratios.append(ours / floor)
-        peer_ratios.append(theirs / floor)
-        lines.append(
-            f"  pair {n + 1}: by hand {floor * 1e3:.2f} ms, elasticd {ours * 1e3:.2f} ms "
-            f"({ratios[-1]:.4f}x), torchrun {theirs * 1e3:.2f} ms ({peer_ratios[-1]:.4f}x)"
-        )
-    return "\n".join(
-        [
-            f"step time of {workers} workers in steady state (medians of {count} steps)",
-            *lines,
-            f"  median of the ratios: elasticd {median(ratios):.4f}x, torchrun {median(peer_ratios):.4f}x",
-        ]
-    )
+        said = [f"by hand {floor * 1e3:.2f} ms"]
+        for name, launcher in launchers.items():
+            took = median(step_times(launcher, workers, count))
+            ratios[name].append(took / floor)
+            said.append(f"{name} {took * 1e3:.2f} ms ({took / floor:.4f}x)")
+        lines.append(f"  turn {n + 1}: {', '.join(said)}")
+    middle = ", ".join(f"{name} {median(of):.4f}x" for name, of in ratios.items())
+    return "\n".join([*lines, f"  median of the ratios: {middle}"])

@@ -1,9 +1,9 @@
 """What watching costs a step: the same processes watched and not watched, in turn.
 
 Launches of the same job differ by more than is looked for here. So one launch alternates: for the
-blocks that nobody watches, the workers take out the optimizer hook, which is the heartbeat, and the
-library's commits, and the agent, its etcd and its other services are stopped; for the others all goes on,
-and /metrics is scraped every second. Or only the one or the other is taken out.
+blocks that nobody watches, the workers take out the optimizer hook, which is the heartbeat, and the agent,
+its etcd and its other services are stopped. For the others all goes on, and /metrics is scraped every second.
+Or only the hook is taken out. Commits of the library are timed one by one; ``overhead`` compares launches.
 """
 
 from __future__ import annotations
@@ -63,18 +63,17 @@ class Scraper:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """``part``: "all" of it, or only the "hook" or the "commit"."""
+    """``agent``: the agent is stopped and let go on as well as the workers' hook taken out and put in."""
 
     name: str
     library: bool
-    part: str = "all"
+    agent: bool = True
 
 
 ALL = (
     Watching("script as it is", library=False),
     Watching("with elasticd.worker", library=True),
-    Watching("its heartbeat alone", library=True, part="hook"),
-    Watching("its commits alone", library=True, part="commit"),
+    Watching("its heartbeat alone", library=True, agent=False),
 )
 
 
@@ -85,7 +84,6 @@ class Watched:
         self._what = what
         port = launch.free_port()
         env = {"PYTHONPATH": launch.ROOT, "BENCH_LIBRARY": str(int(what.library))}
-        env["BENCH_WATCHED"] = what.part
         env |= {"BENCH_WIDTH": str(width), "BENCH_BATCH": str(batch)}
         argv = [launch.BIN / "elasticd", "run", "--min", workers, "--max", workers, "--slots", workers]
         # No lease runs out, and no hang is judged, because the agent was stopped for a while.
@@ -121,7 +119,7 @@ class Watched:
         return []
 
     def switch(self, on: bool) -> None:
-        for process in self._watchers() if self._what.part == "all" else ():
+        for process in self._watchers() if self._what.agent else ():
             process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
         for pid in self.workers:
             os.kill(pid, signal.SIGUSR1)
@@ -199,7 +197,7 @@ def watching(workers: int, pairs: int, count: int, what: Watching, width: int, b
         f"by {pairs} pairs {low:+.2%} to {high:+.2%} (95 %)",
         *(f"a {name} {took * 1e6:.0f} us ({took / median(plain_s):.3%})" for name, took in calls_s.items()),
     ]
-    if what.part == "all":
+    if what.agent:
         said.append(f"the agent {agent_s / watched_s:.2%} of a core, its services {others_s / watched_s:.2%}")
         said += [f"a scrape {median(scrapes) * 1e3:.2f} ms"] if scrapes else []
     return f"  {what.name:<20} {'; '.join(said)}"
