@@ -30,10 +30,10 @@ AUTO = Patience()
 
 
 def world(*kinds: Doing | str, still_s: float = 1e6, what: str = "all_reduce") -> list[Look]:
-    """A look at each rank, all of which have stood still for so long."""
+    """A look at each rank, all of which have stood still at their places for so long."""
     return [
-        Look("a", rank, rank, 100, still_s, Doing(kind), "job.py:7", what if kind == "waiting" else "")
-        for rank, kind in enumerate(kinds)
+        Look("a", n, n, 100, still_s, Doing(kind), "job.py:7", what if kind == "waiting" else "", still_s)
+        for n, kind in enumerate(kinds)
     ]
 
 
@@ -232,6 +232,17 @@ def test_who_waits_elsewhere_than_most_is_to_blame() -> None:
     assert verdict is not None and (verdict.others, verdict.others_what) == (3, "all_reduce")
     two = [looks[0], looks[2]]
     assert blamed(judged(two)) == (Why.DEADLOCK, [0, 2]), "of two, nobody knows who is wrong"
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "barrier"])
+def test_nobody_is_blamed_while_one_of_those_that_wait_may_have_come_a_moment_ago(what: str) -> None:
+    looks = world("waiting", "waiting", "waiting")
+    looks[1] = replace(looks[1], what=what, there_s=0.9)
+    assert judged(looks) is None
+    looks[1] = replace(looks[1], there_s=1.0)
+    assert judged(looks) is not None
+    assert judged([replace(look, there_s=0.9) for look in looks], Patience(fixed_s=600)) is None
+    assert judged([replace(look, there_s=1.0) for look in looks], Patience(fixed_s=600)) is not None
 
 
 def test_who_waits_a_step_ahead_of_the_others_is_to_blame() -> None:

@@ -446,6 +446,62 @@ def test_a_newcomer_that_waits_with_the_survivors_is_not_in_another_place_than_t
     assert node.said[0].verdict.why is Why.DEADLOCK
 
 
+def test_all_that_wait_are_let_live_if_the_last_of_them_came_a_moment_ago() -> None:
+    node = Node()
+    node.train(10.0)
+    node.workers[0].where = Whereabouts(At.COLLECTIVE, "job.py:7", "all_reduce")
+    node.workers[1].where = Whereabouts(At.PROGRAM, "job.py:8")
+    node.stand_still(1000.0)
+    assert not node.condemned
+    node.workers[1].where = node.workers[0].where
+    looks = len(node.looked)
+    while len(node.looked) == looks:
+        node.stand_still(1.0)
+    node.stand_still(0.5)
+    assert not node.condemned
+    node.train(1.0)
+    assert not node.kept
+    node.stand_still(10_000.0)
+    assert node.condemned and node.said[0].verdict.why is Why.DEADLOCK
+    assert node.looked[-1] - node.looked[-2] < 2.0, "the second look that it takes comes soon"
+
+
+def test_a_verdict_on_an_old_look_spares_a_worker_that_is_elsewhere_by_now() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    asleep, awake = Whereabouts(At.OWN, "job.py:7"), Whereabouts(At.COLLECTIVE, "job.py:9", "all_reduce")
+    node.workers[0].where = awake
+    node.workers[1].where = asleep
+    node.stand_still(70.0)
+    (stall, _) = node.told[-1]
+    verdict = Verdict(Why.ASLEEP, (stall.looks[1],), 2)
+    node.workers[1].where = awake
+    node.handle(HangSaid(Hang(1, verdict)))
+    node.stand_still(5.0)
+    assert not node.kept and not node.condemned
+    assert node.told[-1][0].looks[1].place == "job.py:9", "the leader hears of it"
+    node.workers[1].where = asleep
+    node.stand_still(20.0)
+    assert not node.condemned, "the verdict is void"
+    node.handle(HangSaid(Hang(1, verdict)))
+    node.stand_still(5.0)
+    assert [slot for slot, _ in node.condemned] == [1]
+
+
+def test_a_look_without_an_answer_confirms_no_verdict() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    node.stand_still(70.0)
+    (stall, _) = node.told[-1]
+    node.looks = False
+    node.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (replace(stall.looks[1], doing=Doing.ASLEEP),), 2))))
+    node.stand_still(2 * LOOK_PATIENCE_S + 1.0)
+    assert not node.condemned
+    node.looks = True
+    node.stand_still(LOOK_PATIENCE_S + 1.0)
+    assert [slot for slot, _ in node.condemned] == [1]
+
+
 def test_whose_time_has_not_come_hangs_at_no_node_and_a_verdict_is_of_one_stall_only() -> None:
     node = Node(others=1)
     there = Look("other-0", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elasticd.core.facts import Budget, Exit, Limits, Outcome, Phase, Round, Spec
 from elasticd.core.hang import REPEAT_S, Verdict, Why
-from elasticd.core.hang.watching import AGAIN, LOOK_PATIENCE_S, WRITE_PATIENCE_S
+from elasticd.core.hang.watching import AGAIN, LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
 from tests.sim.cluster import PATIENCE, Broken, Cluster, SimAgent
 from tests.sim.inspector import Illness
@@ -17,6 +17,7 @@ from tests.sim.procs import SimWorker, World
 EXIT_CODES = {Outcome.SUCCEEDED: 0, Outcome.FAILED: 1, Outcome.SHORT: 3, Outcome.STOPPED: 143}
 NEWS_S = 15.0  # a watch lags by at most this, and then a transaction
 HANG_CHECK_S = 5.0
+CARRIED_OUT_S = WRITE_PATIENCE_S + 2 * LATE_S  # from the last look at a worker to its end
 
 
 class Invariants:
@@ -196,8 +197,8 @@ class Invariants:
             return
         if ill is not None and now - ill.since >= PATIENCE.ceiling_s:
             return
-        if worker.stuck or (worker.times and worker.well_since >= worker.times[-1]):
-            return  # it hung in this standstill, and got well after it had been looked at
+        if worker.stuck or now - worker.well_since <= CARRIED_OUT_S:
+            return  # it got well after the last look at it
         raise Broken(
             f"{worker.procs.host.name}'s slot {worker.slot} is condemned, but does not hang: {verdict}"
         )

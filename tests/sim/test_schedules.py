@@ -167,6 +167,10 @@ def test_one_that_is_busy_for_a_while_is_left_alone_though_looks_come_late() -> 
     assert not result.invariants.condemned and result.invariants.ends[-1].restarts == 0
 
 
+def test_all_are_let_live_where_one_was_busy_for_long_and_a_look_falls_into_the_moment_after() -> None:
+    _hold(run(3247, draw(3247)), replay_command(3247))
+
+
 @pytest.mark.slow
 def test_a_thousand_nodes_form_a_world_and_lose_some_of_them() -> None:
     cluster = Cluster("thousand", Setup((1,) * 1000, Limits(500, 1000), job=Job(total_steps=40, step_s=1.0)))

@@ -67,6 +67,8 @@ class Allowance:
 
     ``unasked_s``: busy, and no other worker waits. ``leaving_s``: told to leave a world that others have
     left. ``first_s``: before the first step of a round, for a worker with steps in an earlier round.
+    ``settled_s``: where all wait, the time that each must have been seen at its place: the last one may have
+    come a moment ago, and the step then ends.
     """
 
     stopped_s: float
@@ -76,6 +78,7 @@ class Allowance:
     unasked_s: float
     leaving_s: float = FOREVER_S
     first_s: float = FOREVER_S
+    settled_s: float = 0.0
 
 
 def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowance | None:
@@ -86,8 +89,6 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
     """
     if steps < 1:
         return None
-    if patience.fixed_s is not None:
-        return Allowance(*(patience.fixed_s,) * 6, first_s=max(patience.fixed_s, FIRST_S))
     usual_s, largest_s = (median(gaps), max(gaps)) if gaps else (0.0, 0.0)
     floor_s, ceiling_s = patience.floor_s, max(patience.ceiling_s, patience.floor_s, 2 * largest_s)
     if len(gaps) < GAPS_ENOUGH:
@@ -96,14 +97,18 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
     def bounded(seconds: float) -> float:
         return min(max(seconds, floor_s), ceiling_s)
 
+    stopped_s, fixed_s = bounded(10 * usual_s), patience.fixed_s
+    if fixed_s is not None:
+        return Allowance(*(fixed_s,) * 6, first_s=max(fixed_s, FIRST_S), settled_s=min(fixed_s, stopped_s))
     return Allowance(
-        stopped_s=bounded(10 * usual_s),
+        stopped_s=stopped_s,
         asleep_s=bounded(max(30 * usual_s, 5 * largest_s, 60 * floor_s)),
         waiting_s=bounded(max(60 * usual_s, 10 * largest_s, 120 * floor_s)),
         busy_s=ceiling_s,
         unasked_s=FOREVER_S,  # perhaps an evaluation of hours, of which each rank does a part
         leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),  # others have the state as well
         first_s=bounded(max(30 * usual_s, 5 * largest_s, FIRST_S * floor_s)),
+        settled_s=stopped_s,
     )
 
 
@@ -163,7 +168,7 @@ class Look:
     """One worker, as it was seen.
 
     ``step``: its steps in this round; its process may have made more. ``still_s``: the time since its last
-    step. ``place`` and ``what``: see ``Whereabouts``.
+    step. ``place`` and ``what``: see ``Whereabouts``. ``there_s``: how long it has been seen to stay there.
     """
 
     node: str
@@ -174,6 +179,7 @@ class Look:
     doing: Doing
     place: str = ""
     what: str = ""
+    there_s: float = 0.0
 
 
 # ---------------------------------------------------------------- the verdict
@@ -231,6 +237,8 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         return found(Why.ASLEEP, asleep, allowed.asleep_s)
     if silent:
         return found(Why.SILENT, silent, allowed.waiting_s)
+    if any(look.there_s < allowed.settled_s for look in waiting):
+        return None  # one may have come a moment ago, and all go on
     apart = _apart(waiting)
     return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.hang.judging import Allowance, Doing, Look, ProcessState, Pulse, doing
-from elasticd.core.whereabouts import Whereabouts
+from elasticd.core.whereabouts import At, Whereabouts
 
 PULSE_S = 0.25  # a shorter sample says nothing
 WINDOW_S = 10.0
@@ -55,7 +55,8 @@ class Inspected:
 @dataclass(frozen=True, slots=True)
 class Worker:
     """What is known of a worker. ``since``: when it was first seen in this round. ``last_at``: the time of
-    its last step. ``sampled``: its figures, with their times."""
+    its last step. ``sampled``: its figures, with their times. ``where``: its place in the code since
+    ``there_since``, as it was seen last; ``there_s``: how long it has been seen to stay there."""
 
     slot: int
     rank: int
@@ -65,6 +66,9 @@ class Worker:
     steps: int
     last_at: float = 0.0
     sampled: tuple[tuple[float, Vitals], ...] = ()
+    where: Whereabouts | None = None
+    there_since: float = 0.0
+    there_s: float = 0.0
 
     @property
     def made(self) -> int:
@@ -110,7 +114,9 @@ class Standstill:
                 known = (worker.last_at, *beat.times) if whole else beat.times
                 gaps = [b - a for a, b in itertools.pairwise(known) if b >= a]
                 recent = (*recent, *gaps)[-GAPS_KEPT:]
-                worker = replace(worker, steps=beat.steps, last_at=beat.times[-1], sampled=())
+                worker = replace(
+                    worker, steps=beat.steps, last_at=beat.times[-1], sampled=(), where=None, there_s=0.0
+                )
                 if worker.made - len(gaps) >= FIRST_STEPS:
                     largest_s = max([largest_s, *gaps])
             workers[beat.slot] = worker
@@ -128,9 +134,22 @@ class Standstill:
             workers[slot] = replace(workers[slot], sampled=sampled)
         return replace(self, workers=workers)
 
+    def see(self, sights: Iterable[Inspected], asked_at: float, at: float) -> Standstill:
+        """Note where the workers are in their code. They were looked at between ``asked_at`` and ``at``."""
+        workers = dict(self.workers)
+        for seen in sights:
+            worker = workers.get(seen.slot)
+            if worker is None:
+                continue
+            since = max(worker.there_since, self.aware_since) if seen.where == worker.where else at
+            stays_s = max(0.0, asked_at - since)
+            workers[seen.slot] = replace(worker, where=seen.where, there_since=since, there_s=stays_s)
+        return replace(self, workers=workers)
+
     def calm(self) -> Standstill:
-        """Forget the figures: the workers make steps."""
-        return replace(self, workers={s: replace(w, sampled=()) for s, w in self.workers.items()})
+        """Forget the figures and the places: the workers make steps."""
+        workers = {s: replace(w, sampled=(), where=None, there_s=0.0) for s, w in self.workers.items()}
+        return replace(self, workers=workers)
 
     def forget(self) -> Standstill:
         """Forget everything except the times of steps, which are the job's, whichever workers make them."""
@@ -179,9 +198,17 @@ class Standstill:
         elif still_s < allowed.stopped_s:
             kind = Doing.MOVING
         place, what = (where.place, where.doing) if where else ("", "")
-        return Look(node, seen.slot, seen.rank, worker.made, still_s, kind, place, what)
+        return Look(node, seen.slot, seen.rank, worker.made, still_s, kind, place, what, worker.there_s)
 
     def as_it_was(self, look: Look) -> bool:
-        """Whether the worker has made no step since the look."""
+        """Whether the worker is in the state of the look, as far as was seen since: it has made no step, and
+        a worker that was stopped or waited or slept still does, at the same place."""
         worker = self.workers.get(look.slot)
-        return worker is not None and worker.made == look.step
+        if worker is None or worker.made != look.step:
+            return False
+        if look.doing is Doing.STOPPED:
+            return not worker.sampled or worker.sampled[-1][1].state is ProcessState.STOPPED
+        if worker.where is None:
+            return True
+        same = (worker.where.place, worker.where.doing) == (look.place, look.what)
+        return same or (look.doing is Doing.BUSY and worker.where.at is not At.COLLECTIVE)

@@ -12,6 +12,9 @@ and the leader judges (``core.leader.hanging``). An agent alone can be certain o
 tells the leader at once, the leader asks the other agents, and the agent waits for their answers only for a
 moment.
 
+A worker moves while others judge. That all wait for each other takes two looks at each of them. An agent
+looks once more at a worker that the leader condemns, unless the worker is stopped.
+
 A sleeping worker gets less time while workers are to leave a broken world. The shorter limit holds once
 others here have the whole state in memory and want to go on.
 """
@@ -74,8 +77,12 @@ class Looking:
     """A look under way; ``over`` once it is answered."""
 
     number: int
-    until: float
+    asked_at: float
     over: bool = False
+
+    @property
+    def until(self) -> float:
+        return self.asked_at + LOOK_PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +102,12 @@ class Watching:
     """All that the agent knows about its workers' standstill.
 
     ``due``: the time of the next wake-up. ``number``: of the last look or evidence. ``look_at_s``: the
-    standstill after which stacks are asked for. ``sights``: the result of look ``seen``. ``leaving_since``:
-    when the first worker left a broken round with the state. ``killed``: the standstills of killed workers,
-    by place. ``certain``: a verdict that needs no other agent, and until when the others' answers are
-    awaited. ``hang``: the leader's last word. ``answered``: the leader's last question that this agent has
-    answered. ``told``: the number of the look that the leader was told of, until that is surely withdrawn.
+    standstill after which stacks are asked for. ``again_at``: when to look once more, whether workers stay
+    where they wait. ``sights``: the result of look ``seen``. ``leaving_since``: when the first worker left a
+    broken round with the state. ``killed``: the standstills of killed workers, by place. ``certain``: a
+    verdict that needs no other agent, and until when the others' answers are awaited. ``hang``: the leader's
+    last word; the looks up to number ``said`` were asked for before it came. ``told``: the number of the look
+    that the leader was told of, until that is surely withdrawn.
     """
 
     patience: Patience
@@ -108,6 +116,7 @@ class Watching:
     round: int = 0
     number: int = 0
     look_at_s: float | None = None
+    again_at: float | None = None
     looking: Looking | None = None
     sights: tuple[Inspected, ...] = ()
     seen: int = 0
@@ -117,7 +126,7 @@ class Watching:
     killed: Mapping[tuple[Why, str], float] = field(default_factory=dict)
     certain: tuple[Verdict, float] | None = None
     hang: Hang | None = None
-    answered: Hang | None = None
+    said: int = 0
     told: int = 0
 
     @property
@@ -187,7 +196,7 @@ def step(watching: Watching, event: Event, state: State, at: float) -> Step:
                 do.set(told=0)
             return Step(do.w, wake_at=watching.due)
         case HangSaid(hang):
-            do.set(hang=hang)
+            do.set(hang=hang, said=watching.number)
             delay_s = do.attend()
     if delay_s is None:
         return Step(do.w, tuple(do.actions), tuple(do.reasons))
@@ -263,8 +272,13 @@ class _Step:
             if not looking.over and at < looking.until:
                 return min(STALLED_S, looking.until - at)
             self.set(looking=None)
-            if not looking.over:  # nothing is known of the others, so do not report the old looks as complete
+            if looking.over:
+                self.set(still=self.w.still.see(self.w.sights, looking.asked_at, at))
+            else:  # nothing is known of the others, so do not report the old looks as complete
                 self.set(sights=self.stopped(), seen=0)
+            verdict = self.verdict_to_keep()
+            if verdict is not None:
+                return self.keep(verdict)
             return self.conclude(crew, allowed) if self.w.sights else STALLED_S
         if still_s < allowed.stopped_s:
             return min(STALLED_S, allowed.stopped_s - still_s)
@@ -272,8 +286,8 @@ class _Step:
         late_to_begin = len(crew.round.members) == 1 and still_s >= allowed.first_s
         if not self.w.in_step and not (stopped or late or late_to_begin):
             return STALLED_S
-        verdict = self.verdict()
-        if verdict is not None and self.is_as_it_was(verdict) and not self.too_soon(verdict):
+        verdict = self.verdict_to_keep()
+        if verdict is not None:
             return self.keep(verdict)
         if self.w.certain is not None:
             verdict, until = self.w.certain
@@ -286,16 +300,10 @@ class _Step:
             self.set(look_at_s=allowed.asleep_s)
         look_at_s = self.w.look_at_s
         assert look_at_s is not None
-        question = self.question()
-        asked = question is not None and question is not self.w.answered
-        if stopped or late or still_s >= look_at_s or asked:
+        again = self.w.again_at is not None and at >= self.w.again_at
+        if stopped or late or still_s >= look_at_s or again or self.is_asked():
             number = self.w.number + 1
-            self.set(
-                answered=question,
-                look_at_s=max(look_at_s, still_s * AGAIN),
-                number=number,
-                looking=Looking(number, at + LOOK_PATIENCE_S),
-            )
+            self.set(look_at_s=max(look_at_s, still_s * AGAIN), number=number, looking=Looking(number, at))
             self.actions.append(LookAt(number, tuple(sorted(self.w.still.workers))))
             return STALLED_S
         return min(STALLED_S, look_at_s - still_s)
@@ -315,6 +323,8 @@ class _Step:
             self.w.still.look(me.node, seen, allowed, at) for seen in self.w.sights if seen.slot in workers
         )
         alone, in_step = len(crew.round.members) == 1, self.w.in_step
+        came = any(k.still_s >= allowed.waiting_s and k.there_s < allowed.settled_s for k in looks)
+        self.set(again_at=at + allowed.settled_s if came and self.w.again_at is None else None)
         verdict = judge(
             looks if alone and in_step else [k for k in looks if k.doing is Doing.STOPPED], allowed
         )
@@ -352,6 +362,8 @@ class _Step:
         keeping = self.w.keeping
         assert keeping is not None
         self.set(keeping=None)
+        if self.at > keeping.until + LATE_S:
+            return IDLE_S  # this agent was stopped itself: the worker may have gone on meanwhile
         still_s = self.w.still.longest_s(self.at)
         verdict, workers = keeping.verdict, self.w.still.workers
         mine = self.mine(verdict)
@@ -376,16 +388,30 @@ class _Step:
         known = found is not None and found.round == self.w.round and not found.asks
         return found.verdict if found is not None and known else None
 
-    def question(self) -> Hang | None:
-        """Return the leader's question to all nodes of this round about their workers."""
+    def verdict_to_keep(self) -> Verdict | None:
+        """Return the leader's verdict once it can be acted on. It may be about an old look: a worker here is
+        looked at again before, and the verdict is void if the worker is elsewhere by then."""
+        verdict = self.verdict()
+        if verdict is None or self.too_soon(verdict):
+            return None
+        if not self.is_as_it_was(verdict):
+            self.set(hang=None)
+            return None
+        return None if self.is_asked() else verdict
+
+    def is_asked(self) -> bool:
+        """Whether the leader's last word takes a look that has not been taken since: the leader asks all
+        nodes of this round, or condemns workers here that the kernel's figures do not show to hang."""
         found = self.w.hang
-        return found if found is not None and found.round == self.w.round and found.asks else None
+        if found is None or found.round != self.w.round or self.w.seen > self.w.said:
+            return False
+        return found.asks or (found.verdict.why is not Why.STOPPED and bool(self.mine(found.verdict)))
 
     def mine(self, verdict: Verdict) -> list[Look]:
         return [look for look in verdict.guilty if look.node == self.state.me.node]
 
     def is_as_it_was(self, verdict: Verdict) -> bool:
-        """Whether this node's workers in the verdict have made no step since."""
+        """Whether this node's workers in the verdict are in the state that was judged."""
         return all(self.w.still.as_it_was(look) for look in self.mine(verdict))
 
     def are_awaited(self, crew: Crew) -> bool:
@@ -422,7 +448,8 @@ class _Step:
         """Forget the looks and the leader's verdict: the workers make steps, or there are none."""
         hang = self.w.hang if self.w.hang is not None and self.w.hang.asks else None
         still = self.w.still.calm()
-        self.set(look_at_s=None, looking=None, certain=None, sights=(), seen=0, still=still, hang=hang)
+        self.set(look_at_s=None, again_at=None, looking=None, certain=None)
+        self.set(sights=(), seen=0, still=still, hang=hang)
         if self.w.told:  # again and again, until it is done: else the leader would go on believing it
             self.actions.append(Untell(self.w.told))
 

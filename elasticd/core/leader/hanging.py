@@ -76,6 +76,7 @@ def _most_patient(allowances: Sequence[Allowance]) -> Allowance:
         waiting_s=max(a.waiting_s for a in allowances),
         busy_s=max(a.busy_s for a in allowances),
         unasked_s=max(a.unasked_s for a in allowances),
+        settled_s=max(a.settled_s for a in allowances),
     )
 
 
