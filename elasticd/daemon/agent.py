@@ -94,7 +94,7 @@ class Agent(ElasticAgent):
         if crew.finished:
             group.state = WorkerState.SUCCEEDED
         else:
-            group.state = WorkerState.FAILED if crew.failures else WorkerState.HEALTHY
+            group.state = WorkerState.FAILED if crew.report.exits else WorkerState.HEALTHY
         return group
 
     @property

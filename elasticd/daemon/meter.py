@@ -421,6 +421,6 @@ def _why(state: State) -> Cause:
     crew, round = state.crew, state.round
     if round is not None and round.closing is not None:
         return round.closing
-    if crew is not None and crew.failures:
-        return min(crew.failures, key=lambda exit: exit.at).cause
+    if crew is not None and crew.report.exits:
+        return min(crew.report.exits, key=lambda exit: exit.at).cause
     return round.cause if round is not None and round.cause is not Cause.START else Cause.WORKER_FAILED

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from elasticd.checkpoint.report import Fate, SaveReport, sentence
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
+from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
 from elasticd.core.reasons import Reason, WorkersHung, WorkersStarted
 from elasticd.daemon.config import RunConfig
@@ -31,6 +32,18 @@ from elasticd.telemetry.view import View
 SHOW_S = 0.5
 WRITE_S = 1.0
 EVENTS_KEPT = 5
+_SHOWN = {  # in the words of the status documents and metrics
+    Life.STARTING: SlotState.STARTING,
+    Life.WAITING: SlotState.READY,
+    Life.TRAINING: SlotState.RUNNING,
+    Life.FAILING: SlotState.RUNNING,
+    Life.LEAVING: SlotState.STOPPING,
+    Life.STOPPING: SlotState.STOPPING,
+    Life.FINISHED: SlotState.FINISHED,
+    Life.FAILED: SlotState.FAILED,
+    Life.STOPPED: SlotState.IDLE,
+    Life.FENCED: SlotState.IDLE,
+}
 
 
 class Publisher:
@@ -239,13 +252,9 @@ class Publisher:
                     lines.append(SlotLine(node, slot, self._idle_state(node, slot, now)))
                 continue
             beat = beats.get(slot, SlotProgress(slot, crew.member.rank_of(slot), 0, 0, 0.0))
-            failed = any(e.slot == slot for e in crew.failures)
-            if slot not in crew.alive:
-                what = SlotState.FAILED if failed else SlotState.FINISHED
-            elif crew.stopping:
-                what = SlotState.STOPPING
-            else:
-                what = SlotState.RUNNING if beat.step else SlotState.STARTING
+            what = _SHOWN[crew.workers[slot]]
+            if what is SlotState.RUNNING and not beat.step:
+                what = SlotState.STARTING
             lines.append(self._line(node, beat, what, now))
         return lines
 
@@ -266,10 +275,9 @@ class Publisher:
         return SlotLine(node, beat.slot, what, beat.rank, beat.pid, beat.of_job, per_s, beat.tells)
 
     def _idle_state(self, node: str, slot: int, now: float) -> SlotState:
-        if slot in self._driver.state.waiting:
-            return SlotState.READY
-        if slot in self._driver.state.starting:
-            return SlotState.STARTING
+        life = self._driver.state.reserve.get(slot)
+        if life is not None:
+            return _SHOWN[life]
         view = self._driver.view
         out = view.budget.quarantines if view else ()
         away = any(q.node == node and q.slot == slot and q.until > now for q in out)

@@ -77,7 +77,7 @@ class Comparison:
     def _measure(self) -> None:
         """A period ends once each worker has made a step in it: its steps may take longer than that."""
         crew, me = self._driver.state.crew, self._driver.state.me
-        at_work = crew is not None and not (crew.stopping or crew.fenced) and bool(crew.alive)
+        at_work = crew is not None and crew.order is None and not crew.fenced and bool(crew.alive)
         if crew is None or not at_work or crew.round.number != self._round:
             self._first, self._before, self._own = {}, {}, {}
             self._round = crew.round.number if crew is not None else 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from elasticd.core.agent import State
 from elasticd.core.facts import NodeLedger, Phase, Round, SlotProgress
 from elasticd.core.ledger import AtWork, Kind, Ledger, Seen, keep_every_s
+from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Answer, Listing, Put, StillThere, Store
 from elasticd.core.ports import Seen as News
 from elasticd.daemon.config import RunConfig
@@ -177,15 +178,15 @@ def not_at_work(state: State, slot: int) -> Kind | None:
     if round is not None and round.phase is Phase.ENDED and state.joined:
         return Kind.IDLE if crew is None or slot not in crew.alive else Kind.RESTARTING
     if crew is not None and slot in crew.member.slots:
-        if slot in crew.alive and not crew.stopping:
+        if slot in crew.alive and crew.order is None:
             return None
         if slot in state.reserve:
             return Kind.RENDEZVOUS  # it has left the round, and keeps its process for the next
-        failed = any(exit.slot == slot for exit in crew.failures)
-        return Kind.RESTARTING if failed or crew.stopping or crew.fenced or slot in crew.alive else Kind.IDLE
+        done = crew.workers[slot] is Life.FINISHED and crew.order is None
+        return Kind.IDLE if done else Kind.RESTARTING
     if round is None or not state.joined:
         return Kind.RENDEZVOUS
-    if slot in state.starting:
+    if state.reserve.get(slot) is Life.STARTING:
         return Kind.RESTARTING  # and only then it waits for others
     if round.phase is Phase.WAITING:
         return Kind.WAITING

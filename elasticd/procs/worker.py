@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
+from elasticd.core.lifecycle import Life, become
 from elasticd.core.link import FromAgent
 from elasticd.core.page import Told
 from elasticd.core.ports import Assignment
@@ -26,17 +27,17 @@ _NOTHING = Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker process and its place in the round. ``round``: the round that the worker acts in (``acts``),
-    or acted in last, or was told to enter; 0 for a standby.
+    """One worker process and its place in the round. ``life``: what it is doing. ``round``: the round that it
+    is in, or was in last; 0 before.
 
     Output goes where it went at the start, under ``log_rank``. ``steps_before``, ``commits_before``: the
-    counts when the worker entered the round. ``parted``: the worker was told to leave the round, and is
-    killed if it stays. ``stopping``: the worker was told to end. ``hung``: why it was killed for a hang.
-    ``held``: it has reported a checkpoint, and waits for permission to go on.
+    counts when the worker entered the round. ``hung``: why it was killed for a hang. ``held``: it has
+    reported a checkpoint, and waits for permission to go on.
     """
 
     assignment: Assignment
     round: int
+    life: Life
     exited: Callable[[int, Exit], None]
     dest: LogDest
     log_rank: int
@@ -49,10 +50,6 @@ class Worker:
     pid: int = 0
     line: WorkerLine | None = None
     talk: Conversation = field(default_factory=Conversation)
-    alive: bool = True
-    acts: bool = False
-    parted: bool = False
-    stopping: bool = False
     hung: str = ""
     held: bool = False
 
@@ -67,6 +64,14 @@ class Worker:
 
     def heartbeat(self) -> Heartbeat:
         return self.page.read() if self.page is not None else _NOTHING
+
+    @property
+    def alive(self) -> bool:
+        return not self.life.ended
+
+    def become(self, life: Life) -> None:
+        if life is not self.life:
+            self.life = become(self.life, life)
 
     @property
     def steps(self) -> int:
@@ -95,10 +100,16 @@ class Worker:
         beat = self.heartbeat()
         return -end.code in (0, *_CRASHES) and beat.pid == end.pid and beat.ended_well and not end.fenced
 
-    def judge(self, end: Ended) -> Exit:
-        """Return how the worker ended, and why as far as known."""
+    def ended(self, end: Ended) -> Exit:
+        """Note the end of the process. Return how the worker ended, and why as far as known."""
         if self.finished(end):
             end = replace(end, code=0)
+        if end.fenced:
+            self.become(Life.FENCED)
+        elif self.life in (Life.LEAVING, Life.STOPPING):
+            self.become(Life.STOPPED)
+        else:
+            self.become(Life.FAILED if end.code else Life.FINISHED)
         a = self.assignment
         message, traceback = end.error, ""
         hung = bool(self.hung) and end.code != 0

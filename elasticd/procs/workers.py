@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
+from elasticd.core.lifecycle import Life, become
 from elasticd.core.page import Told
 from elasticd.core.ports import (
     Assignment,
@@ -39,7 +40,7 @@ _LAST_OUTPUT_S = 0.1  # the last output of a dead worker arrives in microseconds
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A worker that acts in the round and has a heartbeat. ``steps_before``: see ``Worker``."""
+    """A worker in the round that has a heartbeat. ``steps_before``: see ``Worker``."""
 
     slot: int
     rank: int
@@ -119,8 +120,8 @@ class LocalProcs:
         self, round_number: int, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]
     ) -> None:
         with self._lock:
-            acting = [w for w in self._workers.values() if w.acts]
-            assert not acting, f"round {round_number} starts while workers of round {acting[0].round} act"
+            others = [w for w in self._workers.values() if w.life.in_round]
+            assert not others, f"round {round_number} starts while workers are in round {others[0].round}"
             self._round = round_number
             for slot in [slot for slot, w in self._workers.items() if not w.alive]:
                 _discard_page(self._workers.pop(slot))
@@ -142,13 +143,15 @@ class LocalProcs:
             others: list[Worker] = []
             ending: list[Worker] = []
             for worker in self._workers.values():
+                leave = wire.Leave(worker.round, planned, going)
                 done = worker.talk.stage is Stage.DONE and planned
-                if worker.acts and (done or worker.talk.stage is Stage.FAILING):
+                if worker.life is Life.FAILING or (worker.life.in_round and done):
                     ending.append(worker)  # it ends by itself, since its work in the round is over
-                elif worker.acts:
-                    leave = wire.Leave(worker.round, planned, going)
-                    worker.parted = worker.talk.linked and not worker.stopping and worker.tell(leave)
-                    (told if worker.parted else others).append(worker)
+                elif worker.life.in_round and worker.talk.linked and worker.tell(leave):
+                    worker.become(Life.LEAVING)
+                    told.append(worker)
+                elif worker.life.in_round:
+                    others.append(worker)
             if part_s is not None:
                 self._warden.stop_workers(0, part_s, [worker.id for worker in told])
             self._warden.stop_workers(0, grace_s, [worker.id for worker in ending])
@@ -184,13 +187,13 @@ class LocalProcs:
             return tuple(worker.progress() for _, worker in sorted(self._of_this_round()))
 
     def watched(self) -> tuple[Watched, ...]:
-        """Return the workers that act in this round, in the order of their slots. Their pages are valid until
+        """Return the workers in this round, in the order of their slots. Their pages are valid until
         the next ``start`` or ``standby``."""
         with self._lock:
             return tuple(
                 Watched(slot, w.assignment.rank, w.pid, w.page, w.steps_before)
                 for slot, w in sorted(self._of_this_round())
-                if w.alive and w.acts and w.pid and w.page is not None
+                if (w.life.in_round or w.life is Life.STOPPING) and w.pid and w.page is not None
             )
 
     def step_times(self, slot: int, after: int) -> tuple[float, ...]:
@@ -258,9 +261,8 @@ class LocalProcs:
             error_file = dest.error_files.get(a.local_rank, "")
             if error_file and error_file != os.devnull:
                 envs[a.local_rank].setdefault("TORCHELASTIC_ERROR_FILE", error_file)
-            worker = Worker(a, round_number, exited, dest, a.local_rank, error_file)
-            worker.acts = round_number > 0
-            workers.append(worker)
+            life = become(None, Life.TRAINING if round_number else Life.STARTING)
+            workers.append(Worker(a, round_number, life, exited, dest, a.local_rank, error_file))
         with self._lock:
             for worker in workers:
                 before = self._workers.get(worker.assignment.slot)
@@ -315,7 +317,8 @@ class LocalProcs:
     def _take_along(self, worker: Worker, round_number: int, assignment: Assignment) -> None:
         """Assign a live worker to this round: it enters now if it waits, else once it waits."""
         worker.assignment, worker.round = assignment, round_number
-        worker.acts, worker.parted = True, False
+        if worker.life is not Life.STOPPING:  # else its end follows, and is one of this round
+            worker.become(Life.TRAINING)
         worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.told().commits
         self._plumbing.relabel(worker)
         if worker.talk.stage is Stage.WAITING:
@@ -329,7 +332,7 @@ class LocalProcs:
     def _stop(self, workers: Iterable[Worker], signal: int, grace_s: float) -> None:
         alive = [worker for worker in workers if worker.alive]
         for worker in alive:
-            worker.stopping = True
+            worker.become(Life.STOPPING)
         if alive:
             self._warden.stop_workers(signal, grace_s, [worker.id for worker in alive])
         for worker in alive:
@@ -346,9 +349,11 @@ class LocalProcs:
             slot, came_out = worker.assignment.slot, False
             if isinstance(message, wire.Waiting):
                 came_out = self._comes_to_wait(worker, message)
+            if isinstance(message, wire.Broken) and message.fails and worker.life.in_round:
+                worker.become(Life.FAILING)
             if isinstance(message, wire.Checkpointed) and not worker.talk.linked:
                 worker.held = True
-                if worker.stopping:  # this is the save before its end
+                if worker.life is Life.STOPPING:  # this is the save before its end
                     worker.tell(wire.Leave(worker.round, planned=True))
             number, steps = worker.round, worker.steps
         match message:
@@ -372,14 +377,14 @@ class LocalProcs:
 
     def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
         """Return whether the worker has left its round."""
-        if worker.stopping:
+        if worker.life is Life.STOPPING:
             return False  # it ends soon
-        if worker.acts and message.round == 0 and not worker.parted:
+        if worker.life is Life.TRAINING and message.round == 0:
             self._let_enter(worker)  # a new worker, started for this round
             return False
-        worker.acts = False
-        if worker.parted:
+        if worker.life is Life.LEAVING:
             self._warden.spare_worker(worker.id)
+        worker.become(Life.WAITING)
         return True
 
     def _unlinked(self, worker: Worker, why: str) -> None:
@@ -387,7 +392,7 @@ class LocalProcs:
         if why:
             self._say("worker.unlinked", slot=worker.assignment.slot, why=why)
         with self._lock:
-            if worker.alive and worker.talk.linked and not worker.acts:
+            if worker.talk.linked and worker.life in (Life.STARTING, Life.WAITING):
                 self._stop([worker], signals.SIGKILL, 0.0)  # without a link, the worker would wait for ever
 
     def _ended(self, worker: Worker, end: Ended) -> None:
@@ -396,10 +401,9 @@ class LocalProcs:
         if worker.line is not None:
             worker.line.hang_up()
         with self._lock:
-            worker.alive = worker.acts = False
             if end.code != 0:
                 self._error_files[worker.assignment.slot] = worker.error_file
-            number, exited, exit = worker.round, worker.exited, worker.judge(end)
+            number, exited, exit = worker.round, worker.exited, worker.ended(end)
         if end.code != exit.code:
             why = f"Python crashed as it was taken down ({signals.Signals(-end.code).name})"
             self._warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from elasticd.core.agent.state import Crew, Leaving, Stopping
 from elasticd.core.facts import (
     Budget,
     Cause,
@@ -23,6 +24,7 @@ from elasticd.core.facts import (
     Spec,
 )
 from elasticd.core.leader import Plan, Registered, View
+from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Put
 
 NOW = 10_000.0
@@ -107,12 +109,12 @@ def round(
     failure: Failure | None = None,
     port: int = 29500,
 ) -> Round:
-    crew = members(sizes)
+    chosen = members(sizes)
     return Round(
         number=number,
         phase=phase,
-        members=crew,
-        store=f"{crew[0].node}.example:{port}" if crew else "",
+        members=chosen,
+        store=f"{chosen[0].node}.example:{port}" if chosen else "",
         cause=cause,
         since=since,
         closing=closing,
@@ -126,6 +128,22 @@ def round(
 
 def exit(slot: int = 0, rank: int = 0, code: int = 1, at: float = NOW - 1, *, fenced: bool = False) -> Exit:
     return Exit(slot, rank, code, at, message="boom" if code else "", fenced=fenced)
+
+
+def crew(
+    round: Round,
+    member: Member | None = None,
+    lives: Mapping[int, Life] | None = None,
+    *exits: Exit,
+    order: Leaving | Stopping | None = None,
+    broken: bool = False,
+) -> Crew:
+    """The crew of a member, by default of the first; its workers train, but for those whose ``lives`` are
+    given."""
+    member = member or round.members[0]
+    workers = {**dict.fromkeys(member.slots, Life.TRAINING), **(lives or {})}
+    told = Report(member.node, member.incarnation, round.number, exits, broken=broken)
+    return Crew(round, member, workers, told, order)
 
 
 def report(

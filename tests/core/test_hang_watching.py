@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elasticd.core import agent
-from elasticd.core.agent.state import Crew
-from elasticd.core.facts import Cause, Hang, Limits, Member, Phase, Round, Spec, Stall
+from elasticd.core.agent.state import Leaving, Stopping
+from elasticd.core.facts import Cause, Hang, Limits, Member, Phase, Report, Round, Spec, Stall
 from elasticd.core.hang import Doing, Look, Patience, ProcessState, Verdict, Why
 from elasticd.core.hang.messages import (
     Condemn,
@@ -31,12 +31,16 @@ from elasticd.core.hang.messages import (
 )
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 from elasticd.core.hang.watching import ANSWERS_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S, leaving_s, start, step
+from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry
 from elasticd.core.reasons import WorkersHung
 from elasticd.core.whereabouts import At, Whereabouts
+from tests.core.build import crew
 
 STEP_S = 0.1
 LIMITS = Limits(1, 9)
+LEAVING = Leaving(planned=True, hurried=False, grace_s=2.0)
+BROKEN = Report("a", "i", 1, broken=True)
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Node:
         live = Round(1, Phase.LIVE, (member, *more), "s:1", Cause.START, 0.0)
         self.state = replace(
             agent.start(me, Spec(LIMITS, LIMITS, "job.py", "f"), 1, 60.0),
-            crew=Crew(live, member, False, frozenset({0, 1})),
+            crew=crew(live),
             seen={"round": Entry("round", live, 1, 1)},
         )
         self.watching = start(patience or Patience(), self.now)
@@ -254,7 +258,7 @@ def test_one_that_only_takes_long_to_its_first_step_is_not_judged() -> None:
 def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned() -> None:
     node = Node()
     node.train(10.0)
-    node.crew(stopping=True, parting=True)
+    node.crew(order=replace(LEAVING, planned=False))
     node.stand_still(30.0)
     assert not node.condemned, "it may be in a long step"
     node.stop()
@@ -266,14 +270,13 @@ def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned() -> No
     ("how", "is_judged"),
     [
         ({}, True),
-        ({"stopping": True, "parting": True, "planned": True}, True),
-        ({"stopping": True, "parting": True}, True),
-        ({"stopping": True, "parting": True, "broken": True}, True),
-        ({"broken": True}, False),  # it waits to be told to leave
-        ({"stopping": True}, False),
-        ({"stopping": True, "parting": True, "killed": True}, False),
-        ({"fenced": True}, False),
-        ({"alive": frozenset()}, False),
+        ({"order": LEAVING}, True),
+        ({"order": replace(LEAVING, planned=False)}, True),
+        ({"order": LEAVING, "report": BROKEN}, True),
+        ({"report": BROKEN}, False),  # it waits to be told to leave
+        ({"order": Stopping(2.0)}, False),
+        ({"workers": {0: Life.FENCED, 1: Life.TRAINING}}, False),
+        ({"workers": {0: Life.WAITING, 1: Life.FAILED}}, False),
     ],
 )
 def test_workers_are_judged_in_their_round_and_on_their_way_out_of_it_if_they_keep_their_process(
@@ -437,7 +440,7 @@ def test_a_newcomer_that_waits_with_the_survivors_is_not_in_another_place_than_t
     node.train(10.0)
     node.next_round()
     node.workers.append(Worker(2))
-    node.crew(alive=frozenset({0, 1, 2}))
+    node.crew(workers=dict.fromkeys(range(3), Life.TRAINING))
     node.train(10.0)
     all_reduce = Whereabouts(At.COLLECTIVE, "job.py:7", "all_reduce")
     for worker in node.workers:

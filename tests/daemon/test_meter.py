@@ -11,7 +11,6 @@ import pytest
 
 from elasticd.checkpoint.report import Fate, Footprint, SaveReport
 from elasticd.core import agent
-from elasticd.core.agent.state import Crew
 from elasticd.core.facts import (
     Cause,
     Checkpoint,
@@ -29,6 +28,7 @@ from elasticd.core.facts import (
 )
 from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
+from elasticd.core.lifecycle import Life
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Told
 from elasticd.core.ports import Changes, Entry, Listing, Seen
@@ -41,6 +41,7 @@ from elasticd.telemetry.catalog import METRICS, Type
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
+from tests.core.build import crew
 
 CONFIG = RunConfig("job", "a", "127.0.0.1", Limits(1, 2), 2, Command(CommandKind.SCRIPT, "job.py"), "f")
 ME = agent.Identity("a", "a#1", "127.0.0.1", (0, 1), "host", 1)
@@ -214,8 +215,8 @@ def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_a
 def test_a_spares_slot_is_told_of_like_others_once_it_has_a_worker() -> None:
     made, _ = meter()
     member = Member("a", "a#1", (0, 5), 0)
-    crew = Crew(Round(2, Phase.LIVE, (member,), "a:1", Cause.GREW, 0.0), member, False, frozenset((0, 5)))
-    made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=crew, inplace=True)))
+    its = crew(Round(2, Phase.LIVE, (member,), "a:1", Cause.GREW, 0.0))
+    made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=its, inplace=True)))
     made.note(WorkersStarted(2, (0, 1), 2), lambda round: (), 6.0)
     made.compare({5: Standing(1.5, True)}, {})
     assert value(made.metrics, "worker_steps_total", 5) == 0 == value(made.metrics, "hangs_total", 5)
@@ -232,8 +233,8 @@ def test_a_process_started_before_the_round_is_closed_is_booked_as_what_will_clo
     round = Round(1, Phase.LIVE, (member,), "a:1", Cause.START, 0.0)
 
     def why(**exit: bool) -> list[str]:
-        crew = Crew(round, member, False, frozenset((1,)), (Exit(0, 0, -9, 5.0, **exit),))
-        made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=crew, round=round)))
+        its = crew(round, member, {0: Life.FAILED}, Exit(0, 0, -9, 5.0, **exit))
+        made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=its, round=round)))
         before = {cause: value(made.metrics, "worker_restarts_total", 0, cause) or 0 for cause in Cause}
         made.note(StandbysStarted((0,)), tuple, 6.0)
         return [c for c, n in before.items() if (value(made.metrics, "worker_restarts_total", 0, c) or 0) > n]

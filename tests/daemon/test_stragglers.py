@@ -83,7 +83,7 @@ class Agent:
                 round=round,
                 member=self.member,
                 alive=frozenset(self.member.slots),
-                stopping=False,
+                order=None,
                 fenced=False,
             ),
             round=round,

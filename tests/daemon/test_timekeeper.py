@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 
 from elasticd.core import agent
-from elasticd.core.agent.state import Crew
 from elasticd.core.facts import Limits, Phase, SlotProgress, Spec
 from elasticd.core.ledger import Kind
+from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry, Listing
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.timekeeper import Timekeeper, not_at_work
-from tests.core.build import life, round
+from tests.core.build import crew, life, round
 
 ME = agent.Identity("a", life("a"), "127.0.0.1", (0, 1), "host", 1)
 NEW = agent.start(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), 0, 600.0, "etcd")
@@ -30,13 +30,13 @@ def state(phase: Phase, nodes: dict[str, int], **more: object) -> agent.State:
     ("phase", "nodes", "more", "kind"),
     [
         (Phase.WAITING, {}, {}, Kind.WAITING),
-        (Phase.WAITING, {}, {"waiting": frozenset({0})}, Kind.WAITING),
+        (Phase.WAITING, {}, {"reserve": {0: Life.WAITING}}, Kind.WAITING),
         # Nobody waits for others who is not there yet.
-        (Phase.WAITING, {}, {"starting": frozenset({0})}, Kind.RESTARTING),
-        (Phase.LIVE, {"b": 2}, {"starting": frozenset({0})}, Kind.RESTARTING),
-        (Phase.LIVE, {"b": 2}, {"starting": frozenset({1})}, Kind.IDLE),
+        (Phase.WAITING, {}, {"reserve": {0: Life.STARTING}}, Kind.RESTARTING),
+        (Phase.LIVE, {"b": 2}, {"reserve": {0: Life.STARTING}}, Kind.RESTARTING),
+        (Phase.LIVE, {"b": 2}, {"reserve": {1: Life.STARTING}}, Kind.IDLE),
         (Phase.LIVE, {"a": 1, "b": 1}, {}, Kind.RENDEZVOUS),
-        (Phase.ENDED, {}, {"starting": frozenset({0})}, Kind.IDLE),
+        (Phase.ENDED, {}, {"reserve": {0: Life.STARTING}}, Kind.IDLE),
     ],
 )
 def test_a_slot_without_a_worker_at_work_does_one_thing(
@@ -51,9 +51,9 @@ def test_who_has_not_joined_yet_is_on_its_way() -> None:
 
 def test_the_time_of_a_spare_that_trains_is_told_too_and_by_the_next_agent() -> None:
     (member,) = (whole := round(3, {"a": 2})).members
-    crew = Crew(whole, replace(member, slots=(0, 3)), False, frozenset({0, 3}))
+    its = crew(whole, replace(member, slots=(0, 3)))
     me = replace(ME, slots=(0, 1, 2, 3))
-    at_work = replace(state(Phase.LIVE, {"a": 2}), me=me, crew=crew)
+    at_work = replace(state(Phase.LIVE, {"a": 2}), me=me, crew=its)
     heard: list[Any] = []
 
     def keeper(began_at: float) -> Timekeeper:
@@ -79,8 +79,8 @@ def test_the_time_of_a_spare_that_trains_is_told_too_and_by_the_next_agent() -> 
 
 
 def test_workers_that_go_on_after_all_do_not_hang_until_the_round_ends() -> None:
-    crew = Crew((live := round(3, {"a": 2, "b": 1})), live.members[0], False, frozenset({0, 1}))
-    at_work = replace(state(Phase.LIVE, {"a": 2, "b": 1}), crew=crew)
+    its = crew(round(3, {"a": 2, "b": 1}))
+    at_work = replace(state(Phase.LIVE, {"a": 2, "b": 1}), crew=its)
     store = SimpleNamespace(watch=lambda key, seen: None)
     command = Command(CommandKind.SCRIPT, "job.py")
     keeper = Timekeeper(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticd.core.agent.reserve import dismiss_holders
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, State
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, Leaving, State, Stopping
 from elasticd.core.facts import Cause, Phase, Report, Round
+from elasticd.core.lifecycle import Life, become
 from elasticd.core.messages import CloseRound, GoOn, RenewStore, StartWorkers, StopWorkers, Tag
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
@@ -22,14 +25,14 @@ def follow_the_round(do: Doing) -> None:
     if state.crew is not None:
         crew = state.crew
         if round.number > crew.round.number:
-            if not crew.killed:
+            if crew.order != Stopping(0.0):
                 do.reasons.append(Expelled(crew.round.number, round.number))
             stop(do, SIGKILL, 0.0)
         elif round.number == crew.round.number and round.phase is not Phase.LIVE:
             signal = state.departure.workers_signal if state.departure else SIGTERM
             grace_s = policy.shutdown_s if round.planned else policy.broken_s
             if state.inplace and not round.anew:
-                part(do, round.planned, signal, grace_s)
+                leave(do, round.planned, signal, grace_s)
             else:
                 stop(do, signal, grace_s)
         return
@@ -43,17 +46,21 @@ def follow_the_round(do: Doing) -> None:
     if not able or (state.departure is not None and not round.handover):
         return
     hosts = round.members[0] == member
-    mine = frozenset(member.slots)
     store_closed = hosts and not round.store.endswith(f":{state.store_port}")
-    if store_closed or state.dismissed & mine:
+    waiting = {slot: state.reserve[slot] for slot in member.slots if slot in state.reserve}
+    if store_closed or Life.STOPPING in waiting.values():
         # The round was formed on an old record of this node: the store has closed since, or the workers are
         # being ended.
         _decline(do, round)
         return
     do.set(
-        crew=Crew(round, member, hosts, mine),
-        waiting=state.waiting - mine,
-        starting=state.starting - mine,
+        crew=Crew(
+            round,
+            member,
+            {slot: become(waiting.get(slot), Life.TRAINING) for slot in member.slots},
+            Report(state.me.node, state.me.incarnation, round.number),
+        ),
+        reserve={slot: life for slot, life in state.reserve.items() if slot not in waiting},
     )
     do.actions.append(StartWorkers(round, member, hosts))
     ranks = tuple(member.rank_of(s) for s in member.slots)
@@ -68,33 +75,44 @@ def _decline(do: Doing, round: Round) -> None:
 def stop(do: Doing, signal: int, grace_s: float) -> None:
     """Stop the workers, once; and again if the grace becomes shorter."""
     crew = do.state.crew
-    if crew is None or not crew.alive or crew.killed or (crew.stopping and grace_s >= crew.grace_s):
+    if crew is None or not crew.alive:
         return
-    do.crew(stopping=True, grace_s=grace_s, killed=signal == SIGKILL)
+    if isinstance(crew.order, Stopping) and grace_s >= crew.order.grace_s:
+        return
+    do.crew(order=Stopping(grace_s), workers=_told(crew, Life.STOPPING))
     others = do.state.reserve
     do.actions.append(StopWorkers(signal, grace_s, tuple(sorted(crew.alive)) if others else None))
     do.reasons.append(WorkersStopping(crew.round.number, _cause(do, crew), grace_s))
 
 
-def part(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
+def leave(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
     """Have the workers leave the round and keep their process where they can; once, and again if they must
     hurry.
 
     There is no time limit while the only copy of the state may be in their memory.
     """
     crew = do.state.crew
-    if crew is None or not crew.alive or crew.killed:
+    if crew is None or not crew.alive or isinstance(crew.order, Stopping):
         return
-    planned = planned and (crew.planned or not crew.stopping)
+    before = crew.order
+    planned = planned and (before is None or before.planned)
     hurried = _going(do) or (not planned and _outlived(do.state, crew))
-    begins = not crew.stopping or (crew.parting and crew.planned and not planned)
-    if not begins and not (crew.parting and hurried and not crew.hurried):
+    begins = before is None or (before.planned and not planned)
+    if before is not None and not begins and (before.hurried or not hurried):
         return
-    part_s = do.state.policy_source.policy.part_s if hurried else None
-    do.crew(stopping=True, grace_s=grace_s, parting=True, planned=planned, hurried=hurried)
-    do.actions.append(CloseRound(planned, signal, grace_s, part_s, _going(do)))
+    leave_s = do.state.policy_source.policy.part_s if hurried else None
+    do.crew(order=Leaving(planned, hurried, grace_s), workers=_told(crew, Life.LEAVING))
+    do.actions.append(CloseRound(planned, signal, grace_s, leave_s, _going(do)))
     if begins:
         do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
+
+
+def _told(crew: Crew, order: Life) -> dict[int, Life]:
+    """Return the workers once they are told to leave or to stop. A worker that fails ends anyway."""
+    return {
+        slot: become(life, order) if life in (Life.TRAINING, Life.LEAVING) and life is not order else life
+        for slot, life in crew.workers.items()
+    }
 
 
 def _outlived(state: State, crew: Crew) -> bool:
@@ -125,14 +143,15 @@ def _cause(do: Doing, crew: Crew) -> Cause:
 def let_go_on(do: Doing) -> None:
     """Let workers go on after their checkpoint, unless the round is to be resized there."""
     state, crew, round = do.state, do.state.crew, do.state.round
-    if crew is None or not crew.held or crew.stopping:
+    if crew is None or not crew.report.checkpointed or crew.order is not None:
         return
     to_be_resized = round is not None and round.number == crew.round.number and round.resizes_by > 0
-    if to_be_resized and state.silent is None and do.now < crew.held_until:
+    if crew.held and to_be_resized and state.silent is None and do.now < crew.held_until:
         do.wakes.append(crew.held_until)
         return
-    do.actions.append(GoOn(tuple(sorted(crew.held))))
-    do.crew(held=frozenset())
+    if crew.held:
+        do.actions.append(GoOn(tuple(sorted(crew.held))))
+    do.crew(held=frozenset(), report=replace(crew.report, checkpointed=False))
 
 
 def release(do: Doing) -> None:
@@ -142,7 +161,7 @@ def release(do: Doing) -> None:
         return
     round = state.round
     still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
-    if still_live and not (crew.fenced or crew.stopping or crew.round.handover):
+    if still_live and not (crew.fenced or crew.order is not None or crew.round.handover):
         return  # finished or failed: the leader has not heard yet
     told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0
     do.set(crew=None, released=max(state.released, crew.round.number), told=told)
@@ -158,25 +177,12 @@ def note_report(do: Doing) -> None:
     crew, before = do.state.crew, do.state.report
     if crew is None:
         return
-    was_held = before is not None and before.round == crew.round.number and before.checkpointed
-    stepped = not crew.alive and crew.steps > 0
-    if not (
-        crew.failures or crew.finished or crew.returned or crew.broken or crew.held or was_held or stepped
-    ):
-        return
-    me = do.state.me
-    report = Report(
-        me.node,
-        me.incarnation,
-        crew.round.number,
-        crew.failures,
-        crew.finished,
-        crew.steps,
-        crew.returned,
-        bool(crew.held),
-        crew.broken,
-    )
-    if report != do.state.report:
+    report = replace(crew.report, finished=crew.finished)
+    unsaid = before is None or before.round != report.round
+    of_note = report if not crew.alive else replace(report, steps=0)
+    if unsaid and of_note == Report(report.node, report.incarnation, report.round):
+        return  # steps alone are of note once no worker is left to make more
+    if report != before:
         do.set(report=report)
 
 

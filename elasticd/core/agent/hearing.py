@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from elasticd.core.agent.crew import part, stop
+from elasticd.core.agent.crew import leave, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import succeed
 from elasticd.core.agent.reserve import lost_from_reserve
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Departure, Doing
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Departure, Doing, Leaving, Stopping
 from elasticd.core.facts import Node, Report
+from elasticd.core.lifecycle import Life, become
 from elasticd.core.messages import (
     Answered,
     Event,
@@ -83,7 +84,7 @@ def absorb(do: Doing, event: Event) -> None:
             _waits(do, event)
         case WorkerReturned(_, number):
             if state.crew is not None and state.crew.round.number == number:
-                do.crew(returned=True)
+                do.crew(report=replace(state.crew.report, returned=True))
         case WorkerBroke(slot, number, fails):
             _broke(do, slot, number, fails)
         case WorkerCheckpointed():
@@ -112,8 +113,10 @@ def absorb(do: Doing, event: Event) -> None:
             do.set(exiting=state.exiting or Leave(3, why))
         case KeeperLost():
             if state.crew:
-                do.crew(alive=frozenset(), fenced=True)
-            do.set(waiting=frozenset(), starting=frozenset(), dismissed=frozenset())
+                workers = state.crew.workers
+                fenced = {slot: become(workers[slot], Life.FENCED) for slot in state.crew.alive}
+                do.crew(workers={**workers, **fenced})
+            do.set(reserve={})
             why = "leaves, as the process that keeps its workers was killed"
             do.set(exiting=state.exiting or Leave(128 + SIGTERM, why))
         case Tick():
@@ -183,24 +186,29 @@ def _lease(do: Doing, news: LeaseNews) -> None:
 
 
 def _waits(do: Doing, event: WorkerWaiting) -> None:
-    state, slot = do.state, event.slot
-    crew = state.crew
+    state, slot, crew = do.state, event.slot, do.state.crew
+    before = state.reserve.get(slot)
     if crew is not None and slot in crew.alive:
-        if event.round != crew.round.number:
-            return  # the worker has not heard of this round yet
-        unbidden = not (crew.stopping or crew.round.handover)
+        before = crew.workers[slot]
+        if event.round != crew.round.number or before is Life.STOPPING:
+            return  # the worker has not heard of this round yet, or it is about to end
+        unbidden = crew.order is None and not crew.round.handover
         do.crew(
-            alive=crew.alive - {slot},
-            steps=max(crew.steps, event.steps),
-            broken=crew.broken or unbidden,
+            workers={**crew.workers, slot: become(before, Life.WAITING)},
+            report=replace(
+                crew.report,
+                steps=max(crew.report.steps, event.steps),
+                broken=crew.report.broken or unbidden,
+            ),
         )
-    if slot in state.starting:
+    elif before is Life.STOPPING:
+        return
+    if before is Life.STARTING:
         do.reasons.append(StandbyReady(slot))
     do.set(
         inplace=True,
-        waiting=state.waiting | {slot},
+        reserve={**state.reserve, slot: Life.WAITING},
         ages={s: a for s, a in state.ages.items() if s != slot} | ({slot: event.age} if event.age else {}),
-        starting=state.starting - {slot},
         setbacks={s: b for s, b in state.setbacks.items() if s != slot},
     )
 
@@ -209,12 +217,12 @@ def _broke(do: Doing, slot: int, number: int, fails: bool) -> None:
     crew = do.state.crew
     if crew is None or crew.round.number != number or slot not in crew.alive:
         return
-    if crew.stopping and not crew.parting:
+    if isinstance(crew.order, Stopping):
         return  # the worker ends because it was told to
     if fails:  # the worker's exit follows and says more
-        do.crew(failing=crew.failing | {slot})
+        do.crew(workers={**crew.workers, slot: become(crew.workers[slot], Life.FAILING)})
     else:
-        do.crew(broken=True)
+        do.crew(report=replace(crew.report, broken=True))
 
 
 def _checkpointed(do: Doing, event: WorkerCheckpointed) -> None:
@@ -222,14 +230,17 @@ def _checkpointed(do: Doing, event: WorkerCheckpointed) -> None:
     do.set(checkpointed=True)
     do.reasons.append(CheckpointTold(event.round, event.slot, event.path))
     if crew is not None and crew.round.number == event.round and event.slot in crew.alive:
-        do.crew(held=crew.held | {event.slot}, held_until=do.now + HELD_S)
+        do.crew(
+            held=crew.held | {event.slot},
+            held_until=do.now + HELD_S,
+            report=replace(crew.report, checkpointed=True),
+        )
     else:
         do.actions.append(GoOn((event.slot,)))
 
 
 def _exited(do: Doing, event: WorkerExited) -> None:
-    crew = do.state.crew
-    exit = event.exit
+    crew, exit = do.state.crew, event.exit
     linked = exit.slot in do.state.linked
     do.set(linked=do.state.linked - {exit.slot})
     if exit.slot in do.state.reserve:
@@ -237,26 +248,34 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         return
     if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
         return
-    if exit.slot in crew.failing:
+    life, order = crew.workers[exit.slot], crew.order
+    if life is Life.FAILING:
         exit = replace(exit, raised=True)
     # Workers that leave at a commit must agree on it, so the others would wait for a worker that dies.
-    missed = crew.parting and crew.planned and exit.failed and exit.code != -SIGTERM
-    own_doing = (crew.stopping and not missed and exit.slot not in crew.failing) or exit.fenced
+    missed = isinstance(order, Leaving) and order.planned and exit.failed and exit.code != -SIGTERM
+    by_itself = not exit.fenced and (life in (Life.TRAINING, Life.FAILING) or missed)
+    if exit.fenced:
+        end = Life.FENCED
+    elif by_itself or (life is Life.LEAVING and linked and not exit.failed):
+        end = Life.FAILED if exit.failed else Life.FINISHED
+    else:
+        end = Life.STOPPED
     do.crew(
-        alive=crew.alive - {exit.slot},
+        workers={**crew.workers, exit.slot: become(life, end)},
         held=crew.held - {exit.slot},
-        fenced=crew.fenced or exit.fenced,
-        steps=max(crew.steps, event.steps),
-        done=crew.done | {exit.slot} if linked and crew.parting and not exit.failed else crew.done,
-        failures=crew.failures if own_doing or not exit.failed else (*crew.failures, exit),
+        report=replace(
+            crew.report,
+            exits=(*crew.report.exits, exit) if end is Life.FAILED else crew.report.exits,
+            steps=max(crew.report.steps, event.steps),
+        ),
     )
-    if not own_doing:
+    if by_itself:
         log = exit.log if exit.failed else ""
         do.reasons.append(
             WorkerEnded(event.round, exit.slot, exit.rank, exit.code, exit.message, exit.hung, log)
         )
     if missed:
-        part(do, False, SIGTERM, do.state.policy_source.policy.broken_s)
+        leave(do, False, SIGTERM, do.state.policy_source.policy.broken_s)
 
 
 def _signalled(do: Doing, signal: int) -> None:

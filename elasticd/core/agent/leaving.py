@@ -58,7 +58,7 @@ def depart(do: Doing) -> None:
         return
     until = state.stays_until
     if state.crew is not None:
-        unanswered = not (state.crew.stopping or state.crew.killed)
+        unanswered = state.crew.order is None
         if unanswered and (do.now >= until or not state.registered or state.silent):
             stop(do, departure.workers_signal, state.policy_source.policy.shutdown_s)
         elif unanswered:

@@ -212,9 +212,9 @@ def _ready(state: State) -> tuple[int, ...]:
     """Return the slots with a waiting worker. Workers that leave a round one by one are added together, with
     its release."""
     told = state.own.fact if state.own else None
-    if state.crew is not None and state.crew.stopping and isinstance(told, Node):
+    if state.crew is not None and state.crew.order is not None and isinstance(told, Node):
         return tuple(slot for slot in told.ready if slot in state.waiting)
-    return tuple(sorted(state.waiting - state.dismissed))
+    return tuple(sorted(state.waiting))
 
 
 def tell_of_workers(do: Doing) -> None:

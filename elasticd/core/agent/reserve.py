@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from elasticd.core.agent.state import SIGTERM, Doing, Setback, State
 from elasticd.core.facts import Exit, Phase
+from elasticd.core.lifecycle import Life, become
 from elasticd.core.messages import StartStandbys, StopWorkers
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
 
@@ -27,10 +28,9 @@ def keep_reserve(do: Doing, stays: bool) -> None:
     wanted, full = _wanted(state)
     have = len(state.reserve)
     if have > wanted and full:
-        surplus = [s for s in sorted(state.reserve, reverse=True) if s not in state.dismissed]
-        surplus = surplus[: have - len(state.dismissed) - wanted]
-        _dismiss(do, surplus)
-    busy = state.reserve | (state.crew.alive if state.crew else frozenset())
+        kept = [slot for slot in sorted(state.reserve) if state.reserve[slot] is not Life.STOPPING]
+        _dismiss(do, kept[wanted:])
+    busy = state.reserve.keys() | (state.crew.alive if state.crew else frozenset())
     chosen: list[int] = []
     for slot in state.me.slots:
         if slot in busy or len(chosen) >= wanted - have:
@@ -41,7 +41,7 @@ def keep_reserve(do: Doing, stays: bool) -> None:
         else:
             chosen.append(slot)
     if chosen:
-        do.set(starting=state.starting | set(chosen))
+        do.set(reserve={**do.state.reserve, **dict.fromkeys(chosen, become(None, Life.STARTING))})
         do.actions.append(StartStandbys(tuple(chosen)))
         do.reasons.append(StandbysStarted(tuple(chosen)))
 
@@ -57,7 +57,7 @@ def _wanted_at_all(state: State) -> bool:
         and not state.over
         and state.departure is None
         and state.exiting is None
-        and not (state.crew is not None and (state.crew.returned or state.crew.finished))
+        and not (state.crew is not None and (state.crew.report.returned or state.crew.finished))
     )
 
 
@@ -77,7 +77,9 @@ def _wanted(state: State) -> tuple[int, bool]:
             acting -= len(member.slots)  # their workers wait, for this round or the next
         elif member is not None and crew is not None and crew.round.number == round.number:
             # A finished worker needs no replacement.
-            acting -= len(member.slots) - len(crew.alive) if crew.stopping else len(crew.failures)
+            acting -= (
+                len(member.slots) - len(crew.alive) if crew.order is not None else len(crew.report.exits)
+            )
     full = round.phase is Phase.LIVE and acting >= limits.max
     return max(0, limits.max - acting) + state.spares, full
 
@@ -89,31 +91,31 @@ def lost_from_reserve(do: Doing, exit: Exit) -> None:
     """
     state, slot = do.state, exit.slot
     setbacks = dict(state.setbacks)
-    if exit.fenced or (slot in state.starting and slot not in state.dismissed):
+    if exit.fenced or state.reserve[slot] is Life.STARTING:
         times = setbacks[slot].times + 1 if slot in setbacks else 1
         wait_s = min(RETRY_FIRST_S * 2.0 ** min(times - 1, 20), RETRY_MOST_S)
         setbacks[slot] = Setback(times, do.now + wait_s)
         do.reasons.append(StandbyFailed(slot, exit.code, exit.message, do.now + wait_s))
     do.set(
-        waiting=state.waiting - {slot},
-        starting=state.starting - {slot},
-        dismissed=state.dismissed - {slot},
+        reserve={s: life for s, life in state.reserve.items() if s != slot},
         setbacks=setbacks,
     )
 
 
 def dismiss(do: Doing) -> None:
     """End all processes of the reserve."""
-    _dismiss(do, sorted(do.state.reserve - do.state.dismissed))
+    _dismiss(do, sorted(do.state.reserve))
 
 
 def dismiss_holders(do: Doing) -> None:
     """End the waiting workers that have a state in memory, which must not be continued."""
     state = do.state
-    _dismiss(do, sorted((state.waiting & state.ages.keys()) - state.dismissed))
+    _dismiss(do, sorted(state.waiting & state.ages.keys()))
 
 
 def _dismiss(do: Doing, slots: list[int]) -> None:
+    reserve = do.state.reserve
+    slots = [slot for slot in slots if reserve[slot] is not Life.STOPPING]
     if slots:
-        do.set(dismissed=do.state.dismissed | set(slots))
+        do.set(reserve={**reserve, **{slot: become(reserve[slot], Life.STOPPING) for slot in slots}})
         do.actions.append(StopWorkers(SIGTERM, do.state.policy_source.policy.broken_s, tuple(slots)))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.age import Age
-from elasticd.core.facts import Exit, Leadership, Member, Phase, Report, Round, Spec
+from elasticd.core.facts import Leadership, Member, Phase, Report, Round, Spec
+from elasticd.core.lifecycle import Life
 from elasticd.core.messages import Action, Leave, Tag, Transact
 from elasticd.core.ports import Entry, Guard, Silent, Write
 from elasticd.core.reasons import Reason
@@ -31,42 +32,56 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """The order to leave the round and to keep the process: at a commit if ``planned``, else at once. With
+    ``hurried`` it has a time limit. Workers that cannot leave end, within ``grace_s``."""
+
+    planned: bool
+    hurried: bool
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The order to end within ``grace_s``."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Crew:
     """The workers of one round on this node.
 
-    ``alive``: slots whose worker has neither ended nor left the round. ``parting``: the workers were told to
-    leave, planned or not; ``hurried``: with a time limit. ``done``: slots whose worker was told to leave but
-    finished and ended well. ``returned``: the round's run functions have returned, and only the end of the
-    scripts remains. ``broken``: a worker lost the others. ``failing``: slots whose worker ends by an
-    exception of its own. ``held``: slots whose script waits after a checkpoint; ``held_until``: until then at
-    most.
+    ``workers``: the state of each slot's worker; one that has left the round is waiting. ``report``: what the
+    workers have shown in this round. ``order``: what the workers were told last. ``held``: slots whose script
+    waits after a checkpoint; ``held_until``: until then at most.
     """
 
     round: Round
     member: Member
-    hosts_store: bool
-    alive: frozenset[int]
-    failures: tuple[Exit, ...] = ()
-    stopping: bool = False
-    grace_s: float = 0.0
-    killed: bool = False
-    fenced: bool = False
-    steps: int = 0
-    parting: bool = False
-    planned: bool = False
-    done: frozenset[int] = frozenset()
-    hurried: bool = False
-    returned: bool = False
-    broken: bool = False
-    failing: frozenset[int] = frozenset()
+    workers: Mapping[int, Life]
+    report: Report
+    order: Leaving | Stopping | None = None
     held: frozenset[int] = frozenset()
     held_until: float = 0.0
 
     @property
+    def hosts_store(self) -> bool:
+        return self.round.members[0] == self.member
+
+    @property
+    def alive(self) -> frozenset[int]:
+        """The slots whose worker has neither ended nor left the round."""
+        return frozenset(s for s, life in self.workers.items() if not life.ended and life is not Life.WAITING)
+
+    @property
+    def fenced(self) -> bool:
+        return Life.FENCED in self.workers.values()
+
+    @property
     def finished(self) -> bool:
-        if self.alive or self.failures or self.fenced or self.broken or self.round.handover:
-            return False
-        return not self.stopping or self.done == set(self.member.slots)
+        finished = all(life is Life.FINISHED for life in self.workers.values())
+        return finished and not (self.report.broken or self.round.handover)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +117,9 @@ class State:
     ``inplace``: a worker of this job keeps its process from round to round. ``linked``: slots here whose
     worker does. ``checkpointed``: a worker reported a checkpoint of its own.
 
-    ``waiting``: slots whose process waits for a round. ``ages``: the ages of their states. ``starting``:
-    slots whose standby process is not ready yet. ``dismissed``: slots of these two whose process is being
-    ended. ``setbacks``: for each slot, how often in a row its process failed to become ready, and when it is
-    tried again.
+    ``reserve``: the state of each slot's process that is in no round. ``ages``: the ages of the training
+    states that these processes have. ``setbacks``: for each slot, how often in a row its process failed to
+    become ready, and when it is tried again.
 
     ``fence``: the time until which workers may run, even if this agent is stopped. ``full``: why the store
     takes no writes, since ``full_since``. ``history``: the revision of a round that had ended before this
@@ -122,10 +136,8 @@ class State:
     inplace: bool = False
     linked: frozenset[int] = frozenset()
     checkpointed: bool = False
-    waiting: frozenset[int] = frozenset()
+    reserve: Mapping[int, Life] = field(default_factory=dict)
     ages: Mapping[int, Age] = field(default_factory=dict)
-    starting: frozenset[int] = frozenset()
-    dismissed: frozenset[int] = frozenset()
     setbacks: Mapping[int, Setback] = field(default_factory=dict)
     seen: Mapping[str, Entry] = field(default_factory=dict)
     others: int | None = None
@@ -202,9 +214,9 @@ class State:
         return max(departure.patient_until, checkpoint_by, round.leave_by if needed else 0.0)
 
     @property
-    def reserve(self) -> frozenset[int]:
-        """The slots with a process that is in no round."""
-        return self.waiting | self.starting
+    def waiting(self) -> frozenset[int]:
+        """The slots whose process waits for a round."""
+        return frozenset(slot for slot, life in self.reserve.items() if life is Life.WAITING)
 
     @property
     def outlived(self) -> bool:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.state import Crew, State
+from elasticd.core.agent.state import Crew, Leaving, State
 from elasticd.core.facts import Hang, Stall
 from elasticd.core.hang.judging import (
     REPEAT_S,
@@ -265,7 +265,7 @@ class _Step:
         assert allowed is not None
         still_s = self.w.still.longest_s(at)
         stopped = self.w.still.longest_stopped_s(at) >= allowed.stopped_s
-        if self.w.leaving_since is None and crew.parting and self.are_awaited(crew):
+        if self.w.leaving_since is None and isinstance(crew.order, Leaving) and self.are_awaited(crew):
             self.set(leaving_since=at)
         looking = self.w.looking
         if looking is not None:
@@ -333,7 +333,7 @@ class _Step:
         if verdict is None and alone and not in_step:
             experienced = {w.rank for w in workers.values() if w.steps_before}
             verdict = judge_first(looks, experienced, allowed)
-        certain = alone or not in_step or crew.parting
+        certain = alone or not in_step or isinstance(crew.order, Leaving)
         if verdict is not None and (certain or self.state.silent):
             return self.decide(verdict)
         if alone or not in_step:
@@ -419,7 +419,8 @@ class _Step:
         leave, the leader says so after a while."""
         round = self.state.round
         told = round is not None and round.number == crew.round.number and round.outlived
-        return told or (self.state.outlived and not crew.planned)
+        planned = isinstance(crew.order, Leaving) and crew.order.planned
+        return told or (self.state.outlived and not planned)
 
     def is_late(self, allowed: Allowance) -> bool:
         """Whether workers here take too long to leave, while others have left with the state."""
@@ -457,5 +458,5 @@ class _Step:
 def _at_work(crew: Crew) -> bool:
     """Whether the crew's workers are expected to make progress: in the round, or in leaving it with their
     process. Workers of a broken round only wait to be told to leave."""
-    held_up = crew.killed or crew.fenced if crew.parting else crew.stopping or crew.broken or crew.fenced
-    return bool(crew.alive) and not held_up
+    expected = isinstance(crew.order, Leaving) or (crew.order is None and not crew.report.broken)
+    return bool(crew.alive) and not crew.fenced and expected

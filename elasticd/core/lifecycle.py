@@ -1,0 +1,88 @@
+"""The life of a worker: what it may be doing, and the changes from one state to the next.
+
+A state says what the agent knows of one process. The table holds all changes; ``become`` refuses any other.
+ARCHITECTURE.md shows the table as a diagram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+
+class Life(StrEnum):
+    STARTING = "starting"  # in no round, and not ready for one
+    WAITING = "waiting"  # in no round, and ready for the next
+    TRAINING = "training"  # in a round
+    FAILING = "failing"  # in a round, and about to end by an exception of its own
+    LEAVING = "leaving"  # told to leave its round, and to keep its process if it can
+    STOPPING = "stopping"  # told to end
+    FINISHED = "finished"  # it has ended well
+    FAILED = "failed"  # it has ended by a fault
+    STOPPED = "stopped"  # it has ended as it was told to
+    FENCED = "fenced"  # it was killed, as its agent could not say in time that it may run on
+
+    @property
+    def ended(self) -> bool:
+        return self not in TRANSITIONS
+
+    @property
+    def in_round(self) -> bool:
+        """Whether the worker takes part in a round, also if it is on its way out of it."""
+        return self in (Life.TRAINING, Life.FAILING, Life.LEAVING)
+
+
+_BY_ITSELF: Final = {Life.FINISHED: "finishes", Life.FAILED: "fails", Life.FENCED: "is fenced"}
+
+TRANSITIONS: Final[Mapping[Life | None, Mapping[Life, str]]] = {
+    None: {
+        Life.STARTING: "is started in advance",
+        Life.TRAINING: "is started for a round",
+    },
+    Life.STARTING: {
+        Life.WAITING: "is ready",
+        Life.TRAINING: "is given a round",
+        Life.STOPPING: "is told to end",
+        **_BY_ITSELF,
+    },
+    Life.WAITING: {
+        Life.TRAINING: "is given a round",
+        Life.STOPPING: "is told to end",
+        **_BY_ITSELF,
+    },
+    Life.TRAINING: {
+        Life.WAITING: "leaves by itself",
+        Life.FAILING: "raises an exception",
+        Life.LEAVING: "is told to leave",
+        Life.STOPPING: "is told to end",
+        **_BY_ITSELF,
+    },
+    Life.FAILING: {
+        Life.STOPPING: "is told to end",
+        **_BY_ITSELF,
+    },
+    Life.LEAVING: {
+        Life.WAITING: "has left the round",
+        Life.FAILING: "raises an exception",
+        Life.STOPPING: "is told to end",
+        Life.STOPPED: "ends as told",
+        **_BY_ITSELF,
+    },
+    Life.STOPPING: {
+        Life.STOPPED: "ends as told",
+        Life.FENCED: "is fenced",
+    },
+}
+
+
+class ImpossibleChange(AssertionError):
+    """The table has no change between these two states."""
+
+
+def become(before: Life | None, after: Life) -> Life:
+    """Return ``after``. Raises ImpossibleChange if a worker cannot come to it from ``before``; None: there
+    was no process."""
+    if after not in TRANSITIONS.get(before, {}):
+        raise ImpossibleChange(f"a worker that is {before or 'absent'} cannot be {after} next")
+    return after
