@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
+from elasticd.channel.warden_messages import Ended
 from elasticd.checkpoint import handover
 from elasticd.checkpoint.alone import be_modest, say
 from elasticd.checkpoint.pace import RateLimit
@@ -28,7 +29,7 @@ from elasticd.core.facts import Holder
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.daemon.holding import EtcdPeers
 from elasticd.etcd.access import EtcdAccess
-from elasticd.procs.keeper import Ended, KeeperError, Warden
+from elasticd.procs.keeper import KeeperError, Warden
 from elasticd.procs.linux import hide_memory
 from elasticd.telemetry import describe, log
 

@@ -10,12 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from elasticd.channel.warden_messages import Ended
 from elasticd.daemon.errors import CannotStart
 from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.embedded import Embedded, fault_of
 from elasticd.etcd.errors import StoreError
-from elasticd.procs.keeper import Ended, KeeperError, Warden
+from elasticd.procs.keeper import KeeperError, Warden
 from elasticd.telemetry import log, runs
 
 

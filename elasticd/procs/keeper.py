@@ -18,9 +18,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, assert_never
 
-from elasticd.procs.channel import Channel, ChannelClosed, Message
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import QueuedChannel, close_all, pair
+from elasticd.channel.warden_messages import (
+    AGENT_TO_WARDEN,
+    WARDEN_TO_AGENT,
+    AgentToWarden,
+    CloseWarden,
+    Ended,
+    ImportModules,
+    MoveFence,
+    Program,
+    RemoveAtEnd,
+    SpareWorker,
+    Spawn,
+    Spawned,
+    StartZygote,
+    StopProcesses,
+    StopService,
+    WardenToAgent,
+    ZygoteNews,
+)
 from elasticd.procs.linux import (
     adopt_orphans,
     came_from,
@@ -44,21 +64,6 @@ class KeeperError(RuntimeError):
     """A process could not be started, or the warden is gone. The message is one sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a process ended. ``code``: its exit status, or minus the signal that killed it.
-
-    ``at``: seconds since the epoch. ``error``: why it could not be started (code 127). ``fenced``: the warden
-    killed it because the agent did not move the fence in time, or the warden itself was killed.
-    """
-
-    pid: int
-    code: int
-    at: float
-    error: str = ""
-    fenced: bool = False
-
-
 @dataclass(slots=True)
 class _Running:
     ended: Callable[[Ended], None]
@@ -66,7 +71,7 @@ class _Running:
     service: bool
     pid: int = 0
     started: Callable[[int], None] | None = None
-    heard: Callable[[Message], None] | None = None
+    heard: Callable[[ZygoteNews], None] | None = None
 
 
 class Warden:
@@ -78,7 +83,7 @@ class Warden:
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self._process = process
-        self._channel = Channel(sock)
+        self._channel = QueuedChannel(sock, AGENT_TO_WARDEN, WARDEN_TO_AGENT)
         self._lock = threading.Lock()
         self._running: dict[int, _Running] = {}
         self._next_id = 1
@@ -97,7 +102,7 @@ class Warden:
         """Start the warden. If the warden is killed, its orphans become children of the agent.
         ``worker_files``: how many files a worker may have open; None: as many as this process."""
         adopt_orphans()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = pair()
         with theirs:
             program = _PROGRAM.format(
                 root=_ROOT, socket=theirs.fileno(), agent=os.getpid(), worker_files=worker_files
@@ -157,21 +162,28 @@ class Warden:
         starts.
         """
         running = _Running(ended, mark, False, 0, started)
-        return self._spawn(argv, env, cwd, fds, running, whole_group=whole_group, fork=fork)
+        program = _program(argv, env, cwd)
+        return self._spawn(
+            lambda id: Spawn(id, program, _portable(mark), whole_group=whole_group, fork=fork),
+            program,
+            fds,
+            running,
+        )
 
     def stop_workers(self, signal_number: int, grace_s: float, ids: Sequence[int] | None = None) -> None:
         """Signal all workers, or those with ``ids``, and SIGKILL them after the grace. Signal 0: only SIGKILL
         after the grace."""
-        self._tell({"do": "stop", "signal": int(signal_number), "grace_s": grace_s, "ids": ids})
+        chosen = None if ids is None else tuple(ids)
+        self._tell(StopProcesses(int(signal_number), grace_s, chosen))
 
     def spare_worker(self, id: int) -> None:
         """Cancel the SIGKILL at the end of a worker's grace."""
-        self._tell({"do": "spare", "id": id})
+        self._tell(SpareWorker(id))
 
     def fence(self, in_s: float | None) -> None:
         """Kill all workers in ``in_s`` seconds unless another call moves the fence before; None: never."""
         deadline = None if in_s is None else steady_now() + in_s
-        self._tell({"do": "fence", "until": deadline})
+        self._tell(MoveFence(deadline))
 
     # ------------------------------------------------------------ the zygote
 
@@ -182,17 +194,18 @@ class Warden:
         env: Mapping[str, str],
         cwd: str,
         fds: Sequence[int],
-        heard: Callable[[Message], None],
+        heard: Callable[[ZygoteNews], None],
         ended: Callable[[Ended], None],
     ) -> None:
         """Start the process that workers are forked from, or replace the present one. The zygote's socket is
         its fourth file. ``heard`` is called with its messages."""
         running = _Running(ended, "", True, heard=heard)
-        self._spawn(argv, env, cwd, fds, running, do="start_zygote")
+        program = _program(argv, env, cwd)
+        self._spawn(lambda id: StartZygote(id, program), program, fds, running)
 
-    def preload(self, request: Message) -> None:
-        """Have the zygote import the ``modules`` in the request. Workers are forked after the imports."""
-        self._tell({**request, "do": "preload"})
+    def preload(self, request: ImportModules) -> None:
+        """Have the zygote import modules. Workers are forked after the imports."""
+        self._tell(request)
 
     # ------------------------------------------------------------ services
 
@@ -235,9 +248,10 @@ class Warden:
         given = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if stdin is None else os.dup(stdin)
         fds = [given, log, os.dup(log), *map(os.dup, also)]
         running = _Running(service_ended, "", True, 0, answer)
-        id = self._spawn(argv, os.environ if env is None else env, str(cwd or os.getcwd()), fds, running)
+        program = _program(argv, os.environ if env is None else env, str(cwd or os.getcwd()))
+        id = self._spawn(lambda id: Spawn(id, program, service=True), program, fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):
-            self._tell({"do": "stop_service", "id": id, "grace_s": 0.0})  # the caller gives up
+            self._tell(StopService(id, 0.0))  # the caller gives up
             raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
             case int(pid):
@@ -250,13 +264,13 @@ class Warden:
         with self._lock:
             ids = [id for id, running in self._running.items() if running.pid == pid and running.service]
         for id in ids:
-            self._tell({"do": "stop_service", "id": id, "grace_s": grace_s})
+            self._tell(StopService(id, grace_s))
 
     # ------------------------------------------------------------ the end
 
     def remove_at_end(self, path: str | Path) -> None:
         """Have the warden remove a file or folder when the agent is gone, for whatever reason."""
-        self._tell({"do": "remove_at_end", "path": _portable(os.path.abspath(path))})
+        self._tell(RemoveAtEnd(_portable(os.path.abspath(path))))
 
     def close(self, grace_s: float = 3.0) -> None:
         """Kill the workers, end the services (SIGKILL after the grace), remove the registered paths, and wait
@@ -265,7 +279,7 @@ class Warden:
             if self._closing:
                 return
             self._closing = True
-        self._tell({"do": "close", "grace_s": grace_s})
+        self._tell(CloseWarden(grace_s))
         try:
             self._process.wait(grace_s + 10.0)
         except subprocess.TimeoutExpired:
@@ -318,15 +332,10 @@ class Warden:
 
     def _spawn(
         self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str,
+        message: Callable[[int], AgentToWarden],
+        program: Program,
         fds: Sequence[int],
         running: _Running,
-        *,
-        do: str = "spawn",
-        whole_group: bool = False,
-        fork: bool = False,
     ) -> int:
         with self._lock:
             id = self._next_id
@@ -335,38 +344,26 @@ class Warden:
             if not lost:
                 self._running[id] = running
         if lost:
-            for fd in fds:
-                os.close(fd)
-            end = Ended(0, 127, time.time(), f"cannot run {argv[0]}: the keeper of processes is gone")
+            close_all(fds)
+            why = f"cannot run {program.argv[0]}: the keeper of processes is gone"
+            end = Ended(id, 0, 127, time.time(), why)
             if running.service:
                 running.ended(end)
             else:
                 self.call_soon(lambda: running.ended(end))
             return id
-        message = {
-            "do": do,
-            "id": id,
-            "argv": [_portable(argument) for argument in argv],
-            "env": {_portable(name): _portable(value) for name, value in env.items()},
-            "cwd": _portable(cwd),
-            "mark": _portable(running.mark),
-            "service": running.service,
-            "whole_group": whole_group,
-            "fork": fork,
-        }
-        self._tell(message, fds)
+        self._tell(message(id), fds)
+        close_all(fds)
         return id
 
-    def _tell(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def _tell(self, message: AgentToWarden, fds: Sequence[int] = ()) -> None:
         with self._lock:
             if self._lost:
-                for fd in fds:
-                    os.close(fd)
                 return
-            try:
-                self._channel.send(message, fds)
-            except ChannelClosed:
-                pass  # the listening thread sees the error too, and reports it
+            with contextlib.suppress(
+                ChannelClosed
+            ):  # the listening thread sees the error too, and reports it
+                self._channel.post(message, fds)
             pending = self._channel.pending
         if pending:
             self._nudge()
@@ -396,32 +393,34 @@ class Warden:
 
     def _exchange(self, events: int) -> None:
         if events & selectors.EVENT_READ:  # first: a dead warden's last messages can still be read
-            with self._lock:
-                messages = self._channel.receive()
-            for message, _ in messages:
+            while (heard := self._channel.poll()) is not None:
+                message, fds = heard
+                close_all(fds)
                 self._hear(message)
         if events & selectors.EVENT_WRITE:
             with self._lock:
                 self._channel.flush()
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: WardenToAgent) -> None:
         with self._lock:
-            running = self._running.get(message["id"])
+            running = self._running.get(message.id)
             if running is None:
                 return
-            if message["is"] == "spawned":
-                running.pid = message["pid"]
-            elif message["is"] == "ended":
-                del self._running[message["id"]]
-        if message["is"] == "zygote":
-            if running.heard is not None:
-                _call(partial(running.heard, message))
-        elif message["is"] == "spawned":
-            if running.started is not None:
-                _call(partial(running.started, message["pid"]))
-        else:
-            end = Ended(message["pid"], message["code"], message["at"], message["error"], message["fenced"])
-            _call(partial(running.ended, end))
+            if isinstance(message, Spawned):
+                running.pid = message.pid
+            elif isinstance(message, Ended):
+                del self._running[message.id]
+        match message:
+            case Spawned(pid=pid):
+                if running.started is not None:
+                    _call(partial(running.started, pid))
+            case Ended():
+                _call(partial(running.ended, message))
+            case ZygoteNews():
+                if running.heard is not None:
+                    _call(partial(running.heard, message))
+            case _:
+                assert_never(message)
 
     def _call_those_waiting(self) -> None:
         with contextlib.suppress(IndexError):  # the queue is empty
@@ -432,17 +431,17 @@ class Warden:
         """Handle the end of the warden, after ``close`` or because it was killed."""
         with self._lock:
             self._lost = True
-            left = list(self._running.values())
+            left = dict(self._running)
             self._running.clear()
             self._channel.close()
         if not self._closing:
             self._process.kill()
             self._process.wait()
-            self._kill_stragglers(left)
+            self._kill_stragglers(list(left.values()))
         error = "" if self._closing else "the keeper of this node's processes was killed"
-        for running in left:
+        for id, running in left.items():
             # Reported as fenced, because the workers are not to blame.
-            end = Ended(running.pid, -signal.SIGKILL, time.time(), error, fenced=bool(error))
+            end = Ended(id, running.pid, -signal.SIGKILL, time.time(), error, fenced=bool(error))
             _call(partial(running.ended, end))
         with self._lock:
             keeper_lost = None if self._closing else self._keeper_lost
@@ -478,6 +477,11 @@ def _reap(pid: int, give_up_at: float) -> None:
         os.waitpid(pid, os.WNOHANG)
     except (ProcessLookupError, ChildProcessError):
         pass
+
+
+def _program(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> Program:
+    variables = {_portable(name): _portable(value) for name, value in env.items()}
+    return Program(tuple(map(_portable, argv)), variables, _portable(cwd))
 
 
 def _portable(text: str) -> str:

@@ -8,14 +8,14 @@ import signal
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elasticd.procs.channel import Message
+from elasticd.channel.warden_messages import Program
 from elasticd.procs.linux import die_with_parent
 
 CANNOT_RUN = 127
 
 
-def launch(message: Message, fds: Sequence[int], files: int | None) -> tuple[int, int]:
-    """Fork a child that runs ``argv`` in its own session and process group, with copies of ``fds`` as its
+def launch(program: Program, fds: Sequence[int], files: int | None) -> tuple[int, int]:
+    """Fork a child that runs the program in its own session and process group, with copies of ``fds`` as its
     first files. ``files``: how many files the child may have open; None: as many as this process.
 
     Return the child's pid and a descriptor for ``why_not``. Raises OSError if the fork fails.
@@ -28,7 +28,7 @@ def launch(message: Message, fds: Sequence[int], files: int | None) -> tuple[int
     try:
         pid = os.fork()
         if pid == 0:
-            _become(message, fds, tell_error, parent, files)
+            _become(program, fds, tell_error, parent, files)
     except OSError:
         os.close(errors)
         raise
@@ -52,7 +52,7 @@ def why_not(errors: int) -> str | None:
 
 
 def _become(
-    message: Message, fds: Sequence[int], tell_error: int, parent: int, files: int | None
+    program: Program, fds: Sequence[int], tell_error: int, parent: int, files: int | None
 ) -> NoReturn:
     """Turn this forked child into the requested program."""
     failing = "a process"
@@ -65,18 +65,18 @@ def _become(
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        failing = f"in {message['cwd']}"
-        os.chdir(message["cwd"])
+        failing = f"in {program.cwd}"
+        os.chdir(program.cwd)
         for target, fd in enumerate(fds):
             if target == tell_error:
                 tell_error = os.dup(tell_error)
             os.dup2(fd, target)
             os.set_inheritable(target, True)
         # Nothing else needs closing: the warden's other descriptors are close-on-exec.
-        failing = message["argv"][0]
+        failing = program.argv[0]
         if files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        os.execvpe(message["argv"][0], message["argv"], message["env"])
+        os.execvpe(program.argv[0], program.argv, program.env)
     except BaseException as error:  # noqa: BLE001  # a forked child must never return from here
         reason = error.strerror if isinstance(error, OSError) else repr(error)
         os.write(tell_error, f"cannot run {failing}: {reason}".encode(errors="backslashreplace"))

@@ -13,9 +13,9 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from elasticd.procs.keeper import Ended, Warden
+from elasticd.channel.warden_messages import Ended, ImportModules, Personal, ZygoteNews
+from elasticd.procs.keeper import Warden
 from elasticd.procs.page import VARIABLE
 
 Say = Callable[..., object]
@@ -110,30 +110,29 @@ class Preload:
             env={**model.env, "ELASTICD_ZYGOTE": "-" * _PADDING_BYTES},
             cwd=model.cwd,
             fds=[os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), *out],
-            heard=lambda said: self._heard(generation, said),
+            heard=lambda news: self._heard(generation, news),
             ended=lambda end: self._ended(generation, end),
         )
         self._ask(list(self._modules))
 
     def _ask(self, modules: list[str]) -> None:
         self.ready = False
-        personal = {"names": sorted(PERSONAL), "prefixes": PERSONAL_PREFIXES}
-        self._warden.preload({"modules": modules, "personal": personal, "left_out": self._left_out})
+        personal = Personal(tuple(sorted(PERSONAL)), PERSONAL_PREFIXES)
+        self._warden.preload(ImportModules(tuple(modules), personal, self._left_out))
 
-    def _heard(self, generation: int, said: Mapping[str, Any]) -> None:
+    def _heard(self, generation: int, news: ZygoteNews) -> None:
         if generation != self._generation:
             return
-        for name, why in said.get("left_out", {}).items():
+        for name, why in news.left_out.items():
             if self._left_out.setdefault(name, why) is why:
                 self._say("zygote.left_out", module=name, why=why)
-        if said.get("unfit"):
+        if news.unfit:
             self._deaths = _DEATHS_MAX  # the next zygote would be unfit too
-            self._say("zygote.given_up", why=said["unfit"])
-        if said.get("ready"):
+            self._say("zygote.given_up", why=news.unfit)
+        if news.ready:
             self.ready = True
-            untried = said.get("untried", 0)
-            more = {"untried": untried, "why": "too many modules could not be imported ahead"}
-            self._say("zygote.ready", **(more if untried else {}))
+            more = {"untried": news.untried, "why": "too many modules could not be imported ahead"}
+            self._say("zygote.ready", **(more if news.untried else {}))
 
     def _ended(self, generation: int, end: Ended) -> None:
         if generation != self._generation or self._warden.closing:

@@ -9,9 +9,8 @@ do not affect the warden, and a fork takes a fraction of a millisecond. The agen
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.
 
-Messages to the warden: ``spawn``, ``start_zygote``, ``preload``, ``stop``, ``spare``, ``stop_service``,
-``fence``, ``remove_at_end``, ``close``. Messages from it: ``spawned``, ``ended``, ``zygote`` (what the zygote
-reports). The agent's death, or the end of the socket, means ``close`` at once.
+``channel.warden_messages`` declares the messages. The agent's death, or the end of the socket, means
+``CloseWarden`` without grace.
 """
 
 from __future__ import annotations
@@ -25,9 +24,34 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import assert_never
 
-from elasticd.procs.channel import Channel, ChannelClosed, Message
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import QueuedChannel, close_all, pair
+from elasticd.channel.warden_messages import (
+    AGENT_TO_WARDEN,
+    WARDEN_TO_AGENT,
+    AgentToWarden,
+    CloseWarden,
+    Ended,
+    Forked,
+    Imported,
+    ImportModules,
+    LeftOut,
+    MoveFence,
+    NoZygote,
+    RemoveAtEnd,
+    SpareWorker,
+    Spawn,
+    Spawned,
+    StartZygote,
+    StopProcesses,
+    StopService,
+    WardenToAgent,
+    ZygoteNews,
+    ZygoteToWarden,
+)
 from elasticd.procs.launch import CANNOT_RUN, launch, why_not
 from elasticd.procs.linux import (
     adopt_orphans,
@@ -73,7 +97,8 @@ class _Child:
 class WardenProcess:
     def __init__(self, sock: socket.socket, worker_files: int | None) -> None:
         self._worker_files = worker_files
-        self._agent: Channel | None = Channel(sock)
+        self._agent: QueuedChannel[WardenToAgent, AgentToWarden] | None
+        self._agent = QueuedChannel(sock, WARDEN_TO_AGENT, AGENT_TO_WARDEN)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._zygote: ZygoteProcess | None = None
@@ -135,38 +160,44 @@ class WardenProcess:
             if events & selectors.EVENT_WRITE:
                 self._agent.flush()
             if events & selectors.EVENT_READ:
-                for message, fds in self._agent.receive():
-                    self._obey(message, fds)
+                while self._agent is not None and (heard := self._agent.poll()) is not None:
+                    message, fds = heard
+                    try:
+                        self._obey(message, fds)
+                    finally:
+                        close_all(fds)
         except ChannelClosed:
             self._lose_agent()
 
-    def _obey(self, message: Message, fds: list[int]) -> None:
-        match message["do"]:
-            case "spawn":
+    def _obey(self, message: AgentToWarden, fds: Sequence[int]) -> None:
+        match message:
+            case Spawn():
                 self._spawn(message, fds)
-            case "start_zygote":
+            case StartZygote():
                 self._start_zygote(message, fds)
-            case "preload":
+            case ImportModules():
                 self._ask_zygote(lambda zygote: zygote.preload(message))
-            case "stop":
-                self._stop(message["signal"], message["grace_s"], message["ids"])
-            case "spare":
-                for child in self._workers([message["id"]]):
+            case StopProcesses(number, grace_s, ids):
+                self._stop(number, grace_s, ids)
+            case SpareWorker(id):
+                for child in self._workers([id]):
                     child.kill_at = None
-            case "stop_service":
-                self._stop_service(message["id"], message["grace_s"])
-            case "fence":
-                self._fence_at, self._fence_passed = message["until"], False
-            case "remove_at_end":
-                self._paths.append(message["path"])
-            case "close":
-                self._close(message["grace_s"])
+            case StopService(id, grace_s):
+                self._stop_service(id, grace_s)
+            case MoveFence(until):
+                self._fence_at, self._fence_passed = until, False
+            case RemoveAtEnd(path):
+                self._paths.append(path)
+            case CloseWarden(grace_s):
+                self._close(grace_s)
+            case _:
+                assert_never(message)
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: WardenToAgent) -> None:
         if self._agent is None:
             return
         try:
-            self._agent.send(message)
+            self._agent.post(message)
         except ChannelClosed:
             self._lose_agent()
 
@@ -187,32 +218,28 @@ class WardenProcess:
 
     # ------------------------------------------------------------ starting and ending
 
-    def _spawn(self, message: Message, fds: list[int]) -> None:
-        service = message["service"]
+    def _spawn(self, message: Spawn, fds: Sequence[int], *, zygote: bool = False) -> None:
+        service = message.service
+        if not service and (self._fence_passed or _is_past(self._fence_at)):
+            self._tell_end(message.id, 0, -signal.SIGKILL, fenced=True)
+            return
+        if message.fork and self._zygote is not None and self._zygote.takes_orders:
+            self._ask_zygote(lambda zygote: zygote.fork(message, fds))
+            return
         try:
-            if not service and (self._fence_passed or _is_past(self._fence_at)):
-                self._tell_end(message["id"], 0, -signal.SIGKILL, fenced=True)
-                return
-            if message.get("fork") and self._zygote is not None and self._zygote.takes_orders:
-                self._ask_zygote(lambda zygote: zygote.fork(message, fds))
-                return
-            ours = service and message["do"] == "spawn"  # workers inherit the zygote's limits
-            try:
-                pid, errors = launch(message, fds, None if ours else self._worker_files)
-            except OSError as error:
-                self._tell_end(message["id"], 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
-                return
-        finally:
-            for fd in fds:
-                os.close(fd)
+            ours = service and not zygote  # workers inherit the zygote's limits
+            pid, errors = launch(message.program, fds, None if ours else self._worker_files)
+        except OSError as error:
+            self._tell_end(message.id, 0, CANNOT_RUN, error=f"cannot fork: {error.strerror}")
+            return
         if not service:
             self._fresh_at = steady_now()
-        child = _Child(message["id"], pid, service, message["mark"], message["whole_group"], errors)
+        child = _Child(message.id, pid, service, message.mark, message.whole_group, errors)
         self._add(child)
         if service:  # the caller waits until the program runs
             self._selector.register(errors, selectors.EVENT_READ, child)
         else:
-            self._tell({"is": "spawned", "id": child.id, "pid": pid})
+            self._tell(Spawned(child.id, pid))
 
     def _hear_beginning(self, child: _Child) -> None:
         """Tell the agent that a service runs its program. If it cannot run, its end tells the agent, as with
@@ -222,7 +249,7 @@ class WardenProcess:
         self._selector.unregister(child.errors)
         child.failure = child.why_not() or ""
         if not child.failure:
-            self._tell({"is": "spawned", "id": child.id, "pid": child.pid})
+            self._tell(Spawned(child.id, child.pid))
 
     def _add(self, child: _Child) -> None:
         self._children[child.pid] = child
@@ -298,17 +325,7 @@ class WardenProcess:
     def _tell_end(
         self, id: int, pid: int, code: int, at: float | None = None, error: str = "", fenced: bool = False
     ) -> None:
-        self._tell(
-            {
-                "is": "ended",
-                "id": id,
-                "pid": pid,
-                "code": code,
-                "at": time.time() if at is None else at,
-                "error": error,
-                "fenced": fenced,
-            }
-        )
+        self._tell(Ended(id, pid, code, time.time() if at is None else at, error, fenced))
 
     def _sweep(self) -> None:
         """Kill the orphans of ended workers; when no worker runs, kill all orphans.
@@ -341,17 +358,20 @@ class WardenProcess:
 
     # ------------------------------------------------------------ the zygote
 
-    def _start_zygote(self, message: Message, fds: list[int]) -> None:
+    def _start_zygote(self, message: StartZygote, fds: Sequence[int]) -> None:
         self._lose_zygote()
-        ours, theirs = socket.socketpair()
-        self._spawn(message, [*fds, theirs.detach()])
-        pid = next((child.pid for child in self._children.values() if child.id == message["id"]), None)
+        ours, theirs = pair()
+        with theirs:
+            self._spawn(
+                Spawn(message.id, message.program, service=True), [*fds, theirs.fileno()], zygote=True
+            )
+        pid = next((child.pid for child in self._children.values() if child.id == message.id), None)
         if pid is None:
             ours.close()
             return
         if self._fresh_s is None:  # the first zygote starts at the first step
             self._fresh_s = steady_now() - self._fresh_at
-        self._zygote = ZygoteProcess(message["id"], pid, ours, self._fresh_s)
+        self._zygote = ZygoteProcess(message.id, pid, ours, self._fresh_s)
         self._selector.register(self._zygote.channel, selectors.EVENT_READ, "zygote")
 
     def _ask_zygote(self, ask: Callable[[ZygoteProcess], None]) -> None:
@@ -368,32 +388,31 @@ class WardenProcess:
         try:
             if events & selectors.EVENT_WRITE:
                 zygote.channel.flush()
-            messages = zygote.channel.receive() if events & selectors.EVENT_READ else []
+            if events & selectors.EVENT_READ:
+                while (heard := zygote.channel.poll()) is not None:
+                    message, fds = heard
+                    close_all(fds)
+                    self._note(zygote, message)
         except ChannelClosed:
             self._lose_zygote()
-            return
-        for message, _ in messages:
-            match message["is"]:
-                case "forked":
-                    for id, pid in message["pids"].items():
-                        fork = zygote.made(int(id))
-                        if fork is not None:
-                            self._take(fork, pid)
-                    self._ended_early.clear()
-                case "ready":
-                    zygote.imported(message["asked"])
-                    self._tell(
-                        {
-                            "is": "zygote",
-                            "id": zygote.id,
-                            "ready": zygote.ready,
-                            "untried": message["untried"],
-                        }
-                    )
-                case "left_out":
-                    self._tell({"is": "zygote", "id": zygote.id, "left_out": message["names"]})
-                case "unfit":
-                    self._tell({"is": "zygote", "id": zygote.id, "unfit": message["why"]})
+
+    def _note(self, zygote: ZygoteProcess, message: ZygoteToWarden) -> None:
+        match message:
+            case Forked(pids):
+                for id, pid in pids:
+                    fork = zygote.made(id)
+                    if fork is not None:
+                        self._take(fork, pid)
+                self._ended_early.clear()
+            case Imported(asked, untried):
+                zygote.imported(asked)
+                self._tell(ZygoteNews(zygote.id, ready=zygote.ready, untried=untried))
+            case LeftOut(modules):
+                self._tell(ZygoteNews(zygote.id, left_out=modules))
+            case NoZygote(why):
+                self._tell(ZygoteNews(zygote.id, unfit=why))
+            case _:
+                assert_never(message)
 
     def _take(self, fork: Fork, pid: int) -> None:
         """Take over a forked worker, which is now a child of the warden and waits to be released."""
@@ -402,9 +421,9 @@ class WardenProcess:
             return
         fork.take()
         request = fork.request
-        child = _Child(request["id"], pid, False, request["mark"], request["whole_group"], fork.link)
+        child = _Child(request.id, pid, False, request.mark, request.whole_group, fork.link)
         self._add(child)
-        self._tell({"is": "spawned", "id": child.id, "pid": pid})
+        self._tell(Spawned(child.id, pid))
         code = self._ended_early.pop(pid, None)
         if code is not None:
             del self._children[pid]
@@ -422,13 +441,15 @@ class WardenProcess:
 
     def _start_without(self, forks: Sequence[Fork]) -> None:
         for fork in forks:
-            self._spawn({**fork.request, "fork": False}, fork.start_afresh())
+            fds = fork.start_afresh()
+            self._spawn(replace(fork.request, fork=False), fds)
+            close_all(fds)
 
     def _drop_forks(self, code: int, ids: Collection[int] | None = None, *, fenced: bool = False) -> None:
         """Cancel the workers that are not forked yet."""
         for fork in self._zygote.give_up(ids) if self._zygote is not None else ():
             fork.drop()
-            self._tell_end(fork.request["id"], 0, code, fenced=fenced)
+            self._tell_end(fork.request.id, 0, code, fenced=fenced)
 
     # ------------------------------------------------------------ deadlines
 

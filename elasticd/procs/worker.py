@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elasticd.channel.warden_messages import Ended
 from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.link import FromAgent
@@ -15,7 +16,6 @@ from elasticd.core.page import Told
 from elasticd.core.ports import Assignment
 from elasticd.procs.conversation import Conversation
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
-from elasticd.procs.keeper import Ended
 from elasticd.procs.link import WorkerLine
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from elasticd.channel.warden_messages import Ended
 from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
@@ -26,7 +27,7 @@ from elasticd.core.ports import (
     WorkerWaiting,
 )
 from elasticd.procs.conversation import Stage
-from elasticd.procs.keeper import Ended, Warden
+from elasticd.procs.keeper import Warden
 from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify
 from elasticd.procs.output import Output
@@ -274,7 +275,7 @@ class LocalProcs:
             try:
                 self._launch(worker, envs[worker.log_rank], outlets)
             except OSError as error:
-                end = Ended(0, 127, time.time(), f"cannot start a worker: {error}")
+                end = Ended(0, 0, 127, time.time(), f"cannot start a worker: {error}")
                 self._warden.call_soon(partial(self._ended, worker, end))
 
     def _launch(self, worker: Worker, env: dict[str, str], outlets: Outlets) -> None:

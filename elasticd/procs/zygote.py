@@ -14,7 +14,14 @@ import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elasticd.procs.channel import Channel, Message
+from elasticd.channel.framing import QueuedChannel, close_all
+from elasticd.channel.warden_messages import (
+    WARDEN_TO_ZYGOTE,
+    ZYGOTE_TO_WARDEN,
+    ForkWorker,
+    ImportModules,
+    Spawn,
+)
 from elasticd.procs.linux import steady_now
 
 _PATIENCE_S = 3.0  # about the time of a start without the zygote
@@ -25,14 +32,14 @@ _IMPORTING_S_MAX = 30.0
 class Fork:
     """A requested worker. ``link``: the forked process waits there to be taken, and reports errors there."""
 
-    request: Message
+    request: Spawn
     fds: tuple[int, ...]
     link: int
     until: float
 
     def take(self) -> None:
         """Let the process go on to its script. The caller then owns the link."""
-        _close(self.fds)
+        close_all(self.fds)
         with contextlib.suppress(OSError):  # the process is dead; its exit is reported elsewhere
             os.write(self.link, b"g")
 
@@ -43,7 +50,7 @@ class Fork:
 
     def drop(self) -> None:
         """End the fork, and close its files."""
-        _close((*self.fds, self.link))
+        close_all((*self.fds, self.link))
 
 
 class ZygoteProcess:
@@ -54,7 +61,7 @@ class ZygoteProcess:
         self.id = id
         self._should_be_ready = steady_now() + min(start_s, _IMPORTING_S_MAX)
         self.pid = pid
-        self.channel = Channel(sock)
+        self.channel = QueuedChannel(sock, WARDEN_TO_ZYGOTE, ZYGOTE_TO_WARDEN)
         self._asked = 0
         self._done = 0
         self._late = False
@@ -76,23 +83,23 @@ class ZygoteProcess:
         """When to stop waiting for the zygote (``steady_now``); None if no fork is requested."""
         return min((fork.until for fork in self._forks.values()), default=None)
 
-    def preload(self, message: Message) -> None:
+    def preload(self, message: ImportModules) -> None:
         self._asked += 1
-        self.channel.send(message)
+        self.channel.post(message)
 
     def imported(self, asked: int) -> None:
         self._done, self._late = asked, False
 
-    def fork(self, request: Message, fds: Sequence[int]) -> None:
+    def fork(self, request: Spawn, fds: Sequence[int]) -> None:
         """Request a worker. The caller keeps ``fds``."""
         ours, theirs = socket.socketpair()
         until = steady_now() + _PATIENCE_S
         if not self.ready:
             until = max(until, self._should_be_ready)
         fork = Fork(request, tuple(map(os.dup, fds)), ours.detach(), until)
-        self._forks[request["id"]] = fork
-        message = {"do": "fork", **{key: request[key] for key in ("id", "argv", "env", "cwd")}}
-        self.channel.send(message, [*map(os.dup, fds), theirs.detach()])
+        self._forks[request.id] = fork
+        with theirs:
+            self.channel.post(ForkWorker(request.id, request.program), [*fds, theirs.fileno()])
 
     def made(self, id: int) -> Fork | None:
         """Return the request with this id; None if it was given up."""
@@ -106,8 +113,3 @@ class ZygoteProcess:
     def give_up(self, ids: Collection[int] | None = None) -> list[Fork]:
         """Return and forget the requests that are not made yet: all, or those with ``ids``."""
         return [self._forks.pop(id) for id in list(self._forks) if ids is None or id in ids]
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elasticd.procs.keeper import Ended, Warden
+from elasticd.channel.warden_messages import Ended
+from elasticd.procs.keeper import Warden
 
 PATIENCE_S = 60.0
 SAY = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from elasticd.procs.keeper import Ended, Warden
+from elasticd.channel.warden_messages import Ended
+from elasticd.procs.keeper import Warden
 from tests.procs.agents import PATIENCE_S, PROGRAMS, Agent, is_running, wait_until_gone, wait_until_removed
 
 FAMILY = [sys.executable, str(PROGRAMS / "family.py")]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.channel.framing import pair
+from elasticd.channel.warden_messages import ImportModules, Personal, Program, Spawn
 from elasticd.procs.launch import why_not
 from elasticd.procs.linux import children, steady_now
 from elasticd.procs.workers import LocalProcs
@@ -319,11 +321,11 @@ def test_workers_do_not_wait_for_a_zygote_for_longer_than_they_take_without(
 
 
 def test_one_that_imports_may_take_until_a_fresh_worker_would_have_been_there() -> None:
-    ours, theirs = socket.socketpair()
-    request = {"id": 7, "argv": [], "env": {}, "cwd": "/"}
+    ours, theirs = pair()
+    request = Spawn(7, Program((), {}, "/"))
     zygote = ZygoteProcess(1, 0, ours, start_s=1000.0)
     began = steady_now()
-    zygote.preload({"do": "preload"})
+    zygote.preload(ImportModules((), Personal((), ()), {}))
     zygote.fork(request, [])
     assert zygote.until is not None and 25.0 < zygote.until - began < 40.0, "but no longer than half a minute"
     zygote.imported(1)

@@ -42,7 +42,7 @@ def suited(modules: Iterable[str], left_out: Collection[str]) -> list[str]:
 def import_share(
     modules: Sequence[str],
     left_out: Collection[str],
-    personal: dict[str, list[str]],
+    personal: Any,
     begins: Callable[[str], None],
 ) -> tuple[int, dict[str, str]]:
     """Import modules for a fifth of a second. Return their number, and the modules to leave out with the
@@ -131,10 +131,10 @@ class _Guard:
             raise _LeftOut(name)
 
 
-def _noticing(personal: dict[str, list[str]], readers: dict[str, str]) -> type[Any]:
+def _noticing(personal: Any, readers: dict[str, str]) -> type[Any]:
     """Return a class for ``os.environ`` during imports: it notes the modules that read a personal
     variable."""
-    names, prefixes = frozenset(personal["names"]), tuple(personal["prefixes"])
+    names, prefixes = frozenset(personal.names), tuple(personal.prefixes)
 
     class Environ(os._Environ):  # type: ignore[type-arg]
         def __getitem__(self, name: Any) -> Any:

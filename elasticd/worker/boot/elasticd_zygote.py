@@ -6,8 +6,9 @@ worker ``serve`` returns, and the interpreter goes on to the script by itself. `
 replaces what the fork copied and a fresh process would not have. elasticd_importing.py imports what can be
 shared.
 
-Standard library only; of elasticd only the files in this folder and elasticd/procs/channel.py, loaded by
-path. The other end of the socket is elasticd/procs/zygote.py, in the warden.
+Standard library only; of elasticd only the files in this folder, and elasticd/channel, loaded by path: the
+script may find another elasticd, or none. The other end of the socket is elasticd/procs/zygote.py, in the
+warden.
 
 Whether a module can be shared shows only after its import, which cannot be undone. So a child of the zygote
 imports the next few modules. If all went well, the child is the zygote from then on. Otherwise the child
@@ -24,7 +25,6 @@ import atexit
 import ctypes
 import gc
 import importlib.util
-import json
 import math
 import os
 import select
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 _CONTROL = 3  # the descriptor of the socket
 _SPOILT_MAX = 64  # unusable children; the modules not imported by then are left out
 _IMPORT_S_MAX = 300.0  # for one module
-_WORD_BYTES_MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PID = struct.Struct("=i")
@@ -83,11 +82,14 @@ class Zygote:
         self._libc = ctypes.CDLL(None)
         self._name = _comm()
         self._warden = os.getppid()
-        self._channel = _channel_class(here)(socket.socket(fileno=_CONTROL))
+        self._framing, self._words = _channel_modules(here)
+        self._channel = self._framing.Channel(
+            socket.socket(fileno=_CONTROL), self._words.ZYGOTE_TO_WARDEN, self._words.WARDEN_TO_ZYGOTE
+        )
         self.is_worker = False
         self._todo: list[str] = []  # the modules to import, in order
         self._left_out: dict[str, str] = {}
-        self._personal: dict[str, list[str]] = {}
+        self._personal: Any = None
         self._spoilt = 0
         self._asked = 0
         self._first_env = dict(os.environ)
@@ -101,7 +103,8 @@ class Zygote:
         """Serve. Return when the other end is gone, or in a worker."""
         watched = sys.gettrace() or sys.getprofile() or atexit._ncallbacks() or threads() > 1
         if watched:  # such as coverage from a .pth file: it needs one per process
-            self._tell({"is": "unfit", "why": "something else starts with this Python (a .pth file)"})
+            why = "something else starts with this Python (a .pth file)"
+            self._channel.send(self._words.NoZygote(why))
             return
         elasticd_ending.be_last()  # before imported modules register exit functions
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
@@ -117,15 +120,15 @@ class Zygote:
                 continue
             forks = []
             for message, fds in self._receive():
-                if message["do"] == "fork":
+                if isinstance(message, self._words.ForkWorker):
                     forks.append((message, fds))
                     continue
                 if forks and self._fork(forks):
                     return
                 forks = []
-                self._todo = outside_in(message["modules"])
-                self._personal = message["personal"]
-                self._left_out.update(message["left_out"])
+                self._todo = outside_in(message.modules)
+                self._personal = message.personal
+                self._left_out.update(message.left_out)
                 self._asked += 1
                 self._preload()
             if forks and self._fork(forks):
@@ -136,18 +139,12 @@ class Zygote:
         return bool(select.select([self._channel], [], [], wait_s)[0])
 
     def _receive(self) -> list[tuple[Any, list[int]]]:
-        """Return at least one message, and leave no partial one: an exec would lose it."""
-        messages: list[tuple[Any, list[int]]] = []
-        while not messages or self._channel.unfinished:
-            select.select([self._channel], [], [])
-            messages += self._channel.receive()
+        """Wait for a message. Return all that have arrived: workers that are asked for together are forked
+        together."""
+        messages = [self._channel.receive()]
+        while (heard := self._channel.poll()) is not None:
+            messages.append(heard)
         return messages
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._channel.send(message)
-        while self._channel.pending:
-            select.select([], [self._channel], [])
-            self._channel.flush()
 
     # ------------------------------------------------------------ importing
 
@@ -183,14 +180,14 @@ class Zygote:
         elasticd_heartbeat.preloaded = frozenset(sys.modules)
         _freeze()
         self._embryo_at = time.monotonic()
-        self._tell({"is": "ready", "asked": self._asked, "untried": len(self._todo)})
+        self._channel.send(self._words.Imported(self._asked, len(self._todo)))
 
     def _venture(self) -> None:
         """Let a child import the next modules. The child is the zygote afterwards, unless the imports made it
         unusable."""
         self._todo = suited(self._todo, self._left_out)
         said = [os.fstat(fd).st_size for fd in (1, 2)]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = self._framing.pair()
         forked = self._fork_apart(1)
         if forked == 0:
             ours.close()
@@ -209,7 +206,7 @@ class Zygote:
         self._spoilt += 1
         self._left_out.update(unfit)
         self._todo = suited(self._todo, self._left_out)
-        self._tell({"is": "left_out", "names": unfit})
+        self._channel.send(self._words.LeftOut(unfit))
 
     def _hear_child(self, line: socket.socket, pid: int) -> dict[str, str]:
         """Return the modules that the child had to leave out. Do not return if the child is the new
@@ -219,21 +216,24 @@ class Zygote:
             end: list[Any] = [os.pidfd_open(pid)]  # even if another process still holds the child's end
         except OSError:
             end = []
+        words = self._words
+        channel = self._framing.Channel(line, words.ZYGOTE_TO_WARDEN, words.CHILD_TO_ZYGOTE)
         unfit, under_way, why = {}, self._todo[0], "it ends the process"
         while not unfit:
             readable = select.select([line, *end], [], [], _IMPORT_S_MAX)[0]
-            word = line.recv(_WORD_BYTES_MAX) if line in readable else b""
-            if not word:
-                why = why if readable else f"its import takes more than {_IMPORT_S_MAX:.0f} s"
+            why = why if readable else f"its import takes more than {_IMPORT_S_MAX:.0f} s"
+            try:
+                heard = channel.poll()
+            except ConnectionError:
+                heard = None
+            if heard is None:
                 unfit = {under_way: why}
-                break
-            match json.loads(word):
-                case str(under_way):
-                    pass
-                case dict(unfit):
-                    pass
-                case _:
-                    os._exit(0)
+            elif isinstance(heard[0], words.Importing):
+                under_way = heard[0].module
+            elif isinstance(heard[0], words.LeftOut):
+                unfit = heard[0].modules
+            else:
+                os._exit(0)
         _kill(pid)
         _close(end)
         return unfit
@@ -244,17 +244,20 @@ class Zygote:
         line.recv(1)  # the warden is the parent now
         self._die_with_warden()
 
-        def say(word: object) -> None:
-            line.send(json.dumps(word).encode())
+        words = self._words
+        channel = self._framing.Channel(line, words.CHILD_TO_ZYGOTE, words.ZYGOTE_TO_WARDEN)
 
-        done, unfit = import_share(self._todo, self._left_out, self._personal, say)
+        def begins(module: str) -> None:
+            channel.send(words.Importing(module))
+
+        done, unfit = import_share(self._todo, self._left_out, self._personal, begins)
         if unfit:
             for pid in children():
                 _kill(pid)
-            say(unfit)
+            channel.send(words.LeftOut(unfit))
             os._exit(0)
         del self._todo[:done]
-        say(True)
+        channel.send(words.Succeeded())
         line.recv(1)  # the old zygote is gone
         line.close()
         self._libc.prctl(_PR_SET_NAME, b"elasticd-zygote", 0, 0, 0)
@@ -273,7 +276,7 @@ class Zygote:
             request, fds = requests[0]
             pid = self._use_embryo(request, fds)
             if pid:
-                self._tell({"is": "forked", "pids": {request["id"]: pid}})
+                self._channel.send(self._words.Forked(((request.id, pid),)))
                 _close(fds)
                 requests = requests[1:]
         if not requests:
@@ -284,8 +287,8 @@ class Zygote:
             return True
         for _, fds in requests:
             _close(fds)
-        ids = [request["id"] for request, _ in requests]
-        self._tell({"is": "forked", "pids": dict(zip(ids, forked, strict=False))})
+        ids = [request.id for request, _ in requests]
+        self._channel.send(self._words.Forked(tuple(zip(ids, forked, strict=False))))
         return False
 
     def _fork_apart(self, count: int) -> int | list[int]:
@@ -318,7 +321,8 @@ class Zygote:
     def _conceive(self) -> bool:
         """Fork the embryo, which waits for a request. Return True in it, once it is a worker."""
         self._embryo_at = time.monotonic() + _EMBRYO_AGAIN_S
-        ours, theirs = socket.socketpair()
+        words, channel = self._words, self._framing.Channel
+        ours, theirs = self._framing.pair()
         try:
             forked = self._fork_apart(1)
         except OSError:
@@ -327,10 +331,10 @@ class Zygote:
             ours.close()
             self._libc.prctl(_PR_SET_NAME, b"elasticd-embryo", 0, 0, 0)
             self._channel.close()
-            self._channel = type(self._channel)(theirs)
+            self._channel = channel(theirs, words.EMBRYO_TO_ZYGOTE, words.WARDEN_TO_ZYGOTE)
             try:
-                ((request, fds),) = self._receive()
-                self._tell({"is": "there"})
+                request, fds = self._channel.receive()
+                self._channel.send(words.Accepted())
             except Exception:  # noqa: BLE001  # the zygote is gone, or drops the embryo
                 os._exit(0)
             self._become_worker(request, fds)
@@ -339,7 +343,7 @@ class Zygote:
         if forked == [0]:
             ours.close()
         else:
-            self._embryo = forked[0], type(self._channel)(ours)
+            self._embryo = forked[0], channel(ours, words.WARDEN_TO_ZYGOTE, words.EMBRYO_TO_ZYGOTE)
         return False
 
     def _use_embryo(self, request: Any, fds: list[int]) -> int:
@@ -347,14 +351,8 @@ class Zygote:
         assert self._embryo is not None
         pid, line = self._embryo
         try:
-            line.send(request, [os.dup(fd) for fd in fds])
-            while line.pending:
-                select.select([], [line], [])
-                line.flush()
-            answer = None
-            while not answer:
-                select.select([line], [], [])
-                answer = line.receive()
+            line.send(request, fds)
+            line.receive()
         except Exception:  # noqa: BLE001  # the channel's other end is gone
             pid = 0
         self._drop_embryo()
@@ -374,11 +372,11 @@ class Zygote:
         try:
             for target, fd in enumerate(fds):
                 os.dup2(fd, target)
-            failing = f"in {request['cwd']}"
-            os.chdir(request["cwd"])
+            failing = f"in {request.program.cwd}"
+            os.chdir(request.program.cwd)
             failing = "a worker"
-            give_environment(request["env"], self._changed_env, self._first_env)
-            give_arguments(request["argv"])
+            give_environment(request.program.env, self._changed_env, self._first_env)
+            give_arguments(request.program.argv)
             give_streams()
             give_chance()
             give_identity()
@@ -397,18 +395,25 @@ class Zygote:
         self._libc.prctl(_PR_SET_NAME, self._name, 0, 0, 0)
         for fd, said in enumerate(self._said, 1):  # the modules' output from their import
             _write(fd, said)
-        self._channel.forget()
+        self._channel.socket.detach()  # its number is closed below
         os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
-def _channel_class(here: str) -> Any:
-    path = os.path.join(here, os.pardir, os.pardir, "procs", "channel.py")
-    spec = importlib.util.spec_from_file_location("elasticd_channel", path)
+def _channel_modules(here: str) -> tuple[Any, Any]:
+    """Return the modules ``framing`` and ``warden_messages`` of elasticd/channel. No name of theirs stays
+    among the imported modules."""
+    folder = os.path.join(here, os.pardir, os.pardir, "channel")
+    spec = importlib.util.spec_from_file_location(
+        "elasticd_channel", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
     assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Channel
+    sys.modules["elasticd_channel"] = importlib.util.module_from_spec(spec)
+    framing, words = (
+        importlib.import_module(f"elasticd_channel.{name}") for name in ("framing", "warden_messages")
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "elasticd_channel"]:
+        del sys.modules[name]
+    return framing, words
 
 
 def _comm() -> bytes:
