@@ -1,5 +1,12 @@
-"""Checkpoints on disk: the format, the saver that writes checkpoints, and the verified reading of them.
+"""Checkpoints.
 
-The package knows nothing of the agent or of etcd. Only the code that makes or fills tensors imports torch, so
-that the saver, which only moves bytes, stays small.
+* ``format``: the files of a checkpoint.
+* ``store``: where checkpoints are kept, and the verified reading of them.
+* ``commit``: the record of committed checkpoints.
+* ``replication``: copies of shards in other nodes' memory.
+* ``client``: what runs in a worker. Only the client imports torch at its start.
+* ``server``: the saver process, which only moves bytes.
+* ``protocol`` and ``huge_pages``: what a worker and the saver of its node share.
+
+The package knows nothing of the agent or of etcd.
 """

@@ -13,11 +13,10 @@ from typing import Any
 
 import click
 
-from elasticd.checkpoint import disk, reading
-from elasticd.checkpoint.disk import Disk
-from elasticd.checkpoint.manifest import BadCheckpoint, Manifest
-from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.store import BadStore, CheckpointStore, store_at
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.format.manifest import BadCheckpoint, Manifest
+from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, reading, store_at
+from elasticd.checkpoint.store.disk import Disk
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
 from elasticd.core.facts import Checkpoint, Saved
@@ -189,8 +188,8 @@ def export(store: CheckpointStore, out: Path, which: str | None, only: tuple[str
         raise Complaint(f"there is no {unknown[0]} in it; there is {describe.listing(sorted(names))}")
     import torch
 
-    from elasticd.worker.collect import restore
-    from elasticd.worker.target import Target
+    from elasticd.checkpoint.client.load_plan import Target
+    from elasticd.checkpoint.client.state_dict import restore
 
     state: dict[str, Any] = dict.fromkeys(sorted(only or names))
     fresh = out.with_name(f".{out.name}.new")

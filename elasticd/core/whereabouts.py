@@ -98,7 +98,7 @@ def _collective(stack: Stack) -> str:
 
 def _waits_for_a_program(frame: Frame) -> bool:
     name = _name(frame.file)
-    if (name, frame.function) == ("saverline.py", "listen_while"):  # waits for the saver's disk
+    if (name, frame.function) == ("saver_connection.py", "listen_while"):  # waits for the saver's disk
         return True
     return (name == "subprocess.py" and frame.function.strip("_") in _WAITS) or (
         name.startswith("popen_") and "multiprocessing" in frame.file and frame.function in _POLLS

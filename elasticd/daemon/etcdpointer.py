@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from elasticd.checkpoint.manifest import BadCheckpoint
-from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.reading import is_finished
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep, commit
+from elasticd.checkpoint.format.manifest import BadCheckpoint
 from elasticd.checkpoint.store import BadStore, CheckpointStore, store_at, told
+from elasticd.checkpoint.store.reading import is_finished
 from elasticd.core.facts import Checkpoint, Round, Saved
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unchanged, Unknown
-from elasticd.core.retention import Commit, CommitRefused, Keep, commit
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from elasticd.checkpoint.wire import PeerGone
+from elasticd.checkpoint.replication.wire import PeerGone
 from elasticd.core.facts import Holder
 from elasticd.core.ports import Applied, Put, StillThere, Store
 from elasticd.daemon.driver import Driver

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from elasticd import __version__
-from elasticd.checkpoint.report import SaveReport
+from elasticd.checkpoint.server.save_report import SaveReport
 from elasticd.core.facts import NodeLedger, Phase, Round
 from elasticd.core.ledger import totals
 from elasticd.core.messages import Leave

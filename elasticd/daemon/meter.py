@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elasticd.checkpoint.report import Fate, Footprint, SaveReport
+from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.core.agent import State
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger

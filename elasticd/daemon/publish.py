@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from elasticd.checkpoint.report import Fate, SaveReport, sentence
+from elasticd.checkpoint.server.save_report import Fate, SaveReport, sentence
 from elasticd.core import budget as budgets
 from elasticd.core.facts import Phase, Progress, SlotProgress
 from elasticd.core.lifecycle import Life

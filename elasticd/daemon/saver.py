@@ -19,12 +19,12 @@ from typing import Any, Final
 import msgspec
 
 from elasticd.channel.warden_messages import Ended
-from elasticd.checkpoint import handover
-from elasticd.checkpoint.alone import be_modest, say
-from elasticd.checkpoint.pace import RateLimit
-from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.report import Fate, Footprint, SaveReport, from_line
-from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport, from_line
+from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.server.standalone import be_modest, say
+from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import Holder
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.daemon.holding import EtcdPeers
@@ -73,7 +73,7 @@ class SaverService:
         self.newest: SaveReport | None = None  # that was committed
         self.unsaved = ""  # of checkpoints that came to nothing, in words
         self._failures = 0
-        self._listener, self.name = handover.listen()
+        self._listener, self.name = protocol.listen()
         self._said, self._saying = socket.socketpair()
         self._said.setblocking(False)
         self._saying.setblocking(False)  # an agent that is stopped must not stop the saver

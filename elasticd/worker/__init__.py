@@ -25,15 +25,15 @@ from elasticd.worker.agentpage import NotFinite, report
 from elasticd.worker.commit.shared import Local, Unlike
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.epochs import Epoch
+from elasticd.worker.own_checkpoints import checkpointed
 from elasticd.worker.place import device, rank, world_size
 from elasticd.worker.run import run
-from elasticd.worker.saved import checkpointed
 from elasticd.worker.state import State
 from elasticd.worker.world.exchange import StateLost
 from elasticd.worker.world.group import WorldChanged
 
 if TYPE_CHECKING:
-    from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
+    from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 
 __all__ = [
     "Checkpoints",
@@ -59,7 +59,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import Checkpoints on first use: it needs parts of torch that nothing else here needs."""
     if name in ("Checkpoints", "NoCheckpoint"):
-        from elasticd.worker import checkpoint
+        from elasticd.worker import checkpoints
 
-        return getattr(checkpoint, name)
+        return getattr(checkpoints, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,15 +43,15 @@ from elasticd.worker.gradients.wrapping import (
     is_flattened,
     to_wrap,
 )
-from elasticd.worker.lasting import Lasting, Parts
 from elasticd.worker.place import rank, world_size
 from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.samples.loading import Share
+from elasticd.worker.state_checkpoints import Lasting, Parts
 from elasticd.worker.step import Micro, Step
 from elasticd.worker.world.group import World, WorldChanged
 
 if TYPE_CHECKING:
-    from elasticd.worker.checkpoint import Checkpoints
+    from elasticd.worker.checkpoints import Checkpoints
 
 _log = logging.getLogger(__name__)
 LOOKS_DEEP = 3
@@ -1022,7 +1022,7 @@ class State:
 def _lasting(checkpoints: Checkpoints | str | os.PathLike[str] | None) -> Lasting | None:
     if not checkpoints:
         return None
-    from elasticd.worker.checkpoint import Checkpoints  # imports parts of torch that nothing else here needs
+    from elasticd.worker.checkpoints import Checkpoints  # imports parts of torch that nothing else here needs
 
     made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
     return Lasting(made)

@@ -27,8 +27,8 @@ from typing import Any
 
 import click
 
-from elasticd.checkpoint import handover
-from elasticd.checkpoint.alone import be_modest
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.server.standalone import be_modest
 
 Numbers = dict[str, dict[str, list[float]]]
 STEP_S = 0.3
@@ -52,7 +52,7 @@ def checkpoint(
         wanted > there
     ):  # each has the state, what DDP sends of it, and a copy; the saver has two shards of each
         raise click.ClickException(f"this needs about {wanted} MB of memory, and {there} MB are available")
-    listener, saver_name = handover.listen()
+    listener, saver_name = protocol.listen()
     with tempfile.TemporaryDirectory(dir=folder) as place, socket.socket() as free, listener:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -61,7 +61,8 @@ def checkpoint(
         env |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
         # As under an agent, it stays when the workers have left.
         stays = (
-            f"from elasticd.checkpoint.alone import main; main({listener.fileno()}, '{{\"linger_s\": null}}')"
+            "from elasticd.checkpoint.server.standalone import main; "
+            f"main({listener.fileno()}, '{{\"linger_s\": null}}')"
         )
         saver = subprocess.Popen(
             [sys.executable, "-c", stays], pass_fds=[listener.fileno()], start_new_session=True
@@ -255,7 +256,7 @@ class _Bench:
         return time.perf_counter() - began
 
     def tensors(self) -> dict[str, Any]:
-        from elasticd.worker.collect import flatten
+        from elasticd.checkpoint.client.state_dict import flatten
 
         return flatten({"model": self.model, "optimizer": self.optimizer}).tensors
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from elasticd.checkpoint.manifest import BadCheckpoint
-from elasticd.checkpoint.reading import open_manifest, verify
+from elasticd.checkpoint.format.manifest import BadCheckpoint
 from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.store.reading import open_manifest, verify
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.etcd.client import Client
 from tests.e2e.harness import Cluster, marked

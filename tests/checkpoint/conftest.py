@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.worker import saverline
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.checkpoint.client import saver_connection
+from elasticd.worker.checkpoints import Checkpoints
 
 GONE_S = 60.0
 torch.set_num_threads(1)  # tests run beside each other
@@ -38,7 +38,7 @@ def training(seed: int, width: int = 96) -> dict[str, Any]:
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from elasticd.worker.collect import flatten
+    from elasticd.checkpoint.client.state_dict import flatten
 
     return {key: tensor.clone() for key, tensor in flatten(state).tensors.items()}
 
@@ -62,8 +62,8 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Checkpoints]]:
     yield open_
     for checkpoints in made:
         checkpoints.close()
-    while saverline.started:
-        assert saverline.started.pop().wait(GONE_S) in (0, -9)
+    while saver_connection.started:
+        assert saver_connection.started.pop().wait(GONE_S) in (0, -9)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elasticd.checkpoint.handover import Memory
-from elasticd.worker.offload import GpuCopier, GpuEvent
+from elasticd.checkpoint.client.gpu_copy import GpuCopier, GpuEvent
+from elasticd.checkpoint.protocol import Memory
 
 
 @dataclass(eq=False)

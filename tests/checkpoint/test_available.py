@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticd.checkpoint import handover
+from elasticd.checkpoint import protocol
 from elasticd.checkpoint.available import available
 
 
@@ -64,11 +64,11 @@ def test_those_who_ask_at_one_instant_pass_no_limit_together(monkeypatch, askers
         assert taken <= limit, "somebody would have been killed"
 
     monkeypatch.setattr(os, "posix_fallocate", take)
-    monkeypatch.setattr(handover, "available", lambda: limit - taken)
+    monkeypatch.setattr(protocol, "available", lambda: limit - taken)
     size = int(limit * share)
     if askers * share < 1:
-        handover._set_aside(-1, size)
+        protocol._set_aside(-1, size)
         assert taken == askers * size
     else:
         with pytest.raises(OSError, match="bytes are available"):
-            handover._set_aside(-1, size)
+            protocol._set_aside(-1, size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoints import Checkpoints
 from tests.worker.worlds import in_world
 
 

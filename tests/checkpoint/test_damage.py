@@ -18,18 +18,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticd.checkpoint import reading
-from elasticd.checkpoint.disk import Disk
-from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, digest
-from elasticd.checkpoint.pointer import POINTER, FilePointer
-from elasticd.checkpoint.reading import open_manifest, verify
+from elasticd.checkpoint.client import saver_connection
+from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
+from elasticd.checkpoint.commit.retention import Keep
+from elasticd.checkpoint.format.manifest import MANIFEST, BadCheckpoint, digest
+from elasticd.checkpoint.store import reading
+from elasticd.checkpoint.store.disk import Disk
+from elasticd.checkpoint.store.reading import open_manifest, verify
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
-from elasticd.core.retention import Keep
-from elasticd.worker import agentpage, saverline
-from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
+from elasticd.worker import agentpage
+from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 
 TRIES = 300  # as many as plain DCP was tried with: it loaded 296 flipped bits and 59 of 60 zeroed pages
@@ -96,7 +97,7 @@ def test_an_optimizer_that_never_stepped_gets_its_state(saved):
 
 def test_its_saver_leaves_the_processors_to_the_training(saved):
     saved(1)
-    saver = saverline.started[-1].pid
+    saver = saver_connection.started[-1].pid
     assert os.getpriority(os.PRIO_PROCESS, saver) == 19
     group = Path(f"/proc/{saver}/autogroup")
     if not group.exists():
@@ -256,7 +257,7 @@ def test_an_error_that_passes_is_waited_for(damaged, monkeypatch, call):
         return real(first, *rest)
 
     monkeypatch.setattr(os, call, fails)
-    monkeypatch.setattr("elasticd.checkpoint.reading._AGAIN_S", 0.0)
+    monkeypatch.setattr("elasticd.checkpoint.store.reading._AGAIN_S", 0.0)
     assert damaged.found() == 2 and not errors
 
 
@@ -269,7 +270,7 @@ def test_an_error_that_stays_is_named_and_the_one_before_it_is_taken(damaged, mo
         return real(path, *rest)
 
     monkeypatch.setattr(os, "open", fails)
-    monkeypatch.setattr("elasticd.checkpoint.reading._PATIENCE_S", 0.0)
+    monkeypatch.setattr("elasticd.checkpoint.store.reading._PATIENCE_S", 0.0)
     assert damaged.found() == 1
     assert "__0_0.distcp cannot be read: Input/output error" in caplog.text
 
@@ -409,7 +410,7 @@ def test_a_commit_beside_a_damaged_record_loses_nothing_to_an_error_that_passes(
         return real(disk, name)
 
     monkeypatch.setattr(Disk, "read", fails)
-    monkeypatch.setattr("elasticd.checkpoint.reading._AGAIN_S", 0.0)
+    monkeypatch.setattr("elasticd.checkpoint.store.reading._AGAIN_S", 0.0)
     before = FilePointer(damaged.path).read().saved
     (damaged.path / POINTER).write_bytes(b"")
     assert FilePointer(damaged.path).update(lambda known: known).saved == before and not errors

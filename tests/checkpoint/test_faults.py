@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint import disk, handover, reading
-from elasticd.checkpoint.handover import Memory, Paper, SaverSocket
-from elasticd.checkpoint.manifest import Index, encode_index, shard_name
-from elasticd.checkpoint.pointer import POINTER, FilePointer
-from elasticd.checkpoint.report import Footprint
-from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
+from elasticd.checkpoint.format.manifest import Index, encode_index, shard_name
+from elasticd.checkpoint.protocol import Memory, Paper, SaverSocket
+from elasticd.checkpoint.server.save_report import Footprint
+from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.store import disk, reading
 from elasticd.core.naming import folder_name
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled
 from tests.checkpoint.test_memory import held_by
 
@@ -407,7 +408,7 @@ def test_a_shard_for_which_there_is_no_memory_fails_one_checkpoint_and_no_other(
     forker, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
-    monkeypatch.setattr("elasticd.checkpoint.handover.available", lambda: 1000)
+    monkeypatch.setattr("elasticd.checkpoint.protocol.available", lambda: 1000)
     checkpoints = Checkpoints(tmp_path / "run")
     checkpoints.save(filled(1), 1)
     assert checkpoints.wait() and checkpoints.failed == 1
@@ -449,7 +450,7 @@ def joins(
     locals_: Iterable[int] = (),
 ) -> SaverSocket:
     """``locals_``: the ranks that this saver serves, unless it serves all."""
-    line = handover.connect(name)
+    line = protocol.connect(name)
     who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round, "fence": round}
     line.send({"is": "open", **who, "locals": list(locals_ or range(world)), "last": 3, "every": 0})
     paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
@@ -464,7 +465,7 @@ def hands_over(line: SaverSocket, step: int, name: str, buffer: int = 0) -> None
     line.send({"is": "save", "plan": 1, "buffer": buffer, "step": step, "name": name, "at": 1.0})
 
 
-def hears(line: SaverSocket, what: str) -> handover.Message:
+def hears(line: SaverSocket, what: str) -> protocol.Message:
     while heard := line.receive():
         if heard[0]["is"] == what:
             return heard[0]
@@ -571,7 +572,7 @@ def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(fork
 
 
 def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and_two_in_the_end(tmp_path):
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     footprints: list[Footprint] = []
     saver = Saver(listener, linger_s=None, occupies=footprints.append)
     serving = threading.Thread(target=saver.serve)
@@ -606,7 +607,7 @@ def test_what_was_said_last_is_heard_though_the_one_who_said_it_left_without_lis
         worker.send({"is": said})
     worker.close()
     assert [saver.receive(), saver.receive()] == [({"is": "torn"}, []), ({"is": "save"}, [])]
-    with pytest.raises(handover.Gone):
+    with pytest.raises(protocol.Gone):
         saver.receive()
     saver.close()
 
@@ -655,21 +656,21 @@ def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
     good = joins(name, tmp_path / "run", 0, 1)
     empty = os.memfd_create("empty")
     for message in ({"is": "save"}, {"is": "open"}, {"is": "x"}, {"is": "plan", "plan": 1, "size": 3}, {}):
-        bad = handover.connect(name)
+        bad = protocol.connect(name)
         bad.send(message)
-        with pytest.raises(handover.Gone):
+        with pytest.raises(protocol.Gone):
             bad.receive()
         bad.close()
     for raw, files in ((b"[]", []), (b"[" * 50_000, []), (b'{"is": "plan", "plan": 1, "size": 3}', [empty])):
-        bad = handover.connect(name)
+        bad = protocol.connect(name)
         socket.send_fds(bad.socket, [raw], files)
-        with pytest.raises(handover.Gone):
+        with pytest.raises(protocol.Gone):
             bad.receive()
         bad.close()
     os.close(empty)
     outside = joins(name, tmp_path / "run", 0, 1, "0000000c")
     hands_over(outside, 1, "../../elsewhere")
-    with pytest.raises(handover.Gone):
+    with pytest.raises(protocol.Gone):
         outside.receive()
     hands_over(good, 5, folder_name(5, 1, "0000000a", 1))
     hears(good, "committed")

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 
-from elasticd.checkpoint.frames import ALIGNMENT, padded_blob, room_for, tensor_frame
+from elasticd.checkpoint.format.frames import ALIGNMENT, padded_blob, room_for, tensor_frame
 
 TYPES = ["float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool", "complex64", "float8_e4m3fn"]
 

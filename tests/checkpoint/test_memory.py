@@ -14,15 +14,15 @@ from pathlib import Path, PurePath
 import psutil
 import pytest
 
-from elasticd.checkpoint import handover
-from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.report import Footprint
-from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.client import saver_connection
+from elasticd.checkpoint.client.staging import pickled
+from elasticd.checkpoint.client.state_dict import flatten
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.server.save_report import Footprint
+from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.store import store_at
-from elasticd.worker import saverline
-from elasticd.worker.checkpoint import Checkpoints, NoCheckpoint
-from elasticd.worker.collect import flatten
-from elasticd.worker.staging import pickled
+from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 from tests.checkpoint.faults import Helper, check, filled
 
@@ -72,7 +72,7 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forke
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(2), 2) and checkpoints.wait()
     saver = psutil.Process(int(os.environ["SAVER_PID"]))
-    line = handover.connect(os.environ["ELASTICD_SAVER"])
+    line = protocol.connect(os.environ["ELASTICD_SAVER"])
     saver.suspend()
     try:
         for _ in range(5):
@@ -82,7 +82,7 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forke
     finally:
         saver.resume()
     _, [offers] = line.receive()
-    assert [offer["step"] for offer in json.loads(handover.Paper.of(offers).index)] == [2]
+    assert [offer["step"] for offer in json.loads(protocol.Paper.of(offers).index)] == [2]
     os.close(offers)
     line.close()
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_unpickled_from_memory_is_not_from_disk_either_and_one_be
     forker, tmp_path, monkeypatch, caplog
 ):
     checkpoints = Checkpoints(tmp_path / "run")
-    monkeypatch.setattr("elasticd.worker.staging._LOADABLE", (int, PurePath().__class__))
+    monkeypatch.setattr("elasticd.checkpoint.client.staging._LOADABLE", (int, PurePath().__class__))
     for step, odd in ((1, 0), (2, PurePath("/x"))):
         assert checkpoints.save({**filled(step), "odd": odd}, step) and checkpoints.wait()
     checkpoints.close()
@@ -163,7 +163,7 @@ def test_memory_older_than_what_was_committed_is_not_taken(forker, tmp_path, mon
 def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
     forker, tmp_path, monkeypatch, caplog, sent
 ):
-    monkeypatch.setattr(handover, "SILENCE_S", 0.5)
+    monkeypatch.setattr(protocol, "SILENCE_S", 0.5)
     save(tmp_path / "run", 1, 2)
     os.kill(pid := int(os.environ["SAVER_PID"]), sent)
     try:
@@ -185,15 +185,15 @@ def test_a_saver_that_is_stopped_or_dead_is_not_waited_for_and_the_disk_is_read(
 def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_later(
     forker, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(handover, "SILENCE_S", 0.5)
-    monkeypatch.setattr(saverline, "_MOMENT_S", 30.0)  # a busy machine
-    patience, connect = [], handover.connect
+    monkeypatch.setattr(protocol, "SILENCE_S", 0.5)
+    monkeypatch.setattr(saver_connection, "_MOMENT_S", 30.0)  # a busy machine
+    patience, connect = [], protocol.connect
 
-    def counted(*name: str, patience_s: float | None = None) -> handover.SaverSocket:
+    def counted(*name: str, patience_s: float | None = None) -> protocol.SaverSocket:
         patience.append(patience_s)
         return connect(*name, patience_s=patience_s)
 
-    monkeypatch.setattr(handover, "connect", counted)
+    monkeypatch.setattr(protocol, "connect", counted)
     saver = psutil.Process(int(os.environ["SAVER_PID"]))
     checkpoints = Checkpoints(tmp_path / "run")
     saver.suspend()
@@ -211,12 +211,12 @@ def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_lat
 
 
 def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(monkeypatch):
-    monkeypatch.setattr(handover, "SILENCE_S", 2.0)
-    listener, name = handover.listen()
+    monkeypatch.setattr(protocol, "SILENCE_S", 2.0)
+    listener, name = protocol.listen()
     saver = Saver(listener, linger_s=None)
     serving = threading.Thread(target=saver.serve)
     serving.start()
-    line = handover.connect(name)
+    line = protocol.connect(name)
     try:
         answers: list[object] = []
         asking = threading.Thread(target=lambda: answers.append(line.answer()))  # to nothing, as yet
@@ -241,7 +241,7 @@ def test_another_folder_s_memory_is_not_taken(forker, tmp_path):
 
 
 def test_it_is_never_more_than_two_shards_whatever_the_world_before(tmp_path, monkeypatch):
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     monkeypatch.setenv("ELASTICD_SAVER", name)
     footprints: list[Footprint] = []
     saver = Saver(listener, linger_s=None, occupies=footprints.append)
@@ -280,8 +280,8 @@ def test_memory_is_given_back_once_it_is_of_no_use(forker, tmp_path):
 
 
 def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_else(tmp_path: Path) -> None:
-    name, secret = saverline._start().split()
-    process = saverline.started.pop()
+    name, secret = saver_connection._start().split()
+    process = saver_connection.started.pop()
     for shown in ("cmdline", "environ"):
         assert secret.encode() not in Path(f"/proc/{process.pid}/{shown}").read_bytes()
     question = {"is": "known", "path": str(tmp_path)}
@@ -289,12 +289,12 @@ def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_el
         for first in (question, {"is": "key", "key": "guessed"}):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.connect(f"\0{name}")
-            stranger = handover.SaverSocket(sock)
+            stranger = protocol.SaverSocket(sock)
             stranger.send(first)
-            with pytest.raises(handover.Gone):
+            with pytest.raises(protocol.Gone):
                 stranger.receive()
             stranger.close()
-        line = handover.connect(name, secret)
+        line = protocol.connect(name, secret)
         line.send(question)
         heard = line.receive()
         assert heard is not None and heard[0]["is"] == "known"

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticd.checkpoint import metadata
-from elasticd.checkpoint.manifest import BadCheckpoint
+from elasticd.checkpoint.format import metadata
+from elasticd.checkpoint.format.manifest import BadCheckpoint
 
 
 class Evil:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elasticd.worker import NotFinite
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 
 Open = Callable[..., Checkpoints]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.checkpoint.manifest import (
+from elasticd.checkpoint.format.manifest import (
     METADATA,
     BadCheckpoint,
     Blob,
@@ -23,7 +23,7 @@ from elasticd.checkpoint.manifest import (
     encode_index,
     shard_name,
 )
-from elasticd.checkpoint.replicas import Label
+from elasticd.checkpoint.replication.replicas import Label
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import folder_name, parse_folder
 from elasticd.etcd import records

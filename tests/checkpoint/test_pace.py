@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elasticd.checkpoint.pace import RateLimit
+from elasticd.checkpoint.store.rate_limit import RateLimit
 
 
 def test_several_writers_have_it_together():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker.collect import Flat, flatten, restore
+from elasticd.checkpoint.client.state_dict import Flat, flatten, restore
 from elasticd.worker.commit.plaindata import copied, loaded, outlined, with_tensors
 from tests.checkpoint.likeness import with_types
 

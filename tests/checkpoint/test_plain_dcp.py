@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from elasticd.checkpoint.manifest import BadCheckpoint
+from elasticd.checkpoint.format.manifest import BadCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 
 

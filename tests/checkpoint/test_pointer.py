@@ -11,16 +11,23 @@ import fsspec
 import msgspec
 import pytest
 
-from elasticd.checkpoint.committing import Committing
-from elasticd.checkpoint.disk import Disk
-from elasticd.checkpoint.handover import Paper
-from elasticd.checkpoint.manifest import MANIFEST, BadCheckpoint, Index, Unreadable, encode_index, shard_name
-from elasticd.checkpoint.pointer import POINTER, FilePointer
-from elasticd.checkpoint.remote import Remote
+from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
+from elasticd.checkpoint.commit.retention import CommitRefused, Keep
+from elasticd.checkpoint.format.manifest import (
+    MANIFEST,
+    BadCheckpoint,
+    Index,
+    Unreadable,
+    encode_index,
+    shard_name,
+)
+from elasticd.checkpoint.protocol import Paper
+from elasticd.checkpoint.server.committing import Committing
+from elasticd.checkpoint.server.shards import Gathering, SavingWorld
 from elasticd.checkpoint.store import CheckpointStore
-from elasticd.checkpoint.worlds import Gathering, SavingWorld
+from elasticd.checkpoint.store.disk import Disk
+from elasticd.checkpoint.store.remote import Remote
 from elasticd.core.naming import folder_name
-from elasticd.core.retention import CommitRefused, Keep
 
 INDEX = encode_index(Index([shard_name(0)], {}, {}, {}))
 
@@ -176,7 +183,7 @@ def test_a_disk_that_hides_what_is_whole_beside_a_lost_record_costs_commits_and_
             raise OSError(errno.EIO, os.strerror(errno.EIO), name)
         return real(disk, name)
 
-    monkeypatch.setattr("elasticd.checkpoint.reading._PATIENCE_S", 0.0)
+    monkeypatch.setattr("elasticd.checkpoint.store.reading._PATIENCE_S", 0.0)
     with monkeypatch.context() as tired:
         tired.setattr(Disk, "read", fails)
         with pytest.raises(Unreadable, match="Input/output error"):

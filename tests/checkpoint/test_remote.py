@@ -13,15 +13,15 @@ import boto3
 import pytest
 import torch
 
-from elasticd.checkpoint.committing import Committing
-from elasticd.checkpoint.handover import Paper
-from elasticd.checkpoint.manifest import File, Index, encode_index, shard_name
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.commit.retention import Keep
+from elasticd.checkpoint.format.manifest import File, Index, encode_index, shard_name
+from elasticd.checkpoint.protocol import Paper
+from elasticd.checkpoint.server.committing import Committing
+from elasticd.checkpoint.server.shards import Gathering, SavingWorld
 from elasticd.checkpoint.store import store_at
-from elasticd.checkpoint.worlds import Gathering, SavingWorld
 from elasticd.core.naming import folder_name, parse_folder
-from elasticd.core.retention import Keep
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving, writes
 

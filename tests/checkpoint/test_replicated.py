@@ -23,19 +23,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.checkpoint import handover
-from elasticd.checkpoint.handover import Memory
-from elasticd.checkpoint.peers import PeerSaver
-from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.replicas import Label, Replica
-from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.saver import Saver
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.client.memory_tier import Memories
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.replication.peers import PeerSaver
+from elasticd.checkpoint.replication.replicas import Label, Replica
+from elasticd.checkpoint.replication.wire import PeerGone, Wire
+from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.store import store_at
-from elasticd.checkpoint.wire import PeerGone, Wire
 from elasticd.core.facts import Holder
 from elasticd.core.naming import folder_name
 from elasticd.daemon import holding
-from elasticd.worker.recall import Memories
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.test_memory import held_by
 
@@ -168,7 +168,7 @@ class Alone:
 @contextmanager
 def served(replication: Replication) -> Iterator[str]:
     """By a saver in a thread, which goes by this name."""
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     saver = Saver(listener, linger_s=None, replication=replication)
     serving = threading.Thread(target=saver.serve)
     serving.start()
@@ -181,7 +181,7 @@ def served(replication: Replication) -> Iterator[str]:
 
 
 def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr("elasticd.checkpoint.replication._STRANGERS_MAX", 8)
+    monkeypatch.setattr("elasticd.checkpoint.server.replication._STRANGERS_MAX", 8)
     here, me = holding.listen("a", "127.0.0.1")
     with served(Replication(me, here, Alone())), ExitStack() as lines:
         strangers = [lines.enter_context(socket.create_connection((me.host, me.port))) for _ in range(140)]
@@ -195,8 +195,8 @@ def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
 
 
 def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
-    monkeypatch.setattr("elasticd.checkpoint.replication._CALLERS_MAX", 1)
-    monkeypatch.setattr("elasticd.checkpoint.replication.SILENCE_S", 0.04)
+    monkeypatch.setattr("elasticd.checkpoint.server.replication._CALLERS_MAX", 1)
+    monkeypatch.setattr("elasticd.checkpoint.server.replication.SILENCE_S", 0.04)
     here, me = holding.listen("a", "127.0.0.1")
     with served(Replication(me, here, Alone())), ThreadPoolExecutor(1) as thread:
         first = PeerSaver(me)

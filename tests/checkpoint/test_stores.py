@@ -19,15 +19,14 @@ import fsspec
 import pytest
 from botocore.exceptions import ClientError
 
-from elasticd.checkpoint import disk, remote
-from elasticd.checkpoint.disk import Disk, write_file
-from elasticd.checkpoint.manifest import BLOCK, block_digest
-from elasticd.checkpoint.pointer import FilePointer
-from elasticd.checkpoint.remote import Remote
-from elasticd.checkpoint.store import BadStore, CheckpointStore, store_at
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.commit.retention import CommitRefused, Keep
+from elasticd.checkpoint.format.manifest import BLOCK, block_digest
+from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, remote, store_at
+from elasticd.checkpoint.store.disk import Disk, write_file
+from elasticd.checkpoint.store.remote import Remote
 from elasticd.core.facts import Saved
 from elasticd.core.naming import folder_name
-from elasticd.core.retention import CommitRefused, Keep
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 
 BIG = bytes(range(256)) * (24 << 12)  # 24 MiB: two parts on S3

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elasticd.checkpoint.wire import PIECE, PeerGone, Wire
+from elasticd.checkpoint.replication.wire import PIECE, PeerGone, Wire
 
 SECRET = "secret of the job"
 GREETING = 64  # bytes that each end says first: what it has drawn, and its proof

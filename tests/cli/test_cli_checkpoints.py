@@ -13,12 +13,12 @@ from click.testing import CliRunner, Result
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from elasticd.checkpoint.manifest import MANIFEST, decode, digest, encode, encode_index
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.client import saver_connection
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.format.manifest import MANIFEST, decode, digest, encode, encode_index
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.main import cli
-from elasticd.worker import saverline
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoints import Checkpoints
 
 
 def state(step: int) -> dict[str, object]:
@@ -35,8 +35,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         assert checkpoints.wait() and not checkpoints.failed
     checkpoints.close()
     yield tmp_path / "run"
-    while saverline.started:
-        saverline.started.pop().wait(60.0)
+    while saver_connection.started:
+        saver_connection.started.pop().wait(60.0)
 
 
 def ckpt(*arguments: object) -> Result:
@@ -83,8 +83,8 @@ def test_which_world_saved_it_is_not_called_a_round_of_the_job(folder):
     later = Checkpoints(folder)
     assert later.save(state(4), 4) and later.wait()
     later.close()
-    while saverline.started:
-        saverline.started.pop().wait(60.0)
+    while saver_connection.started:
+        saver_connection.started.pop().wait(60.0)
     told = [json.loads(line) for line in ckpt("ls", folder, "--json").stdout.splitlines()]
     assert [t["generation"] for t in told] == [1, 1, 2] and not any("round" in t for t in told)
     assert "GENERATION" in ckpt("ls", folder).stdout

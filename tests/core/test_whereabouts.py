@@ -101,9 +101,9 @@ def test_a_thread_without_python_is_nowhere() -> None:
             ("program", "job.py:40", "waiting for a program"),
         ),
         (
-            [(f"{LIB}/site-packages/elasticd/checkpoint/handover.py", 79, "receive"),
-             (f"{LIB}/site-packages/elasticd/worker/saverline.py", 130, "listen_while"),
-             (f"{LIB}/site-packages/elasticd/worker/saving.py", 122, "wait")],
+            [(f"{LIB}/site-packages/elasticd/checkpoint/protocol.py", 79, "receive"),
+             (f"{LIB}/site-packages/elasticd/checkpoint/client/saver_connection.py", 130, "listen_while"),
+             (f"{LIB}/site-packages/elasticd/checkpoint/client/saving.py", 122, "wait")],
             ("program", "job.py:40", "waiting for a program"),
         ),
         ([("/home/me/subprocess_jobs.py", 3, "wait")], ("own", "subprocess_jobs.py:3", "")),
@@ -139,4 +139,4 @@ def test_who_waits_for_what_a_work_brings_waits_for_others_in_the_script_and_in_
     ours = (f"{where}/elasticd/worker/world.py", 324, "wait_for")
     assert at(measured, ours) == ("collective", "job.py:40", "wait")
     assert at(ours) == ("own", "job.py:40", "")
-    assert at((f"{where}/elasticd/checkpoint/handover.py", 79, "receive")) == ("own", "job.py:40", "")
+    assert at((f"{where}/elasticd/checkpoint/protocol.py", 79, "receive")) == ("own", "job.py:40", "")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint.report import Fate, SaveReport
+from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
 from elasticd.core.messages import Leave

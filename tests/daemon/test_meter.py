@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from elasticd.checkpoint.report import Fate, Footprint, SaveReport
+from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.core import agent
 from elasticd.core.facts import (
     Cause,

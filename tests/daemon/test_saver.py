@@ -20,10 +20,11 @@ import psutil
 import pytest
 
 from elasticd import daemon
-from elasticd.checkpoint import disk, handover
-from elasticd.checkpoint.disk import Disk
-from elasticd.checkpoint.handover import Memory, Paper, SaverSocket
-from elasticd.checkpoint.manifest import (
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.client.memory_tier import Memories, Untold
+from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
+from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep
+from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     METADATA,
     BadCheckpoint,
@@ -34,15 +35,15 @@ from elasticd.checkpoint.manifest import (
     encode_index,
     shard_name,
 )
-from elasticd.checkpoint.pointer import POINTER, FilePointer
-from elasticd.checkpoint.reading import open_manifest
-from elasticd.checkpoint.report import Fate, SaveReport
-from elasticd.checkpoint.saver import Saver
-from elasticd.checkpoint.store import CheckpointStore
+from elasticd.checkpoint.protocol import Memory, Paper, SaverSocket
+from elasticd.checkpoint.server.save_report import Fate, SaveReport
+from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.store import CheckpointStore, disk
+from elasticd.checkpoint.store.disk import Disk
+from elasticd.checkpoint.store.reading import open_manifest
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
-from elasticd.core.retention import Commit, CommitRefused, Keep
 from elasticd.daemon.etcdpointer import EtcdPointer, settle
 from elasticd.daemon.saver import FINISH_S_MAX, SaverService
 from elasticd.etcd.access import EtcdAccess
@@ -50,7 +51,6 @@ from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
 from elasticd.procs.keeper import KeeperError, Warden
-from elasticd.worker.recall import Memories, Untold
 from tests.etcd.cluster import freeze
 
 
@@ -279,7 +279,7 @@ def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server,
     def sleep(seconds: float) -> None:
         now[0] += 100 * seconds
 
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path), clock=lambda: now[0], sleep=sleep)
     round_is(client, 3)
@@ -303,7 +303,7 @@ def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server,
 
 
 def test_a_saver_commits_once_an_etcd_that_stood_still_goes_on(server, client, tmp_path):
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     asked_again = threading.Event()
 
@@ -388,7 +388,7 @@ def test_nothing_is_removed_while_others_go_by_a_file_that_cannot_be_written(
 
     there_is_room = threading.Event()
     monkeypatch.setattr(Disk, "replace", full)
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     said: list[str] = []
     round_is(client, 3)
@@ -442,7 +442,7 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
 
 def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> SaverSocket:
     """A world of one worker. ``last``: how many are kept."""
-    line = handover.connect(saver)
+    line = protocol.connect(saver)
     line.send({"is": "open", "path": store, "token": f"{step:08x}", "rank": 0, "world": 1, "round": round,
                "fence": round, "locals": [0], "last": last, "every": 0})  # fmt: skip
     paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
@@ -484,7 +484,7 @@ def fate(told: queue.SimpleQueue[SaveReport]) -> SaveReport:
 
 
 def test_a_saver_finishes_for_workers_of_a_round_that_is_over_and_for_no_other(server, client, tmp_path):
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     told: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
     pointer = Watched(server.access, Disk(tmp_path))
     saver = Saver(listener, committer_of=lambda _: pointer, linger_s=None, report=told.put)
@@ -578,7 +578,7 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
 
 WORKER = """
 import os, sys
-from elasticd.checkpoint import handover
+from elasticd.checkpoint import protocol
 from tests.daemon.test_saver import hands_over
 
 class Poll:
@@ -589,7 +589,7 @@ class Poll:
         print("waits", flush=True)
         return self._poll.poll(*timeout)
 
-poll, handover.select.poll = handover.select.poll, Poll
+poll, protocol.select.poll = protocol.select.poll, Poll
 hands_over(sys.argv[1], sys.argv[2], 3, 5)
 os._exit(0)
 """
@@ -600,7 +600,7 @@ def test_a_worker_hands_over_nothing_before_its_saver_has_seen_whose_it_is(serve
     round_is(client, 3)
     with Warden.start() as warden:
         service = SaverService(warden, server.access, "j")
-        handover.connect(service.name).close()
+        protocol.connect(service.name).close()
         saver = psutil.Process(service._pid)
         saver.suspend()
         argv = [sys.executable, "-c", WORKER, service.name, str(tmp_path)]
@@ -627,7 +627,7 @@ def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatc
     monkeypatch.setattr(Warden, "spawn_service", fails_once)
     with Warden.start() as warden:
         service = SaverService(warden, EtcdAccess(("127.0.0.1:1",), timeout_s=0.1), "j")
-        line = handover.connect(service.name)
+        line = protocol.connect(service.name)
         line.send({"is": "known", "path": str(tmp_path)})
         heard = line.receive()
         assert heard is not None and heard[0]["is"] == "known"
@@ -663,7 +663,7 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
     try:
         name = named.read_text().strip()
         (tmp_path / "run").mkdir()
-        with pytest.raises(handover.Gone):
+        with pytest.raises(protocol.Gone):
             plant(name, str(tmp_path / "run"))
         go_on.write_text("")
         _, said = job.communicate(timeout=240)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.telemetry import events
 
 PROGRAM = Path(__file__).parent / "programs" / "checkpointed.py"

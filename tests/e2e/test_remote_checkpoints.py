@@ -13,10 +13,10 @@ import boto3
 import pytest
 import torch
 
-from elasticd.checkpoint.manifest import MANIFEST
-from elasticd.checkpoint.pointer import POINTER, FilePointer
-from elasticd.worker import saverline
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.checkpoint.client import saver_connection
+from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
+from elasticd.checkpoint.format.manifest import MANIFEST
+from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.s3server import SECRET, S3Server, everything, serving
 
 PROGRAM = Path(__file__).parent / "programs" / "remote.py"
@@ -156,9 +156,9 @@ def test_a_job_whose_checkpoints_are_all_damaged_ends_with_5_at_once_and_says_wh
     for step in (5, 10):
         assert checkpoints.save(trained(), step) and checkpoints.wait() and not checkpoints.failed
     checkpoints.close()
-    for saver in saverline.started:
+    for saver in saver_connection.started:
         saver.wait(60.0)
-    saverline.started.clear()
+    saver_connection.started.clear()
     five, ten = FilePointer(where).read().saved
     (where / five.name / "__0_0.distcp").unlink()
     if what == "the shards":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.store import store_at
 from tests.e2e.harness import Cluster
 

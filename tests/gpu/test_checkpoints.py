@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpoint.handover import Memory
+from elasticd.checkpoint.client.gpu_copy import GpuCopier
+from elasticd.checkpoint.protocol import Memory
 from elasticd.telemetry.gpus import Gpus
-from elasticd.worker.offload import GpuCopier
 from tests.checkpoint.conftest import assert_same, tensors_of
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ DAEMON = sorted((HOUSE / "daemon").glob("*.py"))
 TIES = {"driver.py", "hangs.py"}  # between the core's decisions and the world; the simulator drives them, too
 REASONS = "elasticd.core.reasons"
 
-# Functions of the core that other modules of the daemon call. Only the last three decide anything, and are to
+# Functions of the core that other modules of the daemon call. Only the last two decide anything, and are to
 # go where the driver asks for them.
 CALLED = {
     ("identity.py", "elasticd.core.agent.start"),
@@ -22,7 +22,6 @@ CALLED = {
     ("main.py", "elasticd.core.environment.assignments"),
     ("main.py", "elasticd.core.environment.standbys"),
     ("main.py", "elasticd.core.ledger.totals"),
-    ("etcdpointer.py", "elasticd.core.retention.commit"),
     ("stragglers.py", "elasticd.core.straggler.own_times"),
     ("timekeeper.py", "elasticd.core.ledger.keep_every_s"),
 }
@@ -35,7 +34,7 @@ MAKES_REASONS = {"advice.py"}
 
 # What belongs to checkpoints or views, and is in the core only because it is pure. It is to get less.
 ELSEWHERE = {
-    "bandwidth", "cadence", "environment", "ledger", "link", "outage", "replicas", "retention", "sharding",
+    "bandwidth", "cadence", "environment", "ledger", "link", "outage", "replicas", "sharding",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from elasticd.core.age import Age
 from elasticd.core.link import Enter, Holds
 from elasticd.worker.commit import randomness
 from elasticd.worker.commit.plaindata import copied
-from elasticd.worker.lasting import Parts
+from elasticd.worker.state_checkpoints import Parts
 from elasticd.worker.world.group import World, WorldChanged
 from tests.procs.fakecuda import OnGpu
 from tests.worker.worlds import in_world

@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from elasticd.checkpoint import handover
-from elasticd.checkpoint.pace import RateLimit
-from elasticd.checkpoint.replication import Replication
-from elasticd.checkpoint.report import SaveReport, sentence
-from elasticd.checkpoint.saver import Saver
-from elasticd.checkpoint.wire import PeerGone
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.replication.wire import PeerGone
+from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.save_report import SaveReport, sentence
+from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import Holder
 
 _write, _open, _fsync, _rename = os.write, os.open, os.fsync, os.rename
@@ -84,7 +84,7 @@ class FilePeers:
 
 
 def saver(options: dict[str, Any]) -> None:
-    listener, name = handover.listen()
+    listener, name = protocol.listen()
     pace = RateLimit(options["bytes_s"]) if "bytes_s" in options else None
     linger_s = options.get("linger_s", 0.0)
     replication = None

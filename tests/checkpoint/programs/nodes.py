@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import check, state_of, whole
 
 torch.set_num_threads(1)

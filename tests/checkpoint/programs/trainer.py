@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from elasticd.worker.checkpoint import Checkpoints
+from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import check, filled
 
 torch.set_num_threads(1)

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.checkpoint.pointer import FilePointer
+from elasticd.checkpoint.client.saver_connection import started
+from elasticd.checkpoint.client.schedule import Schedule
+from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.core import cadence as core_cadence
-from elasticd.worker.checkpoint import Checkpoints
-from elasticd.worker.saverline import started
-from elasticd.worker.schedule import Schedule
+from elasticd.worker.checkpoints import Checkpoints
 from elasticd.worker.world.collectives import Together
 
 FOLDER = Path(sys.argv[1])

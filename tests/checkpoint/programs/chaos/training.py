@@ -16,7 +16,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[4])]
 import instants  # noqa: E402
 
-from elasticd.checkpoint.handover import SaverSocket  # noqa: E402
+from elasticd.checkpoint.protocol import SaverSocket  # noqa: E402
 from elasticd.worker import Checkpoints, rank  # noqa: E402
 from tests.checkpoint.faults import check, state_of, whole  # noqa: E402
 

@@ -1,0 +1,205 @@
+"""Recall states from memory: from this node's saver, and from other nodes' savers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.format.manifest import BadCheckpoint, Index, decode_index
+from elasticd.checkpoint.protocol import Gone, Paper, SaverSilent, SaverSocket
+from elasticd.checkpoint.replication.peers import PeerSaver
+from elasticd.checkpoint.replication.wire import PeerGone
+from elasticd.checkpoint.store.reading import Wish
+from elasticd.core.facts import Checkpoint, Holder
+from elasticd.core.replicas import Choice, Offer
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class Untold(Exception):
+    """The committed checkpoints cannot be told now. The message is one sentence."""
+
+
+class HolderLost(Exception):
+    """A node's memory is gone."""
+
+    def __init__(self, node: str, why: str) -> None:
+        super().__init__(f"{node}: {why}")
+        self.node = node
+
+
+@dataclass(slots=True)
+class Recalled:
+    """A whole state in memory, as this node reaches it. ``near``: the shards on this node, as open files by
+    rank. ``far``: the holders of the others."""
+
+    path: str
+    name: str
+    index: Index
+    near: Mapping[int, int]
+    far: Mapping[int, Holder]
+    read: set[str] = field(default_factory=set)  # nodes that data was read from; "" is this node
+
+    def fill(self, wishes: Iterable[Wish]) -> None:
+        """Fill the wishes. Raises HolderLost; their contents are then undefined."""
+        by_holder: dict[Holder, list[Wish]] = {}
+        for wish in wishes:
+            if wish.file in self.near:
+                self._read_here(wish)
+            elif len(wish.into):
+                by_holder.setdefault(self.far[wish.file], []).append(wish)
+        if by_holder:
+            with ThreadPoolExecutor(min(8, len(by_holder)), "recall") as pool:
+                list(pool.map(self._read_there, by_holder.keys(), by_holder.values()))
+
+    def close(self) -> None:
+        for fd in self.near.values():
+            os.close(fd)
+
+    def _read_here(self, wish: Wish) -> None:
+        """Read a shard of this node. Mapping its pages for one read would cost as much as the copy."""
+        into, at = wish.into, wish.at
+        while into:
+            read = os.preadv(self.near[wish.file], [into], at)
+            if not read:
+                raise HolderLost("", "a shard in this node's memory is too short")
+            into, at = into[read:], at + read
+        self.read.add("")
+
+    def _read_there(self, holder: Holder, wishes: Sequence[Wish]) -> None:
+        try:
+            with PeerSaver(holder) as peer:
+                peer.read(self.path, self.name, wishes)
+        except PeerGone as error:
+            raise HolderLost(holder.node, str(error)) from error
+        self.read.add(holder.node)
+
+
+class Memories:
+    """The knowledge of this node's saver about states at a path: those in memory, and the committed ones.
+
+    Without a saver there is nothing in memory. The same holds for a saver that is stopped, after one warning.
+    """
+
+    def __init__(self, saver: str, path: str) -> None:
+        self._saver, self._path = saver, path
+        self._line: SaverSocket | None = None
+        self._silent = False
+
+    def survey(self) -> list[Offer]:
+        """Return the offers of this node and of all other nodes that can be reached."""
+        for message, files in self._ask({"is": "survey", "path": self._path}):
+            if message["is"] == "offers":
+                return _read(files, list[Offer])
+        return []
+
+    def recall(self, choice: Choice) -> Recalled:
+        """Return the chosen state. Raises HolderLost if the state is not as offered."""
+        near: dict[int, int] = {}
+        far: dict[int, Holder] = {}
+        raw = b""
+        wanted = sorted({nodes[0] for nodes in choice.holders})
+        ask = {"is": "lend", "path": self._path, "name": choice.name, "nodes": wanted}
+        places: dict[str, Holder] = {}
+        try:
+            for message, files in self._ask(ask):
+                if message["is"] == "places":
+                    places = {its.node: its for its in _read(files, list[Holder])}
+                    break
+                memory, paper = files
+                raw = raw or Paper.of(paper).index
+                os.close(paper)
+                if message["rank"] in near:
+                    os.close(memory)
+                else:
+                    near[message["rank"]] = memory
+            for rank, nodes in enumerate(choice.holders):
+                if rank not in near:
+                    place = next((places[node] for node in nodes if node in places), None)
+                    if place is None:
+                        raise HolderLost(nodes[0], f"nobody knows where its shard {rank} is")
+                    far[rank] = place
+            index = _index(raw) if raw else self._index_of(choice.name, next(iter(far.values())))
+            if len(index.files) != len(choice.holders):
+                raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
+        except BaseException:
+            _shut(near.values())
+            self.close()  # drops unread answers as well
+            raise
+        return Recalled(self._path, choice.name, index, near, far)
+
+    def known(self, *, own: bool) -> Checkpoint | None:
+        """Return the committed checkpoints. ``own``: only this job's, which only a saver can tell.
+
+        Return None if there is no saver, or if the saver does not answer and ``own`` is false. Raises Untold
+        if the saver cannot tell now, and BadCheckpoint if it never can.
+        """
+        answer = next(self._ask({"is": "known", "path": self._path, "own": own}), None)
+        if answer is not None:
+            message, files = answer
+            if files:
+                return _read(files, Checkpoint)
+            why = str(message.get("why", "the saver cannot tell what is committed"))
+            raise BadCheckpoint(why) if message.get("lasting") else Untold(why)
+        if own and self._saver:
+            raise Untold("what this job has committed cannot be told: its saver does not answer")
+        return None
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+    def _index_of(self, name: str, holder: Holder) -> Index:
+        try:
+            with PeerSaver(holder) as peer:
+                return decode_index(peer.index(self._path, name))
+        except (PeerGone, ValueError) as error:
+            raise HolderLost(holder.node, str(error)) from error
+
+    def _ask(self, question: protocol.Message) -> Iterator[tuple[protocol.Message, list[int]]]:
+        """Yield the answers as far as they come. The caller knows which is the last."""
+        try:
+            if not self._saver or self._silent:
+                return
+            if self._line is None:
+                self._line = protocol.connect(self._saver)
+            self._line.send(question)
+            while True:
+                yield self._line.answer()
+        except SaverSilent as error:
+            self._silent = True
+            self.close()
+            said = "the saver of this node is stopped or stuck (%s): what is in memory here is done without"
+            _log.warning(said, error)
+        except Gone:  # the caller sees what is missing
+            self.close()
+
+
+def _read(files: list[int], kind: type[_T]) -> _T:
+    """Return what came in a file, and close the file."""
+    [file] = files
+    try:
+        return msgspec.json.decode(Paper.of(file).index, type=kind)
+    finally:
+        os.close(file)
+
+
+def _index(raw: bytes) -> Index:
+    try:
+        return decode_index(raw)
+    except ValueError as error:
+        raise HolderLost("", f"what is in this node's memory is of no use: {error}") from error
+
+
+def _shut(files: Iterable[int]) -> None:
+    for fd in files:
+        os.close(fd)

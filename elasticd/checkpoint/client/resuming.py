@@ -1,0 +1,246 @@
+"""Fill a state from the newest whole checkpoint: from the nodes' memory, else from disk."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Any, Final, NamedTuple, NoReturn
+
+import msgspec
+
+from elasticd.checkpoint.client.load_plan import Target
+from elasticd.checkpoint.client.memory_tier import HolderLost, Memories, Untold
+from elasticd.checkpoint.client.saver_connection import saver_name
+from elasticd.checkpoint.client.state_dict import Flat, restore
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
+from elasticd.checkpoint.store import CheckpointStore
+from elasticd.checkpoint.store.reading import fill, open_manifest
+from elasticd.core.age import Age
+from elasticd.core.facts import Checkpoint, Resume, Saved
+from elasticd.core.page import Fatal
+from elasticd.core.replicas import Choice, newest_whole
+from elasticd.worker import futile
+from elasticd.worker.world.collectives import Together
+
+_log = logging.getLogger(__name__)
+_NOTHING_WHOLE: Final = 5  # the exit code, the same as the job's
+
+
+class NoCheckpoint(RuntimeError):
+    """No checkpoint is whole, and one was required. The message says what is wrong with each."""
+
+
+class Kept(NamedTuple):
+    """The round and step of a state that is kept in memory or on disk."""
+
+    round: int
+    step: int
+
+
+class Resuming:
+    """Resume one ``state``, on all ranks together. ``tier``: where the state came from. ``overwrote``:
+    whether anything was read into the state, even if the load then failed."""
+
+    def __init__(self, store: CheckpointStore, together: Together, state: dict[str, Any]) -> None:
+        self._store, self._together, self._state = store, together, state
+        self._file = FilePointer(store, _log.warning)
+        self._memories = Memories(saver_name(), store.url)
+        self.tier = ""
+        self.overwrote = False
+
+    def newest(self) -> Kept | None:
+        """See ``Checkpoints.newest_kept``."""
+        with contextlib.closing(self._memories):
+            choice, there = self._survey()
+        its = choice or there.newest
+        said = self._together.gather(msgspec.json.encode(Kept(its.round, its.step) if its else None))
+        return msgspec.json.decode(said[0], type=Kept | None)
+
+    def load(self, *, required: bool, beyond: Age | None = None) -> int | None:
+        """See ``Checkpoints.load``."""
+        with contextlib.closing(self._memories):
+            recalled, half = self._recall(beyond)
+            return self._load(half, required, beyond) if recalled is None else recalled
+
+    def _load(self, half: str, required: bool, beyond: Age | None) -> int | None:
+        """Load from disk. ``half``: why the state is partly filled from memory; empty otherwise."""
+        together = self._together
+        wrong: dict[str, str] = {}  # what is wrong, by checkpoint
+        passes = bool(half)  # whether the trouble may pass by itself
+        while True:
+            # Read again each time: a saver may have committed something in between.
+            there, complaint, may_pass = self._committed()
+            passes = passes or may_pass
+            saved = next((s for s in reversed(there.saved) if s.name not in wrong and _is(s, beyond)), None)
+            if complaint or saved is None:
+                break
+            flat, why, may_pass, misfit = self._read(saved)
+            mine = msgspec.json.encode((why, may_pass, misfit))
+            said = [msgspec.json.decode(raw) for raw in together.gather(mine)]
+            self._require_fit(saved.name, [misfit for _, _, misfit in said])
+            whys = [why for why, _, _ in said if why]
+            passes = passes or any(may_pass for _, may_pass, _ in said)
+            if not whys:
+                self._restore(saved.name, flat)
+                self.tier = "disk"
+                if together.rank == 0:
+                    for name in wrong.keys() & {s.name for s in there.saved}:
+                        _log.warning("step %d is resumed from, since %s", saved.step, wrong[name])
+                return saved.step
+            wrong[saved.name] = whys[0]
+        whole = (
+            [complaint] if complaint else [wrong[s.name] for s in reversed(there.saved) if s.name in wrong]
+        )
+        if half:
+            whole.append(f"what was in memory was lost while it was read: {half}")
+        if beyond is not None:
+            if together.rank == 0:
+                why = "; ".join(whole) or "it is gone"
+                _log.warning(
+                    "step %d is gone on from, since what was kept of later ones is not whole: %s",
+                    beyond.step,
+                    why,
+                )
+            return None
+        resume = os.environ.get("ELASTICD_RESUME", Resume.AUTO)
+        demanded = resume == Resume.REQUIRED
+        if whole or required or demanded:
+            why = "; ".join(whole) or f"none was ever committed in {self._store.url}"
+            sentence = f"no checkpoint is whole: {why}"
+            if demanded and not whole:
+                sentence += "; to train from the start, leave out --resume=required"
+            elif wrong and not (complaint or required or resume == Resume.NEVER):
+                sentence += "; to train from the start, give --resume=never"
+            if demanded:
+                _end_the_job(sentence)
+            error = NoCheckpoint(sentence)
+            if not passes:
+                futile.if_uncaught(error, Fatal.NO_CHECKPOINT)
+            raise error
+        return None
+
+    def _committed(self) -> tuple[Checkpoint, str, bool]:
+        """Return the committed checkpoints as rank 0 sees them, what is wrong with them, and whether the
+        trouble may pass. All ranks use rank 0's answer."""
+        url = self._store.url
+        found, complaint, may_pass = Checkpoint(url), "", False
+        if self._together.rank == 0:
+            try:
+                never = os.environ.get("ELASTICD_RESUME") == Resume.NEVER
+                found = self._memories.known(own=never) or self._file.read()
+            except BadCheckpoint as error:
+                complaint, may_pass = str(error), isinstance(error, Unreadable)
+            except Untold as error:
+                complaint, may_pass = str(error), True
+            except OSError as error:
+                may_pass = True
+                complaint = f"{error.filename or url} cannot be read: {error.strerror or error}"
+        said = self._together.gather(msgspec.json.encode((found, complaint, may_pass)))[0]
+        return msgspec.json.decode(said, type=tuple[Checkpoint, str, bool])
+
+    def _read(self, saved: Saved) -> tuple[Flat, str, bool, str]:
+        """Return the checkpoint's data; or what is wrong with it, and whether the trouble may pass; or why it
+        does not fit the state."""
+        try:
+            manifest = open_manifest(self._store, saved)
+            self.overwrote = True
+            target = Target.of(saved.name, self._state, manifest.index)
+            readers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            fill(self._store, manifest, target.wishes, readers=readers)
+            return target.finish(), "", False, ""
+        except BadCheckpoint as error:
+            return Flat(), str(error), isinstance(error, Unreadable), ""
+        except ValueError as error:
+            return Flat(), "", False, str(error)
+
+    def _survey(self) -> tuple[Choice | None, Checkpoint]:
+        """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
+        what was committed."""
+        offered = self._memories.survey() if self._together.rank == 0 else []
+        there, _, _ = self._committed()  # asked second: what has left the memory is committed by now
+        least = (there.newest.round, there.newest.step) if there.newest else (0, 0)
+        return newest_whole(offered, least), there
+
+    def _recall(self, beyond: Age | None) -> tuple[int | None, str]:
+        """Fill the state from the nodes' memory, if it has a whole state that is no older than the newest
+        commit.
+
+        Return the step. Otherwise return None, and the reason if the state is partly filled.
+        """
+        together = self._together
+        lost = ""
+        choice, _ = self._survey()
+        if choice is not None and not _is(choice, beyond):
+            choice = None
+        while True:
+            said = together.gather(msgspec.json.encode(choice))[0]
+            choice = msgspec.json.decode(said, type=Choice | None)
+            if choice is None:
+                return None, lost
+            self.overwrote = True
+            flat, tier, gone, misfit = _from_memory(self._memories, choice, self._state)
+            mine = msgspec.json.encode((tier, gone, misfit))
+            heard = [msgspec.json.decode(raw) for raw in together.gather(mine)]
+            self._require_fit(choice.name, [misfit for _, _, misfit in heard])
+            losses = [gone for _, gone, _ in heard if gone]
+            if not losses:
+                self._restore(choice.name, flat)
+                self.tier = max(tier for tier, _, _ in heard)
+                if together.rank == 0:
+                    where = "memory" if self.tier == "memory" else "memory, some of it other nodes'"
+                    _log.info("step %d is resumed from %s", choice.step, where)
+                return choice.step, ""
+            [node, lost] = losses[0]
+            choice = choice.without(node) if node else None  # "": useless on every node
+
+    def _restore(self, name: str, flat: Flat) -> None:
+        try:
+            restore(self._state, flat)
+        except ValueError as error:
+            self._require_fit(name, [str(error)])
+
+    def _require_fit(self, name: str, misfits: list[str]) -> None:
+        """Raise ValueError if the checkpoint does not fit the state of one of the ranks."""
+        for misfit in filter(None, misfits):
+            error = ValueError(
+                f"{misfit}: build what {name} was saved from, or begin anew with checkpoints in another "
+                f"folder than {self._store.url}"
+            )
+            futile.if_uncaught(error, Fatal.BAD_DATA)
+            raise error
+
+
+def _is(kept: Choice | Saved, beyond: Age | None) -> bool:
+    return beyond is None or beyond.is_behind(kept.round, kept.step)
+
+
+def _from_memory(
+    memories: Memories, choice: Choice, state: dict[str, Any]
+) -> tuple[Flat, str, tuple[str, str] | None, str]:
+    """Return the data and the tier of a state in memory; or which node lost it ("": none in particular) and
+    why; or why it does not fit the state."""
+    try:
+        recalled = memories.recall(choice)
+    except HolderLost as error:
+        return Flat(), "", (error.node, str(error)), ""
+    try:
+        target = Target.of(choice.name, state, recalled.index)
+        recalled.fill(target.wishes)
+        return target.finish(), "peer" if recalled.read - {""} else "memory", None, ""
+    except HolderLost as error:
+        return Flat(), "", (error.node, str(error)), ""
+    except BadCheckpoint as error:
+        return Flat(), "", ("", str(error)), ""
+    except ValueError as error:
+        return Flat(), "", None, str(error)
+    finally:
+        recalled.close()
+
+
+def _end_the_job(sentence: str) -> NoReturn:
+    """End the job: with ``--resume=required`` a restart would find no checkpoint either."""
+    futile.say(sentence, Fatal.NO_CHECKPOINT)
+    _log.error("%s", sentence)
+    raise SystemExit(_NOTHING_WHOLE)

@@ -1,0 +1,224 @@
+"""The connection to the saver: the agent's, or without an agent one that the workers of a host start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from elasticd.checkpoint import protocol
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.commit.retention import Keep
+from elasticd.checkpoint.format.manifest import BadCheckpoint
+from elasticd.checkpoint.protocol import Gone, Message, SaverSilent, SaverSocket
+from elasticd.checkpoint.store import CheckpointStore, told
+from elasticd.core import bandwidth
+from elasticd.core.replicas import holders
+from elasticd.worker.world.collectives import Together
+
+_ROOT: Final = str(Path(__file__).parents[3])
+_PROGRAM: Final = (
+    "import sys; sys.path.append({root!r}); "
+    "from elasticd.checkpoint.server.standalone import main; main({fd}, {options!r})"
+)
+_LEFT_ALONE_S: Final = 60.0
+_MOMENT_S: Final = 1.0
+started: Final[list[subprocess.Popen[bytes]]] = []  # they outlive this process; kept to avoid ResourceWarning
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The common terms of a world's saves. ``token`` and ``round`` are part of their names. ``copies``:
+    another node holds copies of this node's shards."""
+
+    token: str
+    round: int
+    copies: bool
+
+
+class SaverLine:
+    """The connection. ``take`` receives the saver's messages; ``lost`` is called with the reason each time
+    the saver is lost."""
+
+    def __init__(self, take: Callable[[Message], None], lost: Callable[[Gone], None]) -> None:
+        self._take, self._lost = take, lost
+        self._line: SaverSocket | None = None
+        self._silent_until, self._silence = 0.0, ""  # by the monotonic clock; in words
+        self.why = ""  # why it is not open
+
+    @property
+    def is_open(self) -> bool:
+        return self._line is not None
+
+    def open(self, together: Together, store: CheckpointStore, keep: Keep) -> Terms:
+        """Find or start the savers and connect, on all ranks together. ``is_open`` then says whether it
+        worked, and ``why`` why not."""
+        self.close()
+        mine: dict[str, Any] = {"host": _host(), "saver": saver_name()}
+        mine["node"] = os.environ.get("ELASTICD_HOLDER", "")
+        numbered = int(os.environ.get("ELASTICD_ROUND", "0"))
+        if together.rank == 0:
+            before, why = 0, ""
+            try:
+                before = FilePointer(store).last_round()
+            except BadCheckpoint:  # no commit can work then, and each says so
+                pass
+            except OSError as error:
+                why = f"it cannot be told what was saved before: {told(error)}"
+            mine |= {"token": os.urandom(4).hex(), "round": max(numbered, before + 1), "why": why}
+        said = [json.loads(raw) for raw in together.gather(json.dumps(mine).encode())]
+        token, round_, self.why = said[0]["token"], said[0]["round"], said[0]["why"]
+        if self.why:
+            return Terms(token, round_, copies=False)
+        here = (mine["host"], mine["saver"])
+        locals_ = [rank for rank, its in enumerate(said) if (its["host"], its["saver"]) == here]
+        keeper = holders([its["node"] for its in said]) if all(its["node"] for its in said) else {}
+        saver = mine["saver"]
+        if not saver and together.rank == locals_[0]:
+            saver = _start()
+        names = [raw.decode() for raw in together.gather(saver.encode())]
+        try:
+            line = self._connect(*names[locals_[0]].split())  # and the secret, if there is one
+            line.send(
+                {
+                    "is": "open",
+                    "path": store.url,
+                    "token": token,
+                    "rank": together.rank,
+                    "world": together.size,
+                    "round": round_,
+                    "fence": numbered,
+                    "locals": locals_,
+                    "holder": keeper.get(mine["node"], ""),
+                    "last": keep.last,
+                    "every": keep.every,
+                }
+            )
+            self._line = line
+        except Gone as error:
+            self._lose(error)
+        return Terms(token, round_, mine["node"] in keeper)
+
+    def _connect(self, name: str, secret: str = "") -> SaverSocket:
+        """Connect to the saver. One that was silent is left alone for a while, and then has a moment only to
+        answer: training waits meanwhile."""
+        if time.monotonic() < self._silent_until:
+            raise SaverSilent(self._silence)
+        try:
+            line = protocol.connect(name, secret, patience_s=_MOMENT_S if self._silent_until else None)
+        except SaverSilent as error:
+            self._silent_until, self._silence = time.monotonic() + _LEFT_ALONE_S, str(error)
+            raise
+        self._silent_until = 0.0
+        return line
+
+    def say(self, message: Message, *files: int) -> bool:
+        """Send a message; return whether it was sent. Training does not wait: a saver that has not read for
+        long counts as lost."""
+        if self._line is not None:
+            try:
+                self._line.send(message, files, wait=False)
+            except Gone as error:
+                self._lose(error)
+        return self.is_open
+
+    def mention(self, message: Message) -> None:
+        """Send a message that a slow saver may miss."""
+        if self._line is not None:
+            self._line.reply(message)
+
+    def say_when(self, landed: Future[str], message: Message, spoilt: Callable[[str], Message]) -> None:
+        """Send ``message`` once the copy has landed, from another thread, or ``spoilt(why)`` if it failed.
+        The training thread notices a lost connection at its next call."""
+        line = self._line
+
+        def send(done: Future[str]) -> None:
+            said = spoilt(why) if (why := done.result()) else message
+            if line is not None:
+                with contextlib.suppress(Gone):
+                    line.send(said)
+
+        landed.add_done_callback(send)
+
+    def listen(self) -> None:
+        """Take all messages that have arrived."""
+        while self._line is not None:
+            try:
+                heard = self._line.receive(wait=False)
+            except Gone as error:
+                self._lose(error)
+                return
+            if heard is None:
+                return
+            self._take(heard[0])
+
+    def listen_while(self, waiting: Callable[[], bool], timeout_s: float) -> None:
+        """Take messages while ``waiting()`` holds, until the saver is lost or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while waiting() and self._line is not None:
+            self._line.socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                heard = self._line.receive()
+            except Gone as error:
+                if time.monotonic() < deadline:
+                    self._lose(error)
+                return
+            finally:
+                if self._line is not None:
+                    self._line.socket.settimeout(None)
+            if heard is not None:
+                self._take(heard[0])
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+    def _lose(self, error: Gone) -> None:
+        """Note the loss. Another saver is started at the next save, when all ranks take part."""
+        self.close()
+        self.why = str(error)
+        self._lost(error)
+
+
+def saver_name() -> str:
+    """Return the name of the agent's saver; empty without an agent."""
+    return os.environ.get("ELASTICD_SAVER", "")
+
+
+def _host() -> str:
+    """Return an id that is equal for processes that can talk without a network. psutil has no call for either
+    part."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
+
+
+def _start() -> str:
+    """Start a saver for the workers of this host; return its name and secret. It ends when all have left and
+    its work is done."""
+    sock, name = protocol.listen()
+    with sock:
+        rate = os.environ.get("ELASTICD_CHECKPOINT_RATE")
+        options = json.dumps({"bytes_s": bandwidth.parse(rate)} if rate else {})
+        program = _PROGRAM.format(root=_ROOT, fd=sock.fileno(), options=options)
+        saver = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            pass_fds=[sock.fileno()],
+            start_new_session=True,
+        )
+        started.append(saver)
+    secret = os.urandom(16).hex()
+    assert saver.stdin is not None
+    with contextlib.suppress(OSError), saver.stdin as pipe:  # OSError: the saver has ended already
+        pipe.write(secret.encode())
+    return f"{name} {secret}"

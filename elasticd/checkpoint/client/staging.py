@@ -1,0 +1,175 @@
+"""The copy of a save and its shared memory: everything that stays the same from save to save."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
+from elasticd.checkpoint.client.load_plan import box
+from elasticd.checkpoint.client.save_plan import Shard
+from elasticd.checkpoint.client.state_dict import Flat
+from elasticd.checkpoint.format.frames import padded_blob
+from elasticd.checkpoint.protocol import Memory
+from elasticd.worker.commit.plaindata import loaded, packed
+
+BUFFERS: Final = 2
+_LOADABLE: Final = (bool, float, complex, str, bytes, type(None))
+_INT_MAX: Final = 1 << 1000  # far below the limit of a pickle's short form
+_GROWS: Final = 768  # spare bytes, so that a slightly longer object still fits
+
+
+@dataclass(slots=True)
+class Buffer:
+    """The memory of a shard. ``busy``: it is being written to the disk or sent to another node. ``copying``:
+    it is being sent to another node."""
+
+    memory: Memory
+    into: list[torch.Tensor]  # the place of each part
+    busy: bool = False
+    copying: bool = False
+
+    @classmethod
+    def make(cls, shard: Shard) -> Buffer:
+        """Return a buffer for the shard. Raises OSError if there is not enough memory."""
+        memory = Memory.make(shard.size)
+        for at, fixed in shard.fixed:
+            memory.map[at : at + len(fixed)] = fixed
+        image = torch.frombuffer(memory.map, dtype=torch.uint8)
+        into = []
+        for part, at in shard.parts:
+            dtype = getattr(torch, part.dtype)
+            into.append(image[at : at + part.size].view(dtype).view(part.sizes))
+        return cls(memory, into)
+
+
+@dataclass(slots=True)
+class CopyPlan:
+    """The layout of this rank's shard, and the two buffers that it is copied into in turn.
+
+    ``shape``: the shape of the state that the plan is for (see ``shape_of``). ``rooms``: the bytes reserved
+    for each object, by key. ``turn``: the buffer to fill next; the other has the newest save.
+    """
+
+    number: int
+    shape: tuple[Any, ...]
+    shard: Shard
+    rooms: Mapping[str, int]
+    gpu: GpuCopier
+    buffers: list[Buffer] = field(default_factory=list)
+    turn: int = 0
+    landed: Future[str] | None = None  # of a copy that is still in flight: why it failed, or ""
+    _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    @property
+    def free(self) -> bool:
+        """Whether the next buffer may be overwritten."""
+        if self.copying:
+            return False  # the buffer may hold the newest state that all nodes have
+        return self.turn >= len(self.buffers) or not self.buffers[self.turn].busy
+
+    @property
+    def copying(self) -> bool:
+        return any(buffer.copying for buffer in self.buffers)
+
+    def suits(self, shape: tuple[Any, ...], blobs: Mapping[str, bytes]) -> bool:
+        """Whether a state of this shape, with these objects, can be saved by this plan."""
+        return (
+            self.shape == shape
+            and self.rooms.keys() == blobs.keys()
+            and all(len(raw) + _GROWS <= self.rooms[key] for key, raw in blobs.items())
+        )
+
+    def fill(
+        self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes], say: Callable[..., bool]
+    ) -> str:
+        """Copy the state into the next buffer, from a GPU while training goes on: see ``landed``.
+
+        Return why that is impossible; empty if it is not. ``say``: sends a message and files to the saver,
+        and returns whether they were sent.
+        """
+        number = self.turn
+        sources = [box(flat.tensors[part.key], part) for part, _ in self.shard.parts]
+        on_gpu = any(map(self.gpu.has, sources))
+        try:
+            if number == len(self.buffers):
+                self.buffers.append(Buffer.make(self.shard))
+                memory = self.buffers[number].memory
+                if on_gpu:
+                    self.gpu.pin(memory)
+                say({"is": "buffer", "plan": self.number, "buffer": number}, memory.fd)
+        except OSError as error:
+            return f"there is no memory for {self.shard.size} bytes ({error.strerror})"
+        buffer = self.buffers[number]
+        if not say({"is": "torn", "buffer": number}):
+            return "the saver is gone"  # a living saver would mistake the buffer for its old contents
+        self.landed = None
+        with torch.no_grad():
+            if on_gpu:
+                lasting = stepped(state, flat)
+                stays = [part.key in lasting for part, _ in self.shard.parts]
+                self.landed = offload(self.gpu, buffer.into, sources, stays, buffer.memory)
+            elif sources:  # there may be more ranks than tensors
+                torch._foreach_copy_(buffer.into, sources)
+        for key, at, room in self.shard.blobs:
+            buffer.memory.map[at : at + room] = self._in_room(key, blobs[key], room)
+        return ""
+
+    def handed_over(self, *, copied: bool) -> int:
+        """Note that the filled buffer is now the saver's, who may send it to another node. Return its
+        number."""
+        number = self.turn
+        self.turn = (number + 1) % BUFFERS
+        self.buffers[number].busy, self.buffers[number].copying = True, copied
+        return number
+
+    def _in_room(self, key: str, raw: bytes, room: int) -> bytes:
+        known = self._padded.get(key)
+        if known is None or known[0] != raw:
+            known = self._padded[key] = (raw, padded_blob(raw, room))
+        return known[1]
+
+
+def shape_of(flat: Flat) -> tuple[Any, ...]:
+    """Return a shape that is equal for states that one plan can save."""
+    tensors = tuple(
+        (key, t.shape, t.dtype, getattr(t, "placements", None)) for key, t in flat.tensors.items()
+    )
+    return tensors, tuple(flat.paths.items())
+
+
+def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the objects as ``torch.save`` writes them. Raises TypeError for an object that could not be
+    loaded again; an object that is the same as ``before`` is not tried again."""
+    made = {}
+    for key, value in objects.items():
+        try:
+            out = io.BytesIO()
+            sure = _surely_loads(value)
+            torch.save(value if sure else packed(value), out)
+            made[key] = out.getvalue()
+            if made[key] != before.get(key) and not sure:
+                loaded(made[key])
+        except Exception as error:
+            raise TypeError(
+                f"{key} could not be loaded again: keep tensors and plain objects (numbers, strings, lists, "
+                "dicts) only, as torch.load(weights_only=True) takes them"
+            ) from error
+    return made
+
+
+def _surely_loads(value: Any) -> bool:
+    """Whether the value is known to load again without a trial, which takes long for large values."""
+    kind = type(value)
+    if kind in _LOADABLE:
+        return True
+    if kind is int:
+        return bool(-_INT_MAX < value < _INT_MAX)
+    if kind is dict:
+        return all(_surely_loads(k) and _surely_loads(v) for k, v in value.items())
+    return kind in (list, tuple) and all(map(_surely_loads, value))

@@ -1,0 +1,178 @@
+"""The protocol between the savers of a job's nodes, also used by workers that read from other nodes' savers.
+A caller lists the shards in memory, stores a replica, or reads shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, Self, TypeVar
+
+import msgspec
+
+from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.replication.replicas import Label, Replica
+from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
+from elasticd.checkpoint.store.reading import Wish
+from elasticd.core.facts import Holder
+from elasticd.core.naming import require_name
+from elasticd.core.replicas import Offer
+
+WAIT: Final[Message] = {"wait": True}  # sent from time to time to a caller that must wait for its turn
+_RANGES_MAX: Final = 4096  # byte ranges of a shard in one request
+_T = TypeVar("_T")
+
+
+class Peers(Protocol):
+    """The savers of the job's other nodes. Both methods raise PeerGone if the answer cannot be known."""
+
+    def find(self, node: str) -> Holder: ...
+
+    def others(self) -> Sequence[Holder]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the saver does for its callers, called from their threads. ``room`` raises OSError."""
+
+    offers: Callable[[str], list[Offer]]
+    find: Callable[[str, str, int | None], Replica | None]  # path, name, and rank (None: any)
+    room: Callable[[Label, int], Memory]
+    keep: Callable[[Replica], None]
+    give_up: Callable[[int], None]
+
+
+# ------------------------------------------------------------ the server
+
+
+def serve(wire: Wire, host: Host) -> None:
+    """Answer the requests of one caller until the caller disconnects."""
+    try:
+        while True:
+            message = wire.hear()
+            match message:
+                case {"do": "offers", "path": str(path)}:
+                    wire.say({"offers": msgspec.to_builtins(host.offers(path))})
+                case {"do": "hold", "label": dict(label), "size": int(size)} if size >= 0:
+                    _hold(wire, host, _as(label, Label), size)
+                case {"do": "index", "path": str(path), "name": str(name)}:
+                    replica = _found(wire, host.find(path, name, None))
+                    if replica is not None:
+                        wire.say_raw(replica.index)
+                case {"do": "read", "path": str(path), "name": str(name), "rank": int(rank), **more}:
+                    replica = _found(wire, host.find(path, name, rank))
+                    if replica is not None:
+                        ranges = _as(more.get("ranges"), list[tuple[int, int]])
+                        if any(
+                            min(at, length) < 0 or at + length > replica.memory.size for at, length in ranges
+                        ):
+                            raise PeerGone("it asks for bytes that a shard does not have")
+                        for at, length in ranges:
+                            wire.send(replica.memory.view[at : at + length])
+                case _:
+                    raise PeerGone("it asks for something that is not known here")
+    except PeerGone:
+        pass
+    finally:
+        wire.close()
+
+
+def _found(wire: Wire, replica: Replica | None) -> Replica | None:
+    wire.say({"why": "it is not held here"} if replica is None else {"ok": True})
+    return replica
+
+
+def _hold(wire: Wire, host: Host, label: Label, size: int) -> None:
+    try:
+        memory = host.room(label, size)
+    except OSError as error:
+        wire.say({"why": f"there is no memory for {size} bytes ({error.strerror})"})
+        return
+    try:
+        wire.say({"ok": True})
+        index = wire.hear_raw()
+        wire.receive(memory.view)
+    except BaseException:
+        host.give_up(size)
+        raise
+    host.keep(Replica(label, index, memory))
+    wire.say({"ok": True})
+
+
+# ------------------------------------------------------------ the client
+
+
+class PeerSaver:
+    """A connection to another node's saver. All methods raise PeerGone, also when the saver refuses."""
+
+    def __init__(self, holder: Holder) -> None:
+        self.node = holder.node
+        try:
+            self._wire = Wire.connect(holder.host, holder.port, holder.secret)
+        except PeerGone as error:
+            raise PeerGone(f"the saver of {holder.node}: {error}") from error
+
+    def offers(self, path: str) -> list[Offer]:
+        answer = self._asks({"do": "offers", "path": path})
+        offered = _as(answer.get("offers"), list[Offer])
+        try:
+            for its in offered:
+                require_name(its.name, its.step, its.round, its.world)
+        except ValueError as error:
+            raise PeerGone(f"the saver of {self.node} offers what cannot be: {error}") from error
+        return offered
+
+    def hold(self, label: Label, index: bytes, content: memoryview) -> None:
+        """Store a replica on the other node. Returns once the node has the whole replica."""
+        self._asks({"do": "hold", "label": msgspec.to_builtins(label), "size": len(content)})
+        self._wire.say_raw(index)
+        self._wire.send(content)
+        self._heard()
+
+    def index(self, path: str, name: str) -> bytes:
+        self._asks({"do": "index", "path": path, "name": name})
+        return self._wire.hear_raw()
+
+    def read(self, path: str, name: str, wishes: Iterable[Wish]) -> None:
+        """Read what the wishes name, from one shard or several."""
+        by_file: dict[int, list[Wish]] = {}
+        for wish in wishes:
+            if len(wish.into):
+                by_file.setdefault(wish.file, []).append(wish)
+        for rank, these in by_file.items():
+            for first in range(0, len(these), _RANGES_MAX):
+                some = these[first : first + _RANGES_MAX]
+                ranges = [(wish.at, len(wish.into)) for wish in some]
+                self._asks({"do": "read", "path": path, "name": name, "rank": rank, "ranges": ranges})
+                for wish in some:
+                    self._wire.receive(wish.into)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asks(self, message: Message) -> Message:
+        self._wire.say(message)
+        return self._heard()
+
+    def _heard(self) -> Message:
+        while (answer := self._wire.hear()) == WAIT:
+            pass
+        if "why" in answer:
+            raise PeerGone(f"the saver of {self.node}: {answer['why']}")
+        return answer
+
+
+for _kind in (Label, Offer):  # before any thread starts: see ``etcd.records``
+    msgspec.json.Decoder(_kind)
+
+
+def _as(value: object, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise PeerGone(f"it talks nonsense: {error}") from error

@@ -1,0 +1,97 @@
+"""The replicas in this node's memory. For each shard of another node, the newest whole replica is kept, and
+the one before it, which is dropped when the next replica arrives. Replicas end with the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticd.checkpoint.protocol import Memory
+from elasticd.core.naming import require_name
+from elasticd.core.replicas import Offer
+
+_EACH: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Identifies a shard. ``path``: where the checkpoints are; ``name``: the state's; ``world``: how many
+    shards the state has."""
+
+    path: str
+    name: str
+    round: int
+    step: int
+    world: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        require_name(self.name, self.step, self.round, self.world)
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"{self.name} has no shard of rank {self.rank}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replica:
+    """A whole shard, and the encoded index of its state."""
+
+    label: Label
+    index: bytes
+    memory: Memory
+
+
+@dataclass(slots=True)
+class Replicas:
+    """All replicas of this node, by shard. No method blocks."""
+
+    _held: dict[tuple[str, int], list[Replica]] = field(default_factory=dict)  # oldest first
+    _coming: int = 0  # bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory, including replicas that are still arriving."""
+        return self._coming + sum(r.memory.size for some in self._held.values() for r in some)
+
+    def __iter__(self) -> Iterator[Replica]:
+        for some in self._held.values():
+            yield from some
+
+    def make_room(self, label: Label, size: int) -> None:
+        """Drop the oldest replicas of the shard so that one more fits, and count ``size`` bytes as arriving.
+        A call of ``keep`` or ``give_up`` must follow."""
+        some = self._held.setdefault((label.path, label.rank), [])
+        while len(some) >= _EACH:
+            some.pop(0)
+        self._coming += size
+
+    def give_up(self, size: int) -> None:
+        self._coming -= size
+
+    def keep(self, replica: Replica) -> None:
+        """Keep a replica that has arrived whole, and drop replicas that are no longer needed."""
+        self._coming -= replica.memory.size
+        label = replica.label
+        some = self._held.setdefault((label.path, label.rank), [])
+        some.append(replica)
+        some.sort(key=lambda r: (r.label.round, r.label.step))
+        second = [r for r in some if r.label.round == label.round]
+        if len(second) >= _EACH:  # the first is then with every node, so older rounds are not needed
+            self.forget(label.path, before=label.round)
+        del some[: max(0, len(some) - _EACH)]
+
+    def forget(self, path: str, *, before: int) -> None:
+        """Drop the replicas at ``path`` of rounds before ``before``."""
+        for key, some in list(self._held.items()):
+            if key[0] == path:
+                some[:] = [r for r in some if r.label.round >= before]
+                if not some:
+                    del self._held[key]
+
+
+def offers(held: Iterable[Replica], node: str) -> list[Offer]:
+    """Return what ``node`` can offer with these replicas."""
+    ranks: dict[tuple[str, int, int, int], set[int]] = {}
+    for its in (replica.label for replica in held):
+        ranks.setdefault((its.name, its.round, its.step, its.world), set()).add(its.rank)
+    return [Offer(node, *state, frozenset(have)) for state, have in ranks.items()]

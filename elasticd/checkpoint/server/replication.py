@@ -1,0 +1,199 @@
+"""Replication between savers: a saver sends its shards to other nodes, stores theirs, and says what it holds.
+Decisions and memory belong to the saver's loop; threads wait for the network."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from elasticd.checkpoint.available import available
+from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.replication.peers import WAIT, Host, Peers, PeerSaver, serve
+from elasticd.checkpoint.replication.replicas import Label, Replica, Replicas, offers
+from elasticd.checkpoint.replication.wire import SILENCE_S, PeerGone, Wire
+from elasticd.checkpoint.server.background import Jobs
+from elasticd.core.facts import Holder
+from elasticd.core.replicas import Offer
+
+_T = TypeVar("_T")
+_CALLERS_MAX: Final = 64  # served at the same time; further callers wait
+_STRANGERS_MAX: Final = 256  # connections that are not authenticated yet; a new one closes the oldest
+_SPARE: Final = 0.1  # the share of available memory that stays free
+
+
+class Replication:
+    """Holds and sends replicas. ``me``: this node's address and secret; other nodes connect to
+    ``listener``."""
+
+    def __init__(
+        self,
+        me: Holder,
+        listener: socket.socket,
+        peers: Peers,
+        *,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._me = me
+        self.listener = listener
+        self._peers = peers
+        self._say = say
+        self._replicas = Replicas()
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._lock = threading.Lock()  # protects ``_strangers``
+        self._callers = threading.Semaphore(_CALLERS_MAX)
+        self._senders = ThreadPoolExecutor(8, "replicate")
+        self._jobs: Jobs | None = None
+        self._own: Callable[[str], Iterable[Replica]] = lambda _: ()
+
+    def join(self, jobs: Jobs, own: Callable[[str], Iterable[Replica]]) -> None:
+        """Attach to the saver's loop. ``own`` returns what this node holds of its own shards at a path; it is
+        called in the loop."""
+        self._jobs, self._own = jobs, own
+        self.listener.setblocking(False)
+
+    def close(self) -> None:
+        self.listener.close()
+        self._senders.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ in the loop
+
+    def accept(self) -> None:
+        """Accept a connection, and serve it in a thread."""
+        with contextlib.suppress(OSError):
+            sock, _ = self.listener.accept()
+            sock.setblocking(True)
+            with self._lock:
+                if len(self._strangers) >= _STRANGERS_MAX:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    with contextlib.suppress(OSError):  # it is closed already
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self._strangers[sock] = None
+            threading.Thread(target=self._serve, args=(sock,), name="peer", daemon=True).start()
+
+    def push(
+        self, node: str, label: Label, index: bytes, memory: Memory, then: Callable[[str], None]
+    ) -> None:
+        """Store a replica on ``node``. ``then`` gets the reason of a failure, or an empty string. The memory
+        must not change until ``then`` is called."""
+        assert self._jobs is not None
+
+        def send() -> None:
+            with PeerSaver(self._peers.find(node)) as peer:
+                peer.hold(label, index, memory.view)
+
+        def sent(outcome: BaseException | None) -> None:
+            then("" if outcome is None else str(outcome))
+
+        self._jobs.run(self._senders, send, sent)
+
+    def survey(self, path: str, then: Callable[[list[Offer]], None]) -> None:
+        """Call ``then`` with what this node and all reachable nodes hold at ``path``."""
+        near = self.offers(path)
+        assert self._jobs is not None
+
+        def ask(holder: Holder) -> list[Offer]:
+            try:
+                with PeerSaver(holder) as peer:
+                    return [offer for offer in peer.offers(path) if offer.node == holder.node]
+            except PeerGone:
+                return []  # a node that is gone offers nothing
+
+        def look() -> list[Offer]:
+            try:
+                others = [holder for holder in self._peers.others() if holder.node != self._me.node]
+            except PeerGone as error:
+                self._say(f"what other nodes have in memory is not known: {error}")
+                return []
+            if not others:
+                return []
+            with ThreadPoolExecutor(min(32, len(others)), "survey") as pool:
+                return [found for its in pool.map(ask, others) for found in its]
+
+        def looked(outcome: list[Offer] | BaseException) -> None:
+            then(near if isinstance(outcome, BaseException) else near + outcome)
+
+        self._jobs.run(self._senders, look, looked)
+
+    def places(self, nodes: Iterable[str], then: Callable[[list[Holder]], None]) -> None:
+        """Call ``then`` with the addresses of the known nodes among ``nodes``."""
+        assert self._jobs is not None
+
+        wanted = set(nodes)
+
+        def look() -> list[Holder]:
+            return [holder for holder in self._peers.others() if holder.node in wanted]
+
+        self._jobs.run(
+            self._senders, look, lambda found: then([] if isinstance(found, BaseException) else found)
+        )
+
+    def offers(self, path: str) -> list[Offer]:
+        """Return what this node holds: its own shards of worlds that are over, and replicas."""
+        return offers(self.held(path), self._me.node)
+
+    def held(self, path: str, name: str = "") -> list[Replica]:
+        both = (*self._own(path), *self._replicas)
+        return [r for r in both if r.label.path == path and name in ("", r.label.name)]
+
+    def forget(self, path: str, *, before: int) -> None:
+        self._replicas.forget(path, before=before)
+
+    @property
+    def size(self) -> int:
+        """Bytes of replicas."""
+        return self._replicas.size
+
+    # ------------------------------------------------------------ in threads, for other nodes
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            wire = Wire.accept(sock, self._me.secret)
+        except OSError:  # PeerGone is an OSError
+            sock.close()
+            return
+        finally:
+            with self._lock:
+                self._strangers.pop(sock, None)
+        try:
+            while not self._callers.acquire(timeout=SILENCE_S / 4):
+                wire.say(WAIT)
+        except PeerGone:
+            wire.close()
+            return
+        try:
+            serve(wire, Host(self._offers, self._find, self._room, self._keep, self._give_up))
+        finally:
+            self._callers.release()
+
+    def _offers(self, path: str) -> list[Offer]:
+        return self._ask(lambda: self.offers(path))
+
+    def _find(self, path: str, name: str, rank: int | None) -> Replica | None:
+        found = self._ask(lambda: self.held(path, name))
+        return next((r for r in found if rank in (None, r.label.rank)), None)
+
+    def _room(self, label: Label, size: int) -> Memory:
+        if size > (there := available()) * (1 - _SPARE):
+            raise OSError(errno.ENOMEM, f"only {there} bytes are available")
+        self._ask(lambda: self._replicas.make_room(label, size))
+        try:
+            return Memory.make(size)
+        except OSError:
+            self._give_up(size)
+            raise
+
+    def _keep(self, replica: Replica) -> None:
+        self._ask(lambda: self._replicas.keep(replica))
+
+    def _give_up(self, size: int) -> None:
+        self._ask(lambda: self._replicas.give_up(size))
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        assert self._jobs is not None
+        return self._jobs.ask(call)

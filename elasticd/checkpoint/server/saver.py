@@ -1,0 +1,404 @@
+"""The saver: a process beside the workers that writes and commits what they hand over.
+
+Workers may be killed at any time. The saver still writes, checks and commits what they have handed over. The
+saver imports no torch: it only moves bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.commit.retention import Keep
+from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
+from elasticd.checkpoint.protocol import Gone, Memory, Message, Paper, SaverSocket, is_of, is_ours
+from elasticd.checkpoint.replication.replicas import Label, Replica, offers
+from elasticd.checkpoint.server.background import Jobs
+from elasticd.checkpoint.server.committing import Committer, Committing
+from elasticd.checkpoint.server.pipeline import Underway
+from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
+from elasticd.checkpoint.server.shards import SavingWorld, ShardPlan
+from elasticd.checkpoint.store import CheckpointStore, store_at, told
+from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.core.facts import Checkpoint, Holder
+from elasticd.core.naming import require_name
+from elasticd.core.replicas import Offer
+
+_UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have reached the newest
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    line: SaverSocket
+    world: SavingWorld | None = None
+    rank: int = -1
+    plan: ShardPlan | None = None
+    number: int = -1
+    waits: bool = False  # training waits until its saves are durable
+    admitted: bool = True
+
+
+class Saver:
+    """Serves the workers that connect to ``listener``. ``committer_of`` returns the committer of a store.
+
+    ``agent``: only descendants of this pid are admitted; ``secret``: only clients that send it first.
+    ``linger_s``: how long to stay without clients and without work; None: for ever.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        committer_of: Callable[[CheckpointStore], Committer] = FilePointer,
+        agent: int | None = None,
+        secret: str = "",
+        pace: RateLimit | None = None,
+        linger_s: float | None = 0.0,
+        first_s: float = 60.0,
+        say: Callable[[str], None] = lambda _: None,
+        report: Callable[[SaveReport], None] = lambda _: None,
+        occupies: Callable[[Footprint], None] = lambda _: None,
+        replication: Replication | None = None,
+    ) -> None:
+        self._listener = listener
+        self._agent, self._secret = agent, secret
+        self._met = False  # whether a client was ever admitted
+        self._linger_s = linger_s
+        self._first_s = first_s
+        self._say = say
+        self._report = report
+        self._occupies = occupies
+        self._footprint = Footprint()
+        self._replication = replication
+        self._selector = selectors.DefaultSelector()
+        self._clients: set[_Client] = set()
+        self._worlds: list[SavingWorld] = []
+        self._jobs = Jobs()
+        self._underway = Underway(self._jobs, Committing(committer_of, pace, say), report)
+        self._pace = pace
+        self._leaves = False
+
+    def leave(self) -> None:
+        """Return from ``serve`` once nothing is left to do. Signal handlers may call this."""
+        self._leaves = True
+        self._jobs.wake()
+
+    def serve(self) -> None:
+        """Serve until no client and no work is left for ``linger_s``, or until ``leave``."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._jobs.fd, selectors.EVENT_READ)
+        if self._replication is not None:
+            self._replication.join(self._jobs, self._over)
+            self._selector.register(self._replication.listener, selectors.EVENT_READ, self._replication)
+        idle_since = time.monotonic()
+        linger_s = None if self._linger_s is None else self._first_s
+        try:
+            while True:
+                if self._pace is not None:
+                    self._pace.hurry(not self._trains())
+                leaves = self._leaves and not self._jobs
+                if leaves:
+                    timeout: float | None = 0.0  # read what was sent before
+                elif self._clients or self._jobs:
+                    idle_since = time.monotonic()
+                    timeout = None
+                elif linger_s is None:
+                    timeout = None
+                else:
+                    timeout = idle_since + linger_s - time.monotonic()
+                    if timeout <= 0:
+                        return
+                ready = self._selector.select(timeout)
+                if leaves and not ready:
+                    return
+                for key, _ in ready:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif self._replication is not None and key.data is self._replication:
+                        self._replication.accept()
+                    elif key.data in self._clients:
+                        self._hear(key.data)
+                if self._met:
+                    linger_s = self._linger_s
+                self._jobs.finish()
+                self._measure()
+        finally:
+            self._underway.close()
+            if self._replication is not None:
+                self._replication.close()
+            self._selector.close()
+            self._jobs.close()
+
+    def _trains(self) -> bool:
+        """Return whether writing could slow a training down: workers are connected, and none waits for a
+        save."""
+        saving = [client for client in self._clients if client.world is not None]
+        return bool(saving) and not self._leaves and not any(client.waits for client in saving)
+
+    def _measure(self) -> None:
+        replicas = self._replication.size if self._replication is not None else 0
+        now = Footprint(sum(world.memory for world in self._worlds), replicas)
+        if now != self._footprint:
+            self._footprint = now
+            self._occupies(now)
+
+    # ------------------------------------------------------------ the workers
+
+    def _accept(self) -> None:
+        """Accept all pending connections, and handle the first message of each."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock, _ = self._listener.accept()
+                if not is_ours(sock) or (self._agent is not None and not is_of(sock, self._agent)):
+                    self._say("a process that is no worker of this job was turned away")
+                    sock.close()
+                    continue
+                client = _Client(SaverSocket(sock), admitted=not self._secret)
+                if client.admitted:
+                    client.line.reply({"is": "admitted"})
+                self._met = self._met or client.admitted
+                self._clients.add(client)
+                self._selector.register(sock, selectors.EVENT_READ, client)
+                self._hear(client)
+
+    def _hear(self, client: _Client) -> bool:
+        """Handle one message of the client. Return whether there was one."""
+        try:
+            heard = client.line.receive(wait=False)
+        except Gone:
+            self._lose(client)
+            return True
+        if heard is None:
+            return False
+        message, files = heard
+        if not client.admitted and message.get("is") != "key":
+            message = {"is": "key", "key": ""}
+        try:
+            getattr(self, f"_hear_{message['is']}")(client, message, files)
+        except (KeyError, AttributeError, IndexError, ValueError, TypeError, OSError) as error:
+            self._say(f"a worker was not understood ({message.get('is')}: {error!r})")
+            for fd in files:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            if client.plan is not None:
+                client.plan.holds.clear()  # its buffers may change without a ``torn`` message now
+            self._lose(client)
+        return True
+
+    def _catch_up(self, asks: _Client) -> None:
+        """Read all messages that other clients sent before ``asks`` sent its own. Clients that have left are
+        then known to have left, and their shards can be offered."""
+        for client in self._clients - {asks}:
+            while client in self._clients and self._hear(client):
+                pass
+
+    def _hear_key(self, client: _Client, message: Message, _: list[int]) -> None:
+        if not hmac.compare_digest(str(message["key"]).encode(), self._secret.encode()):
+            raise ValueError("it does not know the secret of this job")
+        client.admitted = self._met = True
+
+    def _hear_open(self, client: _Client, message: Message, _: list[int]) -> None:
+        store, token = store_at(message["path"]), str(message["token"])
+        world = next((w for w in self._worlds if (w.store.url, w.token) == (store.url, token)), None)
+        if world is None:
+            keep = Keep(int(message["last"]), int(message["every"]))
+            locals_ = frozenset(map(int, message["locals"]))
+            round_, fence = int(message["round"]), int(message["fence"])
+            world = SavingWorld(store, token, round_, fence, int(message["world"]), locals_, keep)
+            world.holder = str(message.get("holder", "")) if self._replication is not None else ""
+            self._worlds.append(world)
+            self._underway.open(world)
+        client.world, client.rank = world, int(message["rank"])
+        world.lines[client.rank] = client.line
+        world.gone.discard(client.rank)
+
+    def _hear_plan(self, client: _Client, message: Message, files: list[int]) -> None:
+        [fd] = files
+        plan = ShardPlan(int(message["size"]), Paper.of(fd), fd)
+        client.plan, client.number = plan, int(message["plan"])
+        if client.world is not None:
+            client.world.plans[client.rank] = plan
+
+    def _hear_buffer(self, client: _Client, message: Message, files: list[int]) -> None:
+        [fd] = files
+        plan = self._plan(client, message)
+        plan.buffers[int(message["buffer"])] = Memory(fd, plan.size, writable=False)
+
+    def _hear_torn(self, client: _Client, message: Message, _: list[int]) -> None:
+        if client.plan is not None:
+            client.plan.holds.pop(int(message["buffer"]), None)
+
+    def _hear_save(self, client: _Client, message: Message, _: list[int]) -> None:
+        plan, buffer, world, rank = self._plan(client, message), message["buffer"], client.world, client.rank
+        name, step = str(message["name"]), int(message["step"])
+        memory = plan.buffers[buffer]
+        if world is None:
+            raise ValueError("it has not said in which world it is")
+        require_name(name, step, world.round, world.size)
+        plan.holds[buffer] = (step, name)
+        if not world.settled and all(
+            (step, name) in world.plans[r].holds.values() if r in world.plans else False for r in world.locals
+        ):
+            world.handed.add(name)
+        self._forget_older(world)
+        gathering = self._underway.gathering(world, name, step, float(message["at"]), plan.paper)
+        if rank == min(world.locals):
+            self._report(SaveReport(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
+        gathering.heard.add(rank)
+        if rank == 0:
+            gathering.paper = plan.paper
+        self._underway.miss_those_gone(world, gathering)
+        if gathering.why:
+            for what in ("copied", "free"):
+                client.line.reply({"is": what, "plan": message["plan"], "buffer": buffer})
+            self._underway.settle_if_failed(world, gathering)
+            return
+        note: Message = {"plan": message["plan"], "buffer": buffer}
+        using = {"disk"}  # what still reads the buffer; the buffer is free when this is empty
+        if world.holder and self._replication is not None:
+            using.add(world.holder)
+            label = Label(world.store.url, name, world.round, step, world.size, rank)
+
+            def copied(why: str) -> None:
+                if why:
+                    self._say(f"no copy of rank {rank}'s shard of step {step} is held elsewhere: {why}")
+                client.line.reply({"is": "copied", **note})
+                used(world.holder)
+
+            self._replication.push(world.holder, label, plan.paper.index, memory, copied)
+
+        def used(by: str) -> None:
+            using.discard(by)
+            if not using:
+                client.line.reply({"is": "free", **note})
+
+        self._underway.write(world, gathering, rank, memory, lambda: used("disk"))
+
+    def _hear_miss(self, client: _Client, message: Message, _: list[int]) -> None:
+        world, name = client.world, str(message["name"])
+        if world is None:
+            raise ValueError("it has not said in which world it is")
+        require_name(name, int(message["step"]), world.round, world.size)
+        paper = client.plan.paper if client.plan else Paper(b"", b"")
+        gathering = self._underway.gathering(world, name, int(message["step"]), time.time(), paper)
+        gathering.heard.add(client.rank)
+        gathering.why = gathering.why or f"rank {client.rank} could not copy: {message['why']}"
+        self._underway.settle_if_failed(world, gathering)
+
+    def _hear_skip(self, client: _Client, message: Message, _: list[int]) -> None:
+        if client.world is not None and client.world.commits and client.rank == 0:
+            self._report(SaveReport(Fate.SKIPPED, int(message["step"])))
+
+    def _hear_wait(self, client: _Client, message: Message, _: list[int]) -> None:
+        client.waits = bool(message["on"])
+
+    def _hear_known(self, client: _Client, message: Message, _: list[int]) -> None:
+        def answer(outcome: Checkpoint | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                why = f"what is committed cannot be read: {told(outcome)}"
+                lasting = isinstance(outcome, BadCheckpoint) and not isinstance(outcome, Unreadable)
+                client.line.reply({"is": "known", "why": why, "lasting": lasting})
+                return
+            _reply_at_length(client.line, {"is": "known"}, outcome)
+
+        self._underway.known(store_at(message["path"]), bool(message.get("own")), answer)
+
+    def _hear_there(self, client: _Client, _: Message, __: list[int]) -> None:
+        client.line.reply({"is": "here"})
+
+    def _hear_survey(self, client: _Client, message: Message, _: list[int]) -> None:
+        path = str(message["path"])
+        self._catch_up(client)
+
+        def found(offered: list[Offer]) -> None:
+            _reply_at_length(client.line, {"is": "offers"}, offered)
+
+        if self._replication is not None:
+            self._replication.survey(path, found)
+        else:
+            found(offers(self._over(path), ""))
+
+    def _hear_lend(self, client: _Client, message: Message, _: list[int]) -> None:
+        path, name = str(message["path"]), str(message["name"])
+        here = self._over(path) if self._replication is None else self._replication.held(path)
+        for replica in here:
+            if replica.label.name == name:
+                paper = Paper(replica.index, b"").file()
+                try:
+                    client.line.send({"is": "held", "rank": replica.label.rank}, (replica.memory.fd, paper))
+                finally:
+                    os.close(paper)
+
+        def found(places: list[Holder]) -> None:
+            _reply_at_length(client.line, {"is": "places"}, places)
+
+        if self._replication is not None:
+            self._replication.places(map(str, message["nodes"]), found)
+        else:
+            found([])
+
+    def _over(self, path: str) -> list[Replica]:
+        """Return the whole shards of worlds that are over. Workers may still write into the memory of other
+        worlds."""
+        over = [w for w in self._worlds if w.store.url == path and not w.lines]
+        return [replica for world in over for replica in world.whole()]
+
+    def _lose(self, client: _Client) -> None:
+        self._clients.discard(client)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(client.line.socket)
+        client.line.close()
+        world = client.world
+        if world is None:
+            return
+        if world.lines.get(client.rank) is client.line:
+            del world.lines[client.rank]
+        world.gone.add(client.rank)
+        if not world.lines:
+            self._accept()  # a worker that opened before the others left is connected now
+        if not world.lines:
+            world.gone |= world.locals  # any other rank never came
+            world.forget_all_but_newest()
+        for gathering in list(world.gatherings.values()):
+            self._underway.miss_those_gone(world, gathering)
+            self._underway.settle_if_failed(world, gathering)
+
+    def _plan(self, client: _Client, message: Message) -> ShardPlan:
+        if client.plan is None or client.number != message["plan"]:
+            raise ValueError(f"plan {message['plan']} is not known")
+        return client.plan
+
+    # ------------------------------------------------------------ memory
+
+    def _forget_older(self, newest: SavingWorld) -> None:
+        """Free the memory of earlier worlds at the same path, once a world has handed over. Until every node
+        must have come as far, the last two earlier worlds with whole shards stay."""
+        before = [w for w in self._worlds if w.store.url == newest.store.url and w.round <= newest.round]
+        over = [w for w in before if w is not newest and not w.lines and not w.gatherings]
+        of_use = [] if newest.settled else [w for w in over if any(w.whole())]
+        kept = sorted(of_use, key=lambda w: w.round)[-_UNSETTLED:]
+        self._worlds = [w for w in self._worlds if w not in over or w in kept]
+        if self._replication is not None and (newest.settled or len(kept) == _UNSETTLED):
+            oldest = kept[0] if kept else newest
+            self._replication.forget(newest.store.url, before=oldest.round)
+
+
+def _reply_at_length(line: SaverSocket, message: Message, what: object) -> None:
+    """Send ``what`` in a file: for a large job it may exceed a socket message."""
+    file = Paper(msgspec.json.encode(what), b"").file()
+    try:
+        line.reply(message, (file,))
+    finally:
+        os.close(file)

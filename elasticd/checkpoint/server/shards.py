@@ -1,0 +1,117 @@
+"""The saver's records of worlds and of the shards that their workers have handed over. Nothing here has
+effects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from elasticd.checkpoint.commit.retention import Keep
+from elasticd.checkpoint.format.manifest import File
+from elasticd.checkpoint.protocol import Memory, Paper, SaverSocket
+from elasticd.checkpoint.replication.replicas import Label, Replica
+from elasticd.checkpoint.store import CheckpointStore
+
+
+@dataclass(slots=True, eq=False)
+class ShardPlan:
+    """The layout of one rank's shard, and the memory that holds it."""
+
+    size: int
+    paper: Paper
+    paper_fd: int
+    buffers: dict[int, Memory] = field(default_factory=dict)
+    holds: dict[int, tuple[int, str]] = field(default_factory=dict)  # buffer: (step, name) if whole
+
+    def __del__(self) -> None:
+        os.close(self.paper_fd)
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """A checkpoint on its way to disk."""
+
+    name: str
+    step: int
+    at: float
+    began: float
+    paper: Paper
+    files: dict[int, File] = field(default_factory=dict)
+    writing: set[int] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)  # ranks that have handed over, or will not
+    witness: Future[bool] | None = None  # whether it was handed over in the job's round
+    why: str = ""  # why it failed
+    committing: bool = False
+    tried: bool = False  # it may be committed in spite of an error
+    failed: bool = False  # the failure has been reported
+    settled: bool = False  # no rank here will add to it
+
+
+@dataclass(slots=True, eq=False)
+class SavingWorld:
+    """The workers that save together, as far as this node has them."""
+
+    store: CheckpointStore
+    token: str
+    round: int
+    fence: int
+    size: int
+    locals: frozenset[int]
+    keep: Keep
+    lines: dict[int, SaverSocket] = field(default_factory=dict)  # connections to workers, by rank
+    plans: dict[int, ShardPlan] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    gatherings: dict[str, Gathering] = field(default_factory=dict)
+    holder: str = ""  # the node that holds replicas
+    handed: set[str] = field(default_factory=set)  # names of states that all ranks here have handed over
+
+    @property
+    def commits(self) -> bool:
+        return 0 in self.locals
+
+    def newest_held(self) -> tuple[int, str] | None:
+        """Return the newest step, and its name, of which memory has all shards of this node. None if there is
+        no such step."""
+        common = [set(plan.holds.values()) for plan in self.plans.values()]
+        if not self.locals <= self.plans.keys() or not common:
+            return None
+        return max(set.intersection(*common), default=None)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all ranks are on this node."""
+        return len(self.locals) == self.size
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody needs older states than what this world has handed over: another node lags by one
+        save at most."""
+        return len(self.handed) >= (1 if self.is_here else 2)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the memory for shards."""
+        return sum(memory.size for plan in self.plans.values() for memory in plan.buffers.values())
+
+    def whole(self) -> Iterator[Replica]:
+        """Yield each shard that is whole in memory."""
+        for rank, plan in self.plans.items():
+            for buffer, (step, name) in plan.holds.items():
+                label = Label(self.store.url, name, self.round, step, self.size, rank)
+                yield Replica(label, plan.paper.index, plan.buffers[buffer])
+
+    def forget_all_but_newest(self) -> None:
+        """Free memory after the end of the world. Only the newest state is needed if all ranks are on this
+        node; otherwise other nodes may lag, and every whole state stays."""
+        if not self.is_here:
+            for plan in self.plans.values():
+                for buffer in plan.buffers.keys() - plan.holds.keys():
+                    del plan.buffers[buffer]
+            return
+        newest = self.newest_held()
+        for plan in self.plans.values():
+            for buffer in [b for b in plan.buffers if plan.holds.get(b) != newest or newest is None]:
+                del plan.buffers[buffer]
+                plan.holds.pop(buffer, None)

@@ -1,0 +1,311 @@
+"""Reading a checkpoint: several threads read, and every byte is checked against the manifest before it is
+used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from elasticd.checkpoint.format.manifest import (
+    MANIFEST,
+    BadCheckpoint,
+    File,
+    Manifest,
+    Unreadable,
+    block_digest,
+    decode,
+    digest,
+    is_intact,
+)
+from elasticd.checkpoint.store import CheckpointStore, Opened
+from elasticd.core.facts import Saved
+from elasticd.core.naming import parse_folder
+
+_THREADS_MAX: Final = 8
+_PATIENCE_S: Final = 5.0
+_AGAIN_S: Final = 0.2
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A range of bytes that a caller wants from a shard: ``into`` is filled with the bytes from ``at`` on."""
+
+    file: int
+    at: int
+    into: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.at + len(self.into)
+
+
+def open_manifest(store: CheckpointStore, saved: Saved) -> Manifest:
+    """Return the manifest of a committed checkpoint, after a check that every file is there in full length.
+
+    Raises BadCheckpoint, which names the file.
+    """
+    raw = _read_manifest(store, saved.name)
+    if digest(raw) != saved.digest:
+        why = (
+            "it is intact, and has another checksum than the record of what was committed says"
+            if is_intact(raw)
+            else "its checksum is wrong"
+        )
+        raise BadCheckpoint(f"{saved.name}/{MANIFEST} is not as it was committed: {why}")
+    manifest = decode(raw, saved.name)
+    told = (manifest.name, manifest.step, manifest.round, manifest.world)
+    if told != (saved.name, saved.step, saved.round, saved.world):
+        raise BadCheckpoint(
+            f"{saved.name}/{MANIFEST} is of step {told[1]}, round {told[2]} and {told[3]} workers, and was "
+            f"committed as of step {saved.step}, round {saved.round} and {saved.world} workers"
+        )
+    sizes = _patiently(saved.name, lambda: store.sizes(saved.name))
+    for file in manifest.files:
+        if file.name not in sizes:
+            raise BadCheckpoint(f"{saved.name}/{file.name} is missing")
+        if (size := sizes[file.name]) != file.size:
+            raise BadCheckpoint(f"{saved.name}/{file.name} is {size} bytes long, and was {file.size}")
+    return manifest
+
+
+def is_finished(store: CheckpointStore, name: str) -> bool:
+    """Return whether the checkpoint has a manifest, which is written last. The content is not checked. Raises
+    OSError."""
+    try:
+        return MANIFEST in store.sizes(name)
+    except FileNotFoundError:  # another process has just removed the folder
+        return False
+
+
+def finished_in(store: CheckpointStore) -> bool:
+    """Return whether the store holds a checkpoint with a manifest. Raises OSError."""
+    return any(is_finished(store, name) for name in _folders(store))
+
+
+def whole_in(store: CheckpointStore) -> tuple[Saved, ...]:
+    """Return the checkpoints with an intact manifest and every file in full length, oldest first. Used where
+    the record of commits is lost. Raises OSError; raises Unreadable if a temporary error hides a checkpoint's
+    state."""
+    found = []
+    for name in _folders(store):
+        try:
+            if is_intact(raw := _read_manifest(store, name)):
+                its = decode(raw, name)
+                if its.name != name:
+                    continue
+                size = its.size + len(raw)
+                saved = Saved(its.name, its.step, its.round, its.world, its.at, size, digest(raw))
+                open_manifest(store, saved)
+                found.append(saved)
+        except Unreadable:
+            raise
+        except BadCheckpoint:
+            continue
+    return tuple(sorted(found, key=lambda saved: (saved.round, saved.step)))
+
+
+def _folders(store: CheckpointStore) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return [name for name in store.names() if parse_folder(name)]
+    return []
+
+
+def _read_manifest(store: CheckpointStore, name: str) -> bytes:
+    return _patiently(where := f"{name}/{MANIFEST}", lambda: store.read(where))
+
+
+def _silent(_: int) -> None:
+    """Ignore the progress."""
+
+
+def fill(
+    store: CheckpointStore,
+    manifest: Manifest,
+    wishes: Iterable[Wish],
+    progress: Callable[[int], None] = _silent,
+    *,
+    readers: int = 1,
+) -> None:
+    """Read and verify what the wishes ask for. A block that lies wholly within one wish is read without a
+    copy. After BadCheckpoint the content of the wishes is undefined.
+
+    ``progress`` is called from several threads with the number of bytes read since the last call.
+    ``readers``: how many processes of this machine read at the same time and share its processors.
+    """
+    by_file: dict[int, list[Wish]] = {}
+    for wish in wishes:
+        if len(wish.into):
+            by_file.setdefault(wish.file, []).append(wish)
+    tasks = [
+        (manifest.files[number], first, some)
+        for number, these in by_file.items()
+        for first, some in _by_block(these, manifest.block)
+    ]
+    threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // readers))
+    runs = _runs(tasks, threads)
+    if len(runs) <= 1:
+        for run in runs:
+            _read_blocks(store, manifest, run, progress)
+        return
+    with ThreadPoolExecutor(len(runs), "read") as pool:
+        jobs = [pool.submit(_read_blocks, store, manifest, run, progress) for run in runs]
+        for job in jobs:
+            job.result()
+
+
+def verify(
+    store: CheckpointStore, manifest: Manifest, progress: Callable[[int], None] = _silent
+) -> Iterator[tuple[File, list[str]]]:
+    """Read each file completely. Yield each file and what is wrong with it: sentences, none if the file is
+    intact."""
+    scratch = memoryview(bytearray(manifest.block))
+    for file in manifest.files:
+        wrong = []
+        where = f"{manifest.name}/{file.name}"
+        try:
+            with closing(store.open(where)) as opened:
+                for n, expected in enumerate(file.digests):
+                    block = scratch[: _length(file, n, manifest.block)]
+                    _read_exactly(opened, block, n * manifest.block, where)
+                    if block_digest(block) != expected:
+                        wrong.append(_wrong(manifest, file, n))
+                    progress(len(block))
+        except OSError as error:
+            wrong.append(f"{where} cannot be read: {error.strerror or error}")
+        except BadCheckpoint as error:
+            wrong.append(str(error))
+        yield file, wrong
+
+
+# ------------------------------------------------------------ blocks
+
+_Task = tuple[File, int, list[Wish]]
+
+
+def _by_block(wishes: list[Wish], block: int) -> Iterator[tuple[int, list[Wish]]]:
+    """Yield the number of each block that is needed, with the wishes that need it."""
+    wishes.sort(key=lambda w: w.at)
+    wanted: dict[int, list[Wish]] = {}
+    for wish in wishes:
+        for n in range(wish.at // block, (wish.end - 1) // block + 1):
+            wanted.setdefault(n, []).append(wish)
+    yield from sorted(wanted.items(), key=lambda item: item[0])
+
+
+def _runs(tasks: Sequence[_Task], count: int) -> list[Sequence[_Task]]:
+    """Cut the tasks into at most ``count`` runs of neighbours, of about equal length."""
+    size = max(1, -(-len(tasks) // count))
+    return [tasks[at : at + size] for at in range(0, len(tasks), size)]
+
+
+def _length(file: File, number: int, block: int) -> int:
+    return min(block, file.size - number * block)
+
+
+def _read_blocks(
+    store: CheckpointStore, manifest: Manifest, tasks: Sequence[_Task], progress: Callable[[int], None]
+) -> None:
+    scratch: memoryview | None = None
+    shard = _Shard(store, "")
+    try:
+        for file, number, wishes in tasks:
+            where = f"{manifest.name}/{file.name}"
+            if where != shard.where:
+                shard.close()
+                shard = _Shard(store, where)
+            start = number * manifest.block
+            length = _length(file, number, manifest.block)
+            direct = len(wishes) == 1 and wishes[0].at <= start and wishes[0].end >= start + length
+            if direct:
+                at = start - wishes[0].at
+                block = wishes[0].into[at : at + length]
+            else:
+                scratch = scratch or memoryview(bytearray(manifest.block))
+                block = scratch[:length]
+            shard.read(block, start)
+            if block_digest(block) != file.digests[number]:
+                raise BadCheckpoint(_wrong(manifest, file, number))
+            progress(length)
+            if not direct:
+                for wish in wishes:
+                    first, last = max(wish.at, start), min(wish.end, start + length)
+                    wish.into[first - wish.at : last - wish.at] = block[first - start : last - start]
+    finally:
+        shard.close()
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A file that is read at random places. The file is opened again after an error."""
+
+    store: CheckpointStore
+    where: str
+    _opened: Opened | None = None
+
+    def read(self, into: memoryview, at: int) -> None:
+        """Read until ``into`` is full. Raises BadCheckpoint."""
+        _patiently(self.where, lambda: self._read(into, at))
+
+    def _read(self, into: memoryview, at: int) -> None:
+        if self._opened is None:
+            self._opened = self.store.open(self.where)
+        try:
+            _read_exactly(self._opened, into, at, self.where)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = None
+
+
+def _patiently(where: str, read: Callable[[], _T]) -> _T:
+    """Call ``read``, and repeat the call after errors that may be temporary, such as those of a network disk.
+    A missing file is not tried again. Raises BadCheckpoint."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            why = f"{where} cannot be read: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError):
+                raise BadCheckpoint(why) from error
+            if time.monotonic() > until:
+                raise Unreadable(why) from error
+        time.sleep(_AGAIN_S)
+
+
+def _read_exactly(opened: Opened, into: memoryview, at: int, where: str) -> None:
+    """Fill ``into`` from ``at`` on. Raises OSError; raises BadCheckpoint if the file ends early."""
+    while into:
+        read = opened.read_into(into, at)
+        if not read:
+            raise BadCheckpoint(f"{where} ends early, at byte {at}")
+        into, at = into[read:], at + read
+
+
+def _wrong(manifest: Manifest, file: File, number: int) -> str:
+    """Return a sentence about a damaged block, with the names of its tensors."""
+    start = number * manifest.block
+    end = start + manifest.block
+    index = next((n for n, f in enumerate(manifest.files) if f is file), -1)
+    places = sorted(
+        (chunk.item, key, chunk.item + chunk.length)
+        for key, tensor in manifest.index.tensors.items()
+        for chunk in tensor.chunks
+        if chunk.file == index
+    )
+    first = max(0, bisect_right([p[0] for p in places], start) - 1)
+    keys = [key for item, key, last in places[first:] if item < end and last > start]
+    held = f" (of {', '.join(keys[:3])}{' and others' if len(keys) > 3 else ''})" if keys else ""
+    return f"{manifest.name}/{file.name} is damaged between bytes {start} and {min(end, file.size)}{held}"

@@ -1,0 +1,180 @@
+"""The checkpoints of a State: commits are kept on disk and in memory that outlives the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+
+from elasticd.core.age import Age
+from elasticd.worker import agentpage
+from elasticd.worker.commit import randomness
+from elasticd.worker.epochs import Progress
+from elasticd.worker.world.group import World
+
+if TYPE_CHECKING:
+    from elasticd.worker.checkpoints import Checkpoints
+
+_log = logging.getLogger(__name__)
+_OURS: Final = "elasticd"  # the checkpoint's entry for data that is not the script's
+GOING_S_MAX: Final = 45.0  # for the last checkpoint when all workers leave; the agent kills them after 60 s
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of a State, by name. ``things``: modules, optimizers, and objects with ``state_dict``.
+    ``plain``: data. ``seeds``: digests of this worker's initial random states. ``progress``: of the epochs;
+    it is one of the things as well."""
+
+    things: Mapping[str, Any]
+    plain: dict[str, Any]
+    seeds: Mapping[str, int]
+    step: int = 0
+    random: Mapping[str, Any] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def point(self) -> tuple[int, int]:
+        """The point of the training; it changes with each commit."""
+        return self.step, self.progress.marks
+
+
+class Lasting:
+    """A State's use of ``checkpoints``: all ranks of a world together, at commits."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        checkpoints.keep_in_step()
+        agentpage.has_checkpoints()
+        self._outlived = False
+        self._tried = 0  # the last world whose first commit was tried out without a save
+        self._newest = (0, (-1, 0))  # the world and the point of the last save or resume
+
+    @property
+    def tier(self) -> str:
+        """Where the last ``resume`` found the state."""
+        return self._checkpoints.tier
+
+    @property
+    def overwrote(self) -> bool:
+        """Whether the last ``resume`` read anything into the state, even if it then failed."""
+        return self._checkpoints.overwrote
+
+    def outlived(self) -> None:
+        """Have the world's first commit saved, due or not: survivors of the last world may have the only copy
+        of the state. Call it on all ranks of a world, or on none."""
+        self._outlived = True
+
+    def passed(self, parts: Parts, world: World | None, ends: bool) -> None:
+        """Save a committed step if a save is due. ``ends``: the world ends with this commit. Raises
+        WorldChanged if the world ends otherwise."""
+        if ends:
+            assert world is not None
+            if world.nobody_stays():  # workers that stay have the state, and need no save
+                by = time.monotonic() + GOING_S_MAX
+                self._save(parts, world, must=True)
+                self._checkpoints.wait(max(0.0, by - time.monotonic()))
+        else:
+            with _in(world):
+                due = self._checkpoints.due(parts.step)
+            if due or self._outlived:
+                self._save(parts, world)
+            elif self._tried != (number := world.number if world else 1):
+                with _in(world):
+                    self._checkpoints.try_out(self._state_of(parts))
+                self._tried = number
+            self._outlived = False
+
+    def finished(self, parts: Parts, world: World | None) -> None:
+        """Save the end of the training. Raises WorldChanged if the world ends meanwhile."""
+        if parts.step > 0:
+            while not self._save(parts, world, must=True):
+                if dist.get_rank() == 0:
+                    _log.warning("step %d is saved once those before it are durable", parts.step)
+
+    def has_beyond(self, age: Age, world: World) -> bool:
+        """Whether a newer state than this age was kept. Raises WorldChanged if the world ends meanwhile."""
+        with world.or_over():
+            kept = self._checkpoints.newest_kept()
+        return kept is not None and age.is_behind(kept.round, kept.step)
+
+    def resume(
+        self, parts: Parts, world: World, *, else_asks: bool, beyond: Age | None = None
+    ) -> Parts | None:
+        """Fill ``parts.things`` from the newest state in memory or on disk, and return the other parts.
+
+        Return None if there is no checkpoint, or if none is whole and the script's restore can be asked
+        (``else_asks``). Raises NoCheckpoint if none is whole and it cannot be asked. Raises WorldChanged if
+        the world ends meanwhile. ``beyond``: only a state newer than this age, which a worker has.
+        """
+        from elasticd.worker.checkpoints import NoCheckpoint
+
+        state = {**parts.things, **dict.fromkeys(parts.plain, _ABSENT), _OURS: _ABSENT}
+        step, none_whole = None, None
+        with world.or_over():  # a RuntimeError in the block means that the world is over, except NoCheckpoint
+            try:
+                step = self._checkpoints.load(state, beyond=beyond)
+            except NoCheckpoint as error:
+                none_whole = error
+        if none_whole is not None:
+            if not else_asks:
+                raise none_whole
+            _log.warning("%s; the script's restore() is asked instead", none_whole)
+        if step is None:
+            return None
+        self._newest = (world.number, (step, parts.progress.marks))
+        plain = {name: now if state[name] is _ABSENT else state[name] for name, now in parts.plain.items()}
+        ours = state[_OURS] if isinstance(state[_OURS], dict) else {}
+        random = _alike(parts.seeds, ours.get("random", {}), ours.get("seeds", {}))
+        return Parts(parts.things, plain, parts.seeds, step, random, parts.progress)
+
+    def _save(self, parts: Parts, world: World | None, *, must: bool = False) -> bool:
+        """Save. Return whether the save was taken, the same on all ranks. ``must``: wait a while for the
+        disk, rather than skip the save."""
+        this = (world.number if world else 1, parts.point)
+        if must and self._newest == this:
+            return True
+        with _in(world):
+            if must:
+                self._checkpoints.wait(GOING_S_MAX)
+            taken = self._checkpoints.save(self._state_of(parts), parts.step)
+            if taken:
+                self._newest = this
+            return taken
+
+    @staticmethod
+    def _state_of(parts: Parts) -> dict[str, Any]:
+        rank = str(dist.get_rank())
+        ours = {"random": {rank: parts.random}, "seeds": {rank: dict(parts.seeds)}}
+        return {**parts.things, **parts.plain, _OURS: ours}
+
+
+class _Absent:
+    """A placeholder for a value that a checkpoint may have."""
+
+
+_ABSENT: Final = _Absent()
+
+
+def _in(world: World | None) -> AbstractContextManager[None]:
+    return contextlib.nullcontext() if world is None else world.or_over()
+
+
+def _alike(
+    seeds: Mapping[str, int], random: Mapping[str, Any], began: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
+    """Return the random states for this rank: its own from the checkpoint, if it has one. Otherwise rank 0's,
+    as far as both scripts began alike. The others stay as they are."""
+    mine = random.get(str(dist.get_rank()))
+    if mine is not None:
+        return randomness.note() | dict(mine)
+    first, firsts = random.get("0", {}), began.get("0", {})
+    return randomness.note() | {
+        name: its for name, its in first.items() if firsts.get(name) == seeds.get(name)
+    }

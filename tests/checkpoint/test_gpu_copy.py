@@ -1,0 +1,122 @@
+"""Copies from a GPU beside the training; a GPU that is none copies when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
+from elasticd.checkpoint.client.state_dict import flatten
+from elasticd.checkpoint.protocol import Memory
+from tests.checkpoint.lazygpu import Lazy
+
+
+@pytest.fixture
+def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad
+def begin(gpu: Lazy, state: dict) -> tuple:
+    flat = flatten(state)
+    lasting = stepped(state, flat)
+    into = {key: torch.zeros_like(t) for key, t in flat.tensors.items()}
+    before = {key: t.clone() for key, t in flat.tensors.items()}
+    landed = offload(gpu, list(into.values()), list(flat.tensors.values()), [k in lasting for k in into])
+    assert landed is not None
+    return landed, into, before
+
+
+def test_what_is_copied_late_is_what_was_saved_and_a_step_waits_for_it(training):
+    model, optimizer = training
+    landed, into, before = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
+    model(torch.randn(8, 4)).sum().backward()  # the next forward changes what the batches were like
+    assert not landed.done() and torch.equal(into["model.1.running_mean"], before["model.1.running_mean"])
+    assert not into["model.0.weight"].any(), "parameters are under way still"
+    optimizer.step()
+    assert landed.result(60.0) == ""
+    assert all(torch.equal(into[key], before[key]) for key in before)
+    assert not torch.equal(model[0].weight, before["model.0.weight"]) and gpu.copies[-1].done.is_set()
+
+
+def test_what_a_script_changes_by_itself_before_it_was_copied_fails_that_save(training):
+    model, optimizer = training
+    landed, _, _ = begin(gpu := Lazy(), {"model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        model[0].weight.clamp_(max=0.1)
+    gpu.copies[-1].run()
+    assert "changed before they were copied" in landed.result(60.0)
+
+
+def test_a_change_by_the_script_before_the_optimizer_steps_is_noticed_as_well(training):
+    model, optimizer = training
+    landed, _, _ = begin(Lazy(), {"model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        model[0].weight.clamp_(max=0.1)
+    optimizer.step()
+    assert "changed before they were copied" in landed.result(60.0)
+
+
+def test_only_what_optimizers_of_the_state_step_is_copied_late(training):
+    model, optimizer = training
+    average = torch.nn.Linear(4, 4)
+    late = stepped(s := {"model": model, "optimizer": optimizer, "average": average}, flatten(s))
+    assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= late
+    assert not {"model.1.running_mean", "average.weight"} & late
+    for group in optimizer.param_groups:
+        group["capturable"] = True  # it may step within a CUDA graph
+    assert not stepped(s, flatten(s))
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind_for_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[int] = []  # CUDA's last error, which torch asks for after each kernel
+
+    def refuse(*_: int) -> int:
+        kept.append(2)
+        return 2
+
+    def launch(*_: object, device: str) -> None:
+        assert device == "cuda"
+        if kept:
+            kept.clear()
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr(torch, "ones", launch)
+    GpuCopier().pin(Memory.make(4096))
+    assert not kept
+
+
+def test_the_gpu_that_waits_and_is_waited_for_is_the_one_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = torch.device("cuda", 1)
+    used: list[object] = []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        used.append(which)
+        yield
+        used.append("back")
+
+    stream = SimpleNamespace(wait_event=lambda _: used.append("held"))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: used.append(which) or stream)
+    event = SimpleNamespace(device=second, synchronize=lambda: used.append("waited"))
+    GpuCopier().hold(event)
+    GpuCopier().wait(event)
+    assert used == [second, "held", second, "waited", "back"]
