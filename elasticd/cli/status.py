@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -15,12 +14,12 @@ from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import Place, answering, facts_of, find, places, unusable
 from elasticd.cli.fitting import on_screen
 from elasticd.cli.options import etcd_options
-from elasticd.cli.report import JobReport, as_text, report
 from elasticd.cli.say import say
 from elasticd.cli.values import Name
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord, StoreRefused
-from elasticd.telemetry import describe
+from elasticd.telemetry import describe, statustext
+from elasticd.telemetry.status import JobStatus, job_status
 
 
 @click.command()
@@ -47,7 +46,7 @@ def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
     if watch:
         from elasticd.cli.watch import watch as watch_job
 
-        watch_job(place, job, lambda r: _show_anew(r, as_json))
+        watch_job(place, job, lambda s: _show_anew(s, as_json))
     else:
         _show(_look(place.access, job), as_json)
 
@@ -64,7 +63,7 @@ def _which(names: list[str]) -> str:
     return f"there are {describe.listing(names, most=10)}" if names else "there is none"
 
 
-def _look(access: EtcdAccess, job: str) -> JobReport:
+def _look(access: EtcdAccess, job: str) -> JobStatus:
     from elasticd.etcd.client import Client
 
     with answering(), Client(access) as client:
@@ -76,11 +75,11 @@ def _look(access: EtcdAccess, job: str) -> JobReport:
         raise complaint from bad[0]
     for error in bad:
         say(f"elasticd: {job}: {error}.", err=True)
-    return replace(report(job, facts_of(listing), time.time()), etcd_full=full)
+    return job_status(job, facts_of(listing), time.time(), etcd_full=full)
 
 
-def _look_if_there(place: Place, job: str) -> JobReport | None:
-    """Return the job's report; None if its standalone run has just ended, or if its records are unusable
+def _look_if_there(place: Place, job: str) -> JobStatus | None:
+    """Return the job's status; None if its standalone run has just ended, or if its records are unusable
     (which is printed), so that the other jobs can still be listed."""
     try:
         return _look(place.access, job)
@@ -92,53 +91,53 @@ def _look_if_there(place: Place, job: str) -> JobReport | None:
         return None
 
 
-def _show(r: JobReport, as_json: bool) -> None:
+def _show(s: JobStatus, as_json: bool) -> None:
     if as_json:
-        say(json.dumps(r.as_json()))
+        say(json.dumps(s.as_json()))
     else:
-        say(*on_screen(as_text(r, time.time())))
+        say(*on_screen(statustext.lines(s)))
 
 
 # ---------------------------------------------------------------- lists
 
 
 def _show_list(there: list[Place], as_json: bool) -> None:
-    reports = [r for place in there for job in place.jobs if (r := _look_if_there(place, job)) is not None]
+    found = [s for place in there for job in place.jobs if (s := _look_if_there(place, job)) is not None]
     if as_json:
-        for r in reports:
-            say(json.dumps(r.as_json()))
+        for s in found:
+            say(json.dumps(s.as_json()))
         return
-    if not reports:
+    if not found:
         where = "in this etcd" if any(p.shared for p in there) else "on this machine; for others give --etcd"
         say(f"There is no job {where}.", err=True)
         return
-    rows = [("JOB", "PHASE", "ROUND", "WORLD", "STEP", "NODES", "SCRIPT"), *(_row(r) for r in reports)]
+    rows = [("JOB", "PHASE", "ROUND", "WORLD", "STEP", "NODES", "SCRIPT"), *(_row(s) for s in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _row(r: JobReport) -> tuple[str, ...]:
-    limits = f" ({r.limits.min}..{r.limits.max})" if r.limits else ""
+def _row(s: JobStatus) -> tuple[str, ...]:
+    limits = f" ({s.limits.min}..{s.limits.max})" if s.limits else ""
     return (
-        r.job,
-        r.outcome or r.phase,
-        str(r.round),
-        f"{r.world_size}{limits}",
-        "-" if r.step is None else str(r.step),
-        str(sum(node.state != "lost" for node in r.nodes)),
-        r.script or "-",
+        s.job,
+        s.condition,
+        str(s.round),
+        f"{s.world_size}{limits}",
+        "-" if s.step is None else str(s.step),
+        str(sum(node.state != "lost" for node in s.nodes)),
+        s.script or "-",
     )
 
 
 # ---------------------------------------------------------------- --watch
 
 
-def _show_anew(r: JobReport, as_json: bool) -> None:
+def _show_anew(s: JobStatus, as_json: bool) -> None:
     """Show the job: on a terminal in place of the previous output, else below it."""
     if as_json or not sys.stdout.isatty():
-        _show(r, as_json)
+        _show(s, as_json)
         sys.stdout.flush()
         return
     sys.stdout.write("\x1b[H\x1b[J")
-    _show(r, as_json)
+    _show(s, as_json)

@@ -6,33 +6,33 @@ import queue
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import Place, facts_of, unusable
-from elasticd.cli.report import JobReport, StepRate, report
 from elasticd.cli.say import say
 from elasticd.core.facts import Fact, Round
 from elasticd.core.ports import Listing, Seen
 from elasticd.etcd.errors import BadRecord, StoreError, StoreRefused, StoreUnavailable
+from elasticd.telemetry.status import JobStatus, job_status
+from elasticd.telemetry.steprate import StepRates
 
 QUIET_S = 5.0  # after this silence, check whether etcd still responds
 AWAY_S = 1.0  # the interval of checks while etcd is away
 EVERY_S = 1.0  # heartbeats of all nodes are shown together, at this interval
 
 
-def watch(place: Place, job: str, show: Callable[[JobReport], None]) -> None:
+def watch(place: Place, job: str, show: Callable[[JobStatus], None]) -> None:
     """Show the job at once, at each new phase and round, and otherwise at most every EVERY_S if anything
     changed, until the job has ended. Waits if etcd goes away. Raises Complaint."""
     _Watch(place, job, show).run()
 
 
 class _Watch:
-    def __init__(self, place: Place, job: str, show: Callable[[JobReport], None]) -> None:
+    def __init__(self, place: Place, job: str, show: Callable[[JobStatus], None]) -> None:
         self._place, self._job, self._show = place, job, show
         self._news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
         self._facts: dict[str, Fact] = {}
-        self._pace = StepRate()
+        self._rates = StepRates()
         self._begun = place.shared  # a standalone run is registered before it writes facts
         self._changed = False  # since the last display
         self._shown: object = None  # the round and the phase of the last display
@@ -106,8 +106,8 @@ class _Watch:
             raise Complaint(f"{self._job} is no longer in etcd.")
         if self._full:
             self._is_back()  # etcd may have space again
-        now = report(self._job, self._facts, time.time(), self._pace)
-        self._show(replace(now, etcd_full=self._full))
+        now = job_status(self._job, self._facts, time.time(), self._rates, etcd_full=self._full)
+        self._show(now)
         self._changed, self._shown, self._shown_at = False, self._mark(), time.monotonic()
         return now.ended
 

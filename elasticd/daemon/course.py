@@ -10,7 +10,7 @@ from typing import Any
 from elasticd.core.ledger import Ledger
 from elasticd.telemetry.events import EventFile
 from elasticd.telemetry.metrics import Metrics
-from elasticd.telemetry.snapshot import Snapshot
+from elasticd.telemetry.status import JobStatus
 
 FIRST_S = 1.0
 SHARE = 400  # of the time that there is to tell of
@@ -25,14 +25,14 @@ class Course:
         self._due = began_at
         self._before: tuple[int, str] | None = None
 
-    def note(self, s: Snapshot, ledger: Ledger, metrics: Metrics, now: float, *, last: bool = False) -> None:
+    def note(self, s: JobStatus, ledger: Ledger, metrics: Metrics, now: float, *, last: bool = False) -> None:
         """One line, if it is due or something has changed. ``last``: in any case."""
         if now < self._due and (s.round, s.phase) == self._before and not last:
             return
         self._before = (s.round, s.phase)
         self._due = now + max(FIRST_S, (now - self._began_at) / SHARE)
         slots: dict[str, dict[str, Any]] = {}
-        states = {line.slot: line for line in s.slots if line.node == s.node}
+        states = {slot.slot: slot for slot in s.own.slots} if s.own is not None else {}
         for slot, account in sorted(ledger.slots.items()):
             line = states.get(slot)
             slots[str(slot)] = {
@@ -47,9 +47,9 @@ class Course:
                 "round": s.round,
                 "phase": s.phase,
                 "world": s.world_size,
-                "min": s.limits.min,
-                "max": s.limits.max,
-                "step": s.step,
+                "min": s.limits.min if s.limits else 1,
+                "max": s.limits.max if s.limits else 1,
+                "step": s.step or 0,
                 "slots": slots,
             }
         )

@@ -34,7 +34,7 @@ from elasticd.procs.usage import Usage
 from elasticd.telemetry.catalog import BY_NAME
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.metrics import Metrics
-from elasticd.telemetry.snapshot import SlotState, Snapshot
+from elasticd.telemetry.status import JobStatus, SlotState
 
 # When the steps of a slot's worker after a given one were, in seconds since the epoch; perhaps not all.
 StepTimes = Callable[[int, int], tuple[float, ...]]
@@ -175,14 +175,14 @@ class Meter:
 
     # ------------------------------------------------------------ what is
 
-    def update(self, snapshot: Snapshot, beats: Sequence[SlotProgress], ledger: Ledger, now: float) -> None:
+    def update(self, status: JobStatus, beats: Sequence[SlotProgress], ledger: Ledger, now: float) -> None:
         self._look(beats, now)
         self._listen()
         for slot, account in ledger.slots.items():
             for kind, seconds in account.own.items():
                 self.metrics.count_to("elasticd_time_seconds_total", seconds, slot, kind)
-        self._update_slots(snapshot)
-        self._update_job(snapshot, now)
+        self._update_slots(status)
+        self._update_job(status, now)
         self._update_etcd()
         self._update_checkpoint()
         self._update_saves(now)
@@ -227,10 +227,9 @@ class Meter:
             ratio = stands.ratio if stands is not None else None
             self.metrics.set("elasticd_worker_slowdown_ratio", ratio, slot)
 
-    def _update_slots(self, snapshot: Snapshot) -> None:
-        for line in snapshot.slots:
-            if line.node != snapshot.node:
-                continue
+    def _update_slots(self, status: JobStatus) -> None:
+        own = status.own
+        for line in own.slots if own is not None else ():
             slot, has_worker = line.slot, line.state in _HAS_WORKER
             self.metrics.set("elasticd_worker_up", has_worker, slot)
             if not has_worker:
@@ -333,7 +332,7 @@ class Meter:
         crew = self._driver.state.crew
         return crew is not None and crew.member.base_rank == 0
 
-    def _update_job(self, s: Snapshot, now: float) -> None:
+    def _update_job(self, s: JobStatus, now: float) -> None:
         metrics, state, view = self.metrics, self._driver.state, self._driver.view
         metrics.set("elasticd_round", s.round)
         metrics.set("elasticd_world_size", s.world_size)
@@ -341,8 +340,8 @@ class Meter:
         metrics.set(
             "elasticd_world_nodes", len(state.round.members) if state.round is not None and live else 0
         )
-        metrics.set("elasticd_world_min", s.limits.min)
-        metrics.set("elasticd_world_max", s.limits.max)
+        metrics.set("elasticd_world_min", s.limits.min if s.limits else None)
+        metrics.set("elasticd_world_max", s.limits.max if s.limits else None)
         metrics.choose("elasticd_job_phase", s.phase)
         metrics.set("elasticd_leader", state.leads is not None)
         metrics.set("elasticd_restart_budget_left", s.budget_left)
@@ -366,6 +365,11 @@ class Meter:
         for kind in ("member", "waiting", "draining", "lost"):
             metrics.set("elasticd_members", kinds[kind], kind)
         metrics.set("elasticd_slots_quarantined", sum(q.until > now for q in view.budget.quarantines))
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoints that are committed, as etcd told last."""
+        return self._checkpoint
 
     @property
     def footprint(self) -> Footprint:

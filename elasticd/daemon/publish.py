@@ -1,5 +1,5 @@
-"""Tells the world how the agent is doing: progress to etcd, a snapshot to the live view and to who asks
-over HTTP.
+"""Tells the world how the agent is doing: progress to etcd, and the job's status to the live view, the pages,
+the metrics and the course of the run.
 
 Reads the driver's state, never changes it.
 """
@@ -7,26 +7,25 @@ Reads the driver's state, never changes it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from elasticd.checkpoint.server.save_report import Fate, SaveReport, sentence
-from elasticd.core import budget as budgets
-from elasticd.core.facts import Phase, Progress, SlotProgress
+from elasticd.core.facts import Fact, Node, Progress, SlotProgress
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Applied, Entry, Listing, Put, Seen, StillThere, Store
+from elasticd.core.ports import Applied, Listing, Put, Seen, StillThere, Store
 from elasticd.core.reasons import Reason, WorkersHung, WorkersStarted
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import Meter
-from elasticd.daemon.pace import Pace
 from elasticd.daemon.pages import Pages, Published
 from elasticd.daemon.sampler import Sampler, Samples
 from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
-from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
+from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Note, SlotState, job_status
+from elasticd.telemetry.steprate import StepRates
 from elasticd.telemetry.view import View
 
 SHOW_S = 0.5
@@ -81,9 +80,9 @@ class Publisher:
         self._course = course
         meter.on_save = self._saved
         self._comparison = comparison
-        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
-        self._paces: dict[tuple[str, int], Pace] = {}
-        self._others: Mapping[str, Progress] = {}
+        self._events: deque[Note] = deque(maxlen=EVENTS_KEPT)
+        self._rates = StepRates()
+        self._others: dict[str, Fact] = {}
         self._samples: Samples | None = None
         self._written: Progress | None = None
         self._writing = False
@@ -99,7 +98,7 @@ class Publisher:
 
     def note(self, reason: Reason, now: float) -> None:
         """Something happened: an event for the live view, and maybe one to count."""
-        self._events.append(Event(now, describe.sentence(reason, now)))
+        self._events.append(Note(now, describe.sentence(reason, now)))
         crew = self._driver.state.crew
         more = (
             {"slots": crew.member.slots, "cause": crew.round.cause}
@@ -118,10 +117,11 @@ class Publisher:
         self._file.nudge()
         self._due = now + (SHOW_S if self._view.live else WRITE_S)
         mine = self._read()
-        snapshot = self._snapshot(mine, now)
-        self._measure(snapshot, mine, now)
-        self._course.note(snapshot, self._timekeeper.ledger, self._meter.metrics, now)
-        self._view.show(snapshot)
+        self._timekeeper.look(mine, now)
+        status = self._status(mine, now)
+        self._measure(status, mine, now)
+        self._course.note(status, self._timekeeper.ledger, self._meter.metrics, now)
+        self._view.show(status)
         if now >= self._write_due:
             self._write_progress(mine)
             self._write_due = now + WRITE_S
@@ -130,9 +130,9 @@ class Publisher:
     def farewell(self, now: float) -> None:
         """What there is to say of the last moments, once the ledger is closed."""
         mine = self._read()
-        snapshot = self._snapshot(mine, now)
-        self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
-        self._course.note(snapshot, self._timekeeper.ledger, self._meter.metrics, now, last=True)
+        status = self._status(mine, now)
+        self._meter.update(status, mine, self._timekeeper.ledger, now)
+        self._course.note(status, self._timekeeper.ledger, self._meter.metrics, now, last=True)
 
     def _saved(self, report: SaveReport, now: float) -> None:
         """An event of what became of a checkpoint; none is younger than the agent's last."""
@@ -154,14 +154,10 @@ class Publisher:
             )
         )
 
-    # ------------------------------------------------------------ to who asks over HTTP
-
-    def _measure(self, snapshot: Snapshot, mine: tuple[SlotProgress, ...], now: float) -> None:
-        self._timekeeper.look(mine, now)
-        self._meter.update(snapshot, mine, self._timekeeper.ledger, now)
-        self._sampler.pids = {
-            line.slot: line.pid for line in snapshot.slots if line.node == snapshot.node and line.pid
-        }
+    def _measure(self, status: JobStatus, mine: tuple[SlotProgress, ...], now: float) -> None:
+        self._meter.update(status, mine, self._timekeeper.ledger, now)
+        own = status.own
+        self._sampler.pids = {s.slot: s.pid for s in own.slots if s.pid} if own is not None else {}
         samples = self._sampler.latest
         if samples is not self._samples:
             self._samples = samples
@@ -173,29 +169,22 @@ class Publisher:
                 self._meter.gpu(slot, reading)
                 self._comparison.look_at_gpu(slot, reading)
         self._meter.compare(self._comparison.standings, self._comparison.bad)
-        spent = self._timekeeper.ledger.spent
-        self._pages.publish(Published(snapshot, self._meter.metrics.copy(), spent, self._unready(), now))
-
-    def _unready(self) -> str:
-        """Why this node neither trains nor could, in a sentence; empty if it does or could."""
-        state = self._driver.state
-        if state.departure is not None or state.exiting is not None:
-            return "this node is leaving the job"
-        if not state.joined:
-            return "this node has not joined the job yet"
-        # An etcd that is away stops nobody from training.
-        return "" if state.registered or state.silent is not None else "this node is not registered in etcd"
+        self._pages.publish(Published(status, self._meter.metrics.copy()))
 
     # ------------------------------------------------------------ to etcd
+
+    def _progress(self, slots: tuple[SlotProgress, ...]) -> Progress | None:
+        crew, held = self._driver.state.crew, self._meter.footprint
+        if crew is None:
+            return None
+        return Progress(self._config.node, crew.round.number, slots, held.own, held.replicas)
 
     def _write_progress(self, slots: tuple[SlotProgress, ...]) -> None:
         """At most one write under way; a lost one is made up for by the next."""
         state = self._driver.state
-        crew, own = state.crew, state.own
-        if self._writing or crew is None or own is None or own.fact is None or state.silent:
+        own, progress = state.own, self._progress(slots)
+        if self._writing or progress is None or own is None or own.fact is None or state.silent:
             return
-        held = self._meter.footprint
-        progress = Progress(self._config.node, crew.round.number, slots, held.own, held.replicas)
         if progress == self._written:
             return
         self._writing = True
@@ -211,82 +200,65 @@ class Publisher:
             answered,
         )
 
-    # ------------------------------------------------------------ to the live view
+    # ------------------------------------------------------------ the job's status
 
     def _progress_seen(self, seen: Seen) -> None:
+        """On the store's thread."""
         known = {} if isinstance(seen, Listing) else dict(self._others)
         for entry in seen.entries:
-            _keep(known, entry)
+            if entry.fact is None:
+                known.pop(entry.key, None)
+            else:
+                known[entry.key] = entry.fact
         self._others = known
 
-    def _snapshot(self, mine: tuple[SlotProgress, ...], now: float) -> Snapshot:
-        state = self._driver.state
-        spec, round, view = state.spec, state.round, self._driver.view
-        policy, failed = state.policy_source.policy, round.failure if round is not None else None
+    def _status(self, mine: tuple[SlotProgress, ...], now: float) -> JobStatus:
+        state, unready = self._driver.state, self._unready()
         waits = [describe.waiting(w, now) for w in self._driver.waiting]  # type: ignore[arg-type]
-        if state.full:
-            waits.insert(0, state.full)
-        return Snapshot(
-            job=self._config.job,
-            node=self._config.node,
-            round=round.number if round else 0,
-            phase=str(round.phase) if round else "starting",
-            world_size=round.world_size if round and round.phase is Phase.LIVE else 0,
-            limits=spec.limits if spec else self._config.limits,
-            slots=(*self._own_lines(mine, now), *self._other_lines(now)),
-            restarts=round.restarts if round else 0,
-            budget_left=budgets.left(view.budget, policy, now) if view is not None else None,
-            waiting="; ".join(waits),
-            events=tuple(self._events),
-            last_failure=Event(failed.exit.at, describe.failure(failed)) if failed is not None else None,
+        local = LocalFacts(
+            AgentStatus(self._config.node, not unready, unready, tuple(self._events)),
+            self._states(),
+            (state.full, *waits) if state.full else tuple(waits),
+            complete=self._config.etcd is None,
         )
+        facts = self._facts(mine, now)
+        return job_status(self._config.job, facts, now, self._rates, local=local, etcd_full=bool(state.full))
 
-    def _own_lines(self, mine: tuple[SlotProgress, ...], now: float) -> list[SlotLine]:
+    def _facts(self, mine: tuple[SlotProgress, ...], now: float) -> dict[str, Fact]:
+        """Return the facts that this agent knows. The facts of its own node are newer than those in etcd."""
+        state, view, name = self._driver.state, self._driver.view, self._config.node
+        known = self._others | {key: e.fact for key, e in state.seen.items() if e.fact is not None}
+        known["spec"] = state.policy_source
+        me, own = state.me, state.own.fact if state.own is not None else None
+        port = state.store_port
+        known[me.key] = own or Node(
+            name, me.incarnation, me.address, me.slots, state.released, port, me.pid, me.host
+        )
+        known[f"ledger/{name}"] = self._timekeeper.ledger.record(name, now)
+        for key, fact in (
+            (f"progress/{name}", self._progress(mine)),
+            ("budget", view.budget if view is not None else None),
+            ("checkpoint", self._meter.checkpoint),
+            ("stragglers", self._comparison.found),
+        ):
+            if fact is not None:
+                known[key] = fact
+            else:
+                known.pop(key, None)
+        return known
+
+    def _states(self) -> dict[int, SlotState]:
+        """Return the states of this node's slots with a worker, of which etcd does not know, or not yet."""
+        crew = self._driver.state.crew
+        lives = {**self._driver.state.reserve, **(crew.workers if crew is not None else {})}
+        return {slot: _SHOWN[life] for slot, life in lives.items()}
+
+    def _unready(self) -> str:
+        """Why this node neither trains nor could, in a sentence; empty if it does or could."""
         state = self._driver.state
-        crew, node = state.crew, self._config.node
-        beats = {b.slot: b for b in mine}
-        lines = []
-        for slot in state.me.slots:
-            if crew is None or slot not in crew.member.slots:
-                if state.me.slots.index(slot) < self._config.limits.max:
-                    lines.append(SlotLine(node, slot, self._idle_state(node, slot, now)))
-                continue
-            beat = beats.get(slot, SlotProgress(slot, crew.member.rank_of(slot), 0, 0, 0.0))
-            what = _SHOWN[crew.workers[slot]]
-            if what is SlotState.RUNNING and not beat.step:
-                what = SlotState.STARTING
-            lines.append(self._line(node, beat, what, now))
-        return lines
-
-    def _other_lines(self, now: float) -> list[SlotLine]:
-        round = self._driver.state.round
-        number = round.number if round else 0
-        return [
-            self._line(name, beat, SlotState.RUNNING if beat.step else SlotState.STARTING, now)
-            for name, progress in sorted(self._others.items())
-            if name != self._config.node and progress.round == number
-            for beat in progress.slots
-        ]
-
-    def _line(self, node: str, beat: SlotProgress, what: SlotState, now: float) -> SlotLine:
-        pace = self._paces.setdefault((node, beat.slot), Pace())
-        pace.read(now, beat.step)
-        per_s = pace.steps_per_s if what is SlotState.RUNNING else None
-        return SlotLine(node, beat.slot, what, beat.rank, beat.pid, beat.of_job, per_s, beat.tells)
-
-    def _idle_state(self, node: str, slot: int, now: float) -> SlotState:
-        life = self._driver.state.reserve.get(slot)
-        if life is not None:
-            return _SHOWN[life]
-        view = self._driver.view
-        out = view.budget.quarantines if view else ()
-        away = any(q.node == node and q.slot == slot and q.until > now for q in out)
-        return SlotState.QUARANTINED if away else SlotState.IDLE
-
-
-def _keep(known: dict[str, Progress], entry: Entry) -> None:
-    name = entry.key.partition("/")[2]
-    if isinstance(entry.fact, Progress):
-        known[name] = entry.fact
-    else:
-        known.pop(name, None)
+        if state.departure is not None or state.exiting is not None:
+            return "this node is leaving the job"
+        if not state.joined:
+            return "this node has not joined the job yet"
+        # An etcd that is away stops nobody from training.
+        return "" if state.registered or state.silent is not None else "this node is not registered in etcd"

@@ -32,8 +32,8 @@ class Standing:
 
 class Comparison:
     """``routine(now)`` does what is due and returns when the next is. ``standings``: of this node's slots,
-    as last known; ``bad``: those with a GPU that is, and why. ``throttled_s``: for how long a quota has held
-    up this node's processes so far."""
+    as last known; ``bad``: those with a GPU that is, and why. ``found``: what the leader has found in all
+    nodes. ``throttled_s``: for how long a quota has held up this node's processes so far."""
 
     def __init__(
         self, driver: Driver, store: Store, hear: HearRound, throttled_s: Callable[[], float]
@@ -52,7 +52,7 @@ class Comparison:
         self._first: dict[int, Strides] = {}  # as they came to the round
         self._before: dict[int, Strides] = {}
         self._own: dict[int, float] = {}
-        self._found: Stragglers | None = None
+        self.found: Stragglers | None = None
         store.watch("stragglers", self._verdict_seen)
 
     def look_at_gpu(self, slot: int, reading: GpuReading) -> None:
@@ -117,7 +117,7 @@ class Comparison:
             self._store.transact((guard,), (put,), lambda answer: None)
 
     def _stand(self) -> None:
-        found = self._found
+        found = self.found
         current = found if found is not None and found.round == self._round else None
         node = self._driver.state.me.node
         slow = {one.slot for one in current.slow if one.node == node and not one.why} if current else set()
@@ -130,4 +130,4 @@ class Comparison:
     def _verdict_seen(self, seen: Seen) -> None:
         for entry in seen.entries:
             if entry.key == "stragglers":
-                self._found = entry.fact if isinstance(entry.fact, Stragglers) else None
+                self.found = entry.fact if isinstance(entry.fact, Stragglers) else None

@@ -19,7 +19,7 @@ from typing import Final
 
 from elasticd.core.facts import Cause, Phase
 from elasticd.core.ledger import Kind
-from elasticd.telemetry.snapshot import SlotState
+from elasticd.telemetry.status import SlotState
 
 
 class Type(StrEnum):

@@ -1,4 +1,4 @@
-"""Render the lines at the bottom of the terminal from a snapshot and the terminal's size. Pure."""
+"""Render a job's status in the lines at the bottom of a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from elasticd.telemetry.describe import step as step_in_words
+from elasticd.telemetry import describe, statustext
 from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.nodenames import shortened, told_apart
-from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
+from elasticd.telemetry.status import JobStatus, Note, SlotState, SlotStatus
 
 _STATE_STYLES: dict[SlotState, str] = {
     SlotState.IDLE: "dim",
@@ -31,28 +31,30 @@ SLOT_ROWS_MAX = 8
 
 
 def render(
-    snapshot: Snapshot, width: int, height: int, rows_max: int = SLOT_ROWS_MAX, *, fold: bool = False
+    status: JobStatus, width: int, height: int, rows_max: int = SLOT_ROWS_MAX, *, fold: bool = False
 ) -> list[str]:
     """Return lines with ANSI colours, each narrower than ``width`` cells.
 
     There are at most ``height // 2`` lines in all, and at most ``rows_max`` lines of slots. ``fold``: wrap
-    the texts of events where there is room for more lines, else cut them off.
+    the texts of events where there is room for more lines, else cut them off. A status without an agent has
+    no events: ``statustext.notes`` take their place.
     """
-    snapshot = cleaned(snapshot)
+    status = cleaned(status)
     room = max(1, height // 2)
     usable = max(8, width - 1)  # a full last column makes some terminals wrap
     lines: list[Text] = [Text("─" * usable, style="dim")] if room > 2 else []
-    lines.append(_head(snapshot, usable))
-    if snapshot.waiting and len(lines) < room:
-        lines.append(Text(f" {snapshot.waiting}", style="yellow"))
-    events = snapshot.events[-3:] if room > 8 else snapshot.events[-1:]
+    lines.append(_head(status, usable))
+    if status.waiting and len(lines) < room:
+        lines.append(Text(f" {status.waiting}", style="yellow"))
+    events = status.agent.events if status.agent else statustext.notes(status)
+    events = events[-3:] if room > 8 else events[-1:]
     kept = len(_told(events, usable, max(len(events), room // 3), fold))
-    lines += _slots(snapshot.slots, usable, min(rows_max, room - len(lines) - kept))
+    lines += _slots(status, usable, min(rows_max, room - len(lines) - kept))
     lines += _told(events, usable, room - len(lines), fold)
     return _ansi(lines, usable)
 
 
-def _told(events: Sequence[Event], width: int, room: int, fold: bool) -> list[Text]:
+def _told(events: Sequence[Note], width: int, room: int, fold: bool) -> list[Text]:
     lines: list[Text] = []
     for at, event in enumerate(events, 1):
         clock = time.strftime(" %H:%M:%S ", time.localtime(event.at))
@@ -66,15 +68,15 @@ def _told(events: Sequence[Event], width: int, room: int, fold: bool) -> list[Te
     return lines
 
 
-def _head(s: Snapshot, width: int) -> Text:
+def _head(s: JobStatus, width: int) -> Text:
     """Return the job in one line: the most important words first, and as many words as fit."""
     pace = s.steps_per_s
     words: list[tuple[str, str]] = [
         (f"world {s.world_size}", "bold green" if s.world_size else "bold yellow"),
-        (f"({s.limits.min}..{s.limits.max})", "dim"),
+        (f"({s.limits.min}..{s.limits.max})" if s.limits else "", "dim"),
         (f"round {s.round}", "bold"),
-        (s.phase, "yellow" if s.phase != "live" else ""),
-        (step_in_words(s.step, s.tells), ""),
+        (s.condition, "yellow" if s.condition != "live" else ""),
+        (describe.step(s.step, s.step_told) if s.step is not None else "", ""),
     ]
     if pace is not None:
         words.append((f"{_rate(pace)} steps/s", "cyan"))
@@ -87,19 +89,20 @@ def _head(s: Snapshot, width: int) -> Text:
     return head
 
 
-def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
+def _slots(s: JobStatus, width: int, rows: int) -> list[Text]:
     """Return the slots in as many columns as fit. A last line counts the slots that do not fit."""
+    slots = [(node.node, slot) for node in s.nodes for slot in node.slots]
     if not slots or rows < 1:
         return []
-    names = told_apart({s.node for s in slots})
-    cells = [_cell(s, names[s.node] if len(names) > 1 else "") for s in slots]
+    names = told_apart({node for node, _ in slots})
+    cells = [_cell(slot, names[node] if len(names) > 1 else "") for node, slot in slots]
     widest = min(max(c.cell_len for c in cells), width - 1)
     columns = max(1, (width - 1 + _GAP) // (widest + _GAP))
     capacity = columns * rows
     rest = 0
     if len(cells) > capacity:
         # People look for the slots that do not run as they should.
-        order = sorted(range(len(slots)), key=lambda i: (slots[i].state is SlotState.RUNNING, i))
+        order = sorted(range(len(slots)), key=lambda i: (slots[i][1].state is SlotState.RUNNING, i))
         kept = sorted(order[: max(0, columns * (rows - 1))])
         rest = len(cells) - len(kept)
         cells = [cells[i] for i in kept]
@@ -116,7 +119,7 @@ def _slots(slots: Sequence[SlotLine], width: int, rows: int) -> list[Text]:
     return lines
 
 
-def _cell(s: SlotLine, node: str) -> Text:
+def _cell(s: SlotStatus, node: str) -> Text:
     """Return one slot. ``node``: the node's short name, or empty in a job on one node."""
     where = f"{node}/{s.slot}" if node else f"slot {s.slot}"
     cell = Text.assemble((where, "dim"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from html import escape
 
-from elasticd.telemetry.lines import clean, cleaned
+from elasticd.telemetry import describe
+from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.nodenames import told_apart
 from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
-from elasticd.telemetry.snapshot import SlotLine, Snapshot
+from elasticd.telemetry.status import JobStatus, SlotStatus
 
 REFRESH_S = 2
 
@@ -34,30 +35,34 @@ th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem;white-space:normal;ov
 )
 
 
-def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") -> str:
-    """Return the page. ``unready``: why this node takes no part, or empty. ``at``: the snapshot's time, in
-    seconds since the epoch. ``spent``: the time of this node's slots, in words."""
-    s, unready, spent = cleaned(s), clean(unready), clean(spent)
+def render(s: JobStatus) -> str:
+    """Return the page of the agent that tells the status."""
+    s = cleaned(s)
+    agent, own = s.agent, s.own
+    assert agent is not None
+    limits = f" ({s.limits.min} to {s.limits.max})" if s.limits else ""
     tiles = [
-        ("phase", s.phase),
-        (f"workers ({s.limits.min} to {s.limits.max})", f"{s.world_size:,}"),
+        ("phase", s.condition),
+        (f"workers{limits}", f"{s.world_size:,}"),
         ("round", str(s.round)),
-        ("step" if s.tells else "step of this round", f"{s.step:,}"),
+        ("step" if s.step_told else "step of this round", "-" if s.step is None else f"{s.step:,}"),
         ("steps/s", "-" if s.steps_per_s is None else f"{s.steps_per_s:.2f}"),
         ("restarts" if s.budget_left is None else f"restarts ({s.budget_left:,} left)", f"{s.restarts:,}"),
     ]
     failed = f"Last failure, at {_clock(s.last_failure.at)}: {s.last_failure.text}" if s.last_failure else ""
-    notes = [f"<p class=note>{escape(text)}</p>" for text in (unready, s.waiting, failed) if text]
-    names = told_apart({line.node for line in s.slots})
-    told = ((_clock(event.at), escape(event.text)) for event in reversed(s.events))
+    notes = [f"<p class=note>{escape(text)}</p>" for text in (agent.unready, s.waiting, failed) if text]
+    spent = describe.spent(own.time) if own is not None and own.time else ""
+    names = told_apart({node.node for node in s.nodes})
+    told = ((_clock(event.at), escape(event.text)) for event in reversed(agent.events))
     events = [f"<li><time>{at}</time><span>{text}</span></li>" for at, text in told]
     return "".join(
         [
             "<!doctype html><html lang=en><meta charset=utf-8>",
             '<meta name=viewport content="width=device-width">',
             f"<meta http-equiv=refresh content={REFRESH_S}>",
-            f"<title>{escape(s.job)}: {escape(s.phase)}</title><style>{_STYLE}</style>",
-            f"<h1>{escape(s.job)}</h1><div class=dim>as {escape(s.node)} knows it at {_clock(at)} UTC</div>",
+            f"<title>{escape(s.job)}: {escape(s.condition)}</title><style>{_STYLE}</style>",
+            f"<h1>{escape(s.job)}</h1>",
+            f"<div class=dim>as {escape(agent.node)} knows it at {_clock(s.at)} UTC</div>",
             "<div class=tiles>",
             *(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for name, value in tiles),
             "</div>",
@@ -65,22 +70,24 @@ def render(s: Snapshot, unready: str, at: float, version: str, spent: str = "") 
             *notes,
             "<h2>Slots</h2><div class=wide><table><tr><th>node<th>slot<th class=s>state<th>rank<th>step",
             "<th class=more>steps/s<th class=more>pid</tr>",
-            *(_row(line, names[line.node]) for line in s.slots),
+            *(_row(node.node, names[node.node], slot) for node in s.nodes for slot in node.slots),
             "</table></div>",
             f"<h2>What happened</h2><ul>{''.join(events) or '<li class=dim>nothing yet'}</ul>",
-            f"<footer class=dim>elasticd {escape(version)} · <a href=/metrics>metrics</a> · ",
+            f"<footer class=dim>elasticd {escape(s.version)} · <a href=/metrics>metrics</a> · ",
             "<a href=/status>status as JSON</a></footer></html>",
         ]
     )
 
 
-def _row(line: SlotLine, name: str) -> str:
-    pace = "" if line.steps_per_s is None else f"{line.steps_per_s:.2f}"
-    rank = "" if line.rank is None else str(line.rank)
-    node, step = escape(line.node), "" if line.rank is None else f"{line.step:,}"
+def _row(node: str, name: str, slot: SlotStatus) -> str:
+    """Return a slot. ``name``: the node's short name."""
+    pace = "" if slot.steps_per_s is None else f"{slot.steps_per_s:.2f}"
+    rank = "" if slot.rank is None else str(slot.rank)
+    step = "" if slot.step is None else f"{slot.step:,}"
     return (
-        f"<tr><td title='{node}'>{escape(name)}<td>{line.slot}<td class='s {line.state}'>● {line.state}"
-        f"<td>{rank}<td>{step}<td class=more>{pace}<td class=more>{line.pid or ''}</tr>"
+        f"<tr><td title='{escape(node)}'>{escape(name)}<td>{slot.slot}"
+        f"<td class='s {slot.state}'>● {slot.state}<td>{rank}<td>{step}"
+        f"<td class=more>{pace}<td class=more>{slot.pid or ''}</tr>"
     )
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from elasticd.telemetry import footer
 from elasticd.telemetry.lines import LineBuffer
 from elasticd.telemetry.log import takes_colors
-from elasticd.telemetry.snapshot import Snapshot
+from elasticd.telemetry.status import JobStatus
 
 REPAINT_S = 0.05  # between two repaints: smooth to the eye, and cheap while workers print much
 PENDING_MAX_CHARS = 1 << 20  # writers wait while more than this is unprinted
@@ -40,7 +40,7 @@ class View(ABC):
     live: bool
 
     @abstractmethod
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, status: JobStatus) -> None:
         """Replace what the live view shows. Never blocks."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class PlainView(View):
         self._terminals = {n for n in (1, 2) if os.isatty(n)}
         self._mid_line = False  # a worker's last line on the terminal has no end yet
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, status: JobStatus) -> None:
         pass
 
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
@@ -109,7 +109,7 @@ class PlainView(View):
 class LiveView(View):
     """A few lines at the bottom of the terminal; all other output is printed above them.
 
-    One thread paints; other threads hand over their lines. The thread starts with the first snapshot: the
+    One thread paints; other threads hand over their lines. The thread starts with the first status: the
     agent forks before that, and should have no threads then. Before the start and after ``close``, output
     passes unchanged. Output to a stream that is no terminal (``> log.txt``) always does.
     """
@@ -122,19 +122,19 @@ class LiveView(View):
         self._pending: list[str] = []
         self._pending_chars = 0
         self._buffers: dict[Hashable, LineBuffer] = {}  # both streams are the same terminal
-        self._snapshot: Snapshot | None = None
+        self._status: JobStatus | None = None
         self._dirty = False
         self._closed = False
         self._broken = False
         # Only the painter uses the following fields.
         self._painted: list[int] = []  # the width of each footer line, in cells
-        self._rendered: tuple[Snapshot | None, tuple[int, int], list[str]] | None = None
+        self._rendered: tuple[JobStatus | None, tuple[int, int], list[str]] | None = None
         self._stdio = (sys.stdout, sys.stderr)
         self._painter: threading.Thread | None = None
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, status: JobStatus) -> None:
         with self._wake:
-            self._snapshot = snapshot
+            self._status = status
             if self._painter is None and not self._closed:
                 self._start()
             self._touch()
@@ -194,12 +194,12 @@ class LiveView(View):
                 lines, self._pending, self._pending_chars = self._pending, [], 0
                 closed, self._dirty = self._closed, False
                 partials = [p for b in self._buffers.values() if (p := b.partial)][-PARTIALS_MAX:]
-                snapshot = self._snapshot
+                status = self._status
                 self._wake.notify_all()
             try:
                 _write_all(
                     2,
-                    self._frame(lines, partials, snapshot, closed).encode(errors="replace"),
+                    self._frame(lines, partials, status, closed).encode(errors="replace"),
                 )
             except OSError:
                 # The terminal is gone, so nobody sees the view. Training goes on.
@@ -214,7 +214,7 @@ class LiveView(View):
         self,
         lines: list[str],
         partials: list[str],
-        snapshot: Snapshot | None,
+        status: JobStatus | None,
         closed: bool,
     ) -> str:
         """Return the bytes that change the screen from one state to the next, to be written at once."""
@@ -227,18 +227,18 @@ class LiveView(View):
         erase = "\r" + "\x1b[1A\x1b[2K" * above
         printed = "".join(f"{line}\r\n" for line in lines)
         bottom = (
-            [] if closed else [_crop(p, width - 1) for p in partials] + self._footer(snapshot, width, height)
+            [] if closed else [_crop(p, width - 1) for p in partials] + self._footer(status, width, height)
         )
         self._painted = [_cells(line) for line in bottom]
         painted = "".join(f"{line}\r\n" for line in bottom)
         return f"{_SYNC}{_HIDE}{erase}{printed}{painted}{_SHOW}{_UNSYNC}"
 
-    def _footer(self, snapshot: Snapshot | None, width: int, height: int) -> list[str]:
-        if snapshot is None:
+    def _footer(self, status: JobStatus | None, width: int, height: int) -> list[str]:
+        if status is None:
             return []
         size = (width, height)
-        if self._rendered is None or self._rendered[0] is not snapshot or self._rendered[1] != size:
-            self._rendered = (snapshot, size, footer.render(snapshot, width, height))
+        if self._rendered is None or self._rendered[0] is not status or self._rendered[1] != size:
+            self._rendered = (status, size, footer.render(status, width, height))
         return self._rendered[2]
 
 

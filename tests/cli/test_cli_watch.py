@@ -9,10 +9,10 @@ import pytest
 from elasticd.cli import watch as watching
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import Place
-from elasticd.cli.report import JobReport
 from elasticd.core.facts import Cause, Fact, Node, Phase, Progress, Round, SlotProgress
 from elasticd.core.ports import Changes, Entry, Listing
 from elasticd.etcd.access import EtcdAccess
+from elasticd.telemetry.status import JobStatus
 
 NODE = Node("a", "a-1", "10.0.0.1", (0,), 0, 1, 2, "host")
 LIVE = Round(1, Phase.LIVE, (), "x:1", Cause.START, 1.0)
@@ -22,7 +22,7 @@ class Watched(watching._Watch):
     """Fed by hand; its clock is the real one, as one show and the next are far less than a second apart."""
 
     def __init__(self, *, shared: bool = True) -> None:
-        self.told: list[JobReport] = []
+        self.told: list[JobStatus] = []
         super().__init__(Place(EtcdAccess(("127.0.0.1:1",)), ("j",), shared), "j", self.told.append)
 
     def hears(self, **facts: Fact | None) -> None:

@@ -40,8 +40,9 @@ from elasticd.procs.usage import Usage
 from elasticd.telemetry.catalog import METRICS, Type
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.metrics import Metrics
-from elasticd.telemetry.snapshot import SlotLine, SlotState, Snapshot
+from elasticd.telemetry.status import JobStatus, SlotState, SlotStatus
 from tests.core.build import crew
+from tests.telemetry.madeup import job, node
 
 CONFIG = RunConfig("job", "a", "127.0.0.1", Limits(1, 2), 2, Command(CommandKind.SCRIPT, "job.py"), "f")
 ME = agent.Identity("a", "a#1", "127.0.0.1", (0, 1), "host", 1)
@@ -157,10 +158,10 @@ def test_what_the_saver_reports_is_counted() -> None:
             SaveReport(Fate.SKIPPED, 4),
         ]
     )
-    told: list[tuple[Fate, float]] = []
-    made.on_save = lambda report, now: told.append((report.fate, now))
+    saved: list[tuple[Fate, float]] = []
+    made.on_save = lambda report, now: saved.append((report.fate, now))
     made._update_saves(7.0)
-    assert told[0] == (Fate.COPIED, 7.0) and len(told) == 6, "at the time that it was counted"
+    assert saved[0] == (Fate.COPIED, 7.0) and len(saved) == 6, "at the time that it was counted"
     assert [value(made.metrics, "checkpoints_total", kind) for kind in ("skipped", "failed")] == [2, 1]
     assert sum(value(made.metrics, "checkpoint_blocked_seconds").counts) == 2
     assert sum(value(made.metrics, "checkpoint_duration_seconds").counts) == 1
@@ -175,8 +176,8 @@ def test_what_checkpoints_take_of_the_memory_is_shown_by_whose_they_are() -> Non
     assert value(made.metrics, "checkpoint_memory_bytes", "replicas") == 200
 
 
-def snapshot(*lines: SlotLine, budget_left: int | None = None) -> Snapshot:
-    return Snapshot("job", "a", 1, "live", 2, Limits(1, 2), lines, budget_left=budget_left)
+def told(*slots: SlotStatus, budget_left: int | None = None) -> JobStatus:
+    return job(node("a", *slots), budget_left=budget_left)
 
 
 def test_a_process_that_goes_on_in_the_next_round_has_used_no_cpu_time_twice() -> None:
@@ -200,7 +201,7 @@ def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_a
     shown = []
     for state in (SlotState.RUNNING, SlotState.READY, SlotState.READY, SlotState.RUNNING):
         made.note(WorkersStopping(1, Cause.GREW, 2.0), tuple, 60.0)
-        made.update(snapshot(SlotLine("a", 0, state)), (), Ledger(), 61.0)
+        made.update(told(SlotStatus(0, state)), (), Ledger(), 61.0)
         shown.append(value(made.metrics, "user_value", 0, "top5"))
     assert (
         value(made.metrics, "samples_total", 0) == 800
@@ -208,7 +209,7 @@ def test_what_a_process_that_waits_between_two_rounds_had_told_is_counted_once_a
     )
     assert shown == [0.9, None, None, 0.9]
     made._hear = lambda: {0: Told(pid=200, samples=8)}
-    made.update(snapshot(SlotLine("a", 0, SlotState.RUNNING)), (), Ledger(), 62.0)
+    made.update(told(SlotStatus(0, SlotState.RUNNING)), (), Ledger(), 62.0)
     assert value(made.metrics, "samples_total", 0) == 808, "another process begins at nothing"
 
 
@@ -260,9 +261,9 @@ def test_nobody_is_hung_in_a_slot_without_a_worker() -> None:
     made, _ = meter()
     look = Look("a", 1, 1, 7, 60.0, Doing.ASLEEP)
     made.note(WorkersHung(1, Verdict(Why.ASLEEP, (look,))), tuple, 100.0)
-    made.update(snapshot(SlotLine("a", 1, SlotState.RUNNING, 1, 100)), (), Ledger(), 101.0)
+    made.update(told(SlotStatus(1, SlotState.RUNNING, 1, 100)), (), Ledger(), 101.0)
     assert value(made.metrics, "worker_hung", 1) == 1
-    made.update(snapshot(SlotLine("a", 1, SlotState.QUARANTINED)), (), Ledger(), 102.0)
+    made.update(told(SlotStatus(1, SlotState.QUARANTINED)), (), Ledger(), 102.0)
     assert value(made.metrics, "worker_hung", 1) == 0
 
 
@@ -275,14 +276,14 @@ def test_the_time_of_an_earlier_agent_is_no_increase_of_this_ones_counters() -> 
         ledger = ledger.see({0: Kind.RENDEZVOUS}, began_at + second)
         if second == 2:
             ledger = ledger.resume(kept, began_at)
-        made.update(snapshot(), (), ledger, began_at + second)
+        made.update(told(), (), ledger, began_at + second)
         exported.append(sum(value(made.metrics, "time_seconds_total", 0, kind) for kind in Kind))
     assert exported == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_who_does_not_know_what_is_left_of_the_budget_does_not_tell() -> None:
     made, _ = meter()
-    made.update(snapshot(budget_left=3), (), Ledger(), 1.0)
+    made.update(told(budget_left=3), (), Ledger(), 1.0)
     assert value(made.metrics, "restart_budget_left") == 3
-    made.update(snapshot(), (), Ledger(), 2.0)
+    made.update(told(), (), Ledger(), 2.0)
     assert value(made.metrics, "restart_budget_left") is None

@@ -12,41 +12,50 @@ from elasticd.core.facts import Limits
 from elasticd.daemon.pages import Pages, Published
 from elasticd.telemetry.http import HttpServer, Site
 from elasticd.telemetry.metrics import Metrics
-from elasticd.telemetry.snapshot import Event, SlotLine, SlotState, Snapshot
+from elasticd.telemetry.status import FailureStatus, JobStatus, Note, SlotState, SlotStatus
 from tests.browser import Browser, needs_chromium
+from tests.telemetry.madeup import agent, job, node
 
 pytestmark = needs_chromium
 
 LONG = "gpu-worker-0123.training.cluster.example"
 
 
-def crowded(node: str) -> Snapshot:
+def crowded(name: str) -> JobStatus:
     """All that the page may have to show at once, with names as long as they get."""
     now = time.time()
-    slots = [SlotLine(node, n, state, n, 4_194_000 + n, 1_234_567, 9.53) for n, state in enumerate(SlotState)]
-    slots += [SlotLine("b", n, SlotState.IDLE) for n in range(3)]
+    slots = [SlotStatus(n, state, n, 4_194_000 + n, 1_234_567, 9.53) for n, state in enumerate(SlotState)]
+    idle = [SlotStatus(n, SlotState.IDLE) for n in range(3)]
+    spent = {"productive": 7000.0, "restarting": 150.0, "rendezvous": 65.0}
     told = (
         "this node joined the job",
         "round 7 formed: 6 workers on 2 nodes, as a worker failed",
-        f"rank 3 (slot 3 on {node}) was killed by SIGKILL, which is charged to the restart budget",
-        f"rank 2 on node {node} is in train_gpt.py:188, data loading; the other 7 wait for it in all_reduce",
+        f"rank 3 (slot 3 on {name}) was killed by SIGKILL, which is charged to the restart budget",
+        f"rank 2 on node {name} is in train_gpt.py:188, data loading; the other 7 wait for it in all_reduce",
         "see " + "/home/somebody/.local/state/elasticd/a-job-of-a-long-name" * 3,
     )
-    events = tuple(Event(now + 60 * n - 300, text) for n, text in enumerate(told))
+    events = tuple(Note(now + 60 * n - 300, text) for n, text in enumerate(told))
     waiting = "waiting for 2 more workers: 6 are there, 8 are needed at least"
-    limits = Limits(8, 1024)
-    failed = Event(now - 4000, f"rank 2 (slot 2 on {node}) was killed by elasticd: hung: " + told[3])
-    return Snapshot(
-        "pretrain-2026-11", node, 7, "waiting", 1000, limits, tuple(slots), 2, 8, waiting, events, failed
+    unready = "this node is not registered in etcd"
+    return job(
+        node(name, *slots, time=spent),
+        node("b", *idle),
+        job="pretrain-2026-11",
+        at=now,
+        phase="waiting",
+        world_size=1000,
+        limits=Limits(8, 1024),
+        step=1_234_567,
+        waiting=waiting,
+        last_failure=FailureStatus(name, 2, now - 4000, 2, -9, "hung: " + told[3], hung=True),
+        agent=agent(node=name, ready=False, unready=unready, events=events),
     )
 
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
     pages = Pages(time.time)
-    spent = {"productive": 7000.0, "restarting": 150.0, "rendezvous": 65.0}
-    unready = "this node is not registered in etcd"
-    pages.publish(Published(crowded(LONG), Metrics().copy(), spent, unready, time.time()))
+    pages.publish(Published(crowded(LONG), Metrics().copy()))
     with HttpServer("127.0.0.1", 0, Site(pages.by_path())) as server:
         yield server
 

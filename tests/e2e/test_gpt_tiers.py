@@ -189,8 +189,8 @@ def held(agent: Agent) -> dict[str, int]:
     """As its status page has it, in bytes by kind."""
     page = agent.find("agent.started")[0]["http"]
     with urllib.request.urlopen(f"{page}status", timeout=PATIENCE_S) as answer:
-        found: dict[str, int] = json.load(answer)["checkpoint_memory"]
-        return found
+        (own,) = json.load(answer)["nodes"]
+        return {"own": own["own_bytes"], "replicas": own["replica_bytes"]}
 
 
 @pytest.mark.parametrize("with_keeper", [False, True], ids=["the agent", "the agent and its keeper"])

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jsonschema
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -31,6 +32,7 @@ from tests.telemetry import promtool
 T = TypeVar("T")
 
 PROGRAMS = Path(__file__).parent / "programs"
+SCHEMA = Path(__file__).parents[2] / "docs/status.schema.json"
 
 
 def fetch(url: str, **headers: str) -> str:
@@ -143,10 +145,17 @@ def test_a_scrape_tells_of_each_slot_and_of_the_worker_that_was_killed(cluster: 
         assert promtool.lint(fetch(f"{url_of(a)}metrics").encode()) == ""
 
     status = json.loads(fetch(f"{url_of(a)}status"))
-    assert (status["job"], status["round"], status["ready"]) == (run, 2, True)
-    assert [s["pid"] for s in status["slots"] if s["node"] == "a"] == [p.pid for p in second.on("a")]
+    assert (status["job"], status["round"], status["agent"]["ready"]) == (run, 2, True)
+    (own,) = status["nodes"]
+    assert (own["node"], [s["pid"] for s in own["slots"]]) == ("a", [p.pid for p in second.on("a")])
+    told = json.loads(cluster.command("status", run, "--json").out)
+    for document in (status, told):
+        jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    assert {name for name in status if type(status[name]) is not type(told[name])} <= {
+        "agent", "budget_left", "goodput", "time",
+    }, "one document, of which an agent knows less"  # fmt: skip
     assert fetch(f"{url_of(a)}healthz") == fetch(f"{url_of(a)}readyz") == "ok\n"
-    assert status["time"]["productive"] > 0
+    assert own["time"]["productive"] > 0
     assert run in fetch(url_of(a)) and "productive of" in fetch(url_of(a))
     cluster.finishes(a, b)
     for agent in (a, b):
