@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticd.checkpoint.client.schedule import parse_cadence
 from elasticd.checkpoint.store import BadStore, store_at
+from elasticd.checkpoint.store.rate_limit import parse_rate
 from elasticd.cli import script as scripts
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.interfaces import network_environment
@@ -20,7 +22,6 @@ from elasticd.cli.outputs import logs, signals
 from elasticd.cli.policy import first, patience, policy
 from elasticd.cli.serving import http_note, http_place, http_tls, http_token
 from elasticd.cli.sizes import nodes, sizes
-from elasticd.core import bandwidth, cadence
 from elasticd.core.facts import Limits, Resume
 from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports
@@ -119,7 +120,7 @@ def _checkpoints(options: RunOptions) -> dict[str, str]:
     env = {"ELASTICD_RESUME": options.resume} if options.resume != Resume.AUTO else {}
     if options.checkpoint_every is not None:
         try:
-            cadence.parse(options.checkpoint_every)
+            parse_cadence(options.checkpoint_every)
         except ValueError as error:
             raise Complaint(f"--checkpoint-every: {error}.") from error
         env["ELASTICD_CHECKPOINT_EVERY"] = options.checkpoint_every
@@ -135,7 +136,7 @@ def _checkpoint_rate(options: RunOptions) -> int | None:
     if options.checkpoint_rate is None:
         return None
     try:
-        return bandwidth.parse(options.checkpoint_rate)
+        return parse_rate(options.checkpoint_rate)
     except ValueError as error:
         raise Complaint(f"--checkpoint-rate: {error}.") from error
 

@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpoint.client.resuming import Kept, NoCheckpoint, Resuming
-from elasticd.checkpoint.client.saving import Committed, Saving
-from elasticd.checkpoint.client.schedule import Schedule
+from elasticd.checkpoint.client.saving import CommittedSave, Saving
+from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.store import store_at
 from elasticd.core.age import Age
-from elasticd.core.cadence import parse
 from elasticd.core.page import Use
 from elasticd.worker import agentpage
 from elasticd.worker.world.collectives import Together
 
-__all__ = ["Checkpoints", "Committed", "NoCheckpoint"]
+__all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
 
 
 class Checkpoints:
@@ -60,7 +59,7 @@ class Checkpoints:
             )
         agentpage.uses(Use.CHECKPOINTS)
         self._store = store_at(where)
-        self._schedule = Schedule(parse(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
+        self._schedule = Schedule(parse_cadence(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
         self._saving = Saving(self._store, Keep(last, every), self._schedule)
         self._in_step = False
         self._together: Together | None = None
@@ -82,7 +81,7 @@ class Checkpoints:
         return self._saving.last_error
 
     @property
-    def newest(self) -> Committed | None:
+    def newest(self) -> CommittedSave | None:
         """The newest checkpoint that this rank knows to be committed."""
         return self._saving.newest
 

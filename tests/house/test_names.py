@@ -9,13 +9,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "elasticd"
 # Still defined twice. The list only shrinks.
 TWICE = {
-    "Choice",
-    "Committed",
     "Doing",
     "Progress",
-    "Held",
     "Leave",
-    "Part",
     "Standalone",
     "Standing",
     "State",

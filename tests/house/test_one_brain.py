@@ -32,7 +32,7 @@ MAKES_REASONS = {"advice.py"}
 
 # What belongs to checkpoints or views, and is in the core only because it is pure. It is to get less.
 ELSEWHERE = {
-    "bandwidth", "cadence", "environment", "ledger", "link", "outage", "replicas", "sharding",
+    "environment", "ledger", "link", "outage",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.core.cadence import EverySteps
+from elasticd.checkpoint.client.schedule import EverySteps
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import Journal, begin, commit, reads

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from elasticd.checkpoint.client.save_plan import TensorPart
 from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, prepare_optimizers
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Chunk, Index, Tensor
 from elasticd.checkpoint.store.reading import Wish
-from elasticd.core.sharding import Part
 from elasticd.worker.commit.plaindata import loaded, require_dense
 
 
-def parts_of(flat: Flat) -> Iterator[Part]:
+def parts_of(flat: Flat) -> Iterator[TensorPart]:
     """Yield this rank's part of each tensor: the whole tensor, or its shard."""
     for key, tensor in flat.tensors.items():
         require_dense(tensor, key)
         local, offsets = local_of(tensor)
         if local.numel() or not tensor.numel():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            yield Part(key, dtype, tensor.itemsize, tuple(tensor.shape), offsets, tuple(local.shape))
+            yield TensorPart(key, dtype, tensor.itemsize, tuple(tensor.shape), offsets, tuple(local.shape))
 
 
-def box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
     """Return the part as a view of the tensor's memory on this rank."""
     local, offsets = local_of(tensor)
     for dim, (at, size, start) in enumerate(zip(part.offsets, part.sizes, offsets, strict=True)):

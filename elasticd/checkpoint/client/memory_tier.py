@@ -15,10 +15,10 @@ from elasticd.checkpoint import protocol
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Index, decode_index
 from elasticd.checkpoint.protocol import Gone, Paper, SaverSilent, SaverSocket
 from elasticd.checkpoint.replication.peers import PeerSaver
+from elasticd.checkpoint.replication.replicas import Offer, WholeState
 from elasticd.checkpoint.replication.wire import PeerGone
 from elasticd.checkpoint.store.reading import Wish
 from elasticd.core.facts import Checkpoint, Holder
-from elasticd.core.replicas import Choice, Offer
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Memories:
                 return _read(files, list[Offer])
         return []
 
-    def recall(self, choice: Choice) -> Recalled:
+    def recall(self, choice: WholeState) -> Recalled:
         """Return the chosen state. Raises HolderLost if the state is not as offered."""
         near: dict[int, int] = {}
         far: dict[int, Holder] = {}

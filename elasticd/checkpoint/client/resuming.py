@@ -15,12 +15,12 @@ from elasticd.checkpoint.client.saver_connection import saver_name
 from elasticd.checkpoint.client.state_dict import Flat, restore
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
+from elasticd.checkpoint.replication.replicas import WholeState, newest_whole
 from elasticd.checkpoint.store import CheckpointStore
 from elasticd.checkpoint.store.reading import fill, open_manifest
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page import Fatal
-from elasticd.core.replicas import Choice, newest_whole
 from elasticd.worker import futile
 from elasticd.worker.world.collectives import Together
 
@@ -155,7 +155,7 @@ class Resuming:
         except ValueError as error:
             return Flat(), "", False, str(error)
 
-    def _survey(self) -> tuple[Choice | None, Checkpoint]:
+    def _survey(self) -> tuple[WholeState | None, Checkpoint]:
         """Return the newest whole state in memory, as rank 0 sees it, unless a newer one was committed; and
         what was committed."""
         offered = self._memories.survey() if self._together.rank == 0 else []
@@ -176,7 +176,7 @@ class Resuming:
             choice = None
         while True:
             said = together.gather(msgspec.json.encode(choice))[0]
-            choice = msgspec.json.decode(said, type=Choice | None)
+            choice = msgspec.json.decode(said, type=WholeState | None)
             if choice is None:
                 return None, lost
             self.overwrote = True
@@ -212,12 +212,12 @@ class Resuming:
             raise error
 
 
-def _is(kept: Choice | Saved, beyond: Age | None) -> bool:
+def _is(kept: WholeState | Saved, beyond: Age | None) -> bool:
     return beyond is None or beyond.is_behind(kept.round, kept.step)
 
 
 def _from_memory(
-    memories: Memories, choice: Choice, state: dict[str, Any]
+    memories: Memories, choice: WholeState, state: dict[str, Any]
 ) -> tuple[Flat, str, tuple[str, str] | None, str]:
     """Return the data and the tier of a state in memory; or which node lost it ("": none in particular) and
     why; or why it does not fit the state."""

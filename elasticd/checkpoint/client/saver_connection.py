@@ -19,9 +19,9 @@ from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint
 from elasticd.checkpoint.protocol import Gone, Message, SaverSilent, SaverSocket
+from elasticd.checkpoint.replication.replicas import holders
 from elasticd.checkpoint.store import CheckpointStore, told
-from elasticd.core import bandwidth
-from elasticd.core.replicas import holders
+from elasticd.checkpoint.store.rate_limit import parse_rate
 from elasticd.worker.world.collectives import Together
 
 _ROOT: Final = str(Path(__file__).parents[3])
@@ -208,7 +208,7 @@ def _start() -> str:
     sock, name = protocol.listen()
     with sock:
         rate = os.environ.get("ELASTICD_CHECKPOINT_RATE")
-        options = json.dumps({"bytes_s": bandwidth.parse(rate)} if rate else {})
+        options = json.dumps({"bytes_s": parse_rate(rate)} if rate else {})
         program = _PROGRAM.format(root=_ROOT, fd=sock.fileno(), options=options)
         saver = subprocess.Popen(
             [sys.executable, "-c", program],

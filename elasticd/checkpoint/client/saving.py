@@ -14,7 +14,7 @@ import msgspec
 
 from elasticd.checkpoint.client.gpu_copy import GpuCopier
 from elasticd.checkpoint.client.load_plan import parts_of
-from elasticd.checkpoint.client.save_plan import Held, Shard, lay_out
+from elasticd.checkpoint.client.save_plan import RankContent, Shard, lay_out
 from elasticd.checkpoint.client.saver_connection import SaverLine, Terms
 from elasticd.checkpoint.client.schedule import Schedule
 from elasticd.checkpoint.client.staging import CopyPlan, pickled, shape_of
@@ -36,7 +36,7 @@ _LANDS_S: Final = 10.0  # for a copy from a GPU, whose earlier work may hang
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedSave:
     """A committed save. ``took_s``: from the handover until it was durable. ``size``: bytes of all ranks."""
 
     name: str
@@ -63,7 +63,7 @@ class Saving:
         self.skipped = 0
         self.failed = 0
         self.last_error = ""
-        self.newest: Committed | None = None
+        self.newest: CommittedSave | None = None
 
     def begin(self, together: Together) -> None:
         """Begin in another world."""
@@ -199,7 +199,9 @@ class Saving:
                 self._plan.buffers[message["buffer"]].copying = False
             case "committed":
                 self.pending.discard(message["name"])
-                self.newest = Committed(message["name"], message["step"], message["took_s"], message["size"])
+                self.newest = CommittedSave(
+                    message["name"], message["step"], message["took_s"], message["size"]
+                )
                 self._schedule.durable_s = self.newest.took_s
             case "written":
                 self.pending.discard(message["name"])
@@ -228,10 +230,10 @@ def _lay_out(
     together: Together, state: Mapping[str, Any], flat: Flat, rooms: Mapping[str, int]
 ) -> tuple[list[Shard], Index]:
     """Lay out the shards, on all ranks together. Raises ValueError, the same on all."""
-    mine = Held(tuple(parts_of(flat)), rooms, flat.paths, tuple(buffers_of(state)))
+    mine = RankContent(tuple(parts_of(flat)), rooms, flat.paths, tuple(buffers_of(state)))
     said = together.gather(msgspec.json.encode(mine))
     try:
-        return lay_out([msgspec.json.decode(raw, type=Held) for raw in said])
+        return lay_out([msgspec.json.decode(raw, type=RankContent) for raw in said])
     except ValueError as error:
         futile.if_uncaught(error, Fatal.BAD_DATA)
         raise

@@ -10,12 +10,11 @@ from typing import Final, Protocol, Self, TypeVar
 import msgspec
 
 from elasticd.checkpoint.protocol import Memory
-from elasticd.checkpoint.replication.replicas import Label, Replica
+from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
 from elasticd.checkpoint.store.reading import Wish
 from elasticd.core.facts import Holder
 from elasticd.core.naming import require_name
-from elasticd.core.replicas import Offer
 
 WAIT: Final[Message] = {"wait": True}  # sent from time to time to a caller that must wait for its turn
 _RANGES_MAX: Final = 4096  # byte ranges of a shard in one request

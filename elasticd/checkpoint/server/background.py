@@ -12,7 +12,7 @@ _ASKED_S: Final = 60.0  # the loop never blocks: without an answer by then, it h
 _T = TypeVar("_T")
 
 
-class Jobs:
+class Background:
     """Calls in progress. ``fd`` becomes readable when one is done; the loop then calls ``finish``."""
 
     def __init__(self) -> None:

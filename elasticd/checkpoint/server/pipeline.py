@@ -11,7 +11,7 @@ from elasticd.checkpoint.commit.pointer import POINTER
 from elasticd.checkpoint.commit.retention import CommitRefused
 from elasticd.checkpoint.format.manifest import BadCheckpoint, File
 from elasticd.checkpoint.protocol import Memory, Message, Paper
-from elasticd.checkpoint.server.background import Jobs
+from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.shards import Gathering, SavingWorld
@@ -19,11 +19,13 @@ from elasticd.checkpoint.store import CheckpointStore, told
 from elasticd.core.facts import Checkpoint, Saved
 
 
-class Underway:
+class SavePipeline:
     """Drives saves to their end. Calls that block run in threads, by ``jobs``; all methods are called in the
     loop."""
 
-    def __init__(self, jobs: Jobs, committing: Committing, report: Callable[[SaveReport], None]) -> None:
+    def __init__(
+        self, jobs: Background, committing: Committing, report: Callable[[SaveReport], None]
+    ) -> None:
         self._jobs = jobs
         self._committing = committing
         self._report = report

@@ -14,11 +14,10 @@ from typing import Final, TypeVar
 from elasticd.checkpoint.available import available
 from elasticd.checkpoint.protocol import Memory
 from elasticd.checkpoint.replication.peers import WAIT, Host, Peers, PeerSaver, serve
-from elasticd.checkpoint.replication.replicas import Label, Replica, Replicas, offers
+from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, Replicas, offers
 from elasticd.checkpoint.replication.wire import SILENCE_S, PeerGone, Wire
-from elasticd.checkpoint.server.background import Jobs
+from elasticd.checkpoint.server.background import Background
 from elasticd.core.facts import Holder
-from elasticd.core.replicas import Offer
 
 _T = TypeVar("_T")
 _CALLERS_MAX: Final = 64  # served at the same time; further callers wait
@@ -47,10 +46,10 @@ class Replication:
         self._lock = threading.Lock()  # protects ``_strangers``
         self._callers = threading.Semaphore(_CALLERS_MAX)
         self._senders = ThreadPoolExecutor(8, "replicate")
-        self._jobs: Jobs | None = None
+        self._jobs: Background | None = None
         self._own: Callable[[str], Iterable[Replica]] = lambda _: ()
 
-    def join(self, jobs: Jobs, own: Callable[[str], Iterable[Replica]]) -> None:
+    def join(self, jobs: Background, own: Callable[[str], Iterable[Replica]]) -> None:
         """Attach to the saver's loop. ``own`` returns what this node holds of its own shards at a path; it is
         called in the loop."""
         self._jobs, self._own = jobs, own

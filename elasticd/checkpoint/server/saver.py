@@ -22,10 +22,10 @@ from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.protocol import Gone, Memory, Message, Paper, SaverSocket, is_of, is_ours
-from elasticd.checkpoint.replication.replicas import Label, Replica, offers
-from elasticd.checkpoint.server.background import Jobs
+from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, offers
+from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committer, Committing
-from elasticd.checkpoint.server.pipeline import Underway
+from elasticd.checkpoint.server.pipeline import SavePipeline
 from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.checkpoint.server.shards import SavingWorld, ShardPlan
@@ -33,7 +33,6 @@ from elasticd.checkpoint.store import CheckpointStore, store_at, told
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import Checkpoint, Holder
 from elasticd.core.naming import require_name
-from elasticd.core.replicas import Offer
 
 _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have reached the newest
 
@@ -84,8 +83,8 @@ class Saver:
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
         self._worlds: list[SavingWorld] = []
-        self._jobs = Jobs()
-        self._underway = Underway(self._jobs, Committing(committer_of, pace, say), report)
+        self._jobs = Background()
+        self._underway = SavePipeline(self._jobs, Committing(committer_of, pace, say), report)
         self._pace = pace
         self._leaves = False
 

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from elasticd.checkpoint.client import schedule as schedules
 from elasticd.checkpoint.client.saver_connection import started
 from elasticd.checkpoint.client.schedule import Schedule
 from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.core import cadence as core_cadence
 from elasticd.worker.checkpoints import Checkpoints
 from elasticd.worker.world.collectives import Together
 
@@ -142,11 +142,11 @@ def more_ranks_than_tensors() -> None:
 def all_save_at_the_same_steps() -> None:
     """By the clock of one, of whose job alone it is known how often it failed."""
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/clocks", rank=RANK, world_size=3)
-    core_cadence.LEAST_S = 0.03
+    schedules.LEAST_S = 0.03
     if RANK == 0:
         os.environ |= {"ELASTICD_BEGAN": str(time.time() - 60), "ELASTICD_FAILURES": "1000000"}
     together = Together()
-    for cadence in (core_cadence.EverySeconds(0.03), core_cadence.Auto()):
+    for cadence in (schedules.EverySeconds(0.03), schedules.Auto()):
         schedule, step, saved = Schedule(cadence), 0, []
         while len(saved) < 4:
             step += 1

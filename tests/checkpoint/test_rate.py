@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.core import bandwidth
+from elasticd.checkpoint.store.rate_limit import parse_rate
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ from elasticd.core import bandwidth
     ],
 )
 def test_words_for_it_are_understood(text, bytes_s):
-    assert bandwidth.parse(text) == bytes_s
+    assert parse_rate(text) == bytes_s
 
 
 @pytest.mark.parametrize("text", ["", "0", "0.1", "-5M", "fast", "10 apples", "1e9", "nan", "M"])
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no number of bytes a second, such as 200M"):
-        bandwidth.parse(text)
+        parse_rate(text)

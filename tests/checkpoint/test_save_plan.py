@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core import sharding
-from elasticd.core.sharding import PART_MAX, WHOLE_BELOW, Part, deal
+from elasticd.checkpoint.client import save_plan
+from elasticd.checkpoint.client.save_plan import PART_MAX, WHOLE_BELOW, TensorPart, deal
 
 
-def whole(key: str, *shape: int) -> Part:
-    return Part(key, "float32", 4, shape, (0,) * len(shape), shape)
+def whole(key: str, *shape: int) -> TensorPart:
+    return TensorPart(key, "float32", 4, shape, (0,) * len(shape), shape)
 
 
-def rows(part: Part) -> set[tuple[str, int]]:
+def rows(part: TensorPart) -> set[tuple[str, int]]:
     first = part.offsets[0] if part.offsets else 0
     count = part.sizes[0] if part.sizes else 1
     return {(part.key, first + n) for n in range(count)}
@@ -46,13 +46,13 @@ def test_one_big_table_is_cut_between_rows():
 
 
 def test_shards_are_written_by_who_has_them():
-    held = [[Part("w", "float32", 4, (8, 2), (4 * r, 0), (4, 2))] for r in range(2)]
+    held = [[TensorPart("w", "float32", 4, (8, 2), (4 * r, 0), (4, 2))] for r in range(2)]
     assert [its[0].offsets for its in deal(held)] == [(0, 0), (4, 0)]
 
 
 def test_a_shard_that_two_of_four_have_is_written_by_one_of_them():
-    def shard(n: int) -> Part:
-        return Part("w", "float32", 4, (8, 2), (4 * n, 0), (4, 2))
+    def shard(n: int) -> TensorPart:
+        return TensorPart("w", "float32", 4, (8, 2), (4 * n, 0), (4, 2))
 
     dealt = deal([[shard(0)], [shard(1)], [shard(0)], [shard(1)]])
     assert sorted(p.offsets for its in dealt for p in its) == [(0, 0), (4, 0)]
@@ -62,7 +62,7 @@ def test_a_shard_that_two_of_four_have_is_written_by_one_of_them():
 def test_what_is_too_big_for_a_frame_is_cut(monkeypatch):
     part = whole("w", 3000, PART_MAX // 4000)
     [its] = deal([[part]])
-    assert sum(p.size for p in its) == part.size and all(p.size <= sharding.PART_MAX for p in its)
+    assert sum(p.size for p in its) == part.size and all(p.size <= save_plan.PART_MAX for p in its)
 
 
 @given(SHAPES, SHAPES, st.integers(1, 9))

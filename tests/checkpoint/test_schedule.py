@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.cadence import (
+from elasticd.checkpoint.client.schedule import (
     BELIEVED_S,
     LEAST_S,
     Auto,
@@ -18,7 +18,7 @@ from elasticd.core.cadence import (
     between_failures_s,
     interval_s,
     look,
-    parse,
+    parse_cadence,
 )
 
 
@@ -33,13 +33,13 @@ from elasticd.core.cadence import (
     ],
 )
 def test_words_for_it_are_understood(text, cadence):
-    assert parse(text) == cadence
+    assert parse_cadence(text) == cadence
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "often", "1.5", "10d", "1e3", "nan", "inf"])
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="step"):
-        parse(text)
+        parse_cadence(text)
 
 
 def lost(interval: float, cost: float, between: float) -> float:

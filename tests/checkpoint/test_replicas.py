@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.replicas import Choice, Offer, holders, newest_whole
+from elasticd.checkpoint.replication.replicas import Offer, WholeState, holders, newest_whole
 
 placements = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)  # the node of each rank
 
@@ -88,6 +88,6 @@ def test_offers_that_contradict_each_other_are_not_believed():
 
 
 def test_a_choice_goes_on_without_a_holder_for_as_long_as_it_is_whole():
-    choice = Choice("s", 1, 7, (("a", "b"), ("b",)))
-    assert choice.without("a") == Choice("s", 1, 7, (("b",), ("b",)))
+    choice = WholeState("s", 1, 7, (("a", "b"), ("b",)))
+    assert choice.without("a") == WholeState("s", 1, 7, (("b",), ("b",)))
     assert choice.without("b") is None
