@@ -11,7 +11,7 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
 from elasticd.data.audit import AuditVerdict, compare, judge
 from elasticd.telemetry import auditfiles, describe, runs
-from elasticd.telemetry import auditwords as told
+from elasticd.telemetry import describeaudit as told
 
 NOT_PROVED = 1
 _SHOWN = 20

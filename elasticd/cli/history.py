@@ -22,7 +22,7 @@ from elasticd.procs.linux import started_at
 from elasticd.telemetry import describe, runs
 from elasticd.telemetry import events as files
 from elasticd.telemetry.events import Event
-from elasticd.telemetry.review import failures
+from elasticd.telemetry.runreport import failures
 
 _STYLES = {"warning": "yellow", "error": "red"}
 _STREAMS = ("stdout.log", "stderr.log")

@@ -32,7 +32,7 @@ _COMMANDS = {
     "top": "elasticd.cli.top:top",
     "events": "elasticd.cli.history:events",
     "logs": "elasticd.cli.history:logs",
-    "report": "elasticd.cli.review:report",
+    "report": "elasticd.cli.report:report",
     "audit": "elasticd.cli.audit:audit",
     "ckpt": "elasticd.cli.checkpoints:ckpt",
     "etcd-role": "elasticd.cli.roles:etcd_role",

@@ -65,7 +65,7 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
         planned = replace(planned, notes=(*planned.notes, last_words.problem))
 
     from elasticd.telemetry import log
-    from elasticd.telemetry.view import open_view
+    from elasticd.telemetry.liveview import open_view
 
     config = planned.config
     with ExitStack() as held:

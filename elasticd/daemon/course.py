@@ -1,10 +1,12 @@
-"""Notes the course of the run in its folder: numbers now and then, for who looks at it afterwards.
+"""The course of a run: the job's status over time, in the run's folder, of which the report is made.
 
-Every second at first, and rarer the longer the run lasts: a few thousand lines tell of a week.
+A line has fields of the status, and what this node's slots have done so far. There is a line every second at
+first, and fewer the longer the run lasts: a few thousand lines tell of a week.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from elasticd.core.ledger import Ledger
@@ -25,12 +27,13 @@ class Course:
         self._due = began_at
         self._before: tuple[int, str] | None = None
 
-    def note(self, s: JobStatus, ledger: Ledger, metrics: Metrics, now: float, *, last: bool = False) -> None:
-        """One line, if it is due or something has changed. ``last``: in any case."""
-        if now < self._due and (s.round, s.phase) == self._before and not last:
+    def note(self, s: JobStatus, ledger: Ledger, metrics: Metrics, *, last: bool = False) -> None:
+        """Write one line of the status, if a line is due, or the round or its phase has changed. ``last``: in
+        any case."""
+        if s.at < self._due and (s.round, s.phase) == self._before and not last:
             return
         self._before = (s.round, s.phase)
-        self._due = now + max(FIRST_S, (now - self._began_at) / SHARE)
+        self._due = s.at + max(FIRST_S, (s.at - self._began_at) / SHARE)
         slots: dict[str, dict[str, Any]] = {}
         states = {slot.slot: slot for slot in s.own.slots} if s.own is not None else {}
         for slot, account in sorted(ledger.slots.items()):
@@ -43,13 +46,13 @@ class Course:
             }
         self._file.note(
             {
-                "at": round(now, 3),
+                "at": round(s.at, 3),
                 "round": s.round,
                 "phase": s.phase,
-                "world": s.world_size,
-                "min": s.limits.min if s.limits else 1,
-                "max": s.limits.max if s.limits else 1,
-                "step": s.step or 0,
+                "world_size": s.world_size,
+                "limits": s.limits and asdict(s.limits),
+                "step": s.step,
+                "steps_per_s": s.steps_per_s,
                 "slots": slots,
             }
         )

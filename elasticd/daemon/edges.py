@@ -23,7 +23,7 @@ from elasticd.procs.output import Output
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log
 from elasticd.telemetry.http import HttpServer, Site
-from elasticd.telemetry.view import View
+from elasticd.telemetry.liveview import TerminalView
 
 LEASE_ALONE_S = 30 * 86_400.0
 
@@ -56,7 +56,7 @@ def store(
 
 
 def procs(
-    config: RunConfig, warden: Warden, view: View, reify: Reify, clock: Callable[[], float]
+    config: RunConfig, warden: Warden, view: TerminalView, reify: Reify, clock: Callable[[], float]
 ) -> LocalProcs:
     """The node's workers, whose output goes to the view."""
     output = Output(_Console(view))
@@ -131,7 +131,7 @@ def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
 class _Console:
     """The view, as the output pump wants it."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: TerminalView) -> None:
         self._view = view
 
     def write(self, stream: int, data: bytes) -> None:

@@ -42,13 +42,13 @@ from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log, runs
 from elasticd.telemetry.events import EventFile
 from elasticd.telemetry.lines import clean
+from elasticd.telemetry.liveview import PlainView, TerminalView
 from elasticd.telemetry.termination import TerminationLog
-from elasticd.telemetry.view import PlainView, View
 
 END_S = 5.0  # for workers to be gone once they were killed
 
 
-def run(config: RunConfig, view: View | None = None, last_words: TerminationLog | None = None) -> int:
+def run(config: RunConfig, view: TerminalView | None = None, last_words: TerminationLog | None = None) -> int:
     """Take part in a job until it ends or this node leaves it; returns the exit code (DESIGN 7)."""
     view = view or PlainView()
     manager = Manager.of(os.environ, os.getpid())  # first: nobody else is to find it there
@@ -65,7 +65,7 @@ def run(config: RunConfig, view: View | None = None, last_words: TerminationLog 
     return code
 
 
-def _run(config: RunConfig, view: View, manager: Manager) -> tuple[int, str]:
+def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, str]:
     """The exit code, and what to say at the end."""
     clock = SteadyClock()
     began_at = clock()

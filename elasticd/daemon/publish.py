@@ -24,9 +24,9 @@ from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
+from elasticd.telemetry.liveview import TerminalView
 from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Note, SlotState, job_status
 from elasticd.telemetry.steprate import StepRates
-from elasticd.telemetry.view import View
 
 SHOW_S = 0.5
 WRITE_S = 1.0
@@ -58,7 +58,7 @@ class Publisher:
         driver: Driver,
         store: Store,
         read: Callable[[int], tuple[SlotProgress, ...]],
-        view: View,
+        view: TerminalView,
         meter: Meter,
         pages: Pages,
         sampler: Sampler,
@@ -120,7 +120,7 @@ class Publisher:
         self._timekeeper.look(mine, now)
         status = self._status(mine, now)
         self._measure(status, mine, now)
-        self._course.note(status, self._timekeeper.ledger, self._meter.metrics, now)
+        self._course.note(status, self._timekeeper.ledger, self._meter.metrics)
         self._view.show(status)
         if now >= self._write_due:
             self._write_progress(mine)
@@ -132,7 +132,7 @@ class Publisher:
         mine = self._read()
         status = self._status(mine, now)
         self._meter.update(status, mine, self._timekeeper.ledger, now)
-        self._course.note(status, self._timekeeper.ledger, self._meter.metrics, now, last=True)
+        self._course.note(status, self._timekeeper.ledger, self._meter.metrics, last=True)
 
     def _saved(self, report: SaveReport, now: float) -> None:
         """An event of what became of a checkpoint; none is younger than the agent's last."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from elasticd.telemetry.review import Series
+from elasticd.telemetry.runreport import Series
 
 WIDTH, HEIGHT = 860, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 24

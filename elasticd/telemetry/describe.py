@@ -127,13 +127,15 @@ def span(seconds: float) -> str:
     return f"{s} s"
 
 
-_SPENT: dict[Kind, str] = {
+KINDS: dict[Kind, str] = {
+    Kind.PRODUCTIVE: "productive",
     Kind.REPLAYED: "repeating lost steps",
     Kind.CHECKPOINT: "held up by checkpoints",
     Kind.RENDEZVOUS: "forming worlds",
     Kind.RESTARTING: "starting and losing workers",
     Kind.WAITING: "waiting for workers",
     Kind.HUNG: "hung",
+    Kind.IDLE: "idle: nobody wanted a worker",
 }
 
 
@@ -152,8 +154,9 @@ def spent(seconds: Mapping[str, float]) -> str:
         head, then = f"no step was seen in {span(wanted_s)} of worker time", "of that"
     else:
         head, then = f"{share:.1%} productive of {span(wanted_s)} of worker time".replace("%", " %"), "lost:"
-    others = [(kind, text) for kind, text in _SPENT.items() if share is not None or kind != Kind.RESTARTING]
-    lost = sorted(((seconds.get(kind, 0.0), text) for kind, text in others), reverse=True)
+    not_lost = {Kind.PRODUCTIVE, Kind.IDLE, *([Kind.RESTARTING] if share is None else [])}
+    others = [(seconds.get(kind, 0.0), text) for kind, text in KINDS.items() if kind not in not_lost]
+    lost = sorted(others, reverse=True)
     parts = [f"{span(s)} {text}" for s, text in lost if s >= 0.5]
     return f"{head}; {then} {', '.join(parts)}" if parts else head
 

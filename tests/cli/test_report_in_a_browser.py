@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elasticd.telemetry import reviewpage
-from elasticd.telemetry.review import review
+from elasticd.telemetry import runreportpage
+from elasticd.telemetry.runreport import run_report
 from tests.browser import Browser, needs_chromium
-from tests.telemetry.test_review import two_rounds
+from tests.telemetry.test_runreport import two_rounds
 
 
 @needs_chromium
 def test_it_fits_any_window_and_fetches_and_complains_of_nothing(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(reviewpage.render(review([two_rounds()]), "1.2", 50.0))
+    page.write_text(runreportpage.render(run_report([two_rounds()]), "1.2", 50.0))
     with Browser(tmp_path / "profile") as browser:
         for width, dark in ((400, False), (1280, False), (1280, True)):
             picture = tmp_path / f"report-{width}{'-dark' if dark else ''}.png"

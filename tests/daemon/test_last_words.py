@@ -20,7 +20,7 @@ from elasticd.core.messages import Leave
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.lastwords import began_at, kept, last_words, why_silent
 from elasticd.etcd.access import parse_endpoints
-from elasticd.telemetry.view import _write_all
+from elasticd.telemetry.liveview import _write_all
 
 
 def elasticd_run(

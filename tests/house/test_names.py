@@ -16,7 +16,6 @@ TWICE = {
     "Standing",
     "State",
     "Step",
-    "View",
     "Worker",
 }
 

@@ -29,7 +29,7 @@ from elasticd.data.auditnotes import (
     lines,
     unpack,
 )
-from elasticd.telemetry.auditwords import finding
+from elasticd.telemetry.describeaudit import finding
 from elasticd.worker.data import Data
 from elasticd.worker.samples.auditing import Recorder, digest, recorder
 

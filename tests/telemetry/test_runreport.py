@@ -11,9 +11,9 @@ import pytest
 
 from elasticd.core.facts import Cause, Exit, Failure, Outcome
 from elasticd.core.reasons import FailureCharged, JobEnded, Reason, RoundClosing, RoundFormed
-from elasticd.telemetry import reviewpage, reviewtext
+from elasticd.telemetry import runreportpage, runreporttext
 from elasticd.telemetry.events import ENDED, STARTED, Event, event, of_agent
-from elasticd.telemetry.review import Part, Review, review
+from elasticd.telemetry.runreport import AgentFiles, RunReport, run_report
 
 FAILURE = Failure("a", Exit(1, 1, -9, 20.0, "<b>boom</b>", log="/logs/1"))
 
@@ -28,14 +28,15 @@ def told(at: float, reason: Reason, node: str = "a") -> Event:
 
 def line(at: float, round: int, world: int, *slots: Mapping[str, Any], phase: str = "live") -> dict[str, Any]:
     named = {str(n): dict(s) for n, s in enumerate(slots)}
-    return {"at": at, "round": round, "phase": phase, "world": world, "min": 1, "max": 4, "slots": named}
+    limits = {"min": 1, "max": 4}
+    return {"at": at, "round": round, "phase": phase, "world_size": world, "limits": limits, "slots": named}
 
 
 def slot(steps: int, **spent: float) -> dict[str, Any]:
     return {"steps": steps, "spent": spent}
 
 
-def two_rounds(*more: Event) -> Part:
+def two_rounds(*more: Event) -> AgentFiles:
     """The first lives from 2 to 20, the second from 25 to 40; its beginning costs 5 s of each slot."""
     events = [
         started(),
@@ -64,7 +65,7 @@ def two_rounds(*more: Event) -> Part:
             slot(300, rendezvous=2, productive=33, restarting=5),
         ),
     ]
-    return Part(events, course)
+    return AgentFiles(events, course)
 
 
 def ended(time: dict[str, dict[str, float]]) -> Event:
@@ -72,7 +73,7 @@ def ended(time: dict[str, dict[str, float]]) -> Event:
 
 
 def test_what_was_lost_is_told_by_the_round_whose_beginning_cost_it() -> None:
-    found = review([two_rounds(told(39, JobEnded(Outcome.SUCCEEDED, "every worker finished")))])
+    found = run_report([two_rounds(told(39, JobEnded(Outcome.SUCCEEDED, "every worker finished")))])
     assert [(r.number, r.began_at, r.ended_at, r.world) for r in found.rounds] == [
         (1, 2, 20, 2),
         (2, 25, 40, 2),
@@ -90,7 +91,7 @@ def test_what_is_lost_while_a_round_closes_is_the_cost_of_why_it_closes_and_told
     closing = slot(165, rendezvous=2, productive=17.5, restarting=4)
     part.course.insert(-2, line(24, 1, 0, closing, closing, phase="closing"))
     part.events.append(told(20.2, FailureCharged(other, 2, 10)))
-    found = review([part])
+    found = run_report([part])
     assert [r.lost_s for r in found.rounds] == [4.0, 10.0]
     assert [(f.cost_s, f.shared) for f in found.failures] == [(10.0, False), (10.0, True)]
     assert page(found).count("<td>10.0 s") == 3, "of the kind, of the round, of the first of two failures"
@@ -98,7 +99,7 @@ def test_what_is_lost_while_a_round_closes_is_the_cost_of_why_it_closes_and_told
 
 
 def test_steps_and_their_times_are_told_by_slot() -> None:
-    found = review([two_rounds()])
+    found = run_report([two_rounds()])
     assert [(s.slot, s.steps) for s in found.slots] == [(0, 310), (1, 300)]
     assert found.slots[0].step_s == pytest.approx(33 / 310)
     (first, _) = found.step_times
@@ -107,70 +108,72 @@ def test_steps_and_their_times_are_told_by_slot() -> None:
 
 
 def test_the_size_of_the_world_is_told_over_time() -> None:
-    assert review([two_rounds()]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
+    assert run_report([two_rounds()]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
 
 
 def test_who_does_not_know_of_the_round_yet_does_not_tell_how_large_the_world_is() -> None:
-    late = Part([started("b", 28.0)], [line(29, 0, 0, phase="starting"), line(30, 1, 2), line(31, 2, 2)])
-    assert review([two_rounds(), late]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
+    late = AgentFiles(
+        [started("b", 28.0)], [line(29, 0, 0, phase="starting"), line(30, 1, 2), line(31, 2, 2)]
+    )
+    assert run_report([two_rounds(), late]).world.points == ((1.0, 0.0), (5.0, 2.0), (40.0, 2.0))
 
 
 def test_a_lost_node_is_a_failure_with_its_cost_though_nobody_is_charged() -> None:
     part = two_rounds()
     lost = told(20, RoundClosing(1, Cause.NODE_LOST, nodes=("b",)))
     part.events[2:4] = [lost, {**lost, "node": "b"}]
-    found = review([part])
+    found = run_report([part])
     assert [(f.event["text"], f.cost_s) for f in found.failures] == [
         ("round 1 ends: a node was lost (b)", 10.0)
     ]
 
 
 def test_a_run_that_crashed_is_told_as_far_as_it_went() -> None:
-    found = review([two_rounds()])
+    found = run_report([two_rounds()])
     assert not found.went_well and "the agent on a died without a word" in found.outcome
     assert found.ended_at == 40 and found.agents[0].fate == "died without a word"
-    assert any("died without a word" in text for text in reviewtext.lines(found))
-    still = review([Part(two_rounds().events, two_rounds().course, alive=True)])
+    assert any("died without a word" in text for text in runreporttext.lines(found))
+    still = run_report([AgentFiles(two_rounds().events, two_rounds().course, alive=True)])
     assert still.outcome == "the job still runs" and still.agents[0].fate == "still runs"
 
 
 def test_a_run_without_a_single_number_is_told_all_the_same() -> None:
-    found = review([Part([started(), told(2, RoundFormed(1, 2, 1, Cause.START))], [])])
+    found = run_report([AgentFiles([started(), told(2, RoundFormed(1, 2, 1, Cause.START))], [])])
     assert len(found.rounds) == 1 and found.goodput is None
-    assert "nothing was measured" in reviewpage.render(found, "1", 0)
+    assert "nothing was measured" in runreportpage.render(found, "1", 0)
     with pytest.raises(ValueError, match="nothing was written"):
-        review([Part([], [])])
+        run_report([AgentFiles([], [])])
 
 
 def test_what_other_nodes_told_at_the_end_is_in_the_sums() -> None:
     time = {"a": {"productive": 66.0}, "b": {"productive": 14.0, "hung": 20.0}}
-    found = review([two_rounds(ended(time))])
+    found = run_report([two_rounds(ended(time))])
     assert found.spent["productive"] == 80 and found.spent["hung"] == 20 and found.unseen == ("b",)
-    assert any("Of b only the sums" in text for text in reviewpage.notes(found))
+    assert any("Of b only the sums" in text for text in runreportpage.notes(found))
 
 
 def test_an_agent_that_came_back_counts_its_steps_on() -> None:
     part = two_rounds()
-    again = Part(
+    again = AgentFiles(
         [started(at=41)], [line(44, 3, 1, slot(10, productive=34)), line(50, 3, 1, slot(70, productive=40))]
     )
-    found = review([part, again])
+    found = run_report([part, again])
     assert found.slots[0].steps == 310 + 70 and found.slots[0].spent == {"productive": 40.0}
     assert len(found.agents) == 2
 
 
 def test_what_all_nodes_noted_is_told_once() -> None:
     hung = {"event": "workers.hung", "at": 30, "round": 2, "conclusion": "rank 1", "text": "t", "node": "a"}
-    found = review([two_rounds(hung), Part([{**hung, "node": "b"}], [])])
+    found = run_report([two_rounds(hung), AgentFiles([{**hung, "node": "b"}], [])])
     assert len(found.hangs) == 1
 
 
-def page(found: Review) -> str:
-    return reviewpage.render(found, "1.2", 50.0)
+def page(found: RunReport) -> str:
+    return runreportpage.render(found, "1.2", 50.0)
 
 
 def test_the_page_needs_nothing_but_itself_and_shows_no_markup_of_others() -> None:
-    text = page(review([two_rounds()]))
+    text = page(run_report([two_rounds()]))
     assert not re.search(r"(src|href)=|<script|@import|url\(|https?:", text)
     assert "<b>boom</b>" not in text and "&lt;b&gt;boom&lt;/b&gt;" in text
     assert text.count("<svg class=plot") == 3 and "job.py" in text
@@ -178,12 +181,12 @@ def test_the_page_needs_nothing_but_itself_and_shows_no_markup_of_others() -> No
 
 def test_of_very_many_rounds_the_page_leaves_some_out_and_says_so() -> None:
     events = [started(), *(told(n, RoundFormed(n, 2, 1, Cause.GREW)) for n in range(1, 1001))]
-    text = page(review([Part(events, [])]))
+    text = page(run_report([AgentFiles(events, [])]))
     assert "800 more in between are left out" in text and len(text) < 100_000
 
 
 def test_the_text_says_it_in_a_screenful() -> None:
-    found = review([two_rounds(ended({}))])
-    lines = reviewtext.lines(found)
+    found = run_report([two_rounds(ended({}))])
+    lines = runreporttext.lines(found)
     assert len(lines) < 40 and lines[0] == "train: it ended"
     assert any(re.search(r"starting and losing workers +10.0 s", text) for text in lines)

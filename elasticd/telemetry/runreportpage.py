@@ -11,7 +11,7 @@ from elasticd.telemetry import charts, describe
 from elasticd.telemetry.events import Event
 from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
-from elasticd.telemetry.review import FailurePart, Review, RoundPart, SlotPart
+from elasticd.telemetry.runreport import FailurePart, RoundPart, RunReport, SlotPart
 
 ROWS_MAX = 200  # of a table; the middle rows of a longer one are left out
 _COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)")
@@ -46,19 +46,8 @@ td.w{min-width:11rem}svg.plot{font-size:22px;overflow:visible}svg path{stroke-wi
 """
 )
 
-NAMES = {
-    Kind.PRODUCTIVE: "productive",
-    Kind.REPLAYED: "repeating lost steps",
-    Kind.CHECKPOINT: "held up by checkpoints",
-    Kind.RENDEZVOUS: "forming worlds",
-    Kind.RESTARTING: "starting and losing workers",
-    Kind.WAITING: "waiting for workers",
-    Kind.HUNG: "hung",
-    Kind.IDLE: "idle: nobody wanted a worker",
-}
 
-
-def render(r: Review, version: str, now: float) -> str:
+def render(r: RunReport, version: str, now: float) -> str:
     """Return the page. ``version``: the elasticd that writes the page. ``now``: seconds since the epoch."""
     r = cleaned(r)
     marks = [(e.ended_at, f"round {e.number} ended: {e.ended_by}") for e in r.rounds[:-1] if e.ended_by]
@@ -138,7 +127,7 @@ def render(r: Review, version: str, now: float) -> str:
     )
 
 
-def notes(r: Review) -> list[str]:
+def notes(r: RunReport) -> list[str]:
     """Return the warnings that a reader needs to judge the numbers."""
     said = []
     if any(agent.code is None and not agent.alive for agent in r.agents):
@@ -154,7 +143,7 @@ def notes(r: Review) -> list[str]:
     return said
 
 
-def _tiles(r: Review) -> str:
+def _tiles(r: RunReport) -> str:
     share = r.goodput
     most = max((one.world for one in r.rounds), default=0)
     tiles = [
@@ -172,19 +161,21 @@ def _tiles(r: Review) -> str:
     )
 
 
-def _time(r: Review) -> str:
-    parts = {kind: r.spent.get(kind, 0.0) for kind in NAMES}
+def _time(r: RunReport) -> str:
+    parts = {kind: r.spent.get(kind, 0.0) for kind in describe.KINDS}
     total = sum(parts.values())
     if total <= 0:
         return "<p class=dim>nothing was measured</p>"
     rows = [
         f"<tr><td class=t><span class='key k-{kind}'></span>{name}<td>{length(parts[kind])}"
         f"<td>{percent(parts[kind] / total)}</tr>"
-        for kind, name in NAMES.items()
+        for kind, name in describe.KINDS.items()
         if parts[kind] >= 0.05 or kind is Kind.PRODUCTIVE
     ]
     head = "<tr><th class=t>worker time<th>length<th>share</tr>"
-    bar = charts.shares({str(k): s for k, s in parts.items()}, {str(k): name for k, name in NAMES.items()})
+    bar = charts.shares(
+        {str(k): s for k, s in parts.items()}, {str(k): name for k, name in describe.KINDS.items()}
+    )
     return bar + f"<div class=wide><table>{head}{''.join(rows)}</table></div>"
 
 
@@ -212,7 +203,7 @@ def _slot(one: SlotPart) -> str:
     return (
         f"<td class=t>{escape(one.node)}<td>{one.slot}<td>{one.steps:,}<td>{step}"
         f"<td>{length(one.spent.get(Kind.PRODUCTIVE, 0.0))}<td>{length(sum(lost.values()))}"
-        f"<td class=t>{escape(NAMES[Kind(most)]) if most and lost[most] > 0 else ''}"
+        f"<td class=t>{escape(describe.KINDS[Kind(most)]) if most and lost[most] > 0 else ''}"
     )
 
 

@@ -1,6 +1,6 @@
-"""The review of a run, computed from the events and the course that its agents wrote. Pure.
+"""The report of a run, computed from the events and the course that its agents wrote. Pure.
 
-The review of a run that crashed ends with its last line. Times are in seconds since the epoch, lengths in
+The report of a run that crashed ends with its last line. Times are in seconds since the epoch, lengths in
 seconds. Worker time is the time of all slots together.
 """
 
@@ -30,7 +30,7 @@ _CHANGES = ("job.waiting", "workers.stopping", "workers.leaving", "round.awaitin
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AgentFiles:
     """The events and the course of one agent. ``alive``: the agent may still be writing."""
 
     events: Sequence[Event]
@@ -103,8 +103,8 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Review:
-    """The whole review. ``outcome``: the job's end in words. ``spent``: worker time by kind. ``unseen``:
+class RunReport:
+    """The whole report. ``outcome``: the job's end in words. ``spent``: worker time by kind. ``unseen``:
     nodes that took part but left no files here."""
 
     job: str
@@ -134,8 +134,8 @@ class Review:
         return goodput(self.spent)
 
 
-def review(parts: Sequence[Part]) -> Review:
-    """Return the review of a run from its agents' parts. Raises ValueError if no agent has written
+def run_report(parts: Sequence[AgentFiles]) -> RunReport:
+    """Return the report of a run from its agents' parts. Raises ValueError if no agent has written
     anything."""
     parts = [part for part in parts if part.events or part.course]
     if not parts:
@@ -153,10 +153,10 @@ def review(parts: Sequence[Part]) -> Review:
     slots = tuple(s for node, lines in sorted(by_node.items()) for s in _slots(node, lines))
     told = _told_at_the_end(events)
     spent = _sum([*(s.spent for s in slots if s.node not in told), *told.values()])
-    last = course[-1] if course else {}
+    limits = (course[-1] if course else {}).get("limits") or {}
     rounds = _rounds(events, course, {node: _losses(lines) for node, lines in by_node.items()}, ended_at)
     seen = {a.node for a in agents}
-    return Review(
+    return RunReport(
         job=str((events or [{}])[0].get("job", "")),
         script=str(first.get("script", "")),
         version=str(first.get("version", "")),
@@ -165,8 +165,8 @@ def review(parts: Sequence[Part]) -> Review:
         began_at=began_at,
         ended_at=ended_at,
         limits=(
-            int(last.get("min") or first.get("min") or 1),
-            int(last.get("max") or first.get("max") or 1),
+            int(limits.get("min") or first.get("min") or 1),
+            int(limits.get("max") or first.get("max") or 1),
         ),
         agents=agents,
         rounds=rounds,
@@ -193,7 +193,7 @@ def review(parts: Sequence[Part]) -> Review:
 # ---------------------------------------------------------------- who, and how it ended
 
 
-def _agent(part: Part) -> AgentPart:
+def _agent(part: AgentFiles) -> AgentPart:
     times = [float(line["at"]) for line in (*part.events, *part.course)]
     first = next((e for e in part.events if e["event"] == STARTED), {})
     last = next((e for e in part.events if e["event"] == ENDED), None)
@@ -293,7 +293,7 @@ def _rounds(
             closed[number] = (float(e["at"]), _why(e))
     for line in course:
         if line.get("phase") == "live" and line["round"] not in began:
-            began[int(line["round"])] = (float(line["at"]), int(line.get("world", 0)), "")
+            began[int(line["round"])] = (float(line["at"]), int(line.get("world_size", 0)), "")
     numbers = sorted(began)
     over = next((str(e["text"]) for e in events if e["event"] == "job.ended"), "")
     found = []
@@ -365,7 +365,7 @@ def _world(course: Sequence[Line], ended_at: float) -> Series:
     for line in course:
         if int(line["round"]) < newest:
             continue
-        newest, size = int(line["round"]), float(line.get("world", 0))
+        newest, size = int(line["round"]), float(line.get("world_size", 0))
         if not points or points[-1][1] != size:
             points.append((float(line["at"]), size))
     if points:

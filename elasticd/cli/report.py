@@ -14,8 +14,8 @@ from elasticd.cli.fitting import on_screen
 from elasticd.cli.history import known_runs, last_run, living
 from elasticd.cli.say import say
 from elasticd.telemetry import events as files
-from elasticd.telemetry import reviewpage, reviewtext
-from elasticd.telemetry.review import Part, review
+from elasticd.telemetry import runreportpage, runreporttext
+from elasticd.telemetry.runreport import AgentFiles, run_report
 
 PAGE = "report.html"
 
@@ -43,17 +43,17 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
     for folder in folders:
         told = files.read([folder])
         alive = any(living(e) for e in told if e["event"] == files.STARTED)
-        parts.append(Part(told, files.read_course(folder), alive))
+        parts.append(AgentFiles(told, files.read_course(folder), alive))
     try:
-        found = review(parts)
+        found = run_report(parts)
     except ValueError:
         raise Complaint(f"nothing was written of this run in {folders[-1]}") from None
-    say(*on_screen(reviewtext.lines(found)))
+    say(*on_screen(runreporttext.lines(found)))
     if text:
         return
     page = out or folders[-1] / PAGE
     try:
-        page.write_text(reviewpage.render(found, __version__, time.time()), encoding="utf-8")
+        page.write_text(runreportpage.render(found, __version__, time.time()), encoding="utf-8")
     except OSError as error:
         raise Complaint(f"{page} cannot be written: {error.strerror}; say where with --out FILE") from error
     say("", f"The page: {page}")

@@ -31,7 +31,7 @@ _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 _SYNC, _UNSYNC = "\x1b[?2026h", "\x1b[?2026l"  # terminals that support this draw a frame at once
 
 
-class View(ABC):
+class TerminalView(ABC):
     """The destination of a run's output.
 
     ``live``: whether workers must write through ``write``; otherwise they may inherit the streams.
@@ -71,7 +71,7 @@ class View(ABC):
         self.close()
 
 
-def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> View:
+def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -> TerminalView:
     """Return the live view, or a PlainView if ``--plain`` or NO_COLOR is set or stderr is no capable
     terminal."""
     if plain or not takes_colors(environ) or not sys.stderr.isatty():
@@ -79,7 +79,7 @@ def open_view(*, plain: bool = False, environ: Mapping[str, str] = os.environ) -
     return LiveView()
 
 
-class PlainView(View):
+class PlainView(TerminalView):
     """A view that passes bytes on unchanged."""
 
     live = False
@@ -106,7 +106,7 @@ class PlainView(View):
         pass
 
 
-class LiveView(View):
+class LiveView(TerminalView):
     """A few lines at the bottom of the terminal; all other output is printed above them.
 
     One thread paints; other threads hand over their lines. The thread starts with the first status: the

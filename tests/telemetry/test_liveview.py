@@ -21,8 +21,8 @@ from rich.text import Text
 
 from elasticd.telemetry import footer
 from elasticd.telemetry.lines import PARTIAL_MAX_CHARS, LineBuffer, clean, cleaned, shown
+from elasticd.telemetry.liveview import PlainView, open_view
 from elasticd.telemetry.status import Note
-from elasticd.telemetry.view import PlainView, open_view
 from tests.telemetry.madeup import agent, job, node, running
 
 # ---------------------------------------------------------------- lines
@@ -125,7 +125,7 @@ def test_the_footer_fits_any_terminal(width: int, height: int, slots: int, name:
 ROOT = Path(__file__).parents[2]
 _PRELUDE = """
 import os, sys, threading
-from elasticd.telemetry.view import open_view
+from elasticd.telemetry.liveview import open_view
 from tests.telemetry.madeup import job
 view = open_view()
 """

@@ -8,8 +8,8 @@ from typing import TypeVar
 from elasticd.core.ledger import Kind
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import Event
-from elasticd.telemetry.review import Review
-from elasticd.telemetry.reviewpage import NAMES, length, notes, percent
+from elasticd.telemetry.runreport import RunReport
+from elasticd.telemetry.runreportpage import length, notes, percent
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ EACH_MAX = 12  # rows of one list
 _BAR = 24
 
 
-def lines(r: Review) -> list[str]:
+def lines(r: RunReport) -> list[str]:
     began, ended = (f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M:%S}" for at in
                     (r.began_at, r.ended_at))  # fmt: skip
     told = [f"{r.job}: {r.outcome}", f"  {began} to {ended}, {describe.span(r.ended_at - r.began_at)}"]
@@ -31,7 +31,7 @@ def lines(r: Review) -> list[str]:
             else "no step was seen"
         )
         told += ["", f"Where the time went: {productive}"]
-        for kind, name in NAMES.items():
+        for kind, name in describe.KINDS.items():
             spent_s = r.spent.get(kind, 0.0)
             if spent_s >= 0.05:
                 bar = "#" * max(1, round(_BAR * spent_s / total))
