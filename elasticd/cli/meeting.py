@@ -3,7 +3,8 @@ except that certificate files are checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, Said
@@ -18,13 +19,11 @@ _HOW = "give --etcd http://HOST:2379 on each node"
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Where the job's nodes meet. ``etcd``: None for a standalone run; ``job``: None if the user gave no
-    name. The times, in seconds, come from torchrun's --rdzv-conf; None if not given."""
+    name. ``timing``: settings of the policy from torchrun's --rdzv-conf, in seconds; None if not given."""
 
     etcd: EtcdAccess | None
     job: str | None
-    join_timeout_s: float | None = None
-    settle_s: float | None = None
-    node_ttl_s: float | None = None
+    timing: Mapping[str, float | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -88,9 +87,11 @@ def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
     result = Meeting(
         etcd=etcd,
         job=_job(options, notes),
-        join_timeout_s=conf.seconds("join_timeout", "timeout"),
-        settle_s=conf.seconds("last_call_timeout"),
-        node_ttl_s=max(2.0, ttl) if interval is not None or attempts is not None else None,
+        timing={
+            "join_timeout_s": conf.seconds("join_timeout", "timeout"),
+            "settle_s": conf.seconds("last_call_timeout"),
+            "node_ttl_s": max(2.0, ttl) if interval is not None or attempts is not None else None,
+        },
         notes=tuple(notes),
     )
     if unused := conf.unused():
@@ -99,14 +100,7 @@ def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
             f"{', '.join(unused)} of --rdzv-conf mean{'' if plural else 's'} nothing here: "
             f"{'they set' if plural else 'it sets'} up rendezvous back ends that elasticd does not use"
         )
-        result = Meeting(
-            result.etcd,
-            result.job,
-            result.join_timeout_s,
-            result.settle_s,
-            result.node_ttl_s,
-            (*result.notes, note),
-        )
+        result = replace(result, notes=(*result.notes, note))
     return result
 
 

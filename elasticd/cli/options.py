@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from elasticd.cli.values import Ratio, Seconds, Switch, Whole
+from elasticd.cli.values import Seconds, Switch, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,25 +49,14 @@ class RunOptions:
     etcd_user: str | None = None
     etcd_password: str | None = None
     join_timeout: float | None = None
-    settle: float | None = None
     grow_cooldown: float | None = None
-    checkpoint_wait: float | None = None
     node_ttl: float | None = None
     etcd_grace: float | None = None
     etcd_wait: float | None = None
     restart_window: float | None = None
-    futile_max: int | None = None
-    broken_timeout: float | None = None
-    part_timeout: float | None = None
-    quarantine_after: int | None = None
-    quarantine: float | None = None
-    quarantine_max: float | None = None
+    policy: Path | None = None
     hang_after: str | None = None
-    hang_floor: float | None = None
-    hang_ceiling: float | None = None
     stragglers: str | None = None
-    straggler_window: float | None = None
-    straggler_ratio: float | None = None
     on_nonfinite: str | None = None
     fresh_start: bool = False
     spares: int = 0
@@ -195,13 +184,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     etcd_options,
     # patience
     _ours("--join-timeout", Seconds(), "Seconds to wait below --min before giving up (exit code 3).  [600]"),
-    _ours("--settle", Seconds(), "Seconds a starting job waits for more nodes after the last came.  [1]"),
     _ours("--grow-cooldown", Seconds(), "Seconds a round lives before it ends in order to grow.  [30]"),
-    _ours(
-        "--checkpoint-wait",
-        Seconds(),
-        "Seconds to wait, before a resize, for the next checkpoint of a script that tells of them.  [600]",
-    ),
     _ours(
         "--node-ttl",
         Seconds(2.0, ", and etcd keeps no lease shorter than that"),
@@ -211,48 +194,21 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours(
         "--etcd-wait", Seconds(), "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]"
     ),
-    _ours("--broken-timeout", Seconds(), "Seconds between SIGTERM and SIGKILL once a round is broken.  [2]"),
-    _ours(
-        "--part-timeout",
-        Seconds(),
-        "Seconds to leave a round for good, or once others wait with the state.  [60]",
-    ),
     # failures
     _ours("--restart-window", Seconds(), "Seconds over which --max-restarts counts.  [3600]"),
-    _ours("--futile-max", Whole(0), "Failures in a row without progress to end at; 0: no limit.  [4]"),
-    _ours("--quarantine-after", Whole(0), "Failures in a row after which a slot is left out.  [3]"),
-    _ours("--quarantine", Seconds(), "Seconds a slot is left out first; doubled each time.  [30]"),
-    _ours("--quarantine-max", Seconds(), "Seconds a slot is left out at most.  [600]"),
+    _ours("--policy", _FILE, "TOML file that tunes all of this, and hangs and stragglers: docs/policy.md"),
     # hangs
     _ours(
         "--hang-after",
         help="Without a step for so long a worker hangs: seconds, auto (learned) or off.  [auto]",
         metavar="auto|SECONDS|off",
     ),
-    _ours(
-        "--hang-floor",
-        Seconds(),
-        "The shortest limit that auto may learn, for a worker that is stopped; times 60 for one asleep in "
-        "its own code, and 120 where all wait for each other.  [1]",
-    ),
-    _ours(
-        "--hang-ceiling",
-        Seconds(),
-        "The longest of all these, and for a worker that is busy while others wait for it.  [3600]",
-    ),
     # stragglers
     _ours(
         "--stragglers",
         type=click.Choice(["report", "drain"]),
         help="A worker that is slower than its peers, or whose GPU tells of errors: name it, or leave its "
-        "slot out for --quarantine-max.  [report]",
-    ),
-    _ours("--straggler-window", Seconds(), "Seconds over which a worker must be slower to be named.  [60]"),
-    _ours(
-        "--straggler-ratio",
-        type=Ratio(),
-        help="How much slower: its own time for a step over its peers'.  [1.1]",
-        metavar="RATIO",
+        "slot out for a while.  [report]",
     ),
     # NaN and infinite values
     _ours(
@@ -338,11 +294,14 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
     _torchruns_switch("--standalone", help="One node, without a shared etcd."),
     _torchruns("--max-restarts", type=Whole(0), help="Failures to survive in --restart-window.  [10]"),
-    _torchruns("--monitor-interval", type=float, help="Means nothing here."),
+    _torchruns("--monitor-interval", type=float, help="Means nothing here.", hidden=True),
     _torchruns(
-        "--start-method", type=click.Choice(["spawn", "fork", "forkserver"]), help="Means nothing here."
+        "--start-method",
+        type=click.Choice(["spawn", "fork", "forkserver"]),
+        help="Means nothing here.",
+        hidden=True,
     ),
-    _torchruns("--event-log-handler", help="Means nothing here."),
+    _torchruns("--event-log-handler", help="Means nothing here.", hidden=True),
     _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
     _torchruns_switch("-m", "--module", help="The script is a module, as with python -m."),
     _torchruns_switch("--no-python", help="The script is a program of its own."),
@@ -355,7 +314,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--duplicate-stdout-filters", help="Lines of stdout to copy to a file of their own: apple,orange"
     ),
     _torchruns("--duplicate-stderr-filters", help="The same for stderr."),
-    _torchruns("--node-rank", type=int, help="Means nothing here."),
+    _torchruns("--node-rank", type=int, help="Means nothing here.", hidden=True),
     _torchruns("--master-addr", help="Means nothing here, but that --master-port leads there, too."),
     _torchruns(
         "--master-port", type=int, help="A port that leads to each round's store, for tcp:// in a script."
@@ -373,10 +332,31 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+IN_THE_POLICY: Final = {
+    "settle": "settle_s",
+    "checkpoint-wait": "checkpoint_wait_s",
+    "broken-timeout": "broken_s",
+    "part-timeout": "part_s",
+    "futile-max": "futile_max",
+    "quarantine-after": "quarantine_after",
+    "quarantine": "quarantine_s",
+    "quarantine-max": "quarantine_max_s",
+    "hang-floor": "hang_floor_s",
+    "hang-ceiling": "hang_ceiling_s",
+    "straggler-window": "straggler_window_s",
+    "straggler-ratio": "straggler_ratio",
+}
+"""Options that there were once, and the settings in the file of --policy that replace them."""
+
+
 def _in_full(token: str) -> str:
     """Return the full name of an option: underscores become dashes, and an unambiguous prefix is
-    completed."""
+    completed. Raises click.UsageError for an option that there was once."""
     token = token.replace("_", "-")
+    if setting := IN_THE_POLICY.get(token):
+        raise click.UsageError(
+            f"--{token} is no option any more: set {setting} in a TOML file, and name the file with --policy."
+        )
     names = _names()
     if token in names or len(token) < 2:
         return token

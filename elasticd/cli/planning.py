@@ -19,7 +19,7 @@ from elasticd.cli.machine import Machine, default_node_name, is_ours, routed_add
 from elasticd.cli.meeting import check_name, meeting
 from elasticd.cli.options import RunOptions, Said, flag
 from elasticd.cli.outputs import logs, signals
-from elasticd.cli.policy import first, patience, policy
+from elasticd.cli.policy import first, patience, policy, settings_in
 from elasticd.cli.serving import http_note, http_place, http_tls, http_token
 from elasticd.cli.sizes import nodes, sizes
 from elasticd.core.facts import Limits, Resume
@@ -56,6 +56,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     low, high = nodes(options)
     met = meeting(options, nodes_min=low, nodes_max=high)
     size = sizes(options, machine, standalone=met.etcd is None)
+    settings = settings_in(options.policy)
     script = scripts.find(
         _kind(options),
         options.target,
@@ -87,7 +88,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         slots=size.slots,
         command=script.command,
         fingerprint=script.fingerprint,
-        policy=policy(options, environ, met.join_timeout_s, met.settle_s, met.node_ttl_s),
+        policy=policy(options, settings, environ, met.timing),
         etcd=met.etcd,
         etcd_grace_s=first(options.etcd_grace, 600.0),
         etcd_wait_s=options.etcd_wait,
@@ -103,7 +104,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         http=http_place(options.http),
         http_tls=http_tls(options),
         http_token=http_token(options),
-        patience=patience(options),
+        patience=patience(options, settings),
         audit=_audit(options),
         door=_door(options, address),
         env=env,

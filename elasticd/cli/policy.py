@@ -1,74 +1,121 @@
-"""The options for failures, waiting and hangs: the job's policy, and the agent's patience with hangs."""
+"""The job's policy, and the agent's patience with hangs: from options, from the file of --policy, and from
+torchrun's settings."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import tomllib
 from collections.abc import Mapping
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.options import RunOptions, Said, flag
+from elasticd.cli.options import RunOptions
+from elasticd.cli.values import Ratio, Seconds, Unfit, Whole
 from elasticd.core.facts import Policy, Resume
 from elasticd.core.hang import Patience
 
 T = TypeVar("T")
+Settings = Mapping[str, Any]
+
+SETTINGS: Final[Mapping[str, click.ParamType[Any]]] = {
+    "settle_s": Seconds(),
+    "grow_cooldown_s": Seconds(),
+    "join_timeout_s": Seconds(),
+    "shutdown_s": Seconds(),
+    "broken_s": Seconds(),
+    "part_s": Seconds(),
+    "checkpoint_wait_s": Seconds(),
+    "node_ttl_s": Seconds(2.0, ", and etcd keeps no lease shorter than that"),
+    "restarts_max": Whole(0),
+    "restart_window_s": Seconds(),
+    "futile_max": Whole(0),
+    "quarantine_after": Whole(0),
+    "quarantine_s": Seconds(),
+    "quarantine_max_s": Seconds(),
+    "straggler_window_s": Seconds(),
+    "straggler_ratio": Ratio(),
+    "hang_floor_s": Seconds(),
+    "hang_ceiling_s": Seconds(),
+}
+"""What the file of --policy may set; docs/policy.md says what each is for."""
+
+
+def settings_in(path: Path | None) -> Settings:
+    """Return the settings in a TOML file, checked one by one. Raises Complaint."""
+    if path is None:
+        return {}
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise Complaint(f"--policy {path}: {error.strerror}.") from error
+    except ValueError as error:  # neither UTF-8 nor TOML
+        raise Complaint(f"--policy {path} is no TOML: {error}.") from error
+    return {name: _checked(path, name, value) for name, value in found.items()}
+
+
+def _checked(path: Path, name: str, value: object) -> Any:
+    kind = SETTINGS.get(name)
+    if kind is None:
+        close = difflib.get_close_matches(name, SETTINGS, 1)
+        meant = f"; {close[0]} is meant?" if close else f": known are {', '.join(SETTINGS)}"
+        raise Complaint(f"--policy {path}: no setting is called {name}{meant}.")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Complaint(f"--policy {path}: {name} is not a number.")
+    try:
+        return kind.convert(value, None, None)
+    except Unfit as error:
+        raise Complaint(f"--policy {path}: {name}: {error.message}") from None
 
 
 def policy(
-    options: RunOptions,
-    environ: Mapping[str, str],
-    join_timeout_s: float | None,
-    settle_s: float | None,
-    node_ttl_s: float | None,
+    options: RunOptions, settings: Settings, environ: Mapping[str, str], torchruns: Settings
 ) -> Policy:
-    """Return the policy from elasticd's options, then --rdzv-conf, then the defaults. Raises Complaint."""
+    """Return the policy from elasticd's options, then the file's ``settings``, then torchrun's, then the
+    defaults. None stands for a setting that was not given. Raises Complaint."""
     default = Policy()
-    restarts_max = first(options.max_restarts, default.restarts_max)
-    # A user who gives --max-restarts expects that many restarts, and no earlier end for lack of progress.
-    futile_default = default.futile_max if options.max_restarts is None else restarts_max + 1
-    quarantine_s = first(options.quarantine, default.quarantine_s)
-    quarantine_max_s = first(options.quarantine_max, max(default.quarantine_max_s, quarantine_s))
-    if quarantine_s > quarantine_max_s:
-        if options.quarantine is not None:
-            raise Complaint(f"--quarantine {quarantine_s:g} is above --quarantine-max, {quarantine_max_s:g}.")
-        quarantine_s = quarantine_max_s
-    return Policy(
-        settle_s=first(options.settle, settle_s, default.settle_s),
-        grow_cooldown_s=first(options.grow_cooldown, default.grow_cooldown_s),
-        join_timeout_s=first(options.join_timeout, join_timeout_s, default.join_timeout_s),
-        shutdown_s=first(options.shutdown_timeout, _torch_shutdown_s(environ), default.shutdown_s),
-        broken_s=first(options.broken_timeout, default.broken_s),
-        part_s=first(options.part_timeout, default.part_s),
-        checkpoint_wait_s=first(options.checkpoint_wait, default.checkpoint_wait_s),
-        node_ttl_s=first(options.node_ttl, node_ttl_s, default.node_ttl_s),
-        restarts_max=restarts_max,
-        restart_window_s=first(options.restart_window, default.restart_window_s),
-        futile_max=first(options.futile_max, futile_default),
-        quarantine_after=first(options.quarantine_after, default.quarantine_after),
-        quarantine_s=quarantine_s,
-        quarantine_max_s=quarantine_max_s,
-        resume=Resume(options.resume),
-        straggler_drain=options.stragglers == "drain",
-        straggler_window_s=first(options.straggler_window, default.straggler_window_s),
-        straggler_ratio=first(options.straggler_ratio, default.straggler_ratio),
-    )
+    ours = {
+        "grow_cooldown_s": options.grow_cooldown,
+        "join_timeout_s": options.join_timeout,
+        "shutdown_s": options.shutdown_timeout,
+        "node_ttl_s": options.node_ttl,
+        "restarts_max": options.max_restarts,
+        "restart_window_s": options.restart_window,
+    }
+    layers = ({"shutdown_s": _torch_shutdown_s(environ)}, torchruns, settings, ours)
+    given: dict[str, Any] = {
+        name: value
+        for layer in layers
+        for name, value in layer.items()
+        if value is not None and hasattr(default, name)
+    }
+    if (
+        "restarts_max" in given
+    ):  # who gives it expects that many restarts, and no earlier end for lack of progress
+        given.setdefault("futile_max", given["restarts_max"] + 1)
+    given.setdefault("quarantine_max_s", max(default.quarantine_max_s, given.get("quarantine_s", 0.0)))
+    given.setdefault("quarantine_s", min(default.quarantine_s, given["quarantine_max_s"]))
+    if given["quarantine_s"] > given["quarantine_max_s"]:
+        raise Complaint(
+            f"--policy: quarantine_s, {given['quarantine_s']:g}, is above quarantine_max_s, "
+            f"{given['quarantine_max_s']:g}."
+        )
+    return Policy(**given, resume=Resume(options.resume), straggler_drain=options.stragglers == "drain")
 
 
-def patience(options: RunOptions) -> Patience | None:
+def patience(options: RunOptions, settings: Settings) -> Patience | None:
     """Return how long a worker may stand still; None: without limit. Raises Complaint."""
     default = Patience()
-    floor_s = first(options.hang_floor, default.floor_s)
-    ceiling_s = first(options.hang_ceiling, max(default.ceiling_s, floor_s))
+    floor_s = settings.get("hang_floor_s", default.floor_s)
+    ceiling_s = settings.get("hang_ceiling_s", max(default.ceiling_s, floor_s))
     if ceiling_s < floor_s:
-        raise Complaint(f"--hang-ceiling {ceiling_s:g} is below --hang-floor, {floor_s:g}.")
+        raise Complaint(f"--policy: hang_ceiling_s, {ceiling_s:g}, is below hang_floor_s, {floor_s:g}.")
     after = options.hang_after or "auto"
     if after == "auto":
         return Patience(floor_s, ceiling_s)
-    for name in ("hang_floor", "hang_ceiling"):
-        if options.said(name) is Said.COMMAND_LINE:
-            raise Complaint(
-                f"{flag(name)} bounds what is learned, but --hang-after {after} leaves nothing to."
-            )
     if after == "off":
         return None
     try:

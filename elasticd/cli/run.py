@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import ThisMachine, name_of_its_own, nowhere
-from elasticd.cli.options import CONTEXT_SETTINGS, RunOptions, collect, run_options
+from elasticd.cli.options import CONTEXT_SETTINGS, IN_THE_POLICY, RunOptions, collect, run_options
 from elasticd.cli.planning import plan
 from elasticd.cli.storecheck import reached
 from elasticd.daemon.config import RunConfig
@@ -47,6 +47,7 @@ def run(ctx: click.Context, /, **_: object) -> int:
     try:
         if gone := nowhere():  # otherwise torch or the script would fail with an unclear error
             raise Complaint(gone)
+        _check_variables(os.environ)
         return _run(options, last_words)
     except (Complaint, Stopped) as end:
         last_words.write(end.sentence)
@@ -89,6 +90,16 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
         from elasticd.daemon.main import run as run_agent
 
         return run_agent(config, view, last_words)
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    for option, setting in IN_THE_POLICY.items():
+        name = f"ELASTICD_{option.replace('-', '_').upper()}"
+        if name in environ:
+            raise Complaint(
+                f"the environment variable {name} is read no more: set {setting} in a TOML file, and name "
+                "the file with --policy or ELASTICD_POLICY."
+            )
 
 
 def _spell_log_level(environ: MutableMapping[str, str]) -> None:

@@ -80,17 +80,24 @@ def elasticd_in_place(workers: int, steps: Path, log: Path, *, spares: int) -> L
     return Launched([spawn([str(a) for a in argv], steps, log, {"PYTHONPATH": ROOT})])
 
 
+def _torchrun(log: Path) -> list[object]:
+    """Its command, with a folder for its logs: otherwise it leaves one among the temporary files."""
+    return [BIN / "torchrun", "--log-dir", log.with_name("torchrun-logs")]
+
+
 def torchrun_alone(workers: int, steps: Path, log: Path, *, monitor_s: float = 0.1) -> Launched:
-    argv = [BIN / "torchrun", "--standalone", "--nproc-per-node", workers, "--max-restarts", 1000]
+    argv = [*_torchrun(log), "--standalone", "--nproc-per-node", workers, "--max-restarts", 1000]
     argv += ["--monitor-interval", monitor_s, JOB]
     return Launched([spawn([str(a) for a in argv], steps, log, TORCHRUN_ENV)])
 
 
 def elasticd_nodes(nodes: int, least: int, etcd: str, job: str, steps: Path, log: Path) -> Launched:
     launched = Launched()
+    policy = log.with_name("policy.toml")
+    policy.write_text("settle_s = 5\n")
     for n in range(nodes):
         argv = [BIN / "elasticd", "run", "--etcd", etcd, "--job", job, "--node", f"n{n}", "--slots", 1]
-        argv += ["--min", least, "--max", nodes, "--settle", 5, JOB]
+        argv += ["--min", least, "--max", nodes, "--policy", policy, JOB]
         launched.agents.append(spawn([str(a) for a in argv], steps, log))
     return launched
 
@@ -111,7 +118,7 @@ def torchrun_grown(slots: Sequence[int], steps: Path, log: Path) -> Launched:
     port, job = free_port(), uuid.uuid4().hex[:6]
 
     def node(number: int) -> subprocess.Popen[bytes]:
-        argv = [BIN / "torchrun", "--nnodes", f"1:{len(slots)}", "--nproc-per-node", slots[number]]
+        argv = [*_torchrun(log), "--nnodes", f"1:{len(slots)}", "--nproc-per-node", slots[number]]
         argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job]
         argv += ["--rdzv-conf", f"is_host={int(number == 0)},last_call_timeout=1", "--max-restarts", 1000]
         return spawn([*argv, "--local-addr", "127.0.0.1", JOB], steps, log, TORCHRUN_ENV)
@@ -124,7 +131,7 @@ def torchrun_nodes(nodes: int, least: int, job: str, steps: Path, log: Path, con
     port = free_port()
     launched = Launched()
     for n in range(nodes):
-        argv = [BIN / "torchrun", "--nnodes", f"{least}:{nodes}", "--nproc-per-node", 1]
+        argv = [*_torchrun(log), "--nnodes", f"{least}:{nodes}", "--nproc-per-node", 1]
         argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job]
         argv += ["--max-restarts", 1000, "--local-addr", "127.0.0.1"]
         argv += ["--rdzv-conf", ",".join(filter(None, [f"is_host={int(n == 0)}", conf])), JOB]

@@ -63,19 +63,15 @@ TIMERS_S: Final = 60.0
 TIMES_FORMING: Final = 10
 GIVES_UP_S: Final = 3600.0  # by the clock on the wall: such a machine says nothing about us
 PACE: Final = {
-    "--settle": "0.3",
     "--grow-cooldown": "1",
     "--join-timeout": "36000",
-    "--broken-timeout": "1",
     "--shutdown-timeout": "10",
-    "--part-timeout": "10",
     "--etcd-wait": "600",
     "--etcd-grace": "36000",
     "--max-restarts": "1000000",
-    "--quarantine-after": "0",
-    "--futile-max": "0",
     "--http": "off",
 }
+POLICY: Final = "settle_s = 0.3\nbroken_s = 1\npart_s = 10\nquarantine_after = 0\nfutile_max = 0\n"
 LEFT_ON_REQUEST: Final = 143
 
 
@@ -160,6 +156,8 @@ class Nemesis:
         self.plan, self.say, self.keep = plan, say, keep
         self.job = f"chaos-{seed}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
+        self._policy = self.folder / "policy.toml"
+        self._policy.write_text(POLICY)
         self.kept: Path | None = None
         self.slowness = slowness(os.getloadavg()[0], os.cpu_count() or 1)
         self.began = time.monotonic()
@@ -245,6 +243,7 @@ class Nemesis:
         ]
         argv += ["--log-format=json", "--plain", "--redirects=3", f"--log-dir={self.folder / 'logs' / name}"]
         argv += [part for option in PACE.items() for part in option]
+        argv += [f"--policy={self._policy}"]
         argv += [f"--node-ttl={TTL_S * self.slowness:.0f}"]
         argv += ["--fresh-start"] if plan.fresh else []
         if plan.kind is Kind.SCRIPT:

@@ -34,8 +34,8 @@ VICTIMS: Final = ("worker", "saver", "agent", "node")
 SLOTS: Final = {"a": 2, "b": 1}
 PATIENCE_S: Final = 120.0
 _REACHED_S: Final = 10.0  # for an instant that may not come, as nothing is removed or copied just then
-_FOREVER: Final = {"--max-restarts": "1000000", "--quarantine-after": "1000000", "--futile-max": "0"}
-_PACE: Final = {"--settle": "0.2", "--grow-cooldown": "0.1", "--node-ttl": "2", "--broken-timeout": "0.3"}
+_PACE: Final = {"--max-restarts": "1000000", "--grow-cooldown": "0.1", "--node-ttl": "2"}
+_POLICY: Final = {"quarantine_after": 0, "futile_max": 0, "settle_s": 0.2, "broken_s": 0.3}
 
 # Each with how often it comes in one save, more or less.
 _OF_SAVER: Final = {"write": 4, "fsync": 6, "after fsync": 6, "send": 12}
@@ -117,7 +117,8 @@ class Chaos:
         self._etcd.start()
         self.cluster = Cluster(self.folder, f"http://{self._etcd.endpoint}")
         self.cluster.limits = (1, sum(SLOTS.values()))
-        self.cluster.pace |= _PACE | _FOREVER
+        self.cluster.pace |= _PACE
+        self.cluster.policy |= _POLICY
         self._client = Client(self.cluster.access)
         self._path = self.folder / "kept"
         self._armed = self.folder / "armed"

@@ -89,7 +89,9 @@ def test_a_job_that_loses_a_node_and_finishes_ends_with_0(stage: dict[str, str])
         "print('world', os.environ['WORLD_SIZE'], flush=True)\n"
         "if os.environ['WORLD_SIZE'] == '2': signal.pause()\n"
     )
-    done = batch({**stage, "ELASTICD_MIN": "1", "ELASTICD_NODE_TTL": "2", "ELASTICD_SETTLE": "5"}, source)
+    (folder / "policy.toml").write_text("settle_s = 5\n")
+    options = {"MIN": "1", "NODE_TTL": "2", "POLICY": str(folder / "policy.toml")}
+    done = batch({**stage, **{f"ELASTICD_{name}": value for name, value in options.items()}}, source)
     assert done.stdout is not None
     assert [done.stdout.readline() for _ in range(2)] == ["world 2\n"] * 2
     os.kill(int((folder / "agents").read_text().split()[0]), signal.SIGKILL)

@@ -42,13 +42,12 @@ MARK = "ELASTICD_E2E_MARK"
 
 # Short enough that nothing waits for long; the lease is long enough for a machine that is busy.
 PACE = {
-    "--settle": "0.3",
     "--grow-cooldown": "0.1",
     "--join-timeout": "120",
-    "--broken-timeout": "1",
     "--shutdown-timeout": "30",
     "--node-ttl": "3",
 }
+POLICY = {"settle_s": 0.3, "broken_s": 1}
 
 
 @dataclass(frozen=True)
@@ -194,6 +193,7 @@ class Cluster:
         self.stage = Stage(self.news)
         self.limits = (1, 8)
         self.pace = dict(PACE)
+        self.policy = dict[str, float](POLICY)
         # Short, as multiprocessing makes sockets in it whose paths may have 107 characters.
         self.tmp = Path(tempfile.mkdtemp(prefix="e2e-"))
         for place in ("run", "state"):
@@ -220,10 +220,17 @@ class Cluster:
         argv += [f"--node={name}"] if name else []
         argv += [f"--job={self.job}", "--log-format=json", "--plain", *self.etcd_options]
         argv += [part for option in self.pace.items() for part in option]
+        argv += [f"--policy={self._policy_file()}"]
         argv += [*options, *program]
         agent = Agent(name, argv, self.environment(name) | env, self.folder, self.news)
         self.agents.append(agent)
         return agent
+
+    def _policy_file(self) -> Path:
+        """A file of its own for each agent, as the next may have another policy."""
+        file = self.folder / f"policy{len(self.agents)}.toml"
+        file.write_text("".join(f"{name} = {value}\n" for name, value in self.policy.items()))
+        return file
 
     @property
     def etcd_options(self) -> list[str]:

@@ -11,7 +11,8 @@ FORGETFUL = str(Path(__file__).parent / "programs" / "forgetful.py")
 
 def test_a_run_tells_once_each_what_its_script_does_not_do(cluster: Cluster) -> None:
     cluster.limits = (1, 2)
-    options = ["--audit", "--checkpoint-every=10", "--quarantine-after=1", "--quarantine=600"]
+    cluster.policy |= {"quarantine_after": 1, "quarantine_s": 600}
+    options = ["--audit", "--checkpoint-every=10"]
     (a,) = cluster.start("a", slots=2, options=options, program=[FORGETFUL, "60"])
     assert a.end() == 0, cluster.state()
     assert [e["option"] for e in a.find("option.without_effect")] == ["--checkpoint-every", "--audit"]

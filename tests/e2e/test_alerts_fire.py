@@ -67,8 +67,8 @@ def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     prometheus = serve(hastened(HASTE))
     alerts, run = prometheus.alerts, cluster.job
     cluster.limits = (2, 3)
-    cluster.pace["--broken-timeout"] = "6"
-    options = ["--max-restarts=7", "--restart-window=25", "--quarantine-after=5", "--quarantine=5"]
+    cluster.policy |= {"broken_s": 6, "quarantine_after": 5, "quarantine_s": 5}
+    options = ["--max-restarts=7", "--restart-window=25"]
     (a,) = cluster.start("a", slots=3, options=options)
     begin(prometheus, cluster, a)
     world = cluster.world(3)
@@ -168,7 +168,8 @@ def test_a_worker_that_lags_behind(cluster: Cluster, serve: Serve, tmp_path: Pat
     cluster.limits = (3, 3)
     (tmp_path / "slow").touch()
     uneven = (str(PROGRAMS / "uneven.py"), "ddp", "1", "1.5", str(tmp_path))
-    (a,) = cluster.start("a", slots=3, options=["--straggler-window=8"], program=uneven)
+    cluster.policy["straggler_window_s"] = 8
+    (a,) = cluster.start("a", slots=3, program=uneven)
     begin(prometheus, cluster, a)
     lags = alerts.fires("ElasticdStraggler", run=run)
     assert lags.summary == f"{run}: the worker in slot 1 of a is slower than its peers"

@@ -91,7 +91,8 @@ def disturbed(training: Training, cluster: Cluster, first: int, nodes: int = 1) 
     """Workers have their accidents where the schedule says so; whenever they wait for it, the job is scaled,
     and a node leaves that another takes the place of. Any two nodes have room for the largest world."""
     cluster.limits = (2, first)
-    options = ("--max-restarts=100", "--hang-floor=0.03", "--part-timeout=10")
+    cluster.policy |= {"hang_floor_s": 0.03, "part_s": 10}
+    options = ("--max-restarts=100",)
 
     def start() -> None:
         name = f"node{len(cluster.agents)}"

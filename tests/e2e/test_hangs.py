@@ -16,7 +16,8 @@ from tests.e2e.test_scrape import fetch, url_of
 PROGRAM = Path(__file__).parent / "programs" / "hang.py"
 STUCK = PROGRAM.with_name("stuck.py")
 # So that the limits that are learned from steps of some ten milliseconds are seconds, not half minutes.
-OPTIONS = ("--hang-floor=0.03", "--max-restarts=20")
+RESTARTS = ("--max-restarts=20",)
+HASTY = {"hang_floor_s": 0.03}
 
 
 def _line(word: str) -> str:
@@ -48,10 +49,11 @@ def _hung(cluster: Cluster) -> list[dict[str, Any]]:
 @pytest.mark.timeout(300)
 def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(cluster: Cluster) -> None:
     cluster.limits = (3, 3)
+    cluster.policy |= HASTY
     faults = ["loading", "stopped", "missing", "mismatched", "deadlock"]
     # At last nothing is wrong, but one computes for long, and then sleeps until a program has ended.
     program = [str(PROGRAM), ",".join([*faults, "evaluation"])]
-    (a,) = cluster.start("a", slots=3, options=OPTIONS, program=program, env={"EVALUATION_S": "4"})
+    (a,) = cluster.start("a", slots=3, options=RESTARTS, program=program, env={"EVALUATION_S": "4"})
     for times in range(1, 1 + len(faults)):  # each takes its while
         cluster.until_said(a, "workers.hung", times=times)
         if times == 3:  # the one before has been charged by now, and much has happened since
@@ -100,7 +102,8 @@ def _evidence(cluster: Cluster, round: int) -> set[str]:
 @pytest.mark.timeout(300)
 def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
     cluster.limits = (2, 2)
-    agents = cluster.start("a", "b", options=OPTIONS, program=[str(PROGRAM), "loading,stopped"])
+    cluster.policy |= HASTY
+    agents = cluster.start("a", "b", options=RESTARTS, program=[str(PROGRAM), "loading,stopped"])
     for agent in agents:
         for times in (1, 2):
             cluster.until_said(agent, "workers.hung", times=times)
@@ -124,8 +127,9 @@ def test_nodes_find_out_together_whose_worker_hangs(cluster: Cluster) -> None:
 @pytest.mark.timeout(400)
 def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(cluster: Cluster) -> None:
     cluster.limits = (4, 4)
+    cluster.policy |= HASTY
     faults = ["stopped", "missing", "mismatched", "deadlock"]
-    agents = cluster.start("a", "b", slots=2, options=OPTIONS, program=[str(PROGRAM), ",".join(faults)])
+    agents = cluster.start("a", "b", slots=2, options=RESTARTS, program=[str(PROGRAM), ",".join(faults)])
     for agent in agents:
         for times in range(1, 1 + len(faults)):
             cluster.until_said(agent, "workers.hung", times=times)
@@ -145,7 +149,8 @@ def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(c
 @pytest.mark.slow
 def test_a_survivor_that_is_stuck_before_its_first_step_in_a_world_is_replaced(cluster: Cluster) -> None:
     cluster.limits = (2, 3)
-    (a,) = cluster.start("a", slots=3, options=OPTIONS, program=(str(STUCK), str(cluster.folder / "dead")))
+    cluster.policy |= HASTY
+    (a,) = cluster.start("a", slots=3, options=RESTARTS, program=(str(STUCK), str(cluster.folder / "dead")))
     hung = cluster.until_said(a, "workers.hung")
     (number,) = (n for n, line in enumerate(STUCK.read_text().splitlines(), 1) if line.endswith("# stuck"))
     assert f"is in stuck.py:{number}" in hung["conclusion"]

@@ -154,8 +154,11 @@ def test_survivors_of_a_killed_worker_and_of_an_exception_keep_their_process_and
 @pytest.mark.slow
 def test_survivors_of_a_killed_worker_do_not_wait_long_for_one_that_sleeps(residents: Residents) -> None:
     residents.cluster.limits = (2, 3)
-    options = ("--hang-floor=0.5", "--part-timeout=3600")  # five seconds to leave a round, thirty in a round
-    (a,) = residents.start("a", slots=3, options=options)
+    residents.cluster.policy |= {
+        "hang_floor_s": 0.5,
+        "part_s": 3600,
+    }  # five seconds to leave, thirty in a round
+    (a,) = residents.start("a", slots=3)
     first, before = residents.world(3)
     before[1].tell("sleep", seconds=3600)
     residents.cluster.until(lambda: before[1].did("sleeping"), "one sleeps")
@@ -175,7 +178,8 @@ def test_survivors_that_are_all_in_code_of_their_own_for_long_keep_their_process
     residents: Residents,
 ) -> None:
     residents.cluster.limits = (2, 3)
-    (a,) = residents.start("a", slots=3, options=("--part-timeout=0.01",))
+    residents.cluster.policy["part_s"] = 0.01
+    (a,) = residents.start("a", slots=3)
     first, before = residents.world(3)
     for player in before:
         player.tell("dwell")
@@ -225,7 +229,8 @@ def test_a_worker_that_swallows_even_the_end_of_its_world_is_killed_and_costs_th
     residents: Residents,
 ) -> None:
     residents.cluster.limits = (2, 3)
-    (a,) = residents.start("a", slots=3, options=("--part-timeout=3",))
+    residents.cluster.policy["part_s"] = 3
+    (a,) = residents.start("a", slots=3)
     first, before = residents.world(3)
     before[0].tell("swallow_everything")
     residents.cluster.until(lambda: before[0].did("deaf"), "one has heard it, the last that it hears")
@@ -240,7 +245,8 @@ def test_a_worker_that_swallows_even_the_end_of_its_world_is_killed_and_costs_th
 @pytest.mark.slow
 def test_failures_that_get_no_step_committed_end_the_job_early(cluster: Cluster) -> None:
     cluster.limits = (2, 2)
-    options = ["--futile-max=2", "--max-restarts=100"]
+    cluster.policy["futile_max"] = 2
+    options = ["--max-restarts=100"]
     (a,) = cluster.start("a", slots=2, program=[UNCOMMITTED], options=options)
     assert a.end() == 1
     assert "2 failures in a row without a single committed step" in a.screen

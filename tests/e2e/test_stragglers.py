@@ -70,11 +70,12 @@ def test_the_rank_that_is_a_fifth_slower_is_named_and_its_slot_left_out_without_
 ) -> None:
     standalone = clusters(None)
     standalone.limits = (2, 3)
+    standalone.policy["straggler_window_s"] = 8
     (tmp_path / "slow").touch()
     (a,) = standalone.start(
         "a",
         slots=3,
-        options=("--stragglers=drain", "--straggler-window=8"),
+        options=("--stragglers=drain",),
         program=(PROGRAM, how, "1", "1.2", str(tmp_path)),
     )
     standalone.until(lambda: a.find("round.formed", cause="slot_drained"), "it goes on without", 180.0)
@@ -100,11 +101,9 @@ def test_nobody_is_named_as_busy_processes_starve_the_workers_but_who_is_slow_by
     if beside == "one of them" and len(processors) < 2:
         pytest.skip("it takes two processors to starve one worker alone")
     cluster.limits, cluster.pace["--node-ttl"] = (3, 3), "60"
+    cluster.policy["straggler_window_s"] = 6
     program = (PROGRAM, "busy", "1", "1.3", str(tmp_path))
-    a, b = (
-        cluster.start(name, slots=slots, options=("--straggler-window=6",), program=program)[0]
-        for name, slots in (("a", 2), ("b", 1))
-    )
+    a, b = (cluster.start(name, slots=slots, program=program)[0] for name, slots in (("a", 2), ("b", 1)))
     compare(cluster, a, b, periods=1)
     if beside == "one of them":
         for rank, its in enumerate((processors[:1], processors[1:], processors[1:])):
@@ -131,9 +130,10 @@ def test_a_worker_that_its_node_s_quota_holds_up_is_named(
     group: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.limits, cluster.pace["--node-ttl"] = (3, 3), "60"
+    cluster.policy["straggler_window_s"] = 6
     program = (PROGRAM, "busy", "1", "1.0", str(tmp_path))
-    (a,) = cluster.start("a", slots=2, options=("--straggler-window=6",), program=program)
-    (b,) = cluster.start("b", slots=1, options=("--straggler-window=6",), program=program)
+    (a,) = cluster.start("a", slots=2, program=program)
+    (b,) = cluster.start("b", slots=1, program=program)
     (group / "cgroup.procs").write_text(str(b.pid))  # before it has started others
     compare(cluster, a, b, periods=1)
     (group / "cpu.cfs_quota_us").write_text("10000")  # of 100,000: a tenth of a processor

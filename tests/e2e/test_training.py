@@ -41,7 +41,7 @@ def test_training_goes_on_after_a_node_is_lost_and_nothing_is_charged(cluster: C
     """Node a leads, has rank 0 and hosts the round's store; b does not."""
     cluster.limits = (1, 2)
     cluster.direct(until_the_last_round)
-    cluster.pace["--settle"] = "60"  # so that the first world is of both
+    cluster.policy["settle_s"] = 60  # so that the first world is of both
     (a,) = cluster.start("a", program=DDP)
     cluster.until_said(a, "leader.elected")
     (b,) = cluster.start("b", program=DDP)

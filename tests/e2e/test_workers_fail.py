@@ -84,7 +84,8 @@ def test_without_restarts_the_first_failure_ends_the_job(cluster: Cluster) -> No
 
 def test_failures_before_any_step_are_futile_and_end_the_job_early(cluster: Cluster) -> None:
     cluster.limits = (1, 1)
-    (a,) = cluster.start("a", program=["false"], options=["--no-python", "--futile-max=2"])
+    cluster.policy["futile_max"] = 2
+    (a,) = cluster.start("a", program=["false"], options=["--no-python"])
     assert a.end() == 1
     assert "2 failures in a row without a single step" in a.screen
 
@@ -97,10 +98,10 @@ def test_a_slot_that_always_fails_alone_is_left_out_and_the_others_go_on(cluster
         return Script(orders=({"do": "exit", "code": 9},) if bad else ())
 
     cluster.direct(direct)
-    options = ["--quarantine-after=2", "--quarantine=1000"]
-    (a,) = cluster.start("a", options=options)
+    cluster.policy |= {"quarantine_after": 2, "quarantine_s": 1000}
+    (a,) = cluster.start("a")
     cluster.until_said(a, "job.waiting")  # were b first, too few would be left without its slot 1
-    (b,) = cluster.start("b", slots=2, options=options)
+    (b,) = cluster.start("b", slots=2)
     cluster.until_anyone_said("slot.quarantined", slot=1)
     world = cluster.world(2)
     assert [(p.node, p.slot) for p in world.players] in ([("a", 0), ("b", 0)], [("b", 0), ("a", 0)])
@@ -120,7 +121,8 @@ def test_a_quarantined_slot_is_taken_back_when_its_time_is_over(cluster: Cluster
         return Script(orders=({"do": "exit", "code": 9},) if bad else ())
 
     cluster.direct(direct)
-    (a,) = cluster.start("a", slots=2, options=["--quarantine-after=2", "--quarantine=2"])
+    cluster.policy |= {"quarantine_after": 2, "quarantine_s": 2}
+    (a,) = cluster.start("a", slots=2)
     cluster.until_said(a, "slot.quarantined", slot=1)
     alone = cluster.until_said(a, "round.formed", world_size=1)
     both = cluster.world(2, after=alone["round"])

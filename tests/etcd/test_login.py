@@ -228,7 +228,7 @@ class ShellJob:
 
     def node(self, name: str) -> subprocess.Popen[str]:
         script = f"echo $WORLD_SIZE > {self._told}; read line < {self._go}; exit 0"
-        limits = ["--min=1", "--max=1", "--slots=1", "--grow-cooldown=0", "--settle=0", "--http=off"]
+        limits = ["--min=1", "--max=1", "--slots=1", "--grow-cooldown=0", "--http=off"]
         argv = ["run", "--job=a", f"--node={name}", *limits, "--no-python", "sh", "-c", script]
         with (self._told.parent / f"{name}.log").open("w") as log:
             node = subprocess.Popen(self.command(*argv), env=self._env, stdout=log, stderr=log, text=True)
@@ -319,6 +319,7 @@ def test_plain_torchrun_runs_within_a_role_of_its_own(
     conf = f"protocol=https,cacert={a.cacert},cert={a.cert},key={a.key}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=etcd-v3"]
     torchrun += [f"--rdzv-endpoint={a.endpoints[0]}", f"--rdzv-conf={conf}", "--nnodes=1"]
+    torchrun += [f"--log-dir={tmp_path}"]
     for run_id, code in (("a", 0), ("b", 1)):
         command = [*torchrun, f"--rdzv-id={run_id}", "--no-python", "true"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)

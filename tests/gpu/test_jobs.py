@@ -91,10 +91,11 @@ def test_the_rank_that_needs_a_fifth_more_of_its_gpu_is_named(
     cluster: Cluster, tmp_path: Path, backend: str
 ) -> None:
     cluster.limits = (2, 2)
+    cluster.policy["straggler_window_s"] = 8
     a, b = cluster.start(
         "a",
         "b",
-        options=("--stragglers=report", "--straggler-window=8"),
+        options=("--stragglers=report",),
         program=(str(PROGRAM), backend, str(tmp_path), "1"),
         env=ENV,
     )
@@ -113,10 +114,11 @@ def test_who_waits_on_the_gpu_is_told_from_who_is_waited_for_and_the_recorder_ha
     cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.limits = (2, 2)
+    cluster.policy["hang_floor_s"] = 0.1
     a, b = cluster.start(
         "a",
         "b",
-        options=("--hang-floor=0.1", "--max-restarts=0"),
+        options=("--max-restarts=0",),
         program=(str(PROGRAM), "nccl", str(tmp_path), "-1", "1"),
         env=ENV,
     )

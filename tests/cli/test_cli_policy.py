@@ -1,0 +1,133 @@
+"""The file of --policy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+
+from elasticd.cli.complaint import Complaint
+from elasticd.cli.options import IN_THE_POLICY, collect
+from elasticd.cli.planning import plan
+from elasticd.cli.policy import SETTINGS
+from elasticd.cli.run import run
+from elasticd.core.facts import Policy
+from elasticd.core.hang import Patience
+from elasticd.daemon.config import RunConfig
+from tests.deploy.commandline import Machine
+
+ROOT = Path(__file__).parents[2]
+OF_OPTIONS_ALONE = {"resume", "straggler_drain"}
+
+
+def configured(folder: Path, text: str | bytes, *argv: str) -> RunConfig:
+    (folder / "policy.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return config_of(folder, "--policy", str(folder / "policy.toml"), *argv)
+
+
+def config_of(folder: Path, *argv: str) -> RunConfig:
+    (folder / "job.py").touch()
+    with run.make_context("run", [*argv, str(folder / "job.py")]) as ctx:
+        return plan(collect(ctx, None), {"OMP_NUM_THREADS": "1"}, Machine()).config
+
+
+def test_a_file_may_set_all_of_the_policy_and_the_bounds_of_hangs(tmp_path: Path) -> None:
+    assert {*SETTINGS, *OF_OPTIONS_ALONE} == {f.name for f in fields(Policy)} | {
+        "hang_floor_s",
+        "hang_ceiling_s",
+    }
+    wanted = {name: 11 + n for n, name in enumerate(SETTINGS)}
+    config = configured(tmp_path, "".join(f"{name} = {value}\n" for name, value in wanted.items()))
+    assert config.patience == Patience(wanted.pop("hang_floor_s"), wanted.pop("hang_ceiling_s"))
+    assert {name: getattr(config.policy, name) for name in wanted} == wanted
+
+
+def test_what_a_file_does_not_set_is_as_without_it(tmp_path: Path) -> None:
+    config = configured(tmp_path, "# nothing\n")
+    assert (config.policy, config.patience) == (Policy(), Patience())
+
+
+def test_an_option_outweighs_the_file_and_the_file_outweighs_torchruns_settings(tmp_path: Path) -> None:
+    torchruns = ("--rdzv-conf", "join_timeout=7,last_call_timeout=8")
+    policy = configured(
+        tmp_path, "join_timeout_s = 9\nnode_ttl_s = 10", *torchruns, "--node-ttl", "11"
+    ).policy
+    assert (policy.settle_s, policy.join_timeout_s, policy.node_ttl_s) == (8, 9, 11)
+
+
+def test_settings_that_were_not_given_make_room_for_those_that_were(tmp_path: Path) -> None:
+    policy = configured(tmp_path, "quarantine_max_s = 5").policy
+    assert (policy.quarantine_s, policy.quarantine_max_s) == (5, 5)
+    policy = configured(tmp_path, "quarantine_s = 1000").policy
+    assert (policy.quarantine_s, policy.quarantine_max_s) == (1000, 1000)
+    assert configured(tmp_path, "hang_floor_s = 7200").patience == Patience(7200, 7200)
+    assert configured(tmp_path, "restarts_max = 5").policy.futile_max == 6
+    assert configured(tmp_path, "futile_max = 2", "--max-restarts", "5").policy.futile_max == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hang_flor_s = 1", "no setting is called hang_flor_s; hang_floor_s is meant?"),
+        ("straggler_drain = true", "no setting is called straggler_drain"),
+        ("nonsense = 1", "known are settle_s, grow_cooldown_s"),
+        ('settle_s = "1"', "settle_s is not a number"),
+        ("settle_s = true", "settle_s is not a number"),
+        ("settle_s = -0.1", "settle_s: the value -0.1 is less than 0"),
+        ("settle_s = inf", "is not a finite number of seconds"),
+        ("node_ttl_s = 1", "is less than 2, and etcd keeps no lease shorter than that"),
+        ("futile_max = 1.5", "is not a whole number"),
+        ("straggler_ratio = nan", "the value nan is not a number above 1"),
+        ("straggler_ratio = 1", "is not a number above 1"),
+        ("quarantine_s = 60\nquarantine_max_s = 5", "quarantine_s, 60, is above quarantine_max_s, 5"),
+        ("hang_floor_s = 10\nhang_ceiling_s = 5", "hang_ceiling_s, 5, is below hang_floor_s, 10"),
+        ("settle_s", "policy.toml is no TOML"),
+        (b"settle_s = \xff", "policy.toml is no TOML"),
+    ],
+)
+def test_what_makes_no_sense_in_a_file_is_one_sentence(text: str | bytes, says: str, tmp_path: Path) -> None:
+    with pytest.raises(Complaint) as caught:
+        configured(tmp_path, text)
+    assert says in caught.value.sentence
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(Complaint, match="--policy .*gone.toml: No such file or directory"):
+        config_of(tmp_path, "--policy", str(tmp_path / "gone.toml"))
+    with pytest.raises(Complaint, match="Is a directory"):
+        config_of(tmp_path, "--policy", str(tmp_path))
+
+
+@pytest.mark.parametrize("option", IN_THE_POLICY)
+def test_an_option_that_became_a_setting_says_so(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = IN_THE_POLICY[option]
+    assert setting in SETTINGS
+    with pytest.raises(
+        click.UsageError, match=f"--{option} is no option any more: set {setting} in a TOML file"
+    ):
+        config_of(tmp_path, f"--{option}", "2")
+    variable = f"ELASTICD_{option.replace('-', '_').upper()}"
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(Complaint, match=f"{variable} is read no more: set {setting} in a TOML file"):
+        run.main([str(tmp_path / "job.py")], standalone_mode=False)
+
+
+def test_the_guide_has_every_setting_with_its_option_and_its_default() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (?:`--([\w-]+)`)? *\| ([\d.]+) \|",
+        (ROOT / "docs/policy.md").read_text(),
+        re.MULTILINE,
+    )
+    assert [name for name, _, _ in rows] == list(SETTINGS)
+    options = {option for p in run.params for option in p.opts}
+    assert all(f"--{option}" in options for _, option, _ in rows if option)
+    default, patience = Policy(), Patience()
+    of_hangs = {"hang_floor_s": patience.floor_s, "hang_ceiling_s": patience.ceiling_s}
+    assert {name: float(told) for name, _, told in rows} == {
+        name: of_hangs[name] if name in of_hangs else getattr(default, name) for name in SETTINGS
+    }
