@@ -31,6 +31,7 @@ from elasticd.core.facts import Budget, Fact, Round, Spec
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.client import Client
 from tests.e2e.stage import Player, Script, Stage, overlaps
+from tests.forkserver import Forked
 
 T = TypeVar("T")
 
@@ -78,27 +79,28 @@ class Agent:
     """One ``elasticd run``. Lines of its stderr that are JSON objects are events, others are text."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: dict[str, str], cwd: Path, news: threading.Condition
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: dict[str, str],
+        cwd: Path,
+        news: threading.Condition,
+        *,
+        fork: bool = True,
     ) -> None:
         self.name = name
         self.events: list[dict[str, Any]] = []
         self.text: list[str] = []
         self.out: list[str] = []
         self._news = news
-        self.process = subprocess.Popen(
-            argv,
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        out, theirs_out = os.pipe()
+        err, theirs_err = os.pipe()
+        self.process = _begin(argv, env, cwd, theirs_out, theirs_err, fork=fork)
+        os.close(theirs_out)
+        os.close(theirs_err)
         self._readers = [
-            threading.Thread(target=self._read, args=(self.process.stdout, self._heard_out), daemon=True),
-            threading.Thread(target=self._read, args=(self.process.stderr, self._heard_err), daemon=True),
+            threading.Thread(target=self._read, args=(out, self._heard_out), daemon=True),
+            threading.Thread(target=self._read, args=(err, self._heard_err), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
@@ -145,12 +147,12 @@ class Agent:
         events = [" ".join(f"{k}={v}" for k, v in e.items() if k not in ("job", "node")) for e in self.events]
         return "\n".join([*events[-most:], *self.text[-most:]])
 
-    def _read(self, stream: Any, heard: Callable[[str], None]) -> None:
-        for line in stream:
-            with self._news:
-                heard(line.rstrip("\n"))
-                self._news.notify_all()
-        stream.close()
+    def _read(self, fd: int, heard: Callable[[str], None]) -> None:
+        with open(fd, errors="replace") as stream:
+            for line in stream:
+                with self._news:
+                    heard(line.rstrip("\n"))
+                    self._news.notify_all()
 
     def _heard_out(self, line: str) -> None:
         self.out.append(line)
@@ -222,7 +224,9 @@ class Cluster:
         argv += [part for option in self.pace.items() for part in option]
         argv += [f"--policy={self._policy_file()}"]
         argv += [*options, *program]
-        agent = Agent(name, argv, self.environment(name) | env, self.folder, self.news)
+        # A standalone run is all of one kind with its command: nothing is shared with another process.
+        fork = self.etcd is not None and not any(variable.startswith(("LD_", "PYTHON")) for variable in env)
+        agent = Agent(name, argv, self.environment(name) | env, self.folder, self.news, fork=fork)
         self.agents.append(agent)
         return agent
 
@@ -256,17 +260,18 @@ class Cluster:
         """Run another ``elasticd`` command to its end."""
         where = self.etcd_options if etcd else []
         name, *rest = argv
-        done = subprocess.run(
-            [ELASTICD, name, *where, *rest],
-            env=self.environment(),
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        return Said(done.returncode, done.stdout, done.stderr)
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = Forked(
+                [ELASTICD, name, *where, *rest],
+                env=self.environment(),
+                cwd=self.folder,
+                stdout=out.fileno(),
+                stderr=err.fileno(),
+            )
+            code = process.wait(PATIENCE_S)
+            out.seek(0)
+            err.seek(0)
+            return Said(code, out.read(), err.read())
 
     def direct(self, direct: Callable[[Player], Script]) -> None:
         """How workers begin that start from now on."""
@@ -433,6 +438,16 @@ class Cluster:
                     reader.join(PATIENCE_S)
             self.stage.close()
             shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+def _begin(
+    argv: Sequence[str], env: dict[str, str], cwd: Path, out: int, err: int, *, fork: bool
+) -> subprocess.Popen[bytes] | Forked:
+    if fork:
+        return Forked(argv, env=env, cwd=cwd, stdout=out, stderr=err)
+    return subprocess.Popen(
+        argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+    )
 
 
 def await_end(pidfd: int, who: str) -> None:

@@ -56,8 +56,8 @@ class Launcher:
     started: list[Running] = field(default_factory=list)
 
     def command(self) -> list[str]:
-        if self.name == "torchrun":
-            return [sys.executable, "-m", "torch.distributed.run"]
+        if self.name == "torchrun":  # which leaves a folder in the temporary one unless it is told another
+            return [sys.executable, "-m", "torch.distributed.run", f"--log-dir={self.folder / 'logs'}"]
         return [sys.executable, "-m", "elasticd.cli.main", "run"]
 
     def environment(self, more: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 
 from elasticd.torchrun import create
 from elasticd.torchrun.handler import EtcdV3RendezvousHandler
+from tests.forkserver import TORCHRUN, Forked
 
 PATIENCE_S = 120.0
 TRAIN = Path(__file__).parent / "programs" / "train.py"
@@ -73,32 +73,34 @@ class Agent:
     """One torchrun, and what it and its workers say."""
 
     def __init__(
-        self, endpoint: str, run_id: str, nnodes: str, *args: str, nproc: int = 1, restarts: int = 3
+        self, endpoint: str, run_id: str, nnodes: str, *args: str, logs: Path, nproc: int, restarts: int
     ) -> None:
         self._said: list[str] = []
         self._news = threading.Condition()
-        self.process = subprocess.Popen(
+        out, theirs = os.pipe()
+        self.process = Forked(
             [
-                *(sys.executable, "-m", "torch.distributed.run"),
+                "torchrun",
                 *("--rdzv-backend", "etcd-v3", "--rdzv-endpoint", endpoint, "--rdzv-id", run_id),
                 *("--rdzv-conf", "ttl=3,settle_s=0", "--nnodes", nnodes, "--nproc-per-node", str(nproc)),
-                *("--max-restarts", str(restarts), str(TRAIN), *args),
+                *("--max-restarts", str(restarts), "--log-dir", str(logs), str(TRAIN), *args),
             ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
+            cwd=logs,
+            stdout=theirs,
+            stderr=theirs,
+            entry=TORCHRUN,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        os.close(theirs)
+        self._reader = threading.Thread(target=self._read, args=(out,), daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self._said.append(line)
-                self._news.notify_all()
+    def _read(self, fd: int) -> None:
+        with open(fd) as said:
+            for line in said:
+                with self._news:
+                    self._said.append(line)
+                    self._news.notify_all()
 
     @property
     def said(self) -> str:
@@ -143,21 +145,19 @@ class Agent:
             self.process.kill()
             self.process.wait()
         self._reader.join(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 class Agents:
     def __init__(self, endpoint: str, run_id: str, folder: Path) -> None:
+        self._folder = folder
         self._endpoint = endpoint
         self._run_id = run_id
         self._all: list[Agent] = []
         self.stop = folder / "stop"
 
     def start(self, nnodes: str, mode: str = "train", *args: str, nproc: int = 1, restarts: int = 3) -> Agent:
-        agent = Agent(
-            self._endpoint, self._run_id, nnodes, mode, str(self.stop), *args, nproc=nproc, restarts=restarts
-        )
+        asked = (nnodes, mode, str(self.stop), *args)
+        agent = Agent(self._endpoint, self._run_id, *asked, logs=self._folder, nproc=nproc, restarts=restarts)
         self._all.append(agent)
         return agent
 
