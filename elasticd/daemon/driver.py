@@ -204,7 +204,7 @@ class Driver:
 
     def _note_absences(self, before: agent.State, event: Event, now: float) -> None:
         """After an outage, and when this agent itself is new, others may be about to register."""
-        returned = before.silent is not None and self.state.silent is None
+        returned = before.etcd.silent is not None and self.state.etcd.silent is None
         arrived = self.state.registered and not before.registered
         ttl_s = (self.state.spec or self.state.wanted).policy.node_ttl_s
         # An answer that took long: etcd stood still, and may have dropped leases when it went on.
@@ -282,7 +282,7 @@ class Driver:
         if self._term is None:
             self._term = self._start_leading(entry, now)
         term = self._term
-        if term.asked or self.state.silent is not None:
+        if term.asked or self.state.etcd.silent is not None:
             return
         if (term.view.round_revision or 0) < term.shown_from:
             return

@@ -27,7 +27,7 @@ from elasticd.core.hang.messages import (
     VitalsSampled,
     Woke,
 )
-from elasticd.core.ports import Answer, Applied, Delete, Inspector, Put, Seen, StillThere, Store, Write
+from elasticd.core.ports import Answer, Applied, Delete, Inspector, Put, Seen, Store, Write
 from elasticd.core.reasons import Reason
 
 News = Looked | EvidenceKept | HangSaid | TakenBack
@@ -108,6 +108,5 @@ class Hangs:
             if done is not None and isinstance(answer, Applied):
                 self._post(done)
 
-        if state.own is not None and state.own.fact is not None and not state.silent:
-            guard = StillThere(state.me.key, state.own.created)
-            self._store.transact((guard,), (write,), answered)
+        if state.guard is not None:
+            self._store.transact((state.guard,), (write,), answered)

@@ -10,7 +10,7 @@ from typing import Final
 
 from elasticd.checkpoint.replication.wire import PeerGone
 from elasticd.core.facts import Holder
-from elasticd.core.ports import Applied, Put, StillThere, Store
+from elasticd.core.ports import Applied, Put, Store
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
@@ -74,19 +74,16 @@ class Announcement:
 
     def routine(self, now: float) -> float:
         state = self._driver.state
-        own = state.own
-        if own is None or own.fact is None or state.silent or self._busy or own.created == self._told:
-            return now + (_AGAIN_S if own is None or own.created != self._told else _LOOK_S)
-        created, self._busy = own.created, True
+        own, guard = state.registration.own, state.guard
+        written = own is not None and own.created == self._told
+        if guard is None or self._busy or written:
+            return now + (_LOOK_S if written else _AGAIN_S)
+        self._busy = True
 
         def answered(answer: object) -> None:
             self._busy = False
             if isinstance(answer, Applied):
-                self._told = created
+                self._told = guard.created
 
-        self._store.transact(
-            (StillThere(state.me.key, created),),
-            (Put(_FOLDER + self._me.node, self._me, leased=True),),
-            answered,
-        )
+        self._store.transact((guard,), (Put(_FOLDER + self._me.node, self._me, leased=True),), answered)
         return now + _AGAIN_S

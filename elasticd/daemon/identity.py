@@ -7,7 +7,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from elasticd.core.agent import Identity, State, start
+from elasticd.core.agent import AgentConfig, Identity, State
 from elasticd.core.environment import Setting
 from elasticd.core.facts import Spec
 from elasticd.daemon.config import RunConfig
@@ -18,7 +18,7 @@ from elasticd.procs.linux import started_at
 def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float) -> State:
     """A new incarnation of the node, before anything has happened to it. ``store_port``: where it hosts
     the store of the first round that it leads."""
-    return start(
+    return State(
         Identity(
             node=config.node,
             incarnation=uuid.uuid4().hex,
@@ -34,13 +34,15 @@ def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float)
             fingerprint=config.fingerprint,
             policy=config.policy,
         ),
+        AgentConfig(
+            config.etcd_grace_s,
+            config.etcd_wait_s,
+            f"etcd at {etcd_url}",
+            config.spares,
+            alone=config.etcd is None,
+            began_at=began_at,
+        ),
         store_port,
-        config.etcd_grace_s,
-        f"etcd at {etcd_url}",
-        etcd_wait_s=config.etcd_wait_s,
-        spares=config.spares,
-        alone=config.etcd is None,
-        began_at=began_at,
     )
 
 

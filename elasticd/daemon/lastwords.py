@@ -64,7 +64,7 @@ def ended(
 def ended_round(driver: Driver, left: Leave) -> Round | None:
     """The round the job ended with, if it is this agent's job and it did end."""
     round = driver.state.round
-    over = round is not None and round.phase is Phase.ENDED and driver.state.joined
+    over = round is not None and round.phase is Phase.ENDED and driver.state.registration.joined
     return round if over and left.code != 2 else None
 
 

@@ -204,7 +204,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         left = driver.left
         assert left is not None
         service.ends(left.why)
-        if not driver.state.joined and driver.state.silent is not None:
+        if not driver.state.registration.joined and driver.state.etcd.silent is not None:
             left = replace(left, why=lastwords.why_silent(left.why, access))
         last = lastwords.ended_round(driver, left)
         if last is not None:
@@ -216,7 +216,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             saver.close(FINISH_S_MAX if last is not None and left.code < 128 else FINISH_S)
         publisher.farewell(ended_at)
         spent = totals(ledgers)
-        seen = driver.state.round if driver.state.joined else None
+        seen = driver.state.round if driver.state.registration.joined else None
         lasted_s = ended_at - lastwords.began_at(last, began_at)
         said = lastwords.last_words(config, last, left, lasted_s, spent, saver.unsaved, seen)
         if left.code == 0:

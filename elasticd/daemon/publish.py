@@ -12,7 +12,7 @@ from collections.abc import Callable
 from elasticd.checkpoint.server.save_report import Fate, SaveReport, sentence
 from elasticd.core.facts import Fact, Node, Progress, SlotProgress
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Applied, Listing, Put, Seen, StillThere, Store
+from elasticd.core.ports import Applied, Listing, Put, Seen, Store
 from elasticd.core.reasons import Reason, WorkersHung, WorkersStarted
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
@@ -182,8 +182,8 @@ class Publisher:
     def _write_progress(self, slots: tuple[SlotProgress, ...]) -> None:
         """At most one write under way; a lost one is made up for by the next."""
         state = self._driver.state
-        own, progress = state.own, self._progress(slots)
-        if self._writing or progress is None or own is None or own.fact is None or state.silent:
+        guard, progress = state.guard, self._progress(slots)
+        if self._writing or progress is None or guard is None:
             return
         if progress == self._written:
             return
@@ -194,11 +194,8 @@ class Publisher:
             if isinstance(answer, Applied):
                 self._written = progress
 
-        self._store.transact(
-            (StillThere(state.me.key, own.created),),
-            (Put(f"progress/{self._config.node}", progress, leased=True),),
-            answered,
-        )
+        put = Put(f"progress/{self._config.node}", progress, leased=True)
+        self._store.transact((guard,), (put,), answered)
 
     # ------------------------------------------------------------ the job's status
 
@@ -218,21 +215,23 @@ class Publisher:
         local = LocalFacts(
             AgentStatus(self._config.node, not unready, unready, tuple(self._events)),
             self._states(),
-            (state.full, *waits) if state.full else tuple(waits),
+            (state.etcd.full, *waits) if state.etcd.full else tuple(waits),
             complete=self._config.etcd is None,
         )
         facts = self._facts(mine, now)
-        return job_status(self._config.job, facts, now, self._rates, local=local, etcd_full=bool(state.full))
+        return job_status(
+            self._config.job, facts, now, self._rates, local=local, etcd_full=bool(state.etcd.full)
+        )
 
     def _facts(self, mine: tuple[SlotProgress, ...], now: float) -> dict[str, Fact]:
         """Return the facts that this agent knows. The facts of its own node are newer than those in etcd."""
         state, view, name = self._driver.state, self._driver.view, self._config.node
         known = self._others | {key: e.fact for key, e in state.seen.items() if e.fact is not None}
         known["spec"] = state.policy_source
-        me, own = state.me, state.own.fact if state.own is not None else None
-        port = state.store_port
-        known[me.key] = own or Node(
-            name, me.incarnation, me.address, me.slots, state.released, port, me.pid, me.host
+        me, own, port = state.me, state.registration.own, state.store_port
+        released = state.released.round
+        known[me.key] = (own.fact if own is not None else None) or Node(
+            name, me.incarnation, me.address, me.slots, released, port, me.pid, me.host
         )
         known[f"ledger/{name}"] = self._timekeeper.ledger.record(name, now)
         for key, fact in (
@@ -258,7 +257,9 @@ class Publisher:
         state = self._driver.state
         if state.departure is not None or state.exiting is not None:
             return "this node is leaving the job"
-        if not state.joined:
+        if not state.registration.joined:
             return "this node has not joined the job yet"
         # An etcd that is away stops nobody from training.
-        return "" if state.registered or state.silent is not None else "this node is not registered in etcd"
+        if state.registered or state.etcd.silent is not None:
+            return ""
+        return "this node is not registered in etcd"

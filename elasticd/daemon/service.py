@@ -102,10 +102,10 @@ def describe(state: State) -> str:
         return f"ends: {state.exiting.why}"
     if state.departure is not None:
         return "drains: its workers may save, then it leaves"
-    if state.silent is not None:
-        return f"waits for {state.store_name}, which does not answer; its workers go on"
+    if state.etcd.silent is not None:
+        return f"waits for {state.config.store_name}, which does not answer; its workers go on"
     if not state.registered:
-        return f"joins the job in {state.store_name}"
+        return f"joins the job in {state.config.store_name}"
     round = state.round
     if round is None:
         return "registered; no round yet"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elasticd.core.facts import BadSlot, Paces, SlotPace, Stragglers
 from elasticd.core.page import Told
-from elasticd.core.ports import Put, Seen, StillThere, Store
+from elasticd.core.ports import Put, Seen, Store
 from elasticd.core.straggler import PERIODS, Strides, own_times
 from elasticd.daemon.driver import Driver
 from elasticd.telemetry.gpus import GpuReading, trouble
@@ -112,9 +112,8 @@ class Comparison:
     def _write(self, put: Put) -> None:
         """A lost one is a period that nobody compares."""
         state = self._driver.state
-        if state.own is not None and state.own.fact is not None and not state.silent:
-            guard = StillThere(state.me.key, state.own.created)
-            self._store.transact((guard,), (put,), lambda answer: None)
+        if state.guard is not None:
+            self._store.transact((state.guard,), (put,), lambda answer: None)
 
     def _stand(self) -> None:
         found = self.found

@@ -9,7 +9,7 @@ from elasticd.core.agent import State
 from elasticd.core.facts import NodeLedger, Phase, Round, SlotProgress
 from elasticd.core.ledger import AtWork, Kind, Ledger, Seen, keep_every_s
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Answer, Listing, Put, StillThere, Store
+from elasticd.core.ports import Answer, Listing, Put, Store
 from elasticd.core.ports import Seen as News
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
@@ -59,7 +59,7 @@ class Timekeeper:
         self.ledger = self.ledger.see({s: self._seen(s, by_slot.get(s)) for s in self._slots()}, now)
         if state.spec is not None:
             self._run = state.seen["spec"].created
-        joined = state.joined and state.round is not None and not state.over
+        joined = state.registration.joined and state.round is not None and not state.over
         if not self._resumed and self._listed and joined:
             self._resumed = True
             if self._kept is not None and self._kept.run == self._run:
@@ -135,11 +135,10 @@ class Timekeeper:
     def _write(self, now: float, answered: Callable[[Answer], None]) -> bool:
         """Whether it could be tried."""
         state = self._driver.state
-        if state.own is None or state.own.fact is None or state.silent or not self._resumed:
+        if state.guard is None or not self._resumed:
             return False
         record = self.ledger.record(self._config.node, now, self._run)
-        guard = StillThere(state.me.key, state.own.created)
-        self._store.transact((guard,), (Put(self._key, record),), answered)
+        self._store.transact((state.guard,), (Put(self._key, record),), answered)
         return True
 
     def _own_seen(self, news: News) -> None:
@@ -175,7 +174,7 @@ def _others(store: Store, node: str, ended: Round | None) -> list[NodeLedger]:
 def not_at_work(state: State, slot: int) -> Kind | None:
     """Why no worker is at work in the slot, as far as the agent knows; None if one is."""
     crew, round = state.crew, state.round
-    if round is not None and round.phase is Phase.ENDED and state.joined:
+    if round is not None and round.phase is Phase.ENDED and state.registration.joined:
         return Kind.IDLE if crew is None or slot not in crew.alive else Kind.RESTARTING
     if crew is not None and slot in crew.member.slots:
         if slot in crew.alive and crew.order is None:
@@ -184,7 +183,7 @@ def not_at_work(state: State, slot: int) -> Kind | None:
             return Kind.RENDEZVOUS  # it has left the round, and keeps its process for the next
         done = crew.workers[slot] is Life.FINISHED and crew.order is None
         return Kind.IDLE if done else Kind.RESTARTING
-    if round is None or not state.joined:
+    if round is None or not state.registration.joined:
         return Kind.RENDEZVOUS
     if state.reserve.get(slot) is Life.STARTING:
         return Kind.RESTARTING  # and only then it waits for others

@@ -43,14 +43,11 @@ class Agent:
         alone: bool = False,
     ) -> None:
         self.me = agent.Identity("a", life("a"), "a.example", tuple(range(slots)), "machine of a", 99)
-        self.state = agent.start(
+        self.state = agent.State(
             self.me,
             wanted or spec(),
+            agent.AgentConfig(etcd_grace_s, etcd_wait_s, alone=alone, began_at=began_at),
             PORT,
-            etcd_grace_s,
-            etcd_wait_s=etcd_wait_s,
-            alone=alone,
-            began_at=began_at,
         )
         self.now = NOW
         self.revision = 100

@@ -188,8 +188,9 @@ def _start(stage: Stage, names: str, slots: str, other: str | None) -> None:
         stage.cluster.setup = replace(_set(rules, other), limits=limits, policy=policy)
     for name in names.split():
         stage.cluster.join(name, int(slots), unless_over=False)
-        agent = stage.agent(name)
-        agent.driver.state = replace(agent.driver.state, began_at=stage.clock.now())
+        state = stage.agent(name).driver.state
+        config = replace(state.config, began_at=stage.clock.now())
+        stage.agent(name).driver.state = replace(state, config=config)
     stage.cluster.setup = rules
 
 

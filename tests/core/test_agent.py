@@ -87,7 +87,7 @@ def test_the_first_agent_says_what_the_job_is() -> None:
     assert write.writes == (Put("spec", spec(2, 4)),)
     assert write.guards == (Unchanged("spec", 0), Unchanged("round", 0))
     one.answered(Tag.SPEC)
-    assert one.state.joined
+    assert one.state.registration.joined
 
 
 @pytest.mark.parametrize("resume", Resume)
@@ -105,7 +105,7 @@ def test_a_job_that_nobody_works_on_can_be_made_another(resume: Resume) -> None:
     checkpoint = {Delete("checkpoint")} if resume is Resume.NEVER else set()
     assert set(write.writes[1:]) == {Delete("budget"), *folders, *checkpoint}, "what an earlier run left"
     one.answered(Tag.SPEC)
-    assert one.state.joined
+    assert one.state.registration.joined
 
 
 def test_an_agent_that_was_beaten_to_it_looks_around_again_before_it_takes_a_job_over() -> None:
@@ -128,7 +128,7 @@ def test_an_agent_that_joined_by_the_spec_of_a_job_that_just_ended_joins_again()
     one.sees("nodes/a", None)
     one.sees("round", ended(ROUND, Outcome.FAILED))
     one.sees("spec", spec())
-    assert one.state.joined
+    assert one.state.registration.joined
     one.sees("spec", None)
     one.wrote(Tag.SPEC)
 
@@ -151,7 +151,7 @@ def test_a_registered_agent_offers_itself_as_leader_when_there_is_none() -> None
     assert not one.all_of(Transact)
     one.sees("leader", None)
     write = one.wrote(Tag.LEAD)
-    own = one.state.own
+    own = one.state.registration.own
     assert own is not None
     assert set(write.guards) == {Unchanged("leader", 0), StillThere("nodes/a", own.created)}
     one.answered(Tag.LEAD)
@@ -265,8 +265,8 @@ def test_a_host_whose_port_is_no_longer_the_one_in_the_round_asks_for_another_ro
 def test_a_report_that_may_be_lost_is_sent_again_but_not_at_once(answer: Answer) -> None:
     one = Agent.working(ROUND)
     one.exits(1, exit(1, 1))
-    assert one.state.own is not None
-    record = Unchanged("nodes/a", one.state.own.revision)
+    assert one.state.registration.own is not None
+    record = Unchanged("nodes/a", one.state.registration.own.revision)
     assert one.wrote(Tag.REPORT).guards == (record,), "a late report cannot undo a newer one"
     one.answered(Tag.REPORT, answer)
     assert one.did == () and one.wake_at == NOW + RETRY_S
@@ -386,7 +386,7 @@ def test_fenced_workers_are_nobodys_failure_and_the_round_is_released() -> None:
     one.exits(1, exit(0, 2, code=-9, fenced=True))
     one.exits(1, exit(1, 3, code=-9, fenced=True))
     assert [t.tag for t in one.all_of(Transact)] == [Tag.NODE]
-    assert one.state.released == 1 and one.said == ()
+    assert one.state.released.round == 1 and one.said == ()
     record = put(one.wrote(Tag.NODE).writes[0])
     assert isinstance(record, Node) and record.fenced == 1, "so that nobody is charged for its peers"
 

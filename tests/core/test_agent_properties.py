@@ -65,12 +65,12 @@ class Watched(Agent):
                 case Transact(tag, guards, writes):
                     assert tag not in self.under_way, "one write of a kind at a time"
                     assert guards and writes
-                    assert self.state.silent is None
+                    assert self.state.etcd.silent is None
                     self.under_way.add(tag)
                     self._check_record(tag, action)
                 case StartWorkers(its_round, member, hosts_store):
                     assert not self.running, "two crews"
-                    assert self.state.registered and self.state.released < its_round.number
+                    assert self.state.registered and self.state.released.round < its_round.number
                     assert its_round.phase is Phase.LIVE and member in its_round.members
                     assert not (hosts_store and self.store_open), "two stores"
                     self.running = dict.fromkeys(member.slots, its_round.number)
@@ -86,7 +86,7 @@ class Watched(Agent):
                     self.left = True
                 case _:
                     pass
-        assert self.state.released >= released_before, "what was released cannot run again"
+        assert self.state.released.round >= released_before, "what was released cannot run again"
         assert self.wake_at is None or self.wake_at > self.now, "it would spin"
         assert not self.state.gone or self.left
 
@@ -183,12 +183,12 @@ def test_whatever_an_agent_is_told_it_keeps_to_its_rules(events: list[Told], wel
     one = Watched()
     beginning = BEGINNING if well_begun else []
     for kind, a, b in beginning + events:
-        before = one.state.released
+        before = one.state.released.round
         tell(one, kind, a, b)
         one.check(before)
         one.told(Tick())  # nothing has happened, so little is left to do
         assert not one.all_of(LookAround) and not one.all_of(CheckProcess) and not one.all_of(StopWorkers)
-        one.check(one.state.released)
+        one.check(one.state.released.round)
 
 
 @settings(max_examples=200)
@@ -198,15 +198,15 @@ def test_an_agent_told_twice_to_go_leaves_as_soon_as_its_workers_are_gone(
 ) -> None:
     one = Watched()
     for kind, a, b in events:
-        before = one.state.released
+        before = one.state.released.round
         tell(one, kind, a, b)
         one.check(before)
     for _ in range(2):
-        before = one.state.released
+        before = one.state.released.round
         one.told(Signalled(15))
         one.check(before)
     while one.running:
-        before = one.state.released
+        before = one.state.released.round
         tell(one, "exit", 0, 2)
         one.check(before)
     assert one.left

@@ -84,7 +84,7 @@ def test_a_node_says_which_of_its_waiting_workers_hold_the_newest_state() -> Non
 
 def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> None:
     one = Agent(IN_PLACE, slots=4)
-    one.state = replace(one.state, spares=1)
+    one.state = replace(one.state, config=replace(one.state.config, spares=1))
     one.sees("spec", IN_PLACE)
     one.sees("round", ROUND)
     one.sees("leader", None)
@@ -114,7 +114,7 @@ def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> Non
     one.answered(Tag.NODE)
     seat = replace(members({"a": 2})[0], slots=(0, 3))
     one.sees("round", replace(ROUND, number=2, members=(seat,), store="a.example:1234"))
-    assert not one.all_of(StartWorkers) and one.state.released == 2
+    assert not one.all_of(StartWorkers) and one.state.released.round == 2
 
 
 def test_survivors_are_seated_before_newcomers_and_spares_only_in_their_place() -> None:

@@ -61,16 +61,14 @@ class Store:
 
 
 def meter(*, leads: bool = True) -> tuple[Meter, Store]:
-    new = agent.start(ME, Spec(Limits(1, 2), Limits(1, 2), "job.py", "f"), 0, 600.0, "etcd")
+    new = agent.State(ME, Spec(Limits(1, 2), Limits(1, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
     state = SimpleNamespace(
         me=new.me,
         leads=Leadership("a", "a#1") if leads else None,
         crew=None,
         round=None,
         policy_source=new.policy_source,
-        silent=None,
-        lease_until=None,
-        full="",
+        etcd=new.etcd,
     )
     driver = SimpleNamespace(state=state, view=None)
     store = Store()

@@ -12,7 +12,6 @@ from elasticd.core import leader
 from elasticd.core.facts import (
     Cause,
     Member,
-    Node,
     Paces,
     Phase,
     Policy,
@@ -20,7 +19,7 @@ from elasticd.core.facts import (
     Stragglers,
 )
 from elasticd.core.page import Told
-from elasticd.core.ports import Changes, Entry, Put, Seen
+from elasticd.core.ports import Changes, Entry, Put, Seen, StillThere
 from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
 from elasticd.core.straggler import PERIODS
 from elasticd.daemon.stragglers import FIRST_STEPS, Comparison
@@ -76,7 +75,6 @@ class Agent:
         self.own_s = dict(own_s)
         self.steps, self.waited_s = 0, dict.fromkeys(own_s, 0.0)
         self.delayed_s, self.throttled_s = dict.fromkeys(own_s, 0.0), 0.0
-        node = Node(name, f"{name}#1", "h", self.member.slots, 2, 1, 1, "h")
         state = SimpleNamespace(
             me=SimpleNamespace(node=name, incarnation=f"{name}#1", key=f"nodes/{name}"),
             crew=SimpleNamespace(
@@ -87,8 +85,7 @@ class Agent:
                 fenced=False,
             ),
             round=round,
-            own=Entry(f"nodes/{name}", node, 4, 4),
-            silent=None,
+            guard=StillThere(f"nodes/{name}", 4),
             policy_source=SimpleNamespace(policy=Policy()),
         )
         self.driver = SimpleNamespace(state=state, tell_the_leader=store.show, view=store.view)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elasticd.core import agent
+from elasticd.core.agent.state import Registration
 from elasticd.core.facts import Limits, Phase, SlotProgress, Spec
 from elasticd.core.ledger import Kind
 from elasticd.core.lifecycle import Life
@@ -18,12 +19,13 @@ from elasticd.daemon.timekeeper import Timekeeper, not_at_work
 from tests.core.build import crew, life, round
 
 ME = agent.Identity("a", life("a"), "127.0.0.1", (0, 1), "host", 1)
-NEW = agent.start(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), 0, 600.0, "etcd")
+NEW = agent.State(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
 
 
 def state(phase: Phase, nodes: dict[str, int], **more: object) -> agent.State:
     seen = {"round": Entry("round", round(3, nodes, phase), 1, 2)}
-    return replace(NEW, joined=True, seen=seen, **more)  # type: ignore[arg-type]
+    joined = replace(NEW, registration=Registration(joined=True), seen=seen)
+    return replace(joined, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

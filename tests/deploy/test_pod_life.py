@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.agent import Identity, start, step
+from elasticd.core.agent import AgentConfig, Identity, State, step
+from elasticd.core.agent.state import Registration
 from elasticd.core.facts import Limits, Node, Spec
 from elasticd.core.messages import Signalled
 from elasticd.core.ports import Entry
@@ -222,11 +223,12 @@ def heard(tmp_path: Path) -> Iterator[Heard]:
 
 
 ME = Identity("a", "one", "127.0.0.1", (0,), "host", 1)
-STATE = start(ME, Spec(Limits(1, 1), Limits(1, 1), "job.py", "f"), 1, 600.0, "etcd at http://e:2379")
+STARTED_WITH = AgentConfig(600.0, store_name="etcd at http://e:2379")
+STATE = State(ME, Spec(Limits(1, 1), Limits(1, 1), "job.py", "f"), STARTED_WITH, 1)
 NODE = Node(
     name="a", incarnation="one", address="127.0.0.1", slots=(0,), released=0, store_port=1, pid=1, host="host"
 )
-REGISTERED = replace(STATE, own=Entry("nodes/a", NODE, 1, 1))
+REGISTERED = replace(STATE, registration=Registration(own=Entry("nodes/a", NODE, 1, 1)))
 
 
 def test_the_manager_is_forgotten_by_the_environment_so_that_workers_do_not_speak_to_it() -> None:

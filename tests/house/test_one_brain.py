@@ -17,7 +17,6 @@ REASONS = "elasticd.core.reasons"
 # Functions of the core that other modules of the daemon call. Only the last two decide anything, and are to
 # go where the driver asks for them.
 CALLED = {
-    ("identity.py", "elasticd.core.agent.start"),
     ("lastwords.py", "elasticd.core.ledger.totals"),
     ("main.py", "elasticd.core.environment.assignments"),
     ("main.py", "elasticd.core.environment.standbys"),

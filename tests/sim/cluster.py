@@ -108,14 +108,13 @@ class SimAgent:
         wanted = Spec(setup.limits, setup.limits, setup.script, setup.script, setup.policy)
         setting = environment.Setting("job")
         self.driver = Driver(
-            agent.start(
+            agent.State(
                 me,
                 wanted,
+                agent.AgentConfig(
+                    setup.etcd_grace_s, setup.etcd_wait_s, spares=setup.job.spares, alone=setup.alone
+                ),
                 self.stores.port,
-                setup.etcd_grace_s,
-                spares=setup.job.spares,
-                etcd_wait_s=setup.etcd_wait_s,
-                alone=setup.alone,
             ),
             store=self.store,
             procs=self.procs,

@@ -247,7 +247,11 @@ class Invariants:
         """The exit code of an agent that left."""
         assert agent.left is not None
         code = agent.left.code
-        if code == 2 and not agent.driver.state.joined and "etcd has not answered" in agent.left.why:
+        if (
+            code == 2
+            and not agent.driver.state.registration.joined
+            and "etcd has not answered" in agent.left.why
+        ):
             return  # it came while etcd was away, and is told apart from one with a mistyped address
         outcomes = {EXIT_CODES[r.outcome] for r in self.ends if r.outcome}
         if code not in outcomes and not (code >= 128 and agent.signalled):

@@ -340,7 +340,7 @@ def _check_the_end(cluster: Cluster, invariants: Invariants, schedule: Schedule)
     if outcome is Outcome.SHORT or (outcome is Outcome.STOPPED and not asked_to_stop):
         raise Broken(f"the job ends {outcome}: {invariants.ends[-1].why}")
     cluster.mend(restart=False)
-    there = [a for a in cluster.running() if a.driver.state.joined]
+    there = [a for a in cluster.running() if a.driver.state.registration.joined]
     if not clock.run(until=clock.now() + LEAVE_BOUND_S, done=lambda: not any(a.running for a in there)):
         late = [a.name for a in there if a.running]
         raise Broken(f"{late} are still there {LEAVE_BOUND_S} s after the end of the job")

@@ -110,7 +110,7 @@ def _never_back(patch: pytest.MonkeyPatch) -> None:
     register = stepping.register
 
     def once(do: Any) -> None:
-        if do.state.own is not None or do.state.round is None or do.state.round.number == 0:
+        if do.state.registration.own is not None or do.state.round is None or do.state.round.number == 0:
             register(do)
 
     patch.setattr(stepping, "register", once)

@@ -8,19 +8,19 @@ follow from the whole state. Lost, late and repeated answers therefore do no har
 from elasticd.core.agent.hearing import RETRY_S
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import CONNECT_PATIENCE_S
-from elasticd.core.agent.state import Crew, Departure, Identity, State, Step
-from elasticd.core.agent.stepping import start, step, watched
+from elasticd.core.agent.state import AgentConfig, Crew, Departure, Identity, State, Step
+from elasticd.core.agent.stepping import step, watched
 
 __all__ = [
     "CONNECT_PATIENCE_S",
     "DRAIN_PATIENCE_S",
     "RETRY_S",
+    "AgentConfig",
     "Crew",
     "Departure",
     "Identity",
     "State",
     "Step",
-    "start",
     "step",
     "watched",
 ]

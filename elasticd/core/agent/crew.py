@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.core.agent.reserve import dismiss_holders
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, Leaving, State, Stopping
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, Leaving, Released, State, Stopping
 from elasticd.core.facts import Cause, Phase, Report, Round
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.messages import CloseRound, GoOn, RenewStore, StartWorkers, StopWorkers, Tag
@@ -15,7 +15,7 @@ from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, Work
 
 def follow_the_round(do: Doing) -> None:
     state, round = do.state, do.state.round
-    if round is None or not state.joined:
+    if round is None or not state.registration.joined:
         return
     policy = state.policy_source.policy
     if state.over:
@@ -37,7 +37,7 @@ def follow_the_round(do: Doing) -> None:
                 stop(do, signal, grace_s)
         return
     member = round.member(state.me.node, state.me.incarnation)
-    if member is None or state.released >= round.number:
+    if member is None or state.released.round >= round.number:
         return
     if round.phase is not Phase.LIVE:
         _decline(do, round)  # the round was over before this node began it
@@ -69,7 +69,7 @@ def follow_the_round(do: Doing) -> None:
 
 def _decline(do: Doing, round: Round) -> None:
     """Take no part in the round. The release tells the leader, which forms another round if needed."""
-    do.set(released=round.number, told=0)
+    do.set(released=replace(do.state.released, round=round.number, ends=0))
 
 
 def stop(do: Doing, signal: int, grace_s: float) -> None:
@@ -146,7 +146,7 @@ def let_go_on(do: Doing) -> None:
     if crew is None or not crew.report.checkpointed or crew.order is not None:
         return
     to_be_resized = round is not None and round.number == crew.round.number and round.resizes_by > 0
-    if crew.held and to_be_resized and state.silent is None and do.now < crew.held_until:
+    if crew.held and to_be_resized and state.etcd.silent is None and do.now < crew.held_until:
         do.wakes.append(crew.held_until)
         return
     if crew.held:
@@ -164,9 +164,9 @@ def release(do: Doing) -> None:
     if still_live and not (crew.fenced or crew.order is not None or crew.round.handover):
         return  # finished or failed: the leader has not heard yet
     told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0
-    do.set(crew=None, released=max(state.released, crew.round.number), told=told)
-    if crew.fenced:
-        do.set(fenced=crew.round.number)
+    newest = max(state.released.round, crew.round.number)
+    fenced = crew.round.number if crew.fenced else state.released.fenced
+    do.set(crew=None, released=Released(newest, told, fenced))
     if crew.hosts_store:
         do.set(renewing_store=True)
         do.actions.append(RenewStore())
@@ -188,18 +188,18 @@ def note_report(do: Doing) -> None:
 
 def report(do: Doing) -> None:
     state = do.state
-    if state.own is None or not state.registered or Tag.REPORT in state.busy:
+    if state.registration.own is None or not state.registered or Tag.REPORT in state.etcd.busy:
         return
     if not (put := unreported(state)):
         return
     before = len(do.actions)
     # The guard is this node's record, which every release changes: a late report cannot replace a newer one.
-    do.transact(Tag.REPORT, (Unchanged(state.me.key, state.own.revision),), put)
+    do.transact(Tag.REPORT, (Unchanged(state.me.key, state.registration.own.revision),), put)
     if len(do.actions) > before:
-        do.set(reported=state.report)
+        do.registration(reported=state.report)
 
 
 def unreported(state: State) -> tuple[Put, ...]:
-    if state.report is None or state.report == state.reported:
+    if state.report is None or state.report == state.registration.reported:
         return ()
     return (Put(f"reports/{state.me.node}", state.report),)

@@ -71,7 +71,7 @@ def absorb(do: Doing, event: Event) -> None:
         case Saw(entry):
             _saw(do, entry)
         case SawOthers(count):
-            do.set(others=count)
+            do.registration(others=count)
         case Answered(tag, answer):
             _answered(do, tag, answer)
         case LeaseChanged(news):
@@ -92,17 +92,17 @@ def absorb(do: Doing, event: Event) -> None:
         case PortReserved(port):
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):
-            if not state.joined:  # after joining, an error of the store is only logged
+            if not state.registration.joined:  # after joining, an error of the store is only logged
                 do.set(exiting=state.exiting or Leave(2, why))
             elif forgot:  # the store may give out round numbers again, and they fence everything
                 do.set(exiting=state.exiting or Leave(4, f"{why}; start the job again on each of its nodes"))
         case StoreFilled(why):
-            if why and not state.full:
-                do.set(full_since=do.now)
+            if why and not state.etcd.full:
+                do.etcd(full_since=do.now)
                 do.reasons.append(StoreFull(why))
-            elif state.full and not why:
-                do.reasons.append(StoreHasRoom(do.now - state.full_since))
-            do.set(full=why)
+            elif state.etcd.full and not why:
+                do.reasons.append(StoreHasRoom(do.now - state.etcd.full_since))
+            do.etcd(full=why)
         case Signalled(signal):
             _signalled(do, signal)
         case ProcessGone(incarnation):
@@ -131,30 +131,30 @@ def _saw(do: Doing, entry: Entry) -> None:
         return
     do.set(seen={**do.state.seen, entry.key: entry})
     if entry.key == do.state.me.key:
-        own = do.state.own
+        own = do.state.registration.own
         mine = isinstance(entry.fact, Node) and entry.fact.incarnation == do.state.me.incarnation
         if mine:
-            do.set(own=entry, name_taken_until=None)
+            do.registration(own=entry, name_taken_until=None)
         elif own is None or entry.revision >= own.revision or not entry.revision:
-            do.set(own=None, reported=None)
+            do.registration(own=None, reported=None)
     if entry.key == "leader" and do.state.leads and (old is None or old.fact != entry.fact):
         do.reasons.append(LeadsNow())
 
 
 def _answered(do: Doing, tag: Tag, answer: Answer) -> None:
-    asked = do.state.busy.get(tag)
-    do.set(busy={t: a for t, a in do.state.busy.items() if t is not tag})
+    asked = do.state.etcd.busy.get(tag)
+    do.etcd(busy={t: a for t, a in do.state.etcd.busy.items() if t is not tag})
     if isinstance(answer, Applied):
         for write in asked.writes if asked else ():
             if write.key in do.state.seen:  # this agent's own write: no need to wait for the watch
                 _saw(do, _written(do.state.seen[write.key], write, answer.revision))
         return
     # The agent's view is older than the store. News is on its way; otherwise try again later.
-    do.set(retry_at={**do.state.retry_at, tag: do.now + RETRY_S})
+    do.etcd(retry_at={**do.state.etcd.retry_at, tag: do.now + RETRY_S})
     if asked and any(isinstance(w, Put) and isinstance(w.fact, Report) for w in asked.writes):
-        do.set(reported=None)
+        do.registration(reported=None)
     elif tag is Tag.SPEC:
-        do.set(others=None)  # another node may have come meanwhile
+        do.registration(others=None)  # another node may have come meanwhile
 
 
 def _written(old: Entry, write: Write, revision: int) -> Entry:
@@ -168,19 +168,20 @@ def _lease(do: Doing, news: LeaseNews) -> None:
     state = do.state
     match news:
         case Held(until):
-            if state.silent is not None:
-                do.reasons.append(StoreBack(do.now - state.silent.since))
-            do.set(lease_until=until, silent=None)
+            if state.etcd.silent is not None:
+                do.reasons.append(StoreBack(do.now - state.etcd.silent.since))
+            do.etcd(lease_until=until, silent=None)
         case Lost(late_s):
-            if state.silent is not None:
-                do.reasons.append(StoreBack(do.now - state.silent.since))
-            do.set(own=None, reported=None, lease_until=None, silent=None)
+            if state.etcd.silent is not None:
+                do.reasons.append(StoreBack(do.now - state.etcd.silent.since))
+            do.registration(own=None, reported=None)
+            do.etcd(lease_until=None, silent=None)
             do.reasons.append(LeaseLost(state.policy_source.policy.node_ttl_s, late_s))
         case Silent(_, cut_off):
-            if state.silent is None or state.silent.cut_off != cut_off:
-                fence = max(state.fence, do.now) if cut_off and not state.alone else None
+            if state.etcd.silent is None or state.etcd.silent.cut_off != cut_off:
+                fence = max(state.etcd.fence, do.now) if cut_off and not state.config.alone else None
                 do.reasons.append(StoreAway(cut_off, fence))
-            do.set(silent=news)
+            do.etcd(silent=news)
         case _:
             assert_never(news)
 

@@ -24,7 +24,7 @@ def heed_the_operator(do: Doing) -> None:
 def heed_the_end(do: Doing) -> None:
     """Stop the workers and exit once the job is over."""
     state, round = do.state, do.state.round
-    if round is None or not state.joined or not state.over or state.old_news:
+    if round is None or not state.registration.joined or not state.over or state.old_news:
         return
     stop(do, SIGTERM, state.policy_source.policy.broken_s)
     if do.state.exiting is None:
@@ -59,7 +59,7 @@ def depart(do: Doing) -> None:
     until = state.stays_until
     if state.crew is not None:
         unanswered = state.crew.order is None
-        if unanswered and (do.now >= until or not state.registered or state.silent):
+        if unanswered and (do.now >= until or not state.registered or state.etcd.silent):
             stop(do, departure.workers_signal, state.policy_source.policy.shutdown_s)
         elif unanswered:
             do.wakes.append(until)
@@ -76,7 +76,12 @@ def depart(do: Doing) -> None:
 def hands_over(do: Doing) -> bool:
     """Whether this leaving node waits for others to take over its workers' state."""
     state = do.state
-    if state.departure is None or state.round is None or not state.registered or state.silent is not None:
+    if (
+        state.departure is None
+        or state.round is None
+        or not state.registered
+        or state.etcd.silent is not None
+    ):
         return False
     return bool(state.waiting) and state.me.node in state.round.leaving and do.now < state.stays_until
 
@@ -85,10 +90,15 @@ def _has_yet_to_tell(do: Doing) -> bool:
     """Whether the leader has yet to hear that this node's workers finished. Otherwise it would repeat their
     work."""
     state, departure = do.state, do.state.departure
-    if state.report is None or not state.report.finished or not state.registered or state.silent is not None:
+    if (
+        state.report is None
+        or not state.report.finished
+        or not state.registered
+        or state.etcd.silent is not None
+    ):
         return False
     at_once = departure is not None and departure.at_once
-    return not at_once and (bool(unreported(state)) or Tag.REPORT in state.busy)
+    return not at_once and (bool(unreported(state)) or Tag.REPORT in state.etcd.busy)
 
 
 def finish_leaving(do: Doing) -> None:
@@ -99,5 +109,5 @@ def finish_leaving(do: Doing) -> None:
         stop(do, SIGTERM, do.state.policy_source.policy.broken_s)
         dismiss(do)
         return
-    do.set(gone=True, crew=None)
+    do.set(crew=None)
     do.actions.append(leave)

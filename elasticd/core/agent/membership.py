@@ -15,20 +15,20 @@ CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined waits for etcd
 
 
 def outlast_the_store(do: Doing) -> None:
-    silent = do.state.silent
+    silent = do.state.etcd.silent
     if do.state.exiting is not None:
         return
     if silent is None:
         _outlast_a_full_store(do)
         return
-    grace_s, wait_s, code = do.state.etcd_grace_s, do.state.etcd_wait_s, 4
-    if not do.state.joined and wait_s is not None:
+    grace_s, wait_s, code = do.state.config.etcd_grace_s, do.state.config.etcd_wait_s, 4
+    if not do.state.registration.joined and wait_s is not None:
         grace_s = wait_s
-    elif not do.state.joined:
+    elif not do.state.registration.joined:
         grace_s, code = min(grace_s, CONNECT_PATIENCE_S), 2  # etcd never answered: probably a wrong address
     until = silent.since + grace_s
     if do.now >= until:
-        do.set(exiting=Leave(code, f"{do.state.store_name} has not answered for {grace_s:g} s"))
+        do.set(exiting=Leave(code, f"{do.state.config.store_name} has not answered for {grace_s:g} s"))
     else:
         do.wakes.append(until)
 
@@ -37,12 +37,12 @@ def _outlast_a_full_store(do: Doing) -> None:
     """Leave if the store stays full for too long and this agent has neither a record nor workers. Running
     workers go on."""
     state = do.state
-    if not state.full or state.registered or state.crew is not None:
+    if not state.etcd.full or state.registered or state.crew is not None:
         return
-    grace_s = state.etcd_grace_s if state.etcd_wait_s is None else state.etcd_wait_s
-    until = state.full_since + grace_s
+    grace_s = state.config.etcd_grace_s if state.config.etcd_wait_s is None else state.config.etcd_wait_s
+    until = state.etcd.full_since + grace_s
     if do.now >= until:
-        do.set(exiting=Leave(4, f"{state.full}; it has had no room for {grace_s:g} s"))
+        do.set(exiting=Leave(4, f"{state.etcd.full}; it has had no room for {grace_s:g} s"))
     else:
         do.wakes.append(until)
 
@@ -56,23 +56,23 @@ def move_the_fence(do: Doing) -> None:
     this node has no record.
     """
     state = do.state
-    if state.alone or not (state.registered or state.empty):
+    if state.config.alone or not (state.registered or state.empty):
         return
-    until = state.lease_until or 0.0
-    if state.silent is not None and not state.silent.cut_off:
-        last_proof = max(state.silent.since, state.silent.as_of)
+    until = state.etcd.lease_until or 0.0
+    if state.etcd.silent is not None and not state.etcd.silent.cut_off:
+        last_proof = max(state.etcd.silent.since, state.etcd.silent.as_of)
         until = max(until, last_proof + state.policy_source.policy.node_ttl_s)
-    if until > state.fence:
-        do.set(fence=until)
+    if until > state.etcd.fence:
+        do.etcd(fence=until)
         do.actions.append(Fence(until))
 
 
 def notice_a_false_start(do: Doing) -> None:
     """Join again if the spec is gone: it belonged to a job that was just ending."""
     state = do.state
-    withdrawn = state.joined and "spec" in state.seen and state.spec is None
+    withdrawn = state.registration.joined and "spec" in state.seen and state.spec is None
     if withdrawn and (state.round is None or state.old_news):
-        do.set(joined=False)
+        do.registration(joined=False)
 
 
 def join(do: Doing) -> None:
@@ -83,9 +83,9 @@ def join(do: Doing) -> None:
     spec, round, wanted = state.spec, state.round, state.wanted
     if round is not None and state.over:
         if spec is None and round.outcome is Outcome.SUCCEEDED:
-            do.set(exiting=_finished_before(round, state.began_at))
+            do.set(exiting=_finished_before(round, state.config.began_at))
             return
-        do.set(history=state.seen["round"].revision)
+        do.registration(history=state.seen["round"].revision)
     if spec is None:
         # A job that has just ended has no spec either. The guard on the round prevents a new start if this
         # agent has not seen the end yet.
@@ -94,7 +94,7 @@ def join(do: Doing) -> None:
         return
     difference = _difference(spec, wanted)
     if difference is None:
-        do.set(joined=True)
+        do.registration(joined=True)
         other_policy = tuple(
             name
             for name in type(spec.policy).__dataclass_fields__
@@ -102,10 +102,10 @@ def join(do: Doing) -> None:
         )
         if other_policy:
             do.reasons.append(PolicyDiffers(other_policy))
-    elif state.others is None:
+    elif state.registration.others is None:
         do.actions.append(LookAround())
-        do.set(others=-1)  # asked, not answered
-    elif state.others == 0:
+        do.registration(others=-1)  # asked, not answered
+    elif state.registration.others == 0:
         # No node works on this job any more, so its spec does not bind.
         guard = Unchanged("spec", state.seen["spec"].revision)
         forgotten = (Delete("checkpoint"),) if wanted.policy.resume is Resume.NEVER else ()
@@ -120,7 +120,7 @@ def join(do: Doing) -> None:
                 *forgotten,
             ),
         )
-    elif state.others > 0:
+    elif state.registration.others > 0:
         do.set(exiting=Leave(2, difference))
 
 
@@ -157,12 +157,12 @@ def _difference(spec: Spec, wanted: Spec) -> str | None:
 def register(do: Doing) -> None:
     """Write the node's record in etcd when it changes."""
     state = do.state
-    if not state.joined or state.lease_until is None or state.me.key not in state.seen:
+    if not state.registration.joined or state.etcd.lease_until is None or state.me.key not in state.seen:
         return
     if state.renewing_store:
         return  # the leader may form the next round on this record, which needs the new port
     key = state.seen[state.me.key]
-    if state.own is None:
+    if state.registration.own is None:
         if state.departure is not None and state.crew is None:
             return
         if isinstance(key.fact, Node) and key.fact.incarnation != state.me.incarnation:
@@ -170,14 +170,14 @@ def register(do: Doing) -> None:
         elif key.fact is None:
             put = Put(state.me.key, _record(state), leased=True)
             do.transact(Tag.NODE, (Unchanged(state.me.key, 0), *_guards_of_crew(state)), (put,))
-    elif state.own.fact != _record(state):
+    elif state.registration.own.fact != _record(state):
         put = Put(state.me.key, _record(state), leased=True)
         # The report goes with the release: the leader settles the round on both.
         before = len(do.actions)
-        guard = Unchanged(state.me.key, state.own.revision)
+        guard = Unchanged(state.me.key, state.registration.own.revision)
         do.transact(Tag.NODE, (guard,), (put, *unreported(state)))
         if len(do.actions) > before:
-            do.set(reported=state.report)
+            do.registration(reported=state.report)
 
 
 def _guards_of_crew(state: State) -> tuple[Guard, ...]:
@@ -194,15 +194,15 @@ def _record(state: State) -> Node:
         incarnation=me.incarnation,
         address=me.address,
         slots=me.slots,
-        released=state.released,
-        told=state.told,
+        released=state.released.round,
+        told=state.released.ends,
         store_port=state.store_port,
         pid=me.pid,
         host=me.host,
         draining=state.departure is not None,
-        fenced=state.fenced,
+        fenced=state.released.fenced,
         ready=ready,
-        most=max(1, len(me.slots) - state.spares) if state.spares else 0,
+        most=max(1, len(me.slots) - state.config.spares) if state.config.spares else 0,
         age=newest,
         holders=tuple(slot for slot, age in ages.items() if age == newest),
     )
@@ -211,7 +211,7 @@ def _record(state: State) -> Node:
 def _ready(state: State) -> tuple[int, ...]:
     """Return the slots with a waiting worker. Workers that leave a round one by one are added together, with
     its release."""
-    told = state.own.fact if state.own else None
+    told = state.registration.own.fact if state.registration.own else None
     if state.crew is not None and state.crew.order is not None and isinstance(told, Node):
         return tuple(slot for slot in told.ready if slot in state.waiting)
     return tuple(sorted(state.waiting))
@@ -223,7 +223,7 @@ def tell_of_workers(do: Doing) -> None:
     A node that joins later then has its workers ready before it gets work.
     """
     state, spec = do.state, do.state.spec
-    if not state.joined or spec is None:
+    if not state.registration.joined or spec is None:
         return
     if spec.inplace:
         do.set(inplace=True)
@@ -240,21 +240,21 @@ def tell_of_workers(do: Doing) -> None:
 def _wait_for_name(do: Doing, holder: Node) -> None:
     """Wait for the lease of another agent of this name, which may have died, to run out."""
     state = do.state
-    if state.silent is not None:
-        do.set(name_taken_until=None)  # no lease runs out meanwhile: count again afterwards
+    if state.etcd.silent is not None:
+        do.registration(name_taken_until=None)  # no lease runs out meanwhile: count again afterwards
         return
-    if state.name_taken_until is None:
+    if state.registration.name_taken_until is None:
         until = do.now + 2 * state.policy_source.policy.node_ttl_s + 1.0
-        do.set(name_taken_until=until)
+        do.registration(name_taken_until=until)
         do.reasons.append(NameTaken(until))
         if holder.host == state.me.host:
             do.actions.append(CheckProcess(holder.pid, holder.incarnation))
-    elif do.now >= state.name_taken_until:
+    elif do.now >= state.registration.name_taken_until:
         why = f"another agent of this job is already called {state.me.node}; give this one another --node"
         do.set(exiting=Leave(2, why))
         return
-    assert do.state.name_taken_until is not None
-    do.wakes.append(do.state.name_taken_until)
+    assert do.state.registration.name_taken_until is not None
+    do.wakes.append(do.state.registration.name_taken_until)
 
 
 def succeed(do: Doing, key: Entry, dead: Node) -> None:
@@ -262,7 +262,7 @@ def succeed(do: Doing, key: Entry, dead: Node) -> None:
 
     One transaction does it, so no round is formed in between.
     """
-    if do.state.lease_until is None:
+    if do.state.etcd.lease_until is None:
         return
     guards: list[Guard] = [Unchanged(key.key, key.revision), *_guards_of_crew(do.state)]
     writes: list[Write] = [Put(key.key, _record(do.state), leased=True)]
@@ -278,6 +278,8 @@ def campaign(do: Doing) -> None:
     leader = state.seen.get("leader")
     if not (state.registered and leader and leader.fact is None and state.departure is None):
         return
-    assert state.own is not None
+    assert state.registration.own is not None
     put = Put("leader", Leadership(state.me.node, state.me.incarnation), leased=True)
-    do.transact(Tag.LEAD, (Unchanged("leader", 0), StillThere(state.me.key, state.own.created)), (put,))
+    do.transact(
+        Tag.LEAD, (Unchanged("leader", 0), StillThere(state.me.key, state.registration.own.created)), (put,)
+    )

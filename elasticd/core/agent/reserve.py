@@ -49,9 +49,9 @@ def keep_reserve(do: Doing, stays: bool) -> None:
 def _wanted_at_all(state: State) -> bool:
     return (
         state.inplace
-        and state.joined
+        and state.registration.joined
         and state.registered
-        and state.silent is None
+        and state.etcd.silent is None
         and state.round is not None
         and not state.round.handover  # all its workers will wait in a moment
         and not state.over
@@ -73,7 +73,7 @@ def _wanted(state: State) -> tuple[int, bool]:
     if round.phase in (Phase.LIVE, Phase.CLOSING):
         acting = round.world_size - sum(len(m.slots) for m in round.members if m.node in round.leaving)
         member, crew = round.member(state.me.node, state.me.incarnation), state.crew
-        if member is not None and (crew is None or state.released >= round.number):
+        if member is not None and (crew is None or state.released.round >= round.number):
             acting -= len(member.slots)  # their workers wait, for this round or the next
         elif member is not None and crew is not None and crew.round.number == round.number:
             # A finished worker needs no replacement.
@@ -81,7 +81,7 @@ def _wanted(state: State) -> tuple[int, bool]:
                 len(member.slots) - len(crew.alive) if crew.order is not None else len(crew.report.exits)
             )
     full = round.phase is Phase.LIVE and acting >= limits.max
-    return max(0, limits.max - acting) + state.spares, full
+    return max(0, limits.max - acting) + state.config.spares, full
 
 
 def lost_from_reserve(do: Doing, exit: Exit) -> None:

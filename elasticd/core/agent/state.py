@@ -9,7 +9,7 @@ from elasticd.core.age import Age
 from elasticd.core.facts import Leadership, Member, Phase, Report, Round, Spec
 from elasticd.core.lifecycle import Life
 from elasticd.core.messages import Action, Leave, Tag, Transact
-from elasticd.core.ports import Entry, Guard, Silent, Write
+from elasticd.core.ports import Entry, Guard, Silent, StillThere, Write
 from elasticd.core.reasons import Reason
 
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15  # POSIX's numbers; core does not import the signal module
@@ -107,67 +107,107 @@ class Setback:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """All that an agent knows.
+class AgentConfig:
+    """What the agent was started with.
 
-    ``wanted``: the spec of its command line. ``alone``: the store is this agent's own, so no other agent can
-    replace its workers. ``spares``: extra waiting workers that this node keeps, if it can. ``began_at``: the
-    start of this agent.
-
-    ``inplace``: a worker of this job keeps its process from round to round. ``linked``: slots here whose
-    worker does. ``checkpointed``: a worker reported a checkpoint of its own.
-
-    ``reserve``: the state of each slot's process that is in no round. ``ages``: the ages of the training
-    states that these processes have. ``setbacks``: for each slot, how often in a row its process failed to
-    become ready, and when it is tried again.
-
-    ``fence``: the time until which workers may run, even if this agent is stopped. ``full``: why the store
-    takes no writes, since ``full_since``. ``history``: the revision of a round that had ended before this
-    agent came. ``retry_at``: the earliest time for the next write of each kind.
+    ``etcd_grace_s``, ``etcd_wait_s``: how long the agent outlasts a silent etcd, after and before joining. If
+    ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped. ``spares``: extra waiting
+    workers that this node keeps, if it can. ``alone``: etcd is this agent's own, so no other agent can
+    replace its workers. ``began_at``: the agent's start, in seconds since the epoch.
     """
 
-    me: Identity
-    wanted: Spec
     etcd_grace_s: float
-    store_port: int
+    etcd_wait_s: float | None = None
     store_name: str = "etcd"
     spares: int = 0
     alone: bool = False
-    inplace: bool = False
-    linked: frozenset[int] = frozenset()
-    checkpointed: bool = False
-    reserve: Mapping[int, Life] = field(default_factory=dict)
-    ages: Mapping[int, Age] = field(default_factory=dict)
-    setbacks: Mapping[int, Setback] = field(default_factory=dict)
-    seen: Mapping[str, Entry] = field(default_factory=dict)
-    others: int | None = None
-    joined: bool = False
-    history: int = -1
+    began_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """The agent's contact with etcd.
+
+    ``fence``: the time until which workers may run, even if this agent is stopped. ``full``: why etcd takes
+    no writes, since ``full_since``. ``busy``: the writes that are under way. ``retry_at``: the earliest time
+    for the next write of each kind.
+    """
+
     lease_until: float | None = None
     silent: Silent | None = None
     fence: float = 0.0
     full: str = ""
     full_since: float = 0.0
-    own: Entry | None = None
-    crew: Crew | None = None
-    released: int = 0
-    told: int = 0
-    fenced: int = 0
-    renewing_store: bool = False
-    report: Report | None = None
-    reported: Report | None = None
-    departure: Departure | None = None
-    name_taken_until: float | None = None
     busy: Mapping[Tag, Transact] = field(default_factory=dict)
     retry_at: Mapping[Tag, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """How far the agent has come in joining the job and in registering its node.
+
+    ``history``: the revision of a round that had ended before this agent came. ``others``: how many other
+    nodes there are; None: not asked, -1: not answered. ``own``: the node's record in etcd. ``reported``: the
+    report that this agent has written since it registered.
+    """
+
+    joined: bool = False
+    history: int = -1
+    others: int | None = None
+    own: Entry | None = None
+    reported: Report | None = None
+    name_taken_until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The newest round that this node has released; ``ends`` as in its report of that round. ``fenced``: the
+    newest round whose workers the fence killed."""
+
+    round: int = 0
+    ends: int = 0
+    fenced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that an agent knows.
+
+    ``wanted``: the spec of its command line. ``seen``: the watched keys, as etcd last had them.
+    ``renewing_store``: ``store_port`` serves no later round, and another port is being reserved.
+
+    ``reserve``: the state of each slot's process that is in no round. ``ages``: the ages of the training
+    states that these processes have. ``setbacks``: for each slot, how often in a row its process failed to
+    become ready, and when it is tried again.
+
+    ``linked``: slots whose worker keeps its process from round to round. ``inplace``: a worker of this job
+    does. ``checkpointed``: a worker reported a checkpoint of its own. ``exiting``: how the agent exits, once
+    no worker is left.
+    """
+
+    me: Identity
+    wanted: Spec
+    config: AgentConfig
+    store_port: int
+    renewing_store: bool = False
+    seen: Mapping[str, Entry] = field(default_factory=dict)
+    etcd: Contact = Contact()
+    registration: Registration = Registration()
+    crew: Crew | None = None
+    reserve: Mapping[int, Life] = field(default_factory=dict)
+    ages: Mapping[int, Age] = field(default_factory=dict)
+    setbacks: Mapping[int, Setback] = field(default_factory=dict)
+    linked: frozenset[int] = frozenset()
+    inplace: bool = False
+    checkpointed: bool = False
+    released: Released = Released()
+    report: Report | None = None
+    departure: Departure | None = None
     exiting: Leave | None = None
-    gone: bool = False
-    etcd_wait_s: float | None = None
-    began_at: float = 0.0
 
     @property
     def registered(self) -> bool:
-        return self.own is not None and self.own.fact is not None
+        return self.registration.own is not None and self.registration.own.fact is not None
 
     @property
     def spec(self) -> Spec | None:
@@ -192,7 +232,15 @@ class State:
         The revision decides: a job that runs again, and ends before its first world, has the same round
         number.
         """
-        return self.over and self.seen["round"].revision <= self.history
+        return self.over and self.seen["round"].revision <= self.registration.history
+
+    @property
+    def guard(self) -> StillThere | None:
+        """The guard of what this node writes beside its record: the record still stands. None while the node
+        can write nothing."""
+        own = self.registration.own
+        writes = own is not None and own.fact is not None and self.etcd.silent is None
+        return StillThere(self.me.key, own.created) if own is not None and writes else None
 
     @property
     def leads(self) -> Entry | None:
@@ -233,6 +281,10 @@ class State:
         return not self.reserve and (self.crew is None or not self.crew.alive)
 
     @property
+    def gone(self) -> bool:
+        return self.exiting is not None and self.empty
+
+    @property
     def policy_source(self) -> Spec:
         return self.spec or self.wanted
 
@@ -262,15 +314,21 @@ class Doing:
         assert self.state.crew is not None
         self.set(crew=replace(self.state.crew, **changes))  # type: ignore[arg-type]
 
+    def etcd(self, **changes: object) -> None:
+        self.set(etcd=replace(self.state.etcd, **changes))  # type: ignore[arg-type]
+
+    def registration(self, **changes: object) -> None:
+        self.set(registration=replace(self.state.registration, **changes))  # type: ignore[arg-type]
+
     def transact(self, tag: Tag, guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> None:
         """Write, unless a write of this kind is under way, the store is silent, or it has just refused
         one."""
-        if tag in self.state.busy or self.state.silent is not None:
+        if tag in self.state.etcd.busy or self.state.etcd.silent is not None:
             return
-        retry_at = self.state.retry_at.get(tag, 0.0)
+        retry_at = self.state.etcd.retry_at.get(tag, 0.0)
         if self.now < retry_at:
             self.wakes.append(retry_at)
             return
         action = Transact(tag, guards, writes)
-        self.set(busy={**self.state.busy, tag: action})
+        self.etcd(busy={**self.state.etcd.busy, tag: action})
         self.actions.append(action)

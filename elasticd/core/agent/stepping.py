@@ -22,39 +22,7 @@ from elasticd.core.agent.membership import (
 )
 from elasticd.core.agent.reserve import keep_reserve
 from elasticd.core.agent.state import Doing, Identity, State, Step
-from elasticd.core.facts import Spec
 from elasticd.core.messages import Event
-
-
-def start(
-    me: Identity,
-    wanted: Spec,
-    store_port: int,
-    etcd_grace_s: float,
-    store_name: str = "etcd",
-    spares: int = 0,
-    etcd_wait_s: float | None = None,
-    *,
-    alone: bool = False,
-    began_at: float = 0.0,
-) -> State:
-    """Return the state of an agent that knows nothing yet. The driver then watches the keys of ``watched``.
-
-    ``etcd_grace_s`` and ``etcd_wait_s``: how long the agent outlasts a silent etcd, after and before joining.
-    If ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped. ``alone``: etcd is this
-    agent's own. ``began_at``: the agent's start, in seconds since the epoch.
-    """
-    return State(
-        me,
-        wanted,
-        etcd_grace_s,
-        store_port,
-        store_name,
-        spares,
-        alone=alone,
-        etcd_wait_s=etcd_wait_s,
-        began_at=began_at,
-    )
 
 
 def watched(me: Identity) -> tuple[str, ...]:
@@ -76,7 +44,7 @@ def decide(do: Doing) -> None:
     heed_the_operator(do)
     outlast_the_store(do)
     notice_a_false_start(do)
-    if not do.state.joined and do.state.exiting is None and do.state.departure is None:
+    if not do.state.registration.joined and do.state.exiting is None and do.state.departure is None:
         join(do)
     heed_the_end(do)
     tell_of_workers(do)

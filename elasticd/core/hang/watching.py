@@ -334,7 +334,7 @@ class _Step:
             experienced = {w.rank for w in workers.values() if w.steps_before}
             verdict = judge_first(looks, experienced, allowed)
         certain = alone or not in_step or isinstance(crew.order, Leaving)
-        if verdict is not None and (certain or self.state.silent):
+        if verdict is not None and (certain or self.state.etcd.silent):
             return self.decide(verdict)
         if alone or not in_step:
             return STALLED_S
