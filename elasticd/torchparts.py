@@ -104,7 +104,7 @@ USED: Final = (
     ),
     Private("torch._foreach_add_", "worker/gradients/buckets.py: many tensors in one call."),
     Private("torch._foreach_copy_", "worker: many tensors in one call."),
-    Private("torch._foreach_norm", "worker/commit/finite.py: many tensors in one call."),
+    Private("torch._foreach_norm", "worker/report.py: many tensors in one call."),
     Private(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
         "worker/collect.py: the names DCP gives to what is nested.",

@@ -21,16 +21,15 @@ in the world that it finds.
 
 from typing import TYPE_CHECKING, Any
 
-from elasticd.worker.agentpage import NotFinite, report
 from elasticd.worker.commit.shared import Local, Unlike
 from elasticd.worker.data import Data, DataChanged
-from elasticd.worker.epochs import Epoch
 from elasticd.worker.own_checkpoints import checkpointed
-from elasticd.worker.place import device, rank, world_size
+from elasticd.worker.report import NotFinite, report
 from elasticd.worker.run import run
 from elasticd.worker.state import State
+from elasticd.worker.steps import Epoch
 from elasticd.worker.world.exchange import StateLost
-from elasticd.worker.world.group import WorldChanged
+from elasticd.worker.world.group import WorldChanged, device, rank, world_size
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint

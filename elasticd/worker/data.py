@@ -17,10 +17,10 @@ from elasticd.core.page import Fatal, Use
 from elasticd.data.dealing import Batch, Portion, next_batch, parts_of
 from elasticd.worker import agentpage
 from elasticd.worker.gradients.rates import Rule, check, factor
-from elasticd.worker.place import world_size
 from elasticd.worker.samples import loading
 from elasticd.worker.samples.loading import Fetched, Indexed, Requests, Share, Stream
 from elasticd.worker.samples.sampling import Listed, Sampler, order_of
+from elasticd.worker.world.group import world_size
 
 VIRTUAL_RANKS = "ELASTICD_WORLD_MAX"  # --max of elasticd run
 

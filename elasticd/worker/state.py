@@ -19,16 +19,14 @@ from elasticd.core.age import Age
 from elasticd.core.link import Holds
 from elasticd.core.page import Fatal, Use
 from elasticd.worker import agentpage
-from elasticd.worker.commit import comparing, randomness
+from elasticd.worker.commit import divergence, randomness
 from elasticd.worker.commit.changes import Trace
-from elasticd.worker.commit.comparing import Alike
-from elasticd.worker.commit.copies import Committed
-from elasticd.worker.commit.finite import all_finite
+from elasticd.worker.commit.copies import LastCommit
+from elasticd.worker.commit.divergence import Alike
 from elasticd.worker.commit.plaindata import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.commit.shared import Local, Shared
 from elasticd.worker.commit.undo import Undo
 from elasticd.worker.data import Data, DataChanged
-from elasticd.worker.epochs import Ahead, Epoch, Progress
 from elasticd.worker.gradients.arithmetic import Arithmetic, refuse_inconsistent
 from elasticd.worker.gradients.consistent import Consistent
 from elasticd.worker.gradients.rates import Following
@@ -43,12 +41,12 @@ from elasticd.worker.gradients.wrapping import (
     is_flattened,
     to_wrap,
 )
-from elasticd.worker.place import rank, world_size
+from elasticd.worker.report import all_finite, not_finite, policy, report
 from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.samples.loading import Share
 from elasticd.worker.state_checkpoints import Lasting, Parts
-from elasticd.worker.step import Micro, Step
-from elasticd.worker.world.group import World, WorldChanged
+from elasticd.worker.steps import Ahead, Epoch, EpochProgress, Micro, Step
+from elasticd.worker.world.group import World, WorldChanged, rank, world_size
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoints import Checkpoints
@@ -133,7 +131,7 @@ class State:
         self._numbers_only = False  # steps() is running, without data
         self._micro: Micro | None = None
         self._epoch: Epoch | None = None  # the epoch that epochs() has yielded
-        self._progress = Progress()
+        self._progress = EpochProgress()
         self._said_needless = self._said_between = False
         self._calls_before = 0  # the number of collectives when an optimizer last began a step
         self._looked = 0  # how often changes after a commit were looked for
@@ -153,7 +151,7 @@ class State:
         if data is not None and data.consistent:
             self._make_consistent()
         self._following = Following(self._optimizers.values()) if data is not None and data.grows else None
-        self._committed = Committed(self._plain, self._modules, self._optimizers, self._stateful)
+        self._committed = LastCommit(self._plain, self._modules, self._optimizers, self._stateful)
         parameters = {id(p): p for module in self._modules.values() for p in module.parameters()}
         self._trace = Trace([*parameters.values()])
         numbers = {id(p): n for n, p in enumerate(self._trace.parameters)}
@@ -165,7 +163,7 @@ class State:
         self._undo = Undo(self._trace.parameters, self._optimizers)
         if undo:
             self._undo.want(range(len(numbers)), self._optimizers)
-        self._trained = comparing.trained_of(self._modules, trained) if compare and trained else None
+        self._trained = divergence.trained_of(self._modules, trained) if compare and trained else None
         self._alike: Alike | None = None
         self._compares = compare
         self._shared = Shared(self._plain, self._stateful, self._optimizers, self._own)
@@ -507,7 +505,7 @@ class State:
                 "step, so commit once in each or in every k-th of them, after all that belongs to it"
             )
         if said:
-            agentpage.report(**said)
+            report(**said)
         if self._epoch is not None and not self._epoch.under_way and not self._begun:
             self._say_needless(self._epoch)
             return
@@ -564,7 +562,7 @@ class State:
         self._torn = False
 
     def _require_sendable(self) -> None:
-        """Check that optimizers' state can be sent to new workers. ``Committed`` checks all else, since it
+        """Check that optimizers' state can be sent to new workers. ``LastCommit`` checks all else, since it
         copies all else."""
         sizes = [len(optimizer.state) for optimizer in self._optimizers.values()]
         if sizes != self._tried:
@@ -701,12 +699,12 @@ class State:
     def digest(self) -> int:
         """Return a digest of the parameters: equal in workers with the same parameters; 0 if they are not
         compared."""
-        return comparing.digest(self._trained) if self._trained is not None and self._agreed else 0
+        return divergence.digest(self._trained) if self._trained is not None and self._agreed else 0
 
     def compare(self, world: World, ranks: Sequence[int]) -> None:
         """Compare parameters on all workers together, when the digests of these ranks differ."""
         if self._trained is not None:
-            comparing.compare(self._trained, world, ranks, exact=self._exact)
+            divergence.compare(self._trained, world, ranks, exact=self._exact)
 
     def shared_digests(self) -> tuple[int, int]:
         """Return two digests: of the shared values besides parameters, and of those values when the scripts
@@ -948,8 +946,8 @@ class State:
                 torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world ends
                 world.check()
             world.vouch()
-        if agentpage.policy() != "ignore" and not all_finite(_gradients(self._optimizers[name])):
-            agentpage.not_finite("a gradient is NaN or infinite")
+        if policy() != "ignore" and not all_finite(_gradients(self._optimizers[name])):
+            not_finite("a gradient is NaN or infinite")
         self._stepped.add(name)
         self._calls_before = self._calls()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from elasticd.core.age import Age
 from elasticd.worker import agentpage
 from elasticd.worker.commit import randomness
-from elasticd.worker.epochs import Progress
+from elasticd.worker.steps import EpochProgress
 from elasticd.worker.world.group import World
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Parts:
     seeds: Mapping[str, int]
     step: int = 0
     random: Mapping[str, Any] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    progress: EpochProgress = field(default_factory=EpochProgress)
 
     @property
     def point(self) -> tuple[int, int]:

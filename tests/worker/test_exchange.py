@@ -12,8 +12,8 @@ from elasticd.worker.world import exchange
 from elasticd.worker.world.exchange import (
     PARCEL_BYTES,
     UNDER_WAY_MAX,
-    Choice,
-    Standing,
+    HeldState,
+    Transfer,
     _kept,
     _packed,
     _parcels,
@@ -23,29 +23,29 @@ from elasticd.worker.world.exchange import (
 )
 
 
-def whole(agreed: int, step: int, marks: int = 0) -> Standing:
-    return Standing(Holds.WHOLE, agreed, step, marks=marks)
+def whole(agreed: int, step: int, marks: int = 0) -> HeldState:
+    return HeldState(Holds.WHOLE, agreed, step, marks=marks)
 
 
-NONE = Standing(Holds.NONE, 0, 0)
+NONE = HeldState(Holds.NONE, 0, 0)
 
 
-def torn(agreed: int, step: int) -> Standing:
-    return Standing(Holds.TORN, agreed, step)
+def torn(agreed: int, step: int) -> HeldState:
+    return HeldState(Holds.TORN, agreed, step)
 
 
 @pytest.mark.parametrize(
     ("standings", "choice"),
     [
-        ([NONE, NONE, NONE], Choice(0, (1, 2), fresh=True)),
-        ([whole(1, 4), whole(1, 4)], Choice(0, (), fresh=False)),
-        ([NONE, whole(1, 4), whole(1, 4)], Choice(1, (0,), fresh=False)),
-        ([whole(1, 4), whole(1, 5), whole(1, 4)], Choice(1, (0, 2), fresh=False)),
-        ([whole(1, 4), whole(1, 4, marks=1)], Choice(1, (0,), fresh=False)),
-        ([whole(1, 5), whole(1, 4, marks=1)], Choice(0, (1,), fresh=False)),
-        ([torn(1, 5), whole(1, 4)], Choice(1, (0,), fresh=False)),
-        ([torn(1, 5), torn(1, 5)], Choice(0, (1,), fresh=True)),
-        ([NONE, torn(1, 5)], Choice(0, (1,), fresh=True)),
+        ([NONE, NONE, NONE], Transfer(0, (1, 2), fresh=True)),
+        ([whole(1, 4), whole(1, 4)], Transfer(0, (), fresh=False)),
+        ([NONE, whole(1, 4), whole(1, 4)], Transfer(1, (0,), fresh=False)),
+        ([whole(1, 4), whole(1, 5), whole(1, 4)], Transfer(1, (0, 2), fresh=False)),
+        ([whole(1, 4), whole(1, 4, marks=1)], Transfer(1, (0,), fresh=False)),
+        ([whole(1, 5), whole(1, 4, marks=1)], Transfer(0, (1,), fresh=False)),
+        ([torn(1, 5), whole(1, 4)], Transfer(1, (0,), fresh=False)),
+        ([torn(1, 5), torn(1, 5)], Transfer(0, (1,), fresh=True)),
+        ([NONE, torn(1, 5)], Transfer(0, (1,), fresh=True)),
     ],
 )
 def test_the_most_advanced_whole_state_is_gone_on_from(standings, choice):
@@ -54,8 +54,8 @@ def test_the_most_advanced_whole_state_is_gone_on_from(standings, choice):
 
 def test_a_step_that_the_others_have_made_anew_is_not_gone_back_to():
     """Rank 0 committed step 6 in round 1 and was left behind; the others made theirs in round 2."""
-    assert choose([whole(1, 6), whole(2, 5), whole(2, 5)]) == Choice(1, (0,), fresh=False)
-    assert choose([whole(1, 6), whole(2, 6), whole(2, 6)]) == Choice(1, (0,), fresh=False)
+    assert choose([whole(1, 6), whole(2, 5), whole(2, 5)]) == Transfer(1, (0,), fresh=False)
+    assert choose([whole(1, 6), whole(2, 6), whole(2, 6)]) == Transfer(1, (0,), fresh=False)
 
 
 def odd_tensors() -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ def test_of_a_state_of_small_tensors_only_a_few_parcels_are_in_memory_a_second_t
     monkeypatch.setattr(exchange, "PARCEL_BYTES", 1024)
     monkeypatch.setattr(exchange.dist, "isend", isend)
     tensors = [torch.full((64,), float(n)) for n in range(200)]
-    _send({"parameters": tensors}, Choice(0, (1,), fresh=False))
+    _send({"parameters": tensors}, Transfer(0, (1,), fresh=False))
     assert len(taken) == len(made) > 3 * UNDER_WAY_MAX and most <= UNDER_WAY_MAX + 2
     assert torch.equal(torch.cat(taken[-50:]), torch.cat(tensors).view(torch.uint8)), "all of it, in order"
 

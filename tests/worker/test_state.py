@@ -486,8 +486,8 @@ print(sorted(m for m in sys.modules if m.startswith("elasticd.") and not m.start
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert result.stderr == ""
-    parts = ("age", "auditlog", "dealing", "link", "order", "page", "summing")
-    ours = ["elasticd.core", *(f"elasticd.core.{m}" for m in parts)]
+    core, data = ("", ".age", ".link", ".page"), ("", ".auditnotes", ".dealing", ".order", ".summing")
+    ours = [*(f"elasticd.core{m}" for m in core), *(f"elasticd.data{m}" for m in data)]
     assert result.stdout.splitlines()[1] == str(ours)
 
 

@@ -21,7 +21,7 @@ from elasticd.checkpoint.store.reading import fill, open_manifest
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page import Fatal
-from elasticd.worker import futile
+from elasticd.worker import agentpage
 from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Resuming:
                 _end_the_job(sentence)
             error = NoCheckpoint(sentence)
             if not passes:
-                futile.if_uncaught(error, Fatal.NO_CHECKPOINT)
+                agentpage.end_job_if_uncaught(error, Fatal.NO_CHECKPOINT)
             raise error
         return None
 
@@ -208,7 +208,7 @@ class Resuming:
                 f"{misfit}: build what {name} was saved from, or begin anew with checkpoints in another "
                 f"folder than {self._store.url}"
             )
-            futile.if_uncaught(error, Fatal.BAD_DATA)
+            agentpage.end_job_if_uncaught(error, Fatal.BAD_DATA)
             raise error
 
 
@@ -241,6 +241,6 @@ def _from_memory(
 
 def _end_the_job(sentence: str) -> NoReturn:
     """End the job: with ``--resume=required`` a restart would find no checkpoint either."""
-    futile.say(sentence, Fatal.NO_CHECKPOINT)
+    agentpage.end_job(sentence, Fatal.NO_CHECKPOINT)
     _log.error("%s", sentence)
     raise SystemExit(_NOTHING_WHOLE)

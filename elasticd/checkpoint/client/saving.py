@@ -26,8 +26,8 @@ from elasticd.checkpoint.protocol import Gone, Message, Paper
 from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
-from elasticd.worker import agentpage, futile
-from elasticd.worker.commit.finite import any_nan
+from elasticd.worker import agentpage
+from elasticd.worker.report import any_nan, not_finite, policy
 from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class Saving:
         together = self._together
         assert together is not None
         flat = flatten(state)
-        if agentpage.policy() == "rollback" and any_nan(flat.tensors.values()):
-            agentpage.not_finite("what is to be saved holds NaN")  # no worker may go back to a state with NaN
+        if policy() == "rollback" and any_nan(flat.tensors.values()):
+            not_finite("what is to be saved holds NaN")  # no worker may go back to a state with NaN
         self._line.listen()
         plan = self._plan
         shape = shape_of(flat)
@@ -235,5 +235,5 @@ def _lay_out(
     try:
         return lay_out([msgspec.json.decode(raw, type=RankContent) for raw in said])
     except ValueError as error:
-        futile.if_uncaught(error, Fatal.BAD_DATA)
+        agentpage.end_job_if_uncaught(error, Fatal.BAD_DATA)
         raise

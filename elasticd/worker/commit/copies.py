@@ -17,7 +17,7 @@ LOOKS = 8  # the first commits
 LOOK_EVERY = 64
 
 
-class Committed:
+class LastCommit:
     """The copy of plain data, modules' buffers, extra states and modes (``train()``, ``eval()``), optimizers'
     settings, objects with ``state_dict``, and random numbers.
 

@@ -33,7 +33,7 @@ class StateLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class HeldState:
     """The state that a worker brings to a round, and its age (see ``Age``).
 
     ``digest``: of its parameters. ``shared``: of the shared values besides parameters. ``began``: of its
@@ -50,7 +50,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Transfer:
     """The source of the state and the ranks that take it. ``fresh``: no worker has committed anything, so the
     source begins."""
 
@@ -59,15 +59,15 @@ class Choice:
     fresh: bool
 
 
-def choose(standings: Sequence[Standing]) -> Choice:
+def choose(standings: Sequence[HeldState]) -> Transfer:
     """Return the choice of the most advanced state. Of several workers that have it, the lowest rank
     sends."""
     ages = [(s.agreed, s.step, s.marks) if s.holds is Holds.WHOLE else None for s in standings]
     newest = max((age for age in ages if age is not None), default=None)
     if newest is None:
-        return Choice(0, tuple(range(1, len(standings))), fresh=True)
+        return Transfer(0, tuple(range(1, len(standings))), fresh=True)
     takers = tuple(rank for rank, age in enumerate(ages) if age != newest)
-    return Choice(ages.index(newest), takers, fresh=False)
+    return Transfer(ages.index(newest), takers, fresh=False)
 
 
 def agree(state: State, world: World) -> Source:
@@ -77,7 +77,7 @@ def agree(state: State, world: World) -> Source:
     """
     state.begin()
     marks = state.commit_number - state.step
-    mine = Standing(state.holds, state.agreed, state.step, state.digest(), marks, *state.shared_digests())
+    mine = HeldState(state.holds, state.agreed, state.step, state.digest(), marks, *state.shared_digests())
     standings = _tell(mine, world)
     choice = choose(standings)
     there = [rank for rank in range(world.size) if choice.fresh or rank not in choice.takers]
@@ -132,14 +132,14 @@ def _why_lost(step: int) -> str:
     )
 
 
-def _tell(mine: Standing, world: World) -> list[Standing]:
+def _tell(mine: HeldState, world: World) -> list[HeldState]:
     if world.size == 1:
         return [mine]
     said = torch.tensor([_HOLDS.index(mine.holds), *astuple(mine)[1:]])
     heard = [torch.zeros_like(said) for _ in range(world.size)]
     with world.or_over():
         dist.all_gather(heard, said)
-    return [Standing(_HOLDS[holds], *rest) for holds, *rest in (h.tolist() for h in heard)]
+    return [HeldState(_HOLDS[holds], *rest) for holds, *rest in (h.tolist() for h in heard)]
 
 
 # ---------------------------------------------------------------- the way there
@@ -149,7 +149,7 @@ class _Chain:
     """A chain: bytes go from the source to the first taker, who passes them on while it receives, and so on.
     Many takers need little more time than one."""
 
-    def __init__(self, choice: Choice, rank: int) -> None:
+    def __init__(self, choice: Transfer, rank: int) -> None:
         order = (choice.source, *choice.takers)
         place = order.index(rank)
         self._before = order[place - 1] if place else None
@@ -173,7 +173,7 @@ class _Chain:
             piece.wait()
 
 
-def _send(snapshot: Any, choice: Choice) -> None:
+def _send(snapshot: Any, choice: Transfer) -> None:
     outline, tensors = outlined(snapshot)
     chain = _Chain(choice, choice.source)
     text = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
@@ -184,7 +184,7 @@ def _send(snapshot: Any, choice: Choice) -> None:
     chain.finish()
 
 
-def _receive(choice: Choice, rank: int) -> dict[str, Any]:
+def _receive(choice: Transfer, rank: int) -> dict[str, Any]:
     """Receive a snapshot. All of it is received before any of it is used, so a source that dies on the way
     does no harm."""
     chain = _Chain(choice, rank)

@@ -38,6 +38,29 @@ _FOREVER = timedelta(days=30)  # the agent ends the wait, not a clock
 _make_group = c10d._new_process_group_helper  # torch makes all process groups with this function
 
 
+def rank() -> int:
+    """Return this worker's rank in the present world. A change of world may change it."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of workers in the present world."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@functools.cache
+def device() -> torch.device:
+    """Return this worker's device for the life of its process: a GPU if there is one, else the CPU.
+
+    The device stays the same, although LOCAL_RANK may change with the world.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(mine)
+    return mine
+
+
 class WorldChanged(BaseException):
     """The worker's world is over, and the run function must end. The library then calls the run function
     again in the next world. It is not an Exception, so that ``except Exception`` does not catch it."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from elasticd import worker
+from elasticd.cli.audit import finding
 from elasticd.data.audit import judge
 from elasticd.data.auditnotes import (
     FOLDER,
@@ -29,7 +30,6 @@ from elasticd.data.auditnotes import (
     lines,
     unpack,
 )
-from elasticd.telemetry.describeaudit import finding
 from elasticd.worker.data import Data
 from elasticd.worker.samples.auditing import Recorder, digest, recorder
 

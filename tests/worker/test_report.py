@@ -16,6 +16,7 @@ from elasticd import worker
 from elasticd.core.page import VALUES_MAX, Fatal, Told
 from elasticd.procs.page import VARIABLE, Page
 from elasticd.worker import agentpage
+from elasticd.worker.report import all_finite, any_nan
 
 
 @pytest.fixture
@@ -24,7 +25,6 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     made = Page(tmp_path / "page")
     os.pwrite(made._fd, struct.pack("=Q", os.getpid()), 16)
     monkeypatch.setenv(VARIABLE, str(made.path))
-    monkeypatch.setattr(agentpage._Checkpoints, "there", False)
     agentpage._page_of.cache_clear()
     yield made
     agentpage._page_of.cache_clear()
@@ -82,7 +82,7 @@ def test_going_back_needs_checkpoints_to_go_back_to(page: Page, monkeypatch: pyt
     with pytest.raises(worker.NotFinite, match="going back to the last checkpoint"):
         worker.report(loss=math.nan)
     assert page.told().fatal is None and page.told().base == 30 and page.told().astray == 30
-    monkeypatch.setattr(agentpage._Checkpoints, "there", False)
+    monkeypatch.setattr(agentpage.own_page(), "has_checkpoints", False)
     with pytest.raises(worker.NotFinite, match="needs a script that loads worker.Checkpoints"):
         worker.report(loss=math.nan)
     assert page.told().fatal is Fatal.NOT_FINITE
@@ -126,3 +126,21 @@ def test_without_an_agent_it_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
     agentpage._page_of.cache_clear()
     worker.report(loss=1.0, samples=1, mine=2.0)
     agentpage._page_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("value", "finite", "nan"),
+    [(1e38, True, False), (math.inf, False, False), (-math.inf, False, False), (math.nan, False, True)],
+)
+def test_one_element_among_many_of_all_kinds_is_found(value: float, finite: bool, nan: bool) -> None:
+    odd = torch.zeros(1000, 3)
+    odd[777, 1] = value
+    tensors = [
+        torch.arange(5), torch.tensor(True), torch.zeros(0), torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.complex64), odd,
+    ]  # fmt: skip
+    assert (all_finite(tensors), any_nan(tensors)) == (finite, nan)
+
+
+def test_where_there_is_nothing_nothing_is_wrong() -> None:
+    assert all_finite([]) and not any_nan([])

@@ -1,0 +1,127 @@
+"""Report values of a training to the agent's metrics, and act on values that are not finite."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from elasticd.core import page
+from elasticd.core.page import Fatal
+from elasticd.worker.agentpage import AgentPage, fatal, own_page
+
+_POLICY = "ELASTICD_ON_NONFINITE"
+
+
+class NotFinite(ArithmeticError):
+    """A loss or a gradient is NaN or infinite, and the job runs with ``--on-nonfinite`` stop or rollback. Do
+    not catch it."""
+
+
+def report(*, loss: Any = None, samples: int = 0, **values: Any) -> None:
+    """Report the loss of this step, its number of samples, and values by names of your own (at most 12).
+
+    The agent exports them as metrics: ``worker.report(loss=loss, samples=len(batch), accuracy=hits /
+    len(batch))``. Samples of a ``worker.Data`` are counted automatically.
+
+    Values are numbers, or tensors of one element. Tensors on a GPU are copied without waiting, and reported
+    once they have arrived. Raises ValueError for too many names. Raises NotFinite for a value that is NaN or
+    infinite, if the job runs with ``--on-nonfinite=stop`` or ``rollback``.
+    """
+    there = own_page()
+    if samples:
+        there.add(page.SAMPLES, int(samples))
+    told = {"loss": loss, **values} if loss is not None else values
+    known = {name: value for name, value in told.items() if value is not None}
+    if any(isinstance(value, torch.Tensor) and value.is_cuda for value in known.values()):
+        known = _ripe(known)
+    _tell(there, {name: _number(value) for name, value in known.items()})
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _tell(there: AgentPage, known: dict[str, float]) -> None:
+    for name, value in known.items():
+        if name == "loss":
+            there.doubles[page.LOSS] = value
+            there.add(page.LOSSES, 1)
+        else:
+            there.value(name, value)
+    wrong = [name for name, value in known.items() if not math.isfinite(value)]
+    if wrong:
+        not_finite(", ".join(f"{name} is {known[name]:g}" for name in wrong))
+
+
+_pending: list[tuple[dict[str, Any], Any]] = []
+
+
+def _ripe(known: dict[str, Any]) -> dict[str, Any]:
+    """Return the newest earlier values that have arrived from the GPU, and start to copy the present ones."""
+    arrived: dict[str, Any] = {}
+    while _pending and _pending[0][1].query():
+        arrived = _pending.pop(0)[0]
+    if len(_pending) < 16:  # a loop far ahead of its GPU reports some values only
+        copies = {
+            name: value.detach().to("cpu", torch.float64, non_blocking=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in known.items()
+        }
+        fetched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        fetched.record()
+        _pending.append((copies, fetched))
+    return arrived
+
+
+def policy() -> str:
+    """Return what to do about a step that is not finite: "ignore", "stop" or "rollback"."""
+    return os.environ.get(_POLICY, "ignore")
+
+
+def not_finite(what: str) -> None:
+    """Count a step that is not finite. Raises NotFinite unless the policy is "ignore"."""
+    there = own_page()
+    there.add(page.NONFINITE, 1)
+    act = policy()
+    if act == "ignore":
+        return
+    said = f"after step {there.words[page.COMMITTED] - 1}: {what}" if there.words[page.COMMITTED] else what
+    if act == "rollback" and there.has_checkpoints:
+        base = there.words[page.BASE] - there.words[page.BASE_STEPS] if there.words[page.BASE] else 1
+        there.words[page.ASTRAY] = base + there.words[page.STEPS]
+        raise NotFinite(f"{said}; going back to the last checkpoint (--on-nonfinite=rollback)")
+    fatal(Fatal.NOT_FINITE)
+    if act == "rollback":
+        raise NotFinite(
+            f"{said}; --on-nonfinite=rollback needs a script that loads worker.Checkpoints, and this one "
+            "has loaded none, so the job stops"
+        )
+    raise NotFinite(f"{said}; the job stops (--on-nonfinite=stop)")
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(largest.isfinite().all()) for largest in _largest(tensors))
+
+
+def any_nan(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a value is NaN. Infinite values are allowed: masks consist of them."""
+    return any(bool(largest.isnan().any()) for largest in _largest(tensors))
+
+
+def _largest(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield for each device the largest magnitude of each tensor. A sum of squares could overflow though no
+    element does."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        wide = tensor.is_floating_point() and tensor.element_size() > 1  # narrower types have no norm
+        if (wide or tensor.is_complex()) and tensor.numel() and tensor.layout is torch.strided:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if local.numel():
+                found.setdefault(local.device, []).append(local)
+    for on_device in found.values():
+        yield torch.stack(torch._foreach_norm(on_device, ord=float("inf")))
