@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elasticd.core.facts import Cause, Member, Phase, Round
-from elasticd.core.link import HANDOVER
 from elasticd.core.ports import Assignment
+
+HANDOVER = "ELASTICD_HANDOVER"  # in the environment of a handover round, which only passes the state on
 
 
 @dataclass(frozen=True, slots=True)

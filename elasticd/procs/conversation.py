@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from enum import Enum, auto
 
-from elasticd.core.link import (
+from elasticd.channel.codec import BadMessage
+from elasticd.channel.worker_messages import (
     VERSION,
     Broken,
     Checkpointed,
@@ -14,9 +15,8 @@ from elasticd.core.link import (
     Entered,
     Hello,
     Holds,
-    LinkError,
-    Message,
     Waiting,
+    WorkerToAgent,
 )
 
 
@@ -47,12 +47,12 @@ class Conversation:
         assert self.stage is Stage.WAITING, f"told to enter {round_number} when it is {self.stage.name}"
         self.stage, self.round = Stage.ENTERING, round_number
 
-    def hear(self, message: Message) -> None:
-        """Process a message. Raises LinkError if the message is out of order or cannot be true."""
+    def hear(self, message: WorkerToAgent) -> None:
+        """Process a message. Raises BadMessage if the message is out of order or cannot be true."""
         match self.stage, message:
             case Stage.SILENT, Hello(v=version):
                 if version != VERSION:
-                    raise LinkError(f"it speaks version {version} of the link, and this agent {VERSION}")
+                    raise BadMessage(f"it speaks version {version} of the link, and this agent {VERSION}")
                 self.stage = Stage.ARRIVED
             case Stage.ARRIVED | Stage.ENTERING | Stage.INSIDE | Stage.DONE, Waiting(
                 number, step, holds, agreed
@@ -71,10 +71,10 @@ class Conversation:
             case _, Checkpointed():
                 pass
             case _:
-                raise LinkError(f"it said {message} when it was {self.stage.name.lower()}")
+                raise BadMessage(f"it said {message} when it was {self.stage.name.lower()}")
 
-    def _check(self, message: Message, number: int, *amounts: float) -> None:
+    def _check(self, message: WorkerToAgent, number: int, *amounts: float) -> None:
         if number != self.round:
-            raise LinkError(f"it said {message}, and was told to enter round {self.round}")
+            raise BadMessage(f"it said {message}, and was told to enter round {self.round}")
         if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
-            raise LinkError(f"it said {message}")
+            raise BadMessage(f"it said {message}")

@@ -1,27 +1,25 @@
-"""The agent's end of the links to its workers: admission, and bytes in both directions.
+"""The agent's end of the links to its workers: admission, and messages in both directions.
 
 Workers connect to an abstract Unix socket, which every user of the machine can find in /proc/net/unix. The
 agent therefore admits only processes that the warden started as workers, by the credentials that the kernel
-reports. Their children are refused. ``conversation`` checks the messages.
+reports. Their children are refused. ``conversation`` checks the order of the messages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from functools import partial
 
-from elasticd.core.link import FromAgent, Lines, LinkError, Message, encode
+from elasticd.channel.codec import BadMessage, ChannelClosed
+from elasticd.channel.framing import Channel, close_all, is_ours, listen, peer_of
+from elasticd.channel.worker_messages import AGENT_TO_WORKER, WORKER_TO_AGENT, AgentToWorker, WorkerToAgent
 from elasticd.procs.keeper import Warden
 from elasticd.procs.linux import started_at
 
-_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-_CHUNK_BYTES = 1 << 16
 _EARLY_MAX = 64
 
 
@@ -33,14 +31,13 @@ class WorkerLine:
     """
 
     def __init__(
-        self, switchboard: Switchboard, heard: Callable[[Message], None], lost: Callable[[str], None]
+        self, switchboard: Switchboard, heard: Callable[[WorkerToAgent], None], lost: Callable[[str], None]
     ) -> None:
         self._switchboard = switchboard
         self._heard = heard
         self._lost = lost
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._lines = Lines()
+        self._channel: Channel[AgentToWorker, WorkerToAgent] | None = None
         self.pid = 0
         self._started_at = 0
 
@@ -49,20 +46,19 @@ class WorkerLine:
         self.pid, self._started_at = pid, started_at(pid)
         self._switchboard._is_known(self)
 
-    def tell(self, message: FromAgent) -> bool:
+    def tell(self, message: AgentToWorker) -> bool:
         """Send a message, and return whether it was sent. Never blocks: the link to a worker that does not
         read is cut."""
-        data = encode(message)
         with self._lock:
-            if self._socket is None:
+            if self._channel is None:
                 return False
             try:
-                sent = self._socket.send(data)
-            except OSError:
-                sent = 0
-        if sent < len(data):
-            self.hang_up()
-        return sent == len(data)
+                self._channel.send(message, wait=False)
+                return True
+            except ChannelClosed:
+                pass
+        self.hang_up()
+        return False
 
     def release(self) -> None:
         """End the link. The worker may connect again."""
@@ -75,44 +71,37 @@ class WorkerLine:
 
     def _close(self) -> None:
         with self._lock:
-            sock, self._socket = self._socket, None
-            if sock is not None:
+            channel, self._channel = self._channel, None
+            if channel is not None:
                 with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # reaches the worker even if a fork has it
-        if sock is not None:
-            self._switchboard._warden.unwatch(sock)
+                    channel.socket.shutdown(socket.SHUT_RDWR)  # reaches the worker even if a fork has it
+        if channel is not None:
+            self._switchboard._warden.unwatch(channel.socket)
 
     def _is(self, pid: int) -> bool:
         """Return whether ``pid`` is still the started process, not a later one with the same pid, and has no
         link yet."""
-        return self._socket is None and 0 < self._started_at == started_at(pid)
+        return self._channel is None and 0 < self._started_at == started_at(pid)
 
     def _open(self, sock: socket.socket) -> None:
+        channel = Channel(sock, AGENT_TO_WORKER, WORKER_TO_AGENT)
         with self._lock:
-            self._socket = sock
-            self._lines = Lines()
-        self._switchboard._warden.watch(sock, partial(self._readable, sock))
+            self._channel = channel
+        self._switchboard._warden.watch(sock, partial(self._readable, channel))
 
-    def _readable(self, sock: socket.socket) -> None:
-        if sock is not self._socket:
+    def _readable(self, channel: Channel[AgentToWorker, WorkerToAgent]) -> None:
+        if channel is not self._channel:
             return
         try:
-            data = sock.recv(_CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._break(error.strerror or "it broke")
-            return
-        if not data:
-            self._break("")
-            return
-        try:
-            for message in self._lines.feed(data):
+            heard = channel.poll()
+            if heard is not None:
+                message, files = heard
+                close_all(files)
                 self._heard(message)
-                if sock is not self._socket:
-                    return
-        except (LinkError, RecursionError) as error:
+        except BadMessage as error:
             self._break(str(error))
+        except ChannelClosed:
+            self._break("")
 
     def _break(self, why: str) -> None:
         self._close()
@@ -129,12 +118,11 @@ class Switchboard:
         self._unborn: set[WorkerLine] = set()  # lines whose pid is not known yet
         self._lines: dict[int, WorkerLine] = {}
         self._early: dict[int, socket.socket] = {}  # by pid: may be a worker whose pid is not known yet
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(f"\0{self.address}")
-        self._socket.listen(128)
+        self._socket = listen(self.address)
+        self._socket.setblocking(False)
         warden.watch(self._socket, self._answer)
 
-    def line(self, heard: Callable[[Message], None], lost: Callable[[str], None]) -> WorkerLine:
+    def line(self, heard: Callable[[WorkerToAgent], None], lost: Callable[[str], None]) -> WorkerLine:
         """Return a line for a worker that is about to start."""
         line = WorkerLine(self, heard, lost)
         self._unborn.add(line)
@@ -152,12 +140,9 @@ class Switchboard:
             caller, _ = self._socket.accept()
         except OSError:  # the caller has left, or no descriptor is free
             return
-        caller.setblocking(False)
-        pid, uid, _ = _CREDENTIALS.unpack(
-            caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        pid = peer_of(caller)
         line = self._lines.get(pid)
-        if uid != os.geteuid():
+        if not is_ours(caller):
             caller.close()
         elif line is not None and line._is(pid):
             line._open(caller)

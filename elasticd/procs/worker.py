@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticd.channel.warden_messages import Ended
+from elasticd.channel.worker_messages import AgentToWorker
 from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.link import FromAgent
 from elasticd.core.page import Told
 from elasticd.core.ports import Assignment
 from elasticd.procs.conversation import Conversation
@@ -58,7 +58,7 @@ class Worker:
         if self.line is not None:
             self.line.started(pid)
 
-    def tell(self, message: FromAgent) -> bool:
+    def tell(self, message: AgentToWorker) -> bool:
         """Send a message. Return whether it was sent."""
         return self.line is not None and self.line.tell(message)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from elasticd.channel import worker_messages as wire
 from elasticd.channel.warden_messages import Ended
-from elasticd.core import link as wire
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.page import Told
@@ -342,7 +342,7 @@ class LocalProcs:
 
     # ------------------------------------------------------------ from the keeper's thread
 
-    def _heard(self, worker: Worker, message: wire.Message) -> None:
+    def _heard(self, worker: Worker, message: wire.WorkerToAgent) -> None:
         with self._lock:
             if not worker.alive:
                 return

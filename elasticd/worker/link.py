@@ -3,12 +3,13 @@ agent's orders."""
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
+import contextlib
 import threading
+from typing import assert_never
 
-from elasticd.core.link import Enter, FromWorker, Leave, Lines, LinkError, encode
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import Channel, close_all, connect
+from elasticd.channel.worker_messages import AGENT_TO_WORKER, WORKER_TO_AGENT, Enter, Leave, WorkerToAgent
 from elasticd.worker.world.group import World
 
 
@@ -21,16 +22,10 @@ class Link:
     this user listens there."""
 
     def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.connect("\0" + address)
-        except OSError as error:
-            raise AgentGone(f"the agent of this worker does not answer at {address!r}: {error}") from error
-        _, uid, _ = struct.unpack(
-            "3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )
-        if uid != os.getuid():
-            raise AgentGone(f"whoever listens at {address!r} is user {uid}, and not this worker's agent")
+            self._channel = Channel(connect(address), WORKER_TO_AGENT, AGENT_TO_WORKER)
+        except ChannelClosed as error:
+            raise AgentGone(f"the agent of this worker cannot be reached: {error}") from error
         self._news = threading.Condition()
         self._world: World | None = None
         self._enter: Enter | None = None
@@ -41,12 +36,10 @@ class Link:
         self._gone = ""
         threading.Thread(target=self._listen, name="elasticd-link", daemon=True).start()
 
-    def say(self, message: FromWorker) -> None:
+    def say(self, message: WorkerToAgent) -> None:
         """Send a message. If the agent is gone, do nothing."""
-        try:
-            self._socket.sendall(encode(message))
-        except OSError:
-            pass
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(message)
 
     def next_round(self, after: int) -> Enter:
         """Wait for the next round. ``after``: this worker's last round. Raises AgentGone."""
@@ -80,26 +73,26 @@ class Link:
             return self._closed >= round
 
     def _listen(self) -> None:
-        lines = Lines()
         try:
-            while data := self._socket.recv(65536):
-                for message in lines.feed(data):
-                    match message:
-                        case Leave(round, planned=True, going=going):
-                            self._ask(round, going)
-                        case Leave(round):
-                            self._close(round)
-                        case Enter(round):
-                            self._close(round - 1)  # even if no Leave was sent
-                            with self._news:
-                                self._enter = message
-                                self._news.notify_all()
-            gone = "it closed the connection"
-        except (OSError, LinkError) as error:
-            gone = str(error)
-        with self._news:
-            self._gone = gone
-            self._news.notify_all()
+            while True:
+                message, files = self._channel.receive()
+                close_all(files)
+                match message:
+                    case Leave(round, planned=True, going=going):
+                        self._ask(round, going)
+                    case Leave(round):
+                        self._close(round)
+                    case Enter(round):
+                        self._close(round - 1)  # even if no Leave was sent
+                        with self._news:
+                            self._enter = message
+                            self._news.notify_all()
+                    case _:
+                        assert_never(message)
+        except ChannelClosed as error:
+            with self._news:
+                self._gone = str(error)
+                self._news.notify_all()
 
     def _ask(self, round: int, going: bool) -> None:
         with self._news:

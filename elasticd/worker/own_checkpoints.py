@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import struct
+from contextlib import closing
 
-from elasticd.core.link import ADDRESS, Checkpointed, Leave, Lines, LinkError, encode
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import Channel, close_all, connect
+from elasticd.channel.worker_messages import (
+    ADDRESS,
+    AGENT_TO_WORKER,
+    WORKER_TO_AGENT,
+    Checkpointed,
+    Leave,
+)
 from elasticd.core.page import Use
 from elasticd.worker import agentpage
 from elasticd.worker.run import own_link
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 def checkpointed(path: str | os.PathLike[str] = "") -> None:
@@ -33,22 +38,13 @@ def checkpointed(path: str | os.PathLike[str] = "") -> None:
     if own_link.cache_info().currsize:  # this worker keeps its process, and leaves worlds at commits
         own_link(address).say(said)
         return
-    with socket.socket(socket.AF_UNIX) as agent:
-        try:
-            agent.connect("\0" + address)
-            raw = agent.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(raw)[1] != os.geteuid():
-                return
-            agent.sendall(encode(said))
-            _wait(agent)
-        except (OSError, LinkError):
-            return  # the agent is gone, so there is nothing to wait for
-
-
-def _wait(agent: socket.socket) -> None:
-    """Wait until the agent lets this worker go on, or wants it to end while the script handles SIGTERM."""
-    lines = Lines()
-    while data := agent.recv(65536):
-        for message in lines.feed(data):
-            if isinstance(message, Leave) and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-                return
+    try:
+        with closing(Channel(connect(address), WORKER_TO_AGENT, AGENT_TO_WORKER)) as agent:
+            agent.send(said)
+            while True:  # until the agent closes, or wants this worker to end and the script handles SIGTERM
+                message, files = agent.receive()
+                close_all(files)
+                if isinstance(message, Leave) and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                    return
+    except ChannelClosed:
+        return  # the agent is gone, or lets this worker go on

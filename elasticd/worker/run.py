@@ -14,7 +14,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from elasticd.core.link import ADDRESS, HANDOVER, Broken, Done, Enter, Entered, Hello, Holds, Waiting
+from elasticd.channel.worker_messages import ADDRESS, Broken, Done, Enter, Entered, Hello, Holds, Waiting
+from elasticd.core.environment import HANDOVER
 from elasticd.worker.link import Link
 from elasticd.worker.state import State
 from elasticd.worker.world.exchange import agree

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from elasticd.channel.worker_messages import Holds
 from elasticd.core.age import Age
-from elasticd.core.link import Holds
 from elasticd.core.page import Fatal, Use
 from elasticd.worker import agentpage
 from elasticd.worker.commit import divergence, randomness

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.channel import warden_messages
+from elasticd.channel import warden_messages, worker_messages
 from elasticd.channel.codec import BadMessage, Codec
 from elasticd.channel.warden_messages import (
     AGENT_TO_WARDEN,
@@ -34,6 +34,8 @@ DIRECTIONS: list[tuple[Codec[Any], Any]] = [
     (ZYGOTE_TO_WARDEN, warden_messages.ZygoteToWarden),
     (CHILD_TO_ZYGOTE, warden_messages.ChildToZygote),
     (EMBRYO_TO_ZYGOTE, warden_messages.Accepted),
+    (worker_messages.WORKER_TO_AGENT, worker_messages.WorkerToAgent),
+    (worker_messages.AGENT_TO_WORKER, worker_messages.AgentToWorker),
 ]
 # What surrogateescape makes of bytes that are no UTF-8.
 ODD_BYTES = st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF)

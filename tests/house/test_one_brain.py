@@ -31,7 +31,7 @@ MAKES_REASONS = {"advice.py"}
 
 # What belongs to checkpoints or views, and is in the core only because it is pure. It is to get less.
 ELSEWHERE = {
-    "environment", "ledger", "link", "outage",
+    "environment", "ledger", "outage",
 }  # fmt: skip
 
 

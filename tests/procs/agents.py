@@ -14,6 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+# The beginning of a program that calls its agent.
+CALL = """
+import os
+from elasticd.channel.framing import Channel, connect
+from elasticd.channel.worker_messages import *
+def call():
+    return Channel(connect(os.environ["ELASTICD_LINK"]), WORKER_TO_AGENT, AGENT_TO_WORKER)
+"""
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,8 +14,16 @@ from typing import Any
 
 import pytest
 
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import Channel, connect
+from elasticd.channel.worker_messages import (
+    AGENT_TO_WORKER,
+    WORKER_TO_AGENT,
+    AgentToWorker,
+    Hello,
+    WorkerToAgent,
+)
 from elasticd.core.facts import Exit
-from elasticd.core.link import Hello, Message, encode
 from elasticd.core.ports import Assignment
 from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Warden
@@ -24,7 +31,7 @@ from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import LogDest
 from elasticd.procs.workers import LocalProcs
 from tests.contract.heard import Heard
-from tests.procs.agents import PATIENCE_S, PROGRAMS
+from tests.procs.agents import CALL, PATIENCE_S, PROGRAMS
 from tests.procs.conftest import Bench
 
 LINKED = [sys.executable, str(PROGRAMS / "linked.py")]
@@ -182,16 +189,19 @@ def test_a_worker_that_fails_has_as_long_to_end_as_others_have_who_are_stopped(
 
 
 def test_a_worker_that_is_being_stopped_is_not_said_to_wait(bench: Bench) -> None:
-    program = (
-        "import os, socket, time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        "link = socket.socket(socket.AF_UNIX); link.connect('\\0' + os.environ['ELASTICD_LINK']); "
-        'link.sendall(b\'{"is":"hello","v":1,"pid":1}\\n\'); print("up", flush=True); '
-        "signal.sigtimedwait([signal.SIGUSR1], 100); "
-        'link.sendall(b\'{"is":"waiting","round":0,"step":0,"state":"none","agreed":0}\\n\'); '
-        'print("said", flush=True); time.sleep(1000)'
-    )
-    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); "
-    party = Party(bench, [sys.executable, "-c", block + program])
+    program = f"""{CALL}
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+link = call()
+link.send(Hello(1))
+print("up", flush=True)
+signal.sigtimedwait([signal.SIGUSR1], 100)
+link.send(Waiting(0, 0, Holds.NONE))
+print("said", flush=True)
+time.sleep(1000)
+"""
+    party = Party(bench, [sys.executable, "-c", program])
     party.start(1, "")
     bench.console.wait_for(b"up")
     party.until(lambda: party.heard.linked)
@@ -258,22 +268,16 @@ def test_a_worker_that_never_reads_holds_nobody_up_and_loses_its_link(bench: Ben
 
 
 def test_neither_children_of_a_worker_nor_a_second_call_of_its_own_are_let_in(bench: Bench) -> None:
-    program = """
-import os, socket
-def call():
-    link = socket.socket(socket.AF_UNIX)
-    link.connect("\\0" + os.environ["ELASTICD_LINK"])
-    link.sendall(b'{"is":"hello","v":1,"pid":%d}\\n' % os.getpid())
-    link.settimeout(100)
-    return link
+    program = f"""{CALL}
 def is_let_in():
     try:
-        return bool(call().recv(1))
+        return bool(call().receive())
     except OSError:
         return False
 link = call()
-link.sendall(b'{"is":"waiting","round":0,"step":0,"state":"none","agreed":0}\\n')
-assert link.recv(1)
+link.send(Hello(os.getpid()))
+link.send(Waiting(0, 0, Holds.NONE))
+assert isinstance(link.receive()[0], Enter)
 print("a second one:", is_let_in(), flush=True)
 if not (child := os.fork()):
     print("a child's:", is_let_in(), flush=True)
@@ -292,7 +296,7 @@ def test_a_worker_that_became_another_user_is_not_let_in(bench: Bench) -> None:
     program = """
 import os, socket
 os.setuid(65534)
-link = socket.socket(socket.AF_UNIX)
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect("\\0" + os.environ["ELASTICD_LINK"])
 link.settimeout(100)
 print("let in:", bool(link.recv(1)), flush=True)
@@ -315,27 +319,25 @@ class _Ear:
     """What is heard on a line."""
 
     def __init__(self, switchboard: Switchboard) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[WorkerToAgent] = []
         self.changed = threading.Event()
         self.line = switchboard.line(self._heard, lambda why: None)
 
-    def _heard(self, message: Message) -> None:
+    def _heard(self, message: WorkerToAgent) -> None:
         self.messages.append(message)
         self.changed.set()
 
 
-def _call(switchboard: Switchboard) -> socket.socket:
-    link = socket.socket(socket.AF_UNIX)
-    link.settimeout(PATIENCE_S)
-    link.connect(f"\0{switchboard.address}")
-    return link
+def _call(switchboard: Switchboard) -> Channel[WorkerToAgent, AgentToWorker]:
+    return Channel(connect(switchboard.address), WORKER_TO_AGENT, AGENT_TO_WORKER)
 
 
-def _is_refused(link: socket.socket) -> bool:
+def _is_refused(link: Channel[WorkerToAgent, AgentToWorker]) -> bool:
     try:
-        return link.recv(1) == b""
-    except ConnectionResetError:
+        link.poll(PATIENCE_S)
+    except ChannelClosed:
         return True
+    return False
 
 
 def test_a_stranger_is_refused(switchboard: Switchboard) -> None:
@@ -346,12 +348,12 @@ def test_a_stranger_is_refused(switchboard: Switchboard) -> None:
 def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(switchboard: Switchboard) -> None:
     ear = _Ear(switchboard)
     with closing(_call(switchboard)) as link:
-        link.sendall(encode(Hello(1)))
+        link.send(Hello(1))
         switchboard._warden.call_soon(lambda: ear.line.started(os.getpid()))
         assert ear.changed.wait(PATIENCE_S)
         assert ear.messages == [Hello(1)]
         ear.line.hang_up()
-        assert link.recv(1) == b""
+        assert _is_refused(link)
 
 
 def test_a_stranger_who_calls_meanwhile_is_refused_then(switchboard: Switchboard) -> None:
@@ -386,17 +388,16 @@ def test_a_process_that_got_the_number_of_a_worker_is_refused(switchboard: Switc
 
 
 def test_who_saves_as_it_was_told_to_end_and_tells_of_it_is_not_held(bench: Bench) -> None:
-    program = """
-import os, signal, socket
-link = socket.socket(socket.AF_UNIX)
-link.connect("\\0" + os.environ["ELASTICD_LINK"])
+    program = f"""{CALL}
+import signal
+link = call()
 def save(*_):
-    link.sendall(b'{"is":"checkpointed","path":"x"}\\n')
-    print("told", link.recv(65536), flush=True)
+    link.send(Checkpointed("x"))
+    print("told", link.receive()[0], flush=True)
     os._exit(0)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 signal.pause()
 """
     exit = bench.stopped(program, b"ready")
-    assert exit.code == 0 and any(b"leave" in line for line in bench.console.lines())
+    assert exit.code == 0 and any(b"Leave" in line for line in bench.console.lines())

@@ -16,7 +16,15 @@ import pytest
 
 from elasticd.channel.warden_messages import Ended
 from elasticd.procs.keeper import Warden
-from tests.procs.agents import PATIENCE_S, PROGRAMS, Agent, is_running, wait_until_gone, wait_until_removed
+from tests.procs.agents import (
+    CALL,
+    PATIENCE_S,
+    PROGRAMS,
+    Agent,
+    is_running,
+    wait_until_gone,
+    wait_until_removed,
+)
 
 FAMILY = [sys.executable, str(PROGRAMS / "family.py")]
 STUBBORN = [*FAMILY, "ignore"]
@@ -67,15 +75,14 @@ def test_a_process_forked_from_the_agent_does_not_hide_its_death(start: Start) -
 
 
 def test_a_linked_worker_sees_that_its_agent_is_gone_even_if_the_warden_is_stopped(start: Start) -> None:
-    program = """
-import json, os, socket
-link = socket.socket(socket.AF_UNIX)
-link.connect("\\0" + os.environ["ELASTICD_LINK"])
-link.sendall(b'{"is":"hello","v":1,"pid":1}\\n')
-link.sendall(b'{"is":"waiting","round":0,"step":0,"state":"none"}\\n')
-link.recv(1000)
-print("family", json.dumps({"worker": os.getpid()}), flush=True)
-assert not link.recv(1)
+    program = f"""{CALL}
+import json
+link = call()
+link.send(Hello(1))
+link.send(Waiting(0, 0, Holds.NONE))
+assert isinstance(link.receive()[0], Enter)
+print("family", json.dumps(dict(worker=os.getpid())), flush=True)
+link.receive()
 """
     agent = start([sys.executable, "-c", program], workers=1)
     families = agent.hear_families(1)

@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import Any
 
 from elasticd.core.age import Age
+from elasticd.core.environment import HANDOVER
 from elasticd.core.facts import Exit
-from elasticd.core.link import HANDOVER
 from elasticd.core.ports import (
     Assignment,
     WorkerBroke,

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elasticd import worker
-from elasticd.core.link import ADDRESS
+from elasticd.channel.worker_messages import ADDRESS
 from elasticd.worker.world import exchange
 
 WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker tells of planned faults

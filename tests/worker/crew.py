@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import os
 import selectors
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,23 +18,27 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elasticd.core.link import (
-    HANDOVER,
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import Channel, listen
+from elasticd.channel.worker_messages import (
+    AGENT_TO_WORKER,
+    WORKER_TO_AGENT,
+    AgentToWorker,
     Broken,
     Done,
     Enter,
     Entered,
     Hello,
     Leave,
-    Lines,
-    Message,
     Waiting,
-    encode,
+    WorkerToAgent,
 )
+from elasticd.core.environment import HANDOVER
 from elasticd.procs.linux import kill_tree
 
 PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "60"))
 _addresses = itertools.count()
+AgentEnd = Channel[AgentToWorker, WorkerToAgent]
 
 
 @dataclass
@@ -43,9 +46,8 @@ class Hand:
     """One worker. ``round``: the one it acts in, 0 while it waits."""
 
     process: BaseProcess
-    socket: socket.socket | None = None
-    lines: Lines = field(default_factory=Lines)
-    said: list[Message] = field(default_factory=list)
+    channel: AgentEnd | None = None
+    said: list[WorkerToAgent] = field(default_factory=list)
     round: int = 0
     waiting: Waiting | None = None
     done: bool = False
@@ -73,9 +75,7 @@ class Crew:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*self.preload])
         self.address = f"elasticd-test-{os.getpid()}-{next(_addresses)}"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind("\0" + self.address)
-        self._listener.listen(64)
+        self._listener = listen(self.address)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self.hands: list[Hand] = []
@@ -96,8 +96,8 @@ class Crew:
             if hand.process.is_alive() and hand.process.pid is not None:
                 kill_tree(hand.process.pid)  # with those that load its data
             hand.process.join()
-            if hand.socket is not None:
-                hand.socket.close()
+            if hand.channel is not None:
+                hand.channel.close()
         self._listener.close()
         self._selector.close()
 
@@ -201,37 +201,30 @@ class Crew:
             "MASTER_PORT": str(self.led(self.stores[-1].port)),
         }
 
-    def _tell(self, hand: Hand, message: Message) -> None:
-        if hand.socket is not None:
-            try:
-                hand.socket.sendall(encode(message))
-            except OSError:
-                pass
+    def _tell(self, hand: Hand, message: AgentToWorker) -> None:
+        if hand.channel is not None:
+            hand.channel.try_send(message)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection))
+        channel: AgentEnd = Channel(connection, AGENT_TO_WORKER, WORKER_TO_AGENT)
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(channel))
 
-    def _hear(self, connection: socket.socket) -> None:
-        hand = next((h for h in self.hands if h.socket is connection), None)
+    def _hear(self, channel: AgentEnd) -> None:
         try:
-            data = connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            self._selector.unregister(connection)
+            message, _ = channel.receive()
+        except ChannelClosed:
+            self._selector.unregister(channel)
             return
-        for message in (hand.lines if hand else Lines()).feed(data):
-            if isinstance(message, Hello):
-                hand = next(h for h in self.hands if h.process.pid == message.pid)
-                hand.socket = connection
-            assert hand is not None
-            hand.said.append(message)
-            match message:
-                case Waiting():
-                    hand.waiting, hand.round = message, 0
-                case Done():
-                    hand.done = True
+        if isinstance(message, Hello):
+            next(h for h in self.hands if h.process.pid == message.pid).channel = channel
+        hand = next(h for h in self.hands if h.channel is channel)
+        hand.said.append(message)
+        match message:
+            case Waiting():
+                hand.waiting, hand.round = message, 0
+            case Done():
+                hand.done = True
 
     def _exited(self, hand: Hand) -> None:
         self._selector.unregister(hand.process.sentinel)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticd import worker
-from elasticd.core.link import ADDRESS
+from elasticd.channel.worker_messages import ADDRESS
 from elasticd.worker.world import exchange, group
 
 run_loop = importlib.import_module("elasticd.worker.run")  # its function has the module's name

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from elasticd.core.link import Holds
+from elasticd.channel.worker_messages import Holds
 from elasticd.worker.commit.plaindata import copied, with_tensors
 from elasticd.worker.world import exchange
 from elasticd.worker.world.exchange import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticd.core.link import Holds, Source
+from elasticd.channel.worker_messages import Holds, Source
 from tests.e2e.line import Line
 from tests.worker.crew import Crew
 from tests.worker.jobs import (
@@ -273,7 +273,7 @@ def test_ranks_that_draw_for_themselves_go_on_doing_so(crew, tmp_path):
 def test_a_worker_whose_agent_is_gone_ends_and_says_so(crew, tmp_path):
     hand = crew.start(work, str(tmp_path), "0", NOTHING)
     crew.all_waiting(hand)
-    hand.socket.shutdown(socket.SHUT_RDWR)
+    hand.channel.socket.shutdown(socket.SHUT_RDWR)
     crew.all_ended()
     assert hand.status == 1
     assert "the agent of this worker is gone" in (tmp_path / "0.err").read_text().splitlines()[-1]

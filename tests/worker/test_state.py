@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from elasticd import worker
+from elasticd.channel.worker_messages import Enter, Holds
 from elasticd.core.age import Age
-from elasticd.core.link import Enter, Holds
 from elasticd.worker.commit import randomness
 from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.state_checkpoints import Parts

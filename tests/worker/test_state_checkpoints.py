@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from elasticd import worker
+from elasticd.channel.worker_messages import Enter, Holds, Source
 from elasticd.checkpoint.client.resuming import Kept
 from elasticd.checkpoint.client.schedule import EverySteps
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.core.age import Age
-from elasticd.core.link import Enter, Holds, Source
 from elasticd.worker import state_checkpoints
 from elasticd.worker.checkpoints import Checkpoints
 from elasticd.worker.state_checkpoints import Lasting

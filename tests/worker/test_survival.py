@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.link import Source
+from elasticd.channel.worker_messages import Source
 from tests.worker.crew import Crew
 from tests.worker.jobs import (
     NOTHING,

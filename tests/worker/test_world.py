@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticd.core.link import Enter
+from elasticd.channel.worker_messages import Enter
 from elasticd.worker.world import group as group_module
 from elasticd.worker.world.group import World, WorldChanged
 

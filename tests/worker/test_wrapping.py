@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.core.link import Enter
+from elasticd.channel.worker_messages import Enter
 from elasticd.worker.gradients.wrapping import count_sums
 from elasticd.worker.world.group import World
 

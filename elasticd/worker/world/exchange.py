@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elasticd.channel.worker_messages import Holds, Source
 from elasticd.core.age import Age
-from elasticd.core.link import Holds, Source
 from elasticd.worker.commit.plaindata import loaded, outlined, with_tensors
 from elasticd.worker.state import State
 from elasticd.worker.world.group import World

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from elasticd.core.link import Enter
+from elasticd.channel.worker_messages import Enter
 from elasticd.worker import messages
 
 FORMING_S_MAX = 10.0  # all workers are there, and connect

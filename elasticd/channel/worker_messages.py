@@ -1,7 +1,7 @@
-"""The protocol between an agent and a worker that recovers in place: one JSON object a line.
+"""The messages between an agent and a worker: one that recovers in place, or whose script writes checkpoints.
 
-Both ends use an abstract Unix stream socket. Its name, without the leading NUL, is in the worker's
-``ELASTICD_LINK``. The agent listens; the worker connects when it first enters its run function.
+The agent listens. The name of its socket is in the worker's ``ELASTICD_LINK``; the worker connects when it
+first enters its run function.
 
     worker                         agent
     Hello, Waiting(round 0)   ->
@@ -26,17 +26,15 @@ does not know, the worker sends Broken. The end of the stream means that the oth
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticd.channel.codec import Codec
 from elasticd.core.age import Age
 
-VERSION = 1
+VERSION = 2
 ADDRESS = "ELASTICD_LINK"
-HANDOVER = "ELASTICD_HANDOVER"  # in the environment of a handover round, which only passes the state on
-LINE_BYTES_MAX = 1 << 20
 
 
 class Source(StrEnum):
@@ -47,10 +45,6 @@ class Source(StrEnum):
     PEER = "peer"  # this node's memory and other nodes' memory
     DISK = "disk"  # the newest whole checkpoint
     SCRIPT = "script"  # the script's initial state, or what the script restores itself
-
-
-class LinkError(ValueError):
-    """The other end sent something that is not in the protocol. The message quotes it."""
 
 
 class Holds(StrEnum):
@@ -146,68 +140,8 @@ class Leave:
     going: bool = False
 
 
-FromWorker = Hello | Waiting | Entered | Broken | Done | Checkpointed
-FromAgent = Enter | Leave
-Message = FromWorker | FromAgent
+WorkerToAgent = Hello | Waiting | Entered | Broken | Done | Checkpointed
+AgentToWorker = Enter | Leave
 
-
-def encode(message: Message) -> bytes:
-    """Return one line, newline included."""
-    return json.dumps({"is": type(message).__name__.lower(), **asdict(message)}).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message:
-    """Return the message on a line. Unknown fields are ignored. Raises LinkError."""
-    try:
-        said = json.loads(line)
-    except ValueError:
-        said = None
-    match said:
-        case {"is": "hello", "pid": int(pid), "v": int(v)}:
-            return Hello(pid, v)
-        case {
-            "is": "waiting",
-            "round": int(n),
-            "step": int(step),
-            "state": str(state),
-            "agreed": int(agreed),
-        } if state in set(Holds):
-            return Waiting(n, step, Holds(state), agreed)
-        case {
-            "is": "entered",
-            "round": int(n),
-            "step": int(step),
-            "group_s": float(group_s) | int(group_s),
-            "state_s": float(state_s) | int(state_s),
-        } if isinstance(said.get("batch", 0), int) and isinstance(said.get("rates", 1.0), float | int):
-            grown = said.get("batch", 0), float(said.get("rates", 1.0))
-            source = said.get("source", Source.SCRIPT)
-            if source in set(Source):
-                return Entered(n, step, float(group_s), float(state_s), *grown, Source(source))
-        case {"is": "done", "round": int(n)}:
-            return Done(n)
-        case {"is": "broken", "round": int(n), "fails": bool(fails), "why": str(why)}:
-            return Broken(n, fails, why)
-        case {"is": "checkpointed", "path": str(path)}:
-            return Checkpointed(path)
-        case {"is": "enter", "round": int(n), "env": dict(env)} if all(
-            isinstance(v, str) for v in env.values()
-        ):
-            return Enter(n, env)
-        case {"is": "leave", "round": int(n), "planned": bool(planned), **more}:
-            return Leave(n, planned, more.get("going") is True)
-    raise LinkError(f"not a message of the link between worker and agent: {bytes(line[:200])!r}")
-
-
-class Lines:
-    """Turn the bytes of a stream into messages. A message may arrive in pieces."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Return the messages that ``data`` completes. Raises LinkError."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LINE_BYTES_MAX:
-            raise LinkError(f"a line of the link is longer than {LINE_BYTES_MAX} bytes")
-        return map(decode, lines)
+WORKER_TO_AGENT: Codec[WorkerToAgent] = Codec(WorkerToAgent)
+AGENT_TO_WORKER: Codec[AgentToWorker] = Codec(AgentToWorker)
