@@ -15,6 +15,7 @@ Nothing here depends on a clock: the caller decides what a period is.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -79,10 +80,11 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The window of periods, oldest first, each with the own times of all workers; and the named
-    stragglers."""
+    """The window of periods, oldest first, each with the ratio of every worker's own time to its peers'; and
+    the named stragglers. ``usual_s``: the median of all own times in the last period."""
 
     periods: tuple[Mapping[Place, float], ...] = ()
+    usual_s: float = 0.0
     named: frozenset[Place] = frozenset()
     tolerance: Tolerance = field(default_factory=Tolerance)
 
@@ -90,9 +92,9 @@ class Watch:
         """Return the watch after one more period. Another set of workers is another world, of which nothing
         is known yet."""
         before = self.periods if self.periods and self.periods[-1].keys() == times.keys() else ()
-        periods = (*before, times)[-PERIODS:]
-        named = self.named if before else frozenset()
-        return Watch(periods, _judge(periods, named, self.tolerance), self.tolerance)
+        periods = (*before, peer_ratios(times))[-PERIODS:]
+        named = _judge(periods, self.named if before else frozenset(), self.tolerance)
+        return Watch(periods, median(times.values()) if times else 0.0, named, self.tolerance)
 
     @property
     def ratios(self) -> dict[Place, float]:
@@ -100,6 +102,20 @@ class Watch:
         if not self.periods or len(self.periods[-1]) < 2:
             return {}
         return {place: median(_over_time(self.periods, place)) for place in self.periods[-1]}
+
+
+def peer_ratios(times: Mapping[Place, float]) -> dict[Place, float]:
+    """Return the ratio of each worker's own time to the median of its peers'. Workers are sorted once, as
+    there may be many."""
+    ordered = sorted(times.values())
+    peers = len(ordered) - 1
+
+    def ratio(own_s: float) -> float:
+        mine = bisect_left(ordered, own_s)
+        low, high = ((ordered[n + (n >= mine)]) for n in ((peers - 1) // 2, peers // 2))
+        return 2 * own_s / (low + high) if low + high > 0 else 1.0
+
+    return {place: ratio(own_s) if peers else 1.0 for place, own_s in times.items()}
 
 
 def _judge(
@@ -122,9 +138,4 @@ def _judge(
 
 
 def _over_time(periods: tuple[Mapping[Place, float], ...], place: Place) -> list[float]:
-    return [_ratio(times, place) for times in periods]
-
-
-def _ratio(times: Mapping[Place, float], place: Place) -> float:
-    peers = median(s for other, s in times.items() if other != place)
-    return times[place] / peers if peers > 0 else 1.0
+    return [ratios[place] for ratios in periods]

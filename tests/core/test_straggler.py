@@ -7,10 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_s, own_times
+from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_s, own_times, peer_ratios
 
 # Own times of each step of three ranks that do the same, in units of 10 microseconds, on a machine
 # with six processes for each of its cores.
@@ -40,6 +43,14 @@ def test_one_that_is_a_fifth_slower_is_named_and_no_other(world: int) -> None:
     seen = watch(world, lambda rank, _: 1.2 if rank == 1 else 1.0)
     assert named(seen, world) == [1]
     assert seen.ratios[places(world)[1]] == pytest.approx(1.2)
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=2, max_size=9))
+def test_a_workers_peers_are_all_the_others(times: list[float]) -> None:
+    found = peer_ratios(dict(zip(places(len(times)), times, strict=True)))
+    for n, ratio in enumerate(found.values()):
+        peers = median(times[:n] + times[n + 1 :])
+        assert ratio == pytest.approx(times[n] / peers if peers > 0 else 1.0)
 
 
 def test_nobody_is_named_before_the_window_is_full_or_without_peers() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
+from elasticd.core.spread import Spread
 from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
 
 
@@ -18,7 +18,7 @@ class PaceComparison:
     of each node's paces in the last period. ``found``: the stragglers of ``round``, as ``watch`` judges.
     """
 
-    paces: Mapping[str, Paces] = field(default_factory=dict)
+    paces: Spread[Paces] = field(default_factory=Spread)
     round: int = 0
     fresh: int = 0
     taken: Mapping[str, int] = field(default_factory=dict)
@@ -38,11 +38,7 @@ def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | N
     does not grow with the number of nodes.
     """
     before = known.paces.get(node)
-    told = dict(known.paces)
-    if paces is not None:
-        told[node] = paces
-    else:
-        told.pop(node, None)
+    told = known.paces.put(node, paces) if paces is not None else known.paces.without(node)
     fresh = known.fresh - _is_fresh(known, before) + _is_fresh(known, paces)
     known = replace(known, paces=told, fresh=fresh)
     if round is None or round.phase is not Phase.LIVE or round.number != known.round:
@@ -89,14 +85,12 @@ def _compare(known: PaceComparison, round: Round) -> PaceComparison:
 
 
 def _found(watch: Watch, round: Round, heard: Mapping[str, Paces]) -> Stragglers | None:
-    last = watch.periods[-1] if watch.periods else {}
-    usual_s = median(last.values()) if last else 0.0
     ratios = watch.ratios if watch.named else {}
     slow = [Laggard(n, s, _rank(round, (n, s)), _hundredths(ratios[n, s])) for n, s in watch.named]
     slow += [Laggard(n, b.slot, b.rank, 0.0, b.why) for n, p in heard.items() for b in p.bad]
-    if not slow and not usual_s:
+    if not slow and not watch.usual_s:
         return None
-    return Stragglers(round.number, usual_s, tuple(sorted(slow, key=lambda one: one.rank)))
+    return Stragglers(round.number, watch.usual_s, tuple(sorted(slow, key=lambda one: one.rank)))
 
 
 def _hundredths(ratio: float) -> float:
