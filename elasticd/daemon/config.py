@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from elasticd.core.facts import Limits, Policy
+from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang import Patience
+from elasticd.core.page import Use
 from elasticd.etcd.access import EtcdAccess
 from elasticd.telemetry.http import Tls
 
@@ -89,3 +90,18 @@ class RunConfig:
     audit: int | None = None
     door: tuple[tuple[str, ...], int] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def for_the_library(self) -> tuple[tuple[str, Use], ...]:
+        """The options that were given and do nothing by themselves, each with the parts of
+        ``elasticd.worker`` that it is for."""
+        given = {
+            "--checkpoints": ("ELASTICD_CHECKPOINTS" in self.env, Use.CHECKPOINTS),
+            "--checkpoint-every": ("ELASTICD_CHECKPOINT_EVERY" in self.env, Use.CHECKPOINTS),
+            "--checkpoint-rate": (self.checkpoint_rate is not None, Use.CHECKPOINTS),
+            "--replicate": (self.replicate > 0, Use.CHECKPOINTS),
+            "--resume": (self.policy.resume is Resume.REQUIRED, Use.CHECKPOINTS),
+            "--audit": (self.audit is not None, Use.DATA),
+            "--spares": (self.spares > 0, Use.STATE),
+        }
+        return tuple((option, parts) for option, (is_given, parts) in given.items() if is_given)

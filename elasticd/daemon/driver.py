@@ -55,6 +55,7 @@ from elasticd.core.ports import (
 )
 from elasticd.core.reasons import Reason
 from elasticd.daemon.hangs import Hangs
+from elasticd.daemon.observer import Observer
 
 LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "paces/", "stragglers")
 LEADER_RETRY_S = 0.2
@@ -113,6 +114,7 @@ class Driver:
         post: Callable[[Happening], None],
         say: Callable[[Reason], None],
         hangs: Hangs | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.state = state
         self.left: Leave | None = None
@@ -126,6 +128,7 @@ class Driver:
         self._post = post
         self._say = say
         self._hangs = hangs
+        self._observer = observer
         self._term: _Term | None = None
         self._terms = 0
         self._trust_absence_from = 0.0
@@ -145,17 +148,13 @@ class Driver:
 
     # ------------------------------------------------------------ events
 
-    def tell_the_leader(self, put: Put) -> None:
-        """If this agent leads: what need not be written to the store, as no other agent has a part in it."""
-        if self._term:
-            scope = put.key.partition("/")[0] + "/"
-            self._leader_saw(self._term.number, scope, Changes((Entry(put.key, put.fact, 0, 0),)))
-
     def begin(self) -> None:
         """Take a lease and follow the keys that matter to every agent."""
         self._store.hold_lease(lambda news: self._post(LeaseChanged(news)))
         if self._hangs is not None:
             self._hangs.begin(self._post)
+        if self._observer is not None:
+            self._observer.begin(self._store)
         for key in agent.watched(self.state.me):
             self._store.watch(key, partial(self._watched, key))
 
@@ -181,6 +180,20 @@ class Driver:
         if self._hangs is not None and self.left is None:
             self._hangs.attend(self.state, now, self._say)
             self._wake_by(self._hangs.wake_at)
+        if self._observer is not None and self.left is None:
+            paces = self._observer.attend(self.state, now, self._say)
+            if paces is not None:
+                self._tell_of_paces(paces)
+            self._wake_by(self._observer.wake_at)
+
+    def _tell_of_paces(self, put: Put) -> None:
+        """A write that is lost is a period that nobody compares. Where the leader's node is alone in its
+        round, no other agent has a part in it, and nothing is written."""
+        state = self.state
+        if self._term and state.crew is not None and len(state.crew.round.members) == 1:
+            self._leader_saw(self._term.number, "paces/", Changes((Entry(put.key, put.fact, 0, 0),)))
+        elif state.guard is not None:
+            self._store.transact((state.guard,), (put,), lambda answer: None)
 
     def _watched(self, key: str, seen: Seen) -> None:
         if isinstance(seen, Listing) and not any(e.key == key for e in seen.entries):

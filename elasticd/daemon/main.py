@@ -16,7 +16,6 @@ from elasticd.core.messages import KeeperLost, Leave
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
 from elasticd.daemon import edges, holding, identity, lastwords, openfiles
-from elasticd.daemon.advice import Advice
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
@@ -25,13 +24,13 @@ from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.inspector import LocalInspector
 from elasticd.daemon.meter import Meter
+from elasticd.daemon.observer import Observer
 from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.sampler import Sampler
 from elasticd.daemon.saver import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
-from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.etcd.clock import SteadyClock
@@ -122,6 +121,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         if config.patience is not None:
             inspector = LocalInspector(procs, destinations.run_folder)
             hangs = Hangs(config.patience, inspector, store)
+        observer = Observer(procs.told, throttled_s, config.for_the_library)
         driver = Driver(
             identity.state_of(config, stores.port, access.url, began_at),
             store=store,
@@ -133,6 +133,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             post=inbox.post,
             say=say,
             hangs=hangs,
+            observer=observer,
         )
 
         def run_folder() -> Path | None:
@@ -156,7 +157,6 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             lambda: saver.footprint,
         )
         timekeeper = Timekeeper(config, driver, store, procs.step_times, began_at)
-        comparison = Comparison(driver, store, procs.told, throttled_s)
         pages = Pages(clock)
         publisher = Publisher(
             config,
@@ -170,17 +170,10 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             timekeeper,
             events,
             Course(events, began_at),
-            comparison,
+            observer,
         )
         service = Service(manager, lambda: driver.state)
-        advice = Advice(config, driver, procs.told, say)
-        routines = [
-            reserve.routine,
-            publisher.routine,
-            service.routine,
-            comparison.routine,
-            advice.routine,
-        ]
+        routines = [reserve.routine, publisher.routine, service.routine]
         if held is not None:
             routines.append(holding.Announcement(held[1], driver, store).routine)
 

@@ -11,6 +11,7 @@ from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.core.agent import State
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger
+from elasticd.core.measuring import SlotLag
 from elasticd.core.outage import Outage
 from elasticd.core.page import Told
 from elasticd.core.ports import Seen
@@ -28,7 +29,6 @@ from elasticd.core.reasons import (
 )
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
-from elasticd.daemon.stragglers import Standing
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.catalog import BY_NAME
@@ -218,10 +218,10 @@ class Meter:
         for xid in reading.xids:
             self.metrics.add("elasticd_gpu_xid_errors_total", 1, slot, xid)
 
-    def compare(self, standings: Mapping[int, Standing], bad: Mapping[int, str]) -> None:
+    def compare(self, lags: Mapping[int, SlotLag], bad: Mapping[int, str]) -> None:
         """How the workers do beside their peers, and whose GPU is bad."""
         for slot in self._slots:
-            stands = standings.get(slot)
+            stands = lags.get(slot)
             self.metrics.set("elasticd_slot_bad", slot in bad, slot)
             self.metrics.set("elasticd_worker_straggling", stands is not None and stands.straggling, slot)
             ratio = stands.ratio if stands is not None else None

@@ -18,9 +18,9 @@ from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.meter import Meter
+from elasticd.daemon.observer import Observer
 from elasticd.daemon.pages import Pages, Published
 from elasticd.daemon.sampler import Sampler, Samples
-from elasticd.daemon.stragglers import Comparison
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
@@ -65,7 +65,7 @@ class Publisher:
         timekeeper: Timekeeper,
         events: EventFile,
         course: Course,
-        comparison: Comparison,
+        observer: Observer,
     ) -> None:
         self._config = config
         self._driver = driver
@@ -79,7 +79,7 @@ class Publisher:
         self._file = events
         self._course = course
         meter.on_save = self._saved
-        self._comparison = comparison
+        self._observer = observer
         self._events: deque[Note] = deque(maxlen=EVENTS_KEPT)
         self._rates = StepRates()
         self._others: dict[str, Fact] = {}
@@ -167,8 +167,8 @@ class Publisher:
                 self._meter.used(slot, pid, used)
             for slot, reading in samples.gpus.items():
                 self._meter.gpu(slot, reading)
-                self._comparison.look_at_gpu(slot, reading)
-        self._meter.compare(self._comparison.standings, self._comparison.bad)
+                self._observer.look_at_gpu(slot, reading)
+        self._meter.compare(self._observer.lags(self._config.node), self._observer.bad)
         self._pages.publish(Published(status, self._meter.metrics.copy()))
 
     # ------------------------------------------------------------ to etcd
@@ -238,7 +238,7 @@ class Publisher:
             (f"progress/{name}", self._progress(mine)),
             ("budget", view.budget if view is not None else None),
             ("checkpoint", self._meter.checkpoint),
-            ("stragglers", self._comparison.found),
+            ("stragglers", self._observer.found),
         ):
             if fact is not None:
                 known[key] = fact

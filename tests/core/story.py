@@ -18,10 +18,9 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
-from elasticd.core.facts import Laggard, Limits, Policy, Stragglers
+from elasticd.core.facts import Limits, Policy
 from elasticd.core.messages import KeeperLost, StoreComplained, StoreFilled
 from elasticd.core.page import Fatal
-from elasticd.core.ports import Put
 from elasticd.core.reasons import (
     AwaitingCheckpoint,
     AwaitingHeirs,
@@ -34,8 +33,11 @@ from elasticd.core.reasons import (
     RoundClosing,
     RoundFormed,
     Settling,
+    SlotBad,
     SlotDrained,
     SlotQuarantined,
+    WorkerKeepsUp,
+    WorkerStraggling,
 )
 from elasticd.telemetry import describe
 from tests.sim.clock import START, Clock
@@ -56,6 +58,7 @@ LEADERS = (
         Settling,
     ),
     *(FailureCharged, JobEnded, RoundClosing, RoundFormed, SlotDrained, SlotQuarantined),
+    *(SlotBad, WorkerKeepsUp, WorkerStraggling),
 )  # the reasons that an agent gives as the leader
 T = TypeVar("T")
 
@@ -300,20 +303,14 @@ def _spoil(stage: Stage, slot: str, name: str, seconds: str) -> None:
     stage.agent(name).procs.bad_slots[int(slot)] = stage.clock.now() + float(seconds)
 
 
-@event(r"worker (\d+) on N is found (?:(\d+) % slower than its peers|to have a bad GPU)")
-def _straggle(stage: Stage, slot: str, name: str, slower: str | None) -> None:
-    """As the leader's daemon writes it down; the core reads it."""
-    round = stage.cluster.round
-    member = next(m for m in round.members if m.node == name) if round else None
-    assert round is not None
-    assert member is not None
-    why = "" if slower else "its driver reports XID 79"
-    ratio = 1 + int(slower) / 100 if slower else 0.0
-    slow = Laggard(name, int(slot), member.rank_of(int(slot)), ratio, why)
-    before = stage.cluster.etcd.fact("stragglers")
-    others = before.slow if isinstance(before, Stragglers) and before.round == round.number else ()
-    found = Stragglers(round.number, 1.0, (*others, slow))
-    stage.cluster.etcd.transact((), (Put("stragglers", found),), 0)
+@event(r"worker (\d+) on N is (\d+) % slower than its peers")
+def _slow_down(stage: Stage, slot: str, name: str, slower: str) -> None:
+    stage.agent(name).procs.slow_slots[int(slot)] = 1 + int(slower) / 100
+
+
+@event(r"worker (\d+) on N has a bad GPU")
+def _spoil(stage: Stage, slot: str, name: str) -> None:
+    stage.agent(name).observer.bad = {int(slot): "its driver reports XID 79"}
 
 
 # ---------------------------------------------------------------- etcd, and people

@@ -29,13 +29,13 @@ from elasticd.core.facts import (
 from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
 from elasticd.core.lifecycle import Life
+from elasticd.core.measuring import SlotLag
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Told
 from elasticd.core.ports import Changes, Entry, Listing, Seen
 from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStarted, WorkersStopping
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.meter import Meter
-from elasticd.daemon.stragglers import Standing
 from elasticd.procs.usage import Usage
 from elasticd.telemetry.catalog import METRICS, Type
 from elasticd.telemetry.gpus import GpuReading
@@ -217,7 +217,7 @@ def test_a_spares_slot_is_told_of_like_others_once_it_has_a_worker() -> None:
     its = crew(Round(2, Phase.LIVE, (member,), "a:1", Cause.GREW, 0.0))
     made._driver = cast(Any, SimpleNamespace(state=SimpleNamespace(crew=its, inplace=True)))
     made.note(WorkersStarted(2, (0, 1), 2), lambda round: (), 6.0)
-    made.compare({5: Standing(1.5, True)}, {})
+    made.compare({5: SlotLag(1.5, True)}, {})
     assert value(made.metrics, "worker_steps_total", 5) == 0 == value(made.metrics, "hangs_total", 5)
     assert (
         value(made.metrics, "worker_straggling", 5) == 1

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elasticd.core import leader
+from elasticd.core.agent import State
 from elasticd.core.facts import (
     Cause,
     Member,
@@ -18,11 +19,12 @@ from elasticd.core.facts import (
     Round,
     Stragglers,
 )
+from elasticd.core.measuring import FIRST_STEPS, SlotLag
 from elasticd.core.page import Told
 from elasticd.core.ports import Changes, Entry, Put, Seen, StillThere
 from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
 from elasticd.core.straggler import PERIODS
-from elasticd.daemon.stragglers import FIRST_STEPS, Comparison
+from elasticd.daemon.observer import Observer
 from elasticd.telemetry.gpus import GpuReading
 from tests.core.build import node, spec, view
 
@@ -75,7 +77,7 @@ class Agent:
         self.own_s = dict(own_s)
         self.steps, self.waited_s = 0, dict.fromkeys(own_s, 0.0)
         self.delayed_s, self.throttled_s = dict.fromkeys(own_s, 0.0), 0.0
-        state = SimpleNamespace(
+        self.state = SimpleNamespace(
             me=SimpleNamespace(node=name, incarnation=f"{name}#1", key=f"nodes/{name}"),
             crew=SimpleNamespace(
                 round=round,
@@ -88,8 +90,10 @@ class Agent:
             guard=StillThere(f"nodes/{name}", 4),
             policy_source=SimpleNamespace(policy=Policy()),
         )
-        self.driver = SimpleNamespace(state=state, tell_the_leader=store.show, view=store.view)
-        self.of = Comparison(cast(Any, self.driver), cast(Any, store), self.hear, lambda: self.throttled_s)
+        self.store = store
+        self.said: list[Reason] = []
+        self.of = Observer(self.hear, lambda: self.throttled_s)
+        self.of.begin(cast(Any, store))
 
     def hear(self, round_number: int) -> Mapping[int, Told]:
         return {
@@ -103,6 +107,16 @@ class Agent:
             )
             for slot, waited_s in self.waited_s.items()
         }
+
+    def look(self, now: float) -> None:
+        """What the workers tell is read, and the leader is told."""
+        paces = self.of.attend(cast(State, self.state), now, self.said.append)
+        if paces is not None:
+            self.store.transact((), (paces,), None)
+
+    @property
+    def lags(self) -> Mapping[int, SlotLag]:
+        return self.of.lags(self.member.node)
 
     def live(self, step_s: float, at: float, steps: int) -> None:
         self.steps, self.at = self.steps + steps, at
@@ -120,7 +134,7 @@ def live(agents: list[Agent], periods: int, *, since: int = 0) -> None:
         for agent in agents:
             agent.live(step_s, period * STEPS * step_s, FIRST_STEPS if period == 0 else STEPS)
         for agent in agents:
-            agent.of.routine(period * PERIOD_S)
+            agent.look(period * PERIOD_S)
 
 
 def two_nodes() -> tuple[list[Agent], Store]:
@@ -133,10 +147,9 @@ def test_the_slow_worker_of_another_node_is_named_by_the_leader_and_known_on_its
     (a, b), store = two_nodes()
     live([a, b], PERIODS + 3)
     assert store.said == [WorkerStraggling("b", 1, 3, 1.3)]
-    b.of.routine(1e6)
-    assert b.of.standings[1].straggling and not b.of.standings[0].straggling
-    assert (b.of.standings[1].ratio or 0) > 1.25
-    assert not any(stands.straggling for stands in a.of.standings.values())
+    assert b.lags[1].straggling and not b.lags[0].straggling
+    assert (b.lags[1].ratio or 0) > 1.25
+    assert not any(lag.straggling for lag in a.lags.values())
     found = store.written(Stragglers)[-1]
     assert found.round == 3 and [(x.node, x.slot, x.ratio) for x in found.slow] == [("b", 1, 1.3)]
 
@@ -157,16 +170,6 @@ def test_a_node_that_neighbours_starve_is_not_named_and_one_that_its_quota_holds
     assert [(r.node, r.slot) for r in store.said if isinstance(r, WorkerStraggling)] == named
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_who_is_alone_in_its_round_tells_the_leader_wherever_that_is(leads: bool) -> None:
-    store = Store(members("a"))
-    (a,) = agents = [Agent("a", store, {0: 0.05, 1: 0.065})]
-    if not leads:
-        a.driver.view, a.driver.tell_the_leader = None, lambda put: None
-    live(agents, PERIODS + 3)
-    assert store.said == [WorkerStraggling("a", 1, 1, 1.3)]
-
-
 def test_who_catches_up_is_said_to() -> None:
     (a, b), store = two_nodes()
     live([a, b], PERIODS + 3)
@@ -182,20 +185,13 @@ def test_a_verdict_that_stays_the_same_is_not_written_again() -> None:
     assert len(store.written(Paces)) > 2 * PERIODS
 
 
-def test_a_job_of_one_node_needs_etcd_for_the_verdict_only() -> None:
-    store = Store(members("a"))
-    a = Agent("a", store, {0: 0.05, 1: 0.07})
-    live([a], PERIODS + 3)
-    assert [type(r) for r in store.said] == [WorkerStraggling] and not store.written(Paces)
-
-
 def test_nobody_is_named_while_one_of_them_makes_no_steps() -> None:
     (a, b), store = two_nodes()
     live([a, b], 3)
     for period in range(4, 3 * PERIODS):
         a.live(0.1, period * PERIOD_S, STEPS)
         for agent in (b, a):
-            agent.of.routine(period * PERIOD_S)
+            agent.look(period * PERIOD_S)
     assert store.said == [] and not store.written(Stragglers)[-1].slow
 
 

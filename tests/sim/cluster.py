@@ -16,6 +16,7 @@ from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Reason
 from elasticd.daemon.driver import Driver, Happening
 from elasticd.daemon.hangs import Hangs
+from elasticd.daemon.observer import Observer
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 from tests.sim.inspector import SimInspector
@@ -96,10 +97,12 @@ class SimAgent:
         self.host = SimHost(cluster.clock, name, skew_s)
         setup = cluster.setup
         self.store = SimStore(cluster.etcd, self.host, cluster.network, ttl_s=setup.policy.node_ttl_s)
-        self.procs = SimProcs(self.host, cluster.training, cluster.bad_slots.setdefault(name, {}))
+        bad, slow = cluster.bad_slots.setdefault(name, {}), cluster.slow_slots.setdefault(name, {})
+        self.procs = SimProcs(self.host, cluster.training, bad, slow)
         self.stores = SimRoundStores(cluster, name)
         self.inspector = SimInspector(self.procs)
         self.hangs = Hangs(PATIENCE, self.inspector, self.store)
+        self.observer = Observer(self.procs.told, lambda: 0.0)
         self.left: Leave | None = None
         self.signalled = False
         slots += setup.job.spares  # which are beside those to train on, as on the command line
@@ -127,6 +130,7 @@ class SimAgent:
             post=self.post,
             say=self._say,
             hangs=self.hangs,
+            observer=self.observer,
         )
         self._inbox: deque[Happening] = deque()
         self._busy = False
@@ -225,10 +229,12 @@ class Cluster:
         self.open_stores: set[str] = set()
         self.pids: set[int] = set()
         self.bad_slots: dict[str, dict[int, float]] = {}
+        self.slow_slots: dict[str, dict[int, float]] = {}
         self.agents: dict[str, SimAgent] = {}  # the newest of each name
         self.all: list[SimAgent] = []
         self.joined: list[Callable[[SimAgent], None]] = []  # told of each agent that starts
         self.mended_at: float | None = None
+        self.troubled = True  # until then: by more than slow workers
         self.restarting = False  # whoever leaves a running job is started again
         self._ports = 1024
         self._pids = 100
@@ -323,7 +329,7 @@ class Cluster:
         for slots in self.bad_slots.values():
             slots.clear()
         for a in self.running():
-            a.host.slow_s = 0.0
+            a.host.slow_s = a.host.crowded = 0.0
             a.inspector.blind = 0.0
             a.host.resume()
             if a.store.cut:

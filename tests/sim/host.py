@@ -12,7 +12,8 @@ class SimHost:
     """Where an agent runs. Whatever is to run inside the agent goes through ``call``.
 
     ``skew_s``: how far this node's clock is ahead. ``slow_s``: how long it takes to get round to
-    anything. A paused agent (SIGSTOP) gets to nothing; what came for it waits, in order.
+    anything. ``crowded``: the most that a worker is held up in a step, for want of a processor, of what the
+    step takes. A paused agent (SIGSTOP) gets to nothing; what came for it waits, in order.
     """
 
     def __init__(self, clock: Clock, name: str, skew_s: float = 0.0) -> None:
@@ -20,6 +21,7 @@ class SimHost:
         self.name = name
         self.skew_s = skew_s
         self.slow_s = 0.0
+        self.crowded = 0.0
         self.alive = True
         self.paused = False
         self._backlog: deque[Callable[[], None]] = deque()

@@ -6,10 +6,11 @@ as it happens.
 
 from __future__ import annotations
 
-from elasticd.core.facts import Budget, Exit, Limits, Outcome, Phase, Round, Spec
+from elasticd.core.facts import Budget, Exit, Limits, Outcome, Phase, Round, Spec, Stragglers
 from elasticd.core.hang import REPEAT_S, Verdict, Why
 from elasticd.core.hang.watching import AGAIN, LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
+from elasticd.core.straggler import PERIODS, Place
 from tests.sim.cluster import PATIENCE, Broken, Cluster, SimAgent
 from tests.sim.inspector import Illness
 from tests.sim.procs import SimWorker, World
@@ -17,6 +18,9 @@ from tests.sim.procs import SimWorker, World
 EXIT_CODES = {Outcome.SUCCEEDED: 0, Outcome.FAILED: 1, Outcome.SHORT: 3, Outcome.STOPPED: 143}
 NEWS_S = 15.0  # a watch lags by at most this, and then a transaction
 HANG_CHECK_S = 5.0
+STEP_S_MAX = 2.0  # of a step that takes longer, this much counts as training
+NAMED_BY_S = NEWS_S + (PERIODS + 8) * (STEP_S_MAX + 1.0)  # of training, in periods of a second
+FORGOTTEN_BY_S = NEWS_S + 2 * PERIODS * 1.5
 CARRIED_OUT_S = WRITE_PATIENCE_S + 2 * LATE_S  # from the last look at a worker to its end
 
 
@@ -29,6 +33,10 @@ class Invariants:
         self.live: dict[int, Round] = {}  # by number, as first written
         self.last_step_at = cluster.clock.now()
         self.steps = 0
+        self.trained_s = 0.0
+        self.named: set[Place] = set()
+        self.slow_at: dict[Place, float] = {}  # a slow worker's last step, in seconds of training
+        self._alone_since = (0, ("", 0), 0.0)  # the one slow worker of a round, and since when it is
         self.newest_step = 0
         self.worlds = 0
         self.broken_by_user: set[int] = set()  # rounds in which user code failed by itself
@@ -54,6 +62,8 @@ class Invariants:
             self._limits.append((self.cluster.clock.now(), entry.fact.limits))
         elif entry.key == "budget" and isinstance(entry.fact, Budget):
             self._budget_written(entry.fact)
+        elif entry.key == "stragglers" and isinstance(entry.fact, Stragglers):
+            self._stragglers_written(entry.fact)
 
     def _round_written(self, new: Round) -> None:
         old, self.newest = self.newest, new
@@ -148,7 +158,10 @@ class Invariants:
     def _stepped(self, world: World) -> None:
         self.steps += 1
         self.newest_step = max(self.newest_step, world.step)
-        self.last_step_at = self.cluster.clock.now()
+        now = self.cluster.clock.now()
+        self.trained_s += min(STEP_S_MAX, now - self.last_step_at)
+        self.last_step_at = now
+        self._check_slow(world)
         newest = max(self.live)
         if self.live[world.round].handover:
             raise Broken(f"round {world.round} makes a step, though it is to hand over")
@@ -221,6 +234,38 @@ class Invariants:
             (allowed.busy_s for allowed in known if allowed is not None), default=PATIENCE.ceiling_s
         )
         return AGAIN * limit_s + REPEAT_S + LOOK_PATIENCE_S + WRITE_PATIENCE_S + NEWS_S
+
+    # ---- stragglers: who is slower than the others is named in time, and nobody else is
+
+    def _check_slow(self, world: World) -> None:
+        slow = {
+            (worker.procs.host.name, worker.slot)
+            for worker in world.workers.values()
+            if worker.slot in worker.procs.slow_slots
+        }
+        self.slow_at.update(dict.fromkeys(slow, self.trained_s))
+        known_troubles = self.cluster.mended_at is not None or not self.cluster.troubled
+        if len(slow) != 1 or world.size < 2 or not known_troubles:
+            self._alone_since = (0, ("", 0), 0.0)
+            return
+        (place,) = slow
+        if self._alone_since[:2] != (world.round, place):
+            self._alone_since = (world.round, place, self.trained_s)
+        found = self.cluster.etcd.fact("stragglers")
+        known = isinstance(found, Stragglers) and found.round == world.round
+        named = (
+            {(one.node, one.slot) for one in found.slow} if isinstance(found, Stragglers) and known else set()
+        )
+        if place not in named and self.trained_s - self._alone_since[2] > NAMED_BY_S:
+            raise Broken(f"{place[0]}'s slot {place[1]} is slow, but is not named")
+
+    def _stragglers_written(self, found: Stragglers) -> None:
+        for one in found.slow:
+            if one.why:
+                continue  # its GPU is bad
+            self.named.add((one.node, one.slot))
+            if self.trained_s - self.slow_at.get((one.node, one.slot), float("-inf")) > FORGOTTEN_BY_S:
+                raise Broken(f"{one.node}'s slot {one.slot} is named, but is not slow")
 
     # ---- the end
 

@@ -15,6 +15,7 @@ from typing import Any
 from elasticd.core.age import Age
 from elasticd.core.environment import HANDOVER
 from elasticd.core.facts import Exit
+from elasticd.core.page import Told, Use
 from elasticd.core.ports import (
     Assignment,
     WorkerBroke,
@@ -94,6 +95,7 @@ class World:
         self.leaving = False  # with the next step, all of them
         self.held = False  # at what was saved
         self._waits = False  # for one that is ill
+        self._began_at: float | None = None  # the step under way
         self._next: Timer | None = None
 
     def join(self, worker: SimWorker) -> None:
@@ -147,6 +149,30 @@ class World:
                 other.whole = False
             other.loses_the_others()
 
+    def _step_s(self) -> float:
+        """How long the next step takes: as long as its slowest worker computes, and then its collective."""
+        job, clock = self.training.job, self.training.clock
+        pace = clock.random("pace")
+        for worker in self.workers.values():
+            procs = worker.procs
+            worker.own_s = job.step_s * procs.slow_slots.get(worker.slot, 1.0) * pace.uniform(0.88, 0.9)
+            worker.delayed_s = job.step_s * procs.host.crowded * pace.random()
+            worker.computes_until = clock.now() + worker.own_s if worker.own_s > job.step_s else 0.0
+        slowest_s = max((w.own_s + w.delayed_s for w in self.workers.values()), default=0.0)
+        if self._began_at is None:
+            self._began_at = clock.now()
+        return max(job.step_s, slowest_s + 0.1 * job.step_s)
+
+    def _measure(self) -> None:
+        """Whoever was not ill waited for the others."""
+        assert self._began_at is not None
+        took_s = self.training.clock.now() - self._began_at
+        for worker in self.workers.values():
+            if worker.well_since < self._began_at:
+                worker.wait_s += took_s - worker.own_s - worker.delayed_s
+            worker.delay_s += worker.delayed_s
+        self._began_at = None
+
     def _go_on(self) -> None:
         job, clock = self.training.job, self.training.clock
         if self.step >= job.total_steps:
@@ -157,7 +183,7 @@ class World:
                 else:
                     worker.finish_soon()
         else:
-            self._next = clock.after(job.step_s, self._make_step)
+            self._next = clock.after(self._step_s(), self._make_step)
 
     def go_on_after_all(self) -> None:
         """One of them got well that the others waited for."""
@@ -176,6 +202,7 @@ class World:
             return
         self.step += 1
         self.made += 1
+        self._measure()
         saves = self.step % job.save_every == 0 or self.step == job.total_steps
         if saves:
             job.saved = max(job.saved, self.step)
@@ -245,12 +272,14 @@ class SimWorker:
     ``committed`` and ``whole``: the state it holds. ``made``: steps, in the round; ``times``: of all its
     steps, of which it had made ``steps_before`` before it came to its round. ``parted``: it was told to
     leave, and is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told
-    meanwhile it hears once it is well."""
+    meanwhile it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor,
+    in its present step; ``wait_s``, ``delay_s``: its waits and delays so far."""
 
     __slots__ = (
         "_busy_until", "_kill", "_kill_at", "_next", "_there", "_unheard", "acts", "agreed", "alive",
-        "committed", "doomed", "exited", "failing", "finishing", "ill", "made", "parted", "pid", "procs",
-        "rank", "round", "slot", "steps_before", "stopping", "stuck", "times", "well_since", "whole", "world",
+        "committed", "computes_until", "delay_s", "delayed_s", "doomed", "exited", "failing", "finishing",
+        "ill", "made", "own_s", "parted", "pid", "procs", "rank", "round", "slot", "steps_before",
+        "stopping", "stuck", "times", "wait_s", "well_since", "whole", "world",
     )  # fmt: skip
 
     def __init__(self, procs: SimProcs, slot: int, rank: int, exited: Callable[[int, Exit], None]) -> None:
@@ -261,7 +290,8 @@ class SimWorker:
         self.times: list[float] = []
         self.steps_before = 0
         self.ill: Ill | None = None
-        self.well_since = 0.0
+        self.well_since = self.computes_until = 0.0
+        self.own_s = self.delayed_s = self.wait_s = self.delay_s = 0.0
         self._unheard: list[Callable[[], None]] = []
         self.exited = exited
         self.world: World | None = None
@@ -333,7 +363,8 @@ class SimWorker:
         if self.ill is not None:
             return self.ill.illness is Illness.BUSY
         away = self.world is None or self.world.workers.get(self.rank) is not self
-        return away or self.finishing or self._busy_until > self.procs.host.clock.now()
+        busy_until = max(self._busy_until, self.computes_until)
+        return away or self.finishing or busy_until > self.procs.host.clock.now()
 
     @property
     def deaf(self) -> bool:
@@ -533,12 +564,14 @@ class SimWorker:
 class SimProcs:
     """The workers of one node: ``elasticd.core.ports.Procs``.
 
-    ``bad_slots``: slots whose workers fail soon after each start, until that time.
+    ``bad_slots``: slots whose workers fail soon after each start, until that time. ``slow_slots``: how many
+    times longer than others a worker there computes.
     """
 
     host: SimHost
     training: Training
     bad_slots: dict[int, float] = field(default_factory=dict)
+    slow_slots: dict[int, float] = field(default_factory=dict)
     workers: dict[int, SimWorker] = field(default_factory=dict)
     news: Callable[[WorkerNews], None] = lambda news: None
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)  # by those that ended: round, steps
@@ -625,6 +658,21 @@ class SimProcs:
             if worker.round == self._round > 0:
                 made[slot] = worker.world.made if worker.world else worker.made
         return made
+
+    def told(self, round_number: int) -> Mapping[int, Told]:
+        return {
+            slot: Told(
+                worker.pid,
+                len(worker.times),
+                stepped_at=worker.times[-1] if worker.times else 0.0,
+                wait_s=worker.wait_s,
+                waits=len(worker.times),
+                delay_s=worker.delay_s,
+                uses=Use.DATA,
+            )
+            for slot, worker in sorted(self.workers.items())
+            if worker.round == self._round == round_number
+        }
 
     # ---- faults
 

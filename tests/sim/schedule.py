@@ -13,7 +13,7 @@ from random import Random
 
 from elasticd.core.facts import Limits, Outcome
 from tests.sim.clock import START
-from tests.sim.cluster import Broken, Cluster, Setup, SimAgent
+from tests.sim.cluster import POLICY, Broken, Cluster, Setup, SimAgent
 from tests.sim.inspector import Illness
 from tests.sim.invariants import Invariants
 from tests.sim.procs import Job, OnSigterm
@@ -21,6 +21,7 @@ from tests.sim.procs import Job, OnSigterm
 FAULTS_S = 60.0  # faults happen in the first minute; then everything is mended
 STEP_BOUND_S = 90.0  # to the next step after that
 HANG_BOUND_S = 240.0  # the same, where a worker hangs: nobody mends that but the agents
+SLOWEST = 40.0  # times as long as others takes a worker for a step; others stay within 4
 LEAVE_BOUND_S = 30.0  # from the end of the job to the last agent's
 
 
@@ -109,6 +110,32 @@ def _blind(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
 
     def mend() -> None:
         agent.inspector.blind = 0.0
+
+    cluster.clock.after(fault.for_s, mend)
+
+
+def _slow_slot(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    """Whatever worker is there computes for longer."""
+    slots = cluster.slow_slots[agent.name]
+    slot = int(fault.much * cluster.slots_of(agent.name))
+    slots[slot] = SLOWEST if fault.for_s and fault.much < 0.3 else 1.5 + 2.5 * fault.much
+    cluster.clock.note(agent.name, f"slot {slot} takes {slots[slot]:.1f} times as long")
+
+    def mend() -> None:
+        cluster.clock.note(agent.name, f"slot {slot} is as fast as others")
+        slots.pop(slot, None)
+
+    if fault.for_s:
+        cluster.clock.after(fault.for_s, mend)
+
+
+def _crowd(cluster: Cluster, agent: SimAgent, fault: Fault) -> None:
+    """Its workers share fewer processors than they want."""
+    cluster.clock.note(agent.name, f"is crowded ({fault.much:.2f})")
+    agent.host.crowded = fault.much
+
+    def mend() -> None:
+        agent.host.crowded = 0.0
 
     cluster.clock.after(fault.for_s, mend)
 
@@ -208,7 +235,11 @@ HANGS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn ap
     "apart": (1.0, _ill(Illness.APART)),
     "blind": (1.5, _on_node(_blind)),
 }
-ALL_KINDS = KINDS | HANGS
+SLOWNESS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn apart, too
+    "slow_slot": (2.0, _on_node(_slow_slot)),
+    "crowded": (1.0, _on_node(_crowd)),
+}
+ALL_KINDS = KINDS | HANGS | SLOWNESS
 ETCD_FAULTS = {"etcd_kill", "etcd_hang"}
 
 
@@ -258,6 +289,11 @@ def draw(seed: int | str, nodes: int | None = None, kinds: frozenset[str] | None
             for_s = 0.0
         faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
     faults += _draw_hangs(seed, count, kinds)
+    slowness = _draw_slowness(seed, count, kinds)
+    if slowness:
+        faults += slowness
+        drains = Random(f"{seed}/drains").random() < 0.3
+        setup.policy = replace(POLICY, straggler_window_s=12.0, straggler_drain=drains)
     faults.sort(key=lambda f: f.at_s)
     kept = []
     for fault in faults:  # one outage of etcd at a time
@@ -281,6 +317,22 @@ def _draw_hangs(seed: int | str, count: int, kinds: frozenset[str] | None) -> li
         at_s = round(random.uniform(5.0, FAULTS_S), 2)
         passes = kind in ("busy", "blind") or random.random() < 0.3
         for_s = round(random.uniform(0.5, 25.0), 2) if passes else 0.0
+        node = random.choice([f"n{i}" for i in range(count)] + ["leader"])
+        faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
+    return faults
+
+
+def _draw_slowness(seed: int | str, count: int, kinds: frozenset[str] | None) -> list[Fault]:
+    """Workers that are slower than their peers, in some schedules."""
+    random = Random(f"{seed}/slowness")
+    allowed = {k: w for k, (w, _) in SLOWNESS.items() if kinds is None or k in kinds}
+    if not allowed or (kinds is None and random.random() < 0.7):
+        return []
+    faults = []
+    for _ in range(random.randint(1, 3)):
+        kind = random.choices(list(allowed), list(allowed.values()))[0]
+        at_s = round(random.uniform(1.0, FAULTS_S), 2)
+        for_s = 0.0 if kind == "slow_slot" and random.random() < 0.5 else round(random.uniform(1.0, 60.0), 2)
         node = random.choice([f"n{i}" for i in range(count)] + ["leader"])
         faults.append(Fault(at_s, kind, node, for_s, int(random.random() * 100) / 100))
     return faults
@@ -312,6 +364,7 @@ def run(seed: int | str, schedule: Schedule) -> Run:
 def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
     clock = cluster.clock
     cluster.start_all(within_s=2.0)
+    cluster.troubled = any(fault.kind not in SLOWNESS for fault in schedule.faults)
     for fault in schedule.faults:
         clock.after(fault.at_s, partial(ALL_KINDS[fault.kind][1], cluster, fault))
     quiet = START + FAULTS_S if schedule.faults else START
@@ -326,7 +379,8 @@ def _play(cluster: Cluster, invariants: Invariants, schedule: Schedule) -> None:
         ):
             raise Broken(f"no step within {step_s} s after everything was mended")
         job = cluster.training.job
-        bound_s = step_s + 3 * job.total_steps * job.step_s
+        slowest = max((s for slots in cluster.slow_slots.values() for s in slots.values()), default=1.0)
+        bound_s = step_s + 3 * job.total_steps * job.step_s * slowest
         if not clock.run(until=mended + bound_s, done=lambda: bool(invariants.ends)):
             raise Broken(f"the job is not over {bound_s:.0f} s after everything was mended")
     _check_the_end(cluster, invariants, schedule)

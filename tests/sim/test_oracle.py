@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.core import agent, budget, world
+from elasticd.core import agent, budget, straggler, world
 from elasticd.core.agent import leaving, stepping
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
@@ -148,6 +148,16 @@ def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "judge", lambda looks, allowed: None)
 
 
+def _nobody_is_slow(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(straggler, "_judge", lambda periods, named, tolerance: frozenset())
+
+
+def _crowds_are_slow(patch: pytest.MonkeyPatch) -> None:
+    """The time without a processor counts as the worker's own."""
+    own_s = straggler.own_s
+    patch.setattr(straggler, "own_s", lambda a, b, charged_s: own_s(a, b, b.delay_s - a.delay_s))
+
+
 LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soon shows
     _release_unasked: frozenset({"drain", "scale"}),
     _never_enough: frozenset({"bad_slot", "user_failure"}),
@@ -155,6 +165,8 @@ LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soo
     _finished_too_early: frozenset({"user_failure"}),
     _victims_condemned: frozenset({"asleep", "blind"}),
     _hangs_forgiven: frozenset({"stopped"}),
+    _nobody_is_slow: frozenset({"slow_slot"}),
+    _crowds_are_slow: frozenset({"crowded"}),
 }
 # A leader that waits for no release forms round after round, which is dear to simulate: some seconds of it
 # are enough, and this seed is one of the cheap ones among those that show it.
@@ -179,6 +191,8 @@ HURRIED: dict[Break, int] = {_release_unasked: 16}
         (_steps_alone, "workers make a step"),
         (_victims_condemned, "is condemned, but does not hang"),
         (_hangs_forgiven, "hangs since"),
+        (_nobody_is_slow, "is slow, but is not named"),
+        (_crowds_are_slow, "is named, but is not slow"),
     ],
 )
 def test_a_breakage_turns_an_invariant_red(

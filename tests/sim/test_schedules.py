@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticd.core.facts import Limits, Outcome
@@ -169,6 +171,26 @@ def test_one_that_is_busy_for_a_while_is_left_alone_though_looks_come_late() -> 
 
 def test_all_are_let_live_where_one_was_busy_for_long_and_a_look_falls_into_the_moment_after() -> None:
     _hold(run(3247, draw(3247)), replay_command(3247))
+
+
+def test_a_slow_worker_is_named_and_not_taken_for_one_that_hangs() -> None:
+    job = Job(total_steps=400, step_s=0.25)
+    watched = replace(POLICY, straggler_window_s=12.0)
+    faults = (Fault(10.0, "slow_slot", "n1", much=0.6), Fault(15.0, "crowded", "n2", 60.0, 1.0))
+    result = _run(*faults, setup=Setup((1, 2, 1), Limits(4, 4), watched, job=job))
+    assert result.invariants.named == {("n1", 1)} and not result.invariants.condemned
+    assert result.invariants.ends[-1].restarts == 0
+
+
+def test_the_paces_of_a_job_of_one_node_do_not_pass_through_etcd() -> None:
+    job, watched = Job(total_steps=1000, step_s=0.25), replace(POLICY, straggler_window_s=12.0)
+    cluster = Cluster("one node", Setup((3,), Limits(3, 3), watched, job=job))
+    invariants, written = Invariants(cluster), set()
+    cluster.etcd.written.append(lambda entry: written.add(entry.key.partition("/")[0]))
+    cluster.start_all(within_s=1.0)
+    cluster.slow_slots["n0"] = {1: 3.0}
+    cluster.clock.run(until=START + 60.0)
+    assert invariants.named == {("n0", 1)} and "stragglers" in written and "paces" not in written
 
 
 @pytest.mark.slow

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from elasticd.core.advice import FAR, SEEN_AFTER, Advice, advise
 from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.page import Told, Use
 from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
-from elasticd.daemon.advice import FAR, SEEN_AFTER, Advice, asked
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 
 PLAIN = RunConfig("j", "a", "127.0.0.1", Limits(1, 4), 4, Command(CommandKind.SCRIPT, "job.py", ()), "")
@@ -26,21 +25,16 @@ class Life:
     base_rank: int = 0
 
     def __post_init__(self) -> None:
-        self.said: list[Reason] = []
-        self.told: Mapping[int, Told] = {}
-        self.driver = SimpleNamespace(state=SimpleNamespace(crew=None))
-        self.advice = Advice(self.config, cast(Any, self.driver), lambda _: self.told, self.said.append)
+        self.advice = Advice(self.config.for_the_library)
 
     def sees(self, round: int, size: int, *told: Told) -> list[Reason]:
         """What is said now."""
-        before = len(self.said)
-        self.driver.state.crew = SimpleNamespace(
+        crew = SimpleNamespace(
             round=SimpleNamespace(number=round, world_size=size),
             member=SimpleNamespace(base_rank=self.base_rank),
         )
-        self.told = dict(enumerate(told))
-        self.advice.routine(0.0)
-        return self.said[before:]
+        self.advice, said = advise(self.advice, cast(Any, crew), told)
+        return list(said)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +52,7 @@ class Life:
 def test_an_option_that_the_script_does_not_use_is_named_once_it_has_made_steps(
     config: RunConfig, option: str, wants: Use
 ) -> None:
-    assert asked(PLAIN) == ()
+    assert PLAIN.for_the_library == ()
     for used in Use:
         life = Life(config)
         first = Told(pid=1, steps=SEEN_AFTER - 1, uses=used)

@@ -1,0 +1,98 @@
+"""Measure this node's workers for the comparison with their peers: their own times for a step, in periods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from elasticd.core.agent.state import Crew, State
+from elasticd.core.facts import BadSlot, Paces, SlotPace, Stragglers
+from elasticd.core.page import Told
+from elasticd.core.straggler import PERIODS, Strides, own_times
+
+PERIOD_S_MIN = 0.5
+FIRST_STEPS = 5  # of a worker in a round: they connect, allocate and compile, as no later step does
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """``due``: when the next period may end. ``number``: of the last report. ``first``: the workers' steps
+    as they came to ``round``. ``before``: their steps when the period began, and ``throttled_s`` the delay by
+    a quota until then; empty until each worker has made its first steps. ``own``: the own times of the last
+    period, by slot."""
+
+    due: float = 0.0
+    number: int = 0
+    round: int = 0
+    first: Mapping[int, Strides] = field(default_factory=dict)
+    before: Mapping[int, Strides] = field(default_factory=dict)
+    throttled_s: float = 0.0
+    own: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLag:
+    """How a worker compares. ``ratio``: of its own time for a step to the usual one, if both are known."""
+
+    ratio: float | None
+    straggling: bool
+
+
+def measure(
+    known: Measuring,
+    state: State,
+    told: Mapping[int, Told],
+    throttled_s: float,
+    bad: Mapping[int, str],
+    now: float,
+) -> tuple[Measuring, Paces | None]:
+    """Return what is known after the workers were read, and the report for the leader if there is one.
+
+    A period ends once each worker has made a step in it: its steps may take longer than a period.
+    ``throttled_s``: for how long a quota has delayed this node's processes so far. ``bad``: the slots with a
+    bad GPU, and why.
+    """
+    crew = state.crew
+    window_s = state.policy_source.policy.straggler_window_s
+    known = replace(known, due=now + max(PERIOD_S_MIN, window_s / PERIODS))
+    if crew is None or not crew.alive or crew.order or crew.fenced or crew.round.number != known.round:
+        known = Measuring(known.due, known.number, crew.round.number if crew is not None else 0)
+        if crew is None or not crew.alive or crew.order or crew.fenced:
+            return known, None
+    here = {slot: t for slot, t in told.items() if slot in crew.alive}
+    strides = {s: Strides(t.steps, t.stepped_at, t.wait_s, t.waits, t.delay_s) for s, t in here.items()}
+    known, fresh = _period(known, strides, throttled_s)
+    paces = tuple(_pace(crew, s, own) for s, own in sorted(known.own.items())) if fresh else ()
+    ill = tuple(BadSlot(s, crew.member.rank_of(s), why) for s, why in bad.items() if s in crew.member.slots)
+    if not paces and not ill:
+        return known, None
+    known = replace(known, number=known.number + 1)
+    return known, Paces(state.me.node, state.me.incarnation, known.round, known.number, paces, ill)
+
+
+def lags(known: Measuring, found: Stragglers | None, node: str) -> dict[int, SlotLag]:
+    """Return how this node's workers compare, by slot. ``found``: what the leader wrote last."""
+    if found is None or found.round != known.round:
+        return {slot: SlotLag(None, False) for slot in known.own}
+    slow = {one.slot for one in found.slow if one.node == node and not one.why}
+    return {
+        slot: SlotLag(own_s / found.usual_s if found.usual_s else None, slot in slow)
+        for slot, own_s in known.own.items()
+    }
+
+
+def _period(known: Measuring, strides: Mapping[int, Strides], throttled_s: float) -> tuple[Measuring, bool]:
+    """Return what is known after these steps, and whether they end a period."""
+    if strides.keys() != known.first.keys():
+        return replace(known, first=strides, before={}), False
+    if not known.before:
+        begun = all(strides[s].steps >= known.first[s].steps + FIRST_STEPS for s in strides)
+        return (replace(known, before=strides, throttled_s=throttled_s) if begun else known), False
+    if any(strides[slot].steps <= known.before[slot].steps for slot in strides):
+        return known, False
+    own = own_times(known.before, strides, throttled_s - known.throttled_s)
+    return replace(known, own=own, before=strides, throttled_s=throttled_s), True
+
+
+def _pace(crew: Crew, slot: int, own_s: float) -> SlotPace:
+    return SlotPace(slot, crew.member.rank_of(slot), own_s)

@@ -1,0 +1,79 @@
+"""Ties what workers tell of their training to the core: the comparison of their paces, and advice for people.
+The simulator drives the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from elasticd.core.advice import Advice, advise
+from elasticd.core.agent import State
+from elasticd.core.facts import Stragglers
+from elasticd.core.measuring import Measuring, SlotLag, lags, measure
+from elasticd.core.page import Told, Use
+from elasticd.core.ports import Put, Seen, Store
+from elasticd.core.reasons import Reason
+from elasticd.telemetry.gpus import GpuReading, trouble
+
+LOOK_S = 1.0
+
+
+class Observer:
+    """Call ``begin``, then ``attend`` at ``wake_at``.
+
+    ``hear`` returns what the workers of a round tell, by slot. ``throttled_s`` returns how long a quota has
+    delayed this node's processes so far. ``asked``: see ``Advice``. ``bad``: the slots with a bad GPU, and
+    why. ``found``: the stragglers of all nodes, as the leader wrote them last.
+    """
+
+    def __init__(
+        self,
+        hear: Callable[[int], Mapping[int, Told]],
+        throttled_s: Callable[[], float],
+        asked: tuple[tuple[str, Use], ...] = (),
+    ) -> None:
+        self.wake_at = 0.0
+        self.bad: Mapping[int, str] = {}
+        self._hear = hear
+        self._throttled_s = throttled_s
+        self._advice = Advice(asked)
+        self._measuring = Measuring()
+        self.found: Stragglers | None = None
+        self._spoilt_before: dict[int, int] = {}
+
+    def begin(self, store: Store) -> None:
+        store.watch("stragglers", self._verdict_seen)
+
+    def lags(self, node: str) -> Mapping[int, SlotLag]:
+        """Return how this node's workers compare with their peers, by slot."""
+        return lags(self._measuring, self.found, node)
+
+    def look_at_gpu(self, slot: int, reading: GpuReading) -> None:
+        """Note a GPU that reports an error of its own. It stays suspect while this agent lives."""
+        spoilt = reading.ecc.get("uncorrected")
+        if spoilt is not None:
+            self._spoilt_before.setdefault(slot, spoilt)
+        why = trouble(reading, self._spoilt_before.get(slot, 0))
+        if why and slot not in self.bad:
+            self.bad = {**self.bad, slot: why}
+
+    def attend(self, state: State, now: float, say: Callable[[Reason], None]) -> Put | None:
+        """Return this node's paces for the leader, if a period has ended."""
+        if now < self.wake_at:
+            return None
+        crew = state.crew
+        told = self._hear(crew.round.number) if crew is not None else {}
+        if crew is not None:
+            self._advice, reasons = advise(self._advice, crew, told.values())
+            for reason in reasons:
+                say(reason)
+        paces = None
+        if now >= self._measuring.due:
+            throttled_s = self._throttled_s()
+            self._measuring, paces = measure(self._measuring, state, told, throttled_s, self.bad, now)
+        self.wake_at = min(now + LOOK_S, self._measuring.due)
+        return Put(f"paces/{paces.node}", paces, leased=True) if paces is not None else None
+
+    def _verdict_seen(self, seen: Seen) -> None:
+        for entry in seen.entries:
+            if entry.key == "stragglers":
+                self.found = entry.fact if isinstance(entry.fact, Stragglers) else None
