@@ -35,7 +35,6 @@ _IMPORTED: Final = (
     "elasticd.cli.begin",
     "elasticd.cli.history",
     "elasticd.cli.main",
-    "elasticd.cli.review",
     "elasticd.cli.run",
     "elasticd.cli.status",
     "elasticd.cli.steer",
