@@ -151,18 +151,18 @@ class StartWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseRound:
+class LeaveRound:
     """Have the workers leave the round.
 
     Workers that can leave are told to: at a commit that all agree on if ``planned``, else at once. They are
-    killed after ``part_s``, unless it is None. The others get the signal, and are killed after ``grace_s``.
+    killed after ``leave_s``, unless it is None. The others get the signal, and are killed after ``grace_s``.
     ``going``: none of these workers will be in the next round.
     """
 
     planned: bool
     signal: int
     grace_s: float
-    part_s: float | None
+    leave_s: float | None
     going: bool = False
 
 
@@ -222,7 +222,7 @@ class Leave:
 Action = (
     Transact
     | StartWorkers
-    | CloseRound
+    | LeaveRound
     | StopWorkers
     | GoOn
     | StartStandbys

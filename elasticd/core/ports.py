@@ -260,13 +260,13 @@ class Procs(Protocol):
         """Start processes that wait for a round (their round is 0). The ranks in their environment are only a
         guess."""
 
-    def part(
-        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    def leave(
+        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
     ) -> None:
         """Have every worker leave its round.
 
         A linked worker is told to leave: at a commit that all ranks agree on if ``planned``, else at once. It
-        gets SIGKILL if it has neither left nor ended after ``part_s`` (None: no limit). A worker that fails
+        gets SIGKILL if it has neither left nor ended after ``leave_s`` (None: no limit). A worker that fails
         gets SIGKILL if it has not ended after ``grace_s``. A worker that is not linked gets the signal, and
         SIGKILL after ``grace_s``. ``going``: linked workers are also told that they will be in no later
         round. A second call may be unplanned, or set a limit.

@@ -19,12 +19,12 @@ from elasticd.core.messages import (
     Action,
     Answered,
     CheckProcess,
-    CloseRound,
     Event,
     Fence,
     GoOn,
     LeaseChanged,
     Leave,
+    LeaveRound,
     LookAround,
     PortReserved,
     ProcessGone,
@@ -241,10 +241,10 @@ class Driver:
                 if hosts_store:
                     self._stores.open()
                 self._procs.start(round.number, self._assign(round, member), self._exited)
-            case CloseRound(planned, signal, grace_s, part_s, going):
-                if part_s is not None and self._hangs is not None:
-                    part_s = max(part_s, self._hangs.leaving_s(self.state))
-                self._procs.part(planned, signal, grace_s, part_s, going)
+            case LeaveRound(planned, signal, grace_s, leave_s, going):
+                if leave_s is not None and self._hangs is not None:
+                    leave_s = max(leave_s, self._hangs.leaving_s(self.state))
+                self._procs.leave(planned, signal, grace_s, leave_s, going)
             case StopWorkers(signal, grace_s, slots):
                 self._procs.stop(signal, grace_s, slots)
             case GoOn(slots):

@@ -9,7 +9,6 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 from elasticd.core import page as at
@@ -21,20 +20,13 @@ STACKS_BYTES_MAX = 1 << 22
 _ALL_USES = sum(Use)
 MAGIC = b"ELASTICD"
 VERSION = 1
-# Magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, phase, 1 + the descriptor for stacks, and 1
-# if the script ended well: native order, 8 bytes each. The second half of the page has the ns of the last 256
-# steps.
-LAYOUT = struct.Struct("=8s7Q")
+# Magic, version, pid, steps, CLOCK_MONOTONIC ns of the last step, an unused word, 1 + the descriptor for
+# stacks, and 1 if the script ended well: native order, 8 bytes each. The second half of the page has the ns
+# of the last 256 steps.
+LAYOUT = struct.Struct("=8s4Q8x2Q")
 TIMES = struct.Struct("=256Q")
 VARIABLE = "ELASTICD_PAGE"
 BOOT_DIR = str(Path(__file__).parents[1] / "worker" / "boot")
-
-
-class WorkerPhase(IntEnum):
-    UNSEEN = 0  # not a Python program, or not started yet
-    STARTED = 1
-    IMPORTED = 2  # torch is imported
-    STEPPING = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,6 @@ class Heartbeat:
     pid: int
     steps: int
     at: float
-    phase: WorkerPhase
     stacks_fd: int = -1
     ended_well: bool = False
 
@@ -86,16 +77,15 @@ class Page:
         self._fd = os.open(path, flags if again else flags | os.O_CREAT | os.O_EXCL, 0o600)
         if self._owned:
             os.ftruncate(self._fd, PAGE_BYTES)
-            os.pwrite(self._fd, LAYOUT.pack(MAGIC, VERSION, 0, 0, 0, 0, 0, 0), 0)
+            os.pwrite(self._fd, LAYOUT.pack(MAGIC, VERSION, 0, 0, 0, 0, 0), 0)
 
     def read(self) -> Heartbeat:
         data = os.pread(self._fd, LAYOUT.size, 0)
         if len(data) < LAYOUT.size:
-            return Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
-        _, _, pid, steps, last_ns, phase, stacks, ended_well = LAYOUT.unpack(data)
+            return Heartbeat(0, 0, 0.0)
+        _, _, pid, steps, last_ns, stacks, ended_well = LAYOUT.unpack(data)
         when = time.time() - (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
-        stage = WorkerPhase(min(phase, max(WorkerPhase)))
-        return Heartbeat(pid, steps, when, stage, stacks - 1, ended_well == 1)
+        return Heartbeat(pid, steps, when, stacks - 1, ended_well == 1)
 
     def step_times(self, after: int) -> tuple[int, tuple[float, ...]]:
         """Return the number of steps, and the times of the steps after ``after``, oldest first, in seconds of

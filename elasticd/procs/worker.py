@@ -19,10 +19,10 @@ from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
 from elasticd.procs.link import WorkerLine
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
-from elasticd.procs.page import Heartbeat, Page, WorkerPhase
+from elasticd.procs.page import Heartbeat, Page
 
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # signals of a crash
-_NOTHING = Heartbeat(0, 0, 0.0, WorkerPhase.UNSEEN)
+_NOTHING = Heartbeat(0, 0, 0.0)
 
 
 @dataclass(slots=True, eq=False)

@@ -136,8 +136,8 @@ class LocalProcs:
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None:
         self._start_afresh(0, assignments, exited)
 
-    def part(
-        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    def leave(
+        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
     ) -> None:
         with self._lock:
             told: list[Worker] = []
@@ -153,8 +153,8 @@ class LocalProcs:
                     told.append(worker)
                 elif worker.life.in_round:
                     others.append(worker)
-            if part_s is not None:
-                self._warden.stop_workers(0, part_s, [worker.id for worker in told])
+            if leave_s is not None:
+                self._warden.stop_workers(0, leave_s, [worker.id for worker in told])
             self._warden.stop_workers(0, grace_s, [worker.id for worker in ending])
             self._stop(others, signal, grace_s)
 

@@ -48,8 +48,8 @@ class _NoWorkers:
 
     def standby(self, assignments: tuple[Assignment, ...], exited: Callable[[int, Exit], None]) -> None: ...
 
-    def part(
-        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    def leave(
+        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
     ) -> None: ...
 
     def go_on(self, slots: tuple[int, ...]) -> None: ...

@@ -177,8 +177,8 @@ def test_the_next_round_may_start_once_all_of_the_last_have_ended(harness: Procs
 # ---------------------------------------------------------------- workers that keep their process
 
 
-def _part(harness: ProcsHarness, *, planned: bool = False, part_s: float | None = LONG_S) -> None:
-    harness.procs.part(planned, SIGTERM, LONG_S, part_s)
+def _leave(harness: ProcsHarness, *, planned: bool = False, leave_s: float | None = LONG_S) -> None:
+    harness.procs.leave(planned, SIGTERM, LONG_S, leave_s)
 
 
 def _waiting(harness: ProcsHarness, count: int) -> None:
@@ -199,7 +199,7 @@ def test_workers_told_to_leave_wait_with_their_steps_and_go_on_in_the_next_round
     harness.start(1, {3: InPlace(), 7: InPlace()})
     _training(harness, 2)
     before = harness.process(3), harness.process(7)
-    _part(harness, planned=planned)
+    _leave(harness, planned=planned)
     _waiting(harness, 2)
     assert {(slot, number) for slot, number, _, _ in harness.heard.waits} == {(3, 1), (7, 1)}
     assert all(steps > 0 for _, _, steps, _ in harness.heard.waits)
@@ -214,7 +214,7 @@ def test_workers_told_to_leave_wait_with_their_steps_and_go_on_in_the_next_round
 def test_steps_of_a_process_that_goes_on_count_from_the_start_of_its_round(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace()})
     harness.until(lambda: harness.procs.steps()[0] >= 50)
-    _part(harness)
+    _leave(harness)
     _waiting(harness, 1)
     assert harness.heard.waits[0][2] >= 50
     assert harness.procs.steps()[0] == harness.heard.waits[0][2]
@@ -226,7 +226,7 @@ def test_steps_of_a_process_that_goes_on_count_from_the_start_of_its_round(harne
 def test_workers_that_are_not_linked_are_stopped_instead(harness: ProcsHarness) -> None:
     harness.start(1, {0: Train(), 1: Train()})
     _training(harness, 2)
-    _part(harness)
+    _leave(harness)
     _ended(harness, 2)
     assert [e.code for _, e in harness.exits] == [-SIGTERM, -SIGTERM]
     assert harness.heard.linked == harness.heard.waits == []
@@ -235,7 +235,7 @@ def test_workers_that_are_not_linked_are_stopped_instead(harness: ProcsHarness) 
 def test_a_linked_worker_that_does_not_leave_is_killed(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace(leaves=False)})
     _training(harness, 1)
-    _part(harness, part_s=0.3)
+    _leave(harness, leave_s=0.3)
     _ended(harness, 1)
     assert harness.exits[0][1].code == -SIGKILL
     assert harness.heard.waits == []
@@ -244,11 +244,11 @@ def test_a_linked_worker_that_does_not_leave_is_killed(harness: ProcsHarness) ->
 def test_a_linked_worker_that_need_not_hurry_may_be_given_a_time_later(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace(leaves=False)})
     _training(harness, 1)
-    _part(harness, part_s=None)
-    parted_at = harness.now()
-    harness.until(lambda: harness.now() > parted_at + 0.3)
+    _leave(harness, leave_s=None)
+    told_at = harness.now()
+    harness.until(lambda: harness.now() > told_at + 0.3)
     assert harness.exits == []
-    _part(harness, part_s=0.0)
+    _leave(harness, leave_s=0.0)
     _ended(harness, 1)
     assert harness.exits[0][1].code == -SIGKILL
 
@@ -256,19 +256,19 @@ def test_a_linked_worker_that_need_not_hurry_may_be_given_a_time_later(harness: 
 def test_the_time_to_leave_does_not_reach_into_the_next_round(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace()})
     _training(harness, 1)
-    parted_at = harness.now()
-    _part(harness, part_s=2.0)
+    told_at = harness.now()
+    _leave(harness, leave_s=2.0)
     _waiting(harness, 1)
     harness.start(2, {0: InPlace()})
-    harness.until(lambda: harness.now() > parted_at + 2.5 and harness.procs.steps()[0] > 0)
+    harness.until(lambda: harness.now() > told_at + 2.5 and harness.procs.steps()[0] > 0)
     assert harness.exits == []
 
 
 def test_to_leave_as_planned_may_become_to_leave_at_once(harness: ProcsHarness) -> None:
     harness.start(1, {0: InPlace()})
     _training(harness, 1)
-    _part(harness, planned=True)
-    _part(harness)
+    _leave(harness, planned=True)
+    _leave(harness)
     _waiting(harness, 1)
     harness.start(2, {0: InPlace()})
     _training(harness, 1)
@@ -304,7 +304,7 @@ def test_a_replacement_may_come_to_wait_while_the_others_train(harness: ProcsHar
     harness.standby({1: InPlace()})
     _waiting(harness, 1)
     assert harness.heard.waits == [(1, 0, 0, None)]
-    _part(harness)
+    _leave(harness)
     _waiting(harness, 2)
     harness.start(2, {0: InPlace(), 1: InPlace()})
     _training(harness, 2)
@@ -315,12 +315,12 @@ def test_those_who_have_no_part_in_a_round_wait_on(harness: ProcsHarness) -> Non
     harness.start(1, {0: InPlace(), 1: InPlace()})
     _training(harness, 2)
     spare = harness.process(1)
-    _part(harness)
+    _leave(harness)
     _waiting(harness, 2)
     harness.start(2, {0: InPlace()})
     _training(harness, 1)
     assert set(harness.procs.steps()) == {0}
-    _part(harness)
+    _leave(harness)
     _waiting(harness, 3)
     assert harness.heard.waits[2][:2] == (0, 2), "only who acts is told to leave"
     harness.start(3, {0: InPlace(), 1: InPlace()})
@@ -344,7 +344,7 @@ def test_an_exit_tells_the_round_that_the_process_was_given_last_and_its_rank_th
     harness.start(1, {2: InPlace(), 5: InPlace()})
     harness.standby({8: InPlace()})
     _training(harness, 2)
-    _part(harness)
+    _leave(harness)
     _waiting(harness, 3)
     harness.start(2, {5: InPlace()})
     _training(harness, 1)

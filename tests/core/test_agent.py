@@ -24,11 +24,11 @@ from elasticd.core.facts import (
 )
 from elasticd.core.messages import (
     CheckProcess,
-    CloseRound,
     Fence,
     KeeperLost,
     LeaseChanged,
     Leave,
+    LeaveRound,
     LookAround,
     PortReserved,
     ProcessGone,
@@ -473,7 +473,7 @@ def test_workers_that_keep_their_process_hear_whether_they_take_part_in_a_later_
         if leaves:
             one.told(Signalled(SIGTERM))
         one.sees("round", closing(SECOND, cause, planned=True))
-        assert one.one(CloseRound).going is going, cause
+        assert one.one(LeaveRound).going is going, cause
 
 
 def test_another_signal_is_passed_on_to_the_workers() -> None:

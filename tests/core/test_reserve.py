@@ -9,7 +9,7 @@ from elasticd.core.age import Age
 from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
 from elasticd.core.lifecycle import Life
 from elasticd.core.messages import (
-    CloseRound,
+    LeaveRound,
     StartStandbys,
     StartWorkers,
     StopWorkers,
@@ -53,16 +53,16 @@ def test_the_first_linked_worker_is_told_to_everybody_once() -> None:
 def test_workers_leave_a_closing_round_and_keep_their_process() -> None:
     one = working()
     one.sees("round", closing(ROUND, Cause.GREW, planned=True))
-    assert one.one(CloseRound).planned and not one.all_of(StopWorkers)
+    assert one.one(LeaveRound).planned and not one.all_of(StopWorkers)
     one.sees("round", closing(ROUND, Cause.GREW))
-    assert not one.one(CloseRound).planned, "it turned out to be broken"
+    assert not one.one(LeaveRound).planned, "it turned out to be broken"
 
 
 def test_workers_of_a_round_that_nobody_is_to_go_on_with_end_with_it_and_fresh_spares_stay() -> None:
     one = working()
     one.state = replace(one.state, reserve={5: Life.WAITING})
     one.sees("round", replace(closing(ROUND), anew=True))
-    assert one.one(StopWorkers).slots == (0, 1) and not one.all_of(CloseRound)
+    assert one.one(StopWorkers).slots == (0, 1) and not one.all_of(LeaveRound)
 
 
 def test_who_has_left_such_a_round_already_is_sent_away() -> None:
@@ -131,7 +131,7 @@ def test_a_worker_that_dies_while_all_leave_in_good_order_has_them_leave_at_once
     one = working()
     one.sees("round", closing(ROUND, Cause.GREW, planned=True))
     one.exits(1, exit(1, 1, code=-9))
-    assert not one.one(CloseRound).planned
+    assert not one.one(LeaveRound).planned
     told = put(one.wrote(Tag.REPORT).writes[0])
     assert isinstance(told, Report) and told.exits[0].code == -9
 

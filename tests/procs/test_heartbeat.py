@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from elasticd.procs import page as agent_side
-from elasticd.procs.page import BOOT_DIR, LAYOUT, Page, WorkerPhase, shared_memory_dir
+from elasticd.procs.page import BOOT_DIR, LAYOUT, Page, shared_memory_dir
 from tests.procs.agents import PROGRAMS
 from tests.procs.conftest import Bench
 
@@ -110,7 +110,7 @@ def test_iterations_are_counted_whatever_the_number_of_optimizers(
     assert _steps(bench) == iterations
 
 
-def test_a_worker_that_has_not_stepped_is_seen_at_its_stages(bench: Bench) -> None:
+def test_a_worker_that_has_not_stepped_is_seen(bench: Bench) -> None:
     procs = bench.procs(
         [sys.executable, "-c", STEPS + "print('up', flush=True)\nimport time; time.sleep(1000)"]
     )
@@ -118,7 +118,6 @@ def test_a_worker_that_has_not_stepped_is_seen_at_its_stages(bench: Bench) -> No
     bench.console.wait_for(b"up")
     page = procs._workers[10].page
     assert page is not None
-    assert page.read().phase is WorkerPhase.IMPORTED
     assert procs.progress()[0].at == 0.0
     assert procs.progress()[0].pid == page.read().pid != 0
 
@@ -223,7 +222,7 @@ def test_both_sides_agree_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(3):
             hook(page, (), {})
         beat = page.read()
-        assert (beat.pid, beat.steps, beat.phase) == (os.getpid(), 3, WorkerPhase.STEPPING)
+        assert (beat.pid, beat.steps) == (os.getpid(), 3)
         assert abs(beat.at - time.time()) < 60
         assert LAYOUT.unpack(page.path.read_bytes()[: LAYOUT.size])[0] == agent_side.MAGIC
     finally:

@@ -58,8 +58,8 @@ class Party:
     def standby(self, *how: str, **env: str) -> None:
         self.procs.standby(_assign(how, env), self._exited)
 
-    def part(self, *, planned: bool = False) -> None:
-        self.procs.part(planned, SIGTERM, LONG_S, LONG_S)
+    def leave(self, *, planned: bool = False) -> None:
+        self.procs.leave(planned, SIGTERM, LONG_S, LONG_S)
 
     def until(self, holds: Callable[[], Any]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -122,7 +122,7 @@ def test_progress_is_that_of_the_round_and_keeps_quiet_about_who_waits(bench: Be
     party.start(1, "obeys", "obeys")
     party.until(lambda: len([p for p in party.procs.progress() if p.step > 20]) == 2)
     pid = party.procs.progress()[0].pid
-    party.part()
+    party.leave()
     party.until(lambda: len(party.heard.waits) == 2)
     party.start(2, "obeys")
     (progress,) = party.procs.progress()
@@ -137,7 +137,7 @@ def test_steps_that_a_worker_never_commits_are_no_progress_of_its_round(bench: B
     party.until(lambda: len([p for p in party.procs.progress() if p.step > 20]) == 2)
     made = party.procs.steps()
     assert made[10] == 0 and made[11] > 0
-    party.part()
+    party.leave()
     party.until(lambda: len(party.heard.waits) == 2)
     assert {slot: steps > 0 for slot, _, steps, _ in party.heard.waits} == {10: False, 11: True}
 
@@ -149,7 +149,7 @@ def test_a_worker_whose_run_function_has_returned_ends_by_itself_though_its_roun
     party = Party(bench, LINKED)
     party.start(1, "obeys", FINISH="1", LINGER=str(fifo))
     party.until(lambda: party.heard.returns == [(10, 1)])
-    party.procs.part(True, SIGTERM, LONG_S, 0.0)
+    party.procs.leave(True, SIGTERM, LONG_S, 0.0)
     with fifo.open("w"):
         party.until(lambda: party.exits)
     assert [(exit.code, exit.slot) for _, exit in party.exits] == [(0, 10)]
@@ -171,7 +171,7 @@ def test_a_worker_that_loses_the_others_says_so_and_is_told_to_leave(bench: Benc
     assert party.heard.broke == [(10, 1, False)]
     why = {"slot": 10, "round": 1, "fails": False, "why": "the others are gone"}
     assert party.events("worker.broken") == [why]
-    party.part()
+    party.leave()
     party.until(lambda: party.heard.waits)
     assert not party.exits
 
@@ -183,7 +183,7 @@ def test_a_worker_that_fails_has_as_long_to_end_as_others_have_who_are_stopped(
     party = Party(bench, LINKED)
     party.start(1, "fails", LINGER=str(fifo))
     party.until(lambda: party.heard.broke == [(10, 1, True)])
-    party.procs.part(False, SIGTERM, 0.0, LONG_S)
+    party.procs.leave(False, SIGTERM, 0.0, LONG_S)
     party.until(lambda: party.exits)
     assert [exit.code for _, exit in party.exits] == [-SIGKILL]
 
@@ -221,7 +221,7 @@ def test_a_standby_may_be_forked_from_the_zygote(bench: Bench) -> None:
     party.until(lambda: party.heard.waits)
     assert party.heard.waits == [(12, 0, 0, None)]
     bench.console.wait_for(b"started, forked")
-    party.part()
+    party.leave()
     party.until(lambda: len(party.heard.waits) == 2)
     party.procs.start(2, (Assignment(12, 0, 0, {"RANK": "0"}),), party._exited)
     party.until(lambda: party.procs.steps()[12] > 0)
@@ -239,7 +239,7 @@ def test_a_worker_that_breaks_the_rules_is_cut_off_and_the_others_go_on(bench: B
     (told,) = party.events("worker.unlinked")
     assert told["slot"] == 10
     assert told["why"]
-    party.part()  # it cannot be told to leave, so it is stopped as others are
+    party.leave()  # it cannot be told to leave, so it is stopped as others are
     party.until(lambda: party.exits and party.heard.waits)
     assert [exit.code for _, exit in party.exits] == [-SIGTERM]
     assert [(slot, number) for slot, number, _, _ in party.heard.waits] == [(11, 1)]
@@ -257,7 +257,7 @@ def test_a_worker_that_never_reads_holds_nobody_up_and_loses_its_link(bench: Ben
     party.start(1, "never reads")
     party.until(lambda: party.procs._workers[10].talk.stage is Stage.ENTERING)
     for _ in range(100_000):  # as much as its socket takes
-        party.part(planned=True)
+        party.leave(planned=True)
         if party.exits:
             break
     party.until(lambda: party.exits)

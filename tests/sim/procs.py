@@ -270,7 +270,7 @@ class SimWorker:
     """One process. ``round``: the one it acts in, or did last; 0 for a standby.
 
     ``committed`` and ``whole``: the state it holds. ``made``: steps, in the round; ``times``: of all its
-    steps, of which it had made ``steps_before`` before it came to its round. ``parted``: it was told to
+    steps, of which it had made ``steps_before`` before it came to its round. ``leaving``: it was told to
     leave, and is killed if it does not in time. ``ill``: what keeps it from its next step; what it is told
     meanwhile it hears once it is well. ``own_s``, ``delayed_s``: how long it computes, and has no processor,
     in its present step; ``wait_s``, ``delay_s``: its waits and delays so far."""
@@ -278,7 +278,7 @@ class SimWorker:
     __slots__ = (
         "_busy_until", "_kill", "_kill_at", "_next", "_there", "_unheard", "acts", "agreed", "alive",
         "committed", "computes_until", "delay_s", "delayed_s", "doomed", "exited", "failing", "finishing",
-        "ill", "made", "own_s", "parted", "pid", "procs", "rank", "round", "slot", "steps_before",
+        "ill", "leaving", "made", "own_s", "pid", "procs", "rank", "round", "slot", "steps_before",
         "stopping", "stuck", "times", "wait_s", "well_since", "whole", "world",
     )  # fmt: skip
 
@@ -303,7 +303,7 @@ class SimWorker:
         self.finishing = False
         self.stopping = False
         self.stuck = False
-        self.parted = False
+        self.leaving = False
         self.failing = False
         self.committed: int | None = None
         self.whole = False
@@ -329,7 +329,7 @@ class SimWorker:
     def act(self, world: World, rank: int) -> None:
         """Take part in this world: now, if it waits for that."""
         self.world, self.round, self.rank = world, world.round, rank
-        self.made, self.acts, self.parted = 0, True, False
+        self.made, self.acts, self.leaving = 0, True, False
         self.steps_before = len(self.times)
         if self._there:
             self._join()
@@ -340,7 +340,7 @@ class SimWorker:
         if self.procs.training.job.inplace:
             self._there = True
             self.procs.tell(WorkerLinked(self.slot))
-            if not self.acts or self.parted:
+            if not self.acts or self.leaving:
                 self.come_out()
         self._join()
 
@@ -391,7 +391,7 @@ class SimWorker:
 
     # ---- in place
 
-    def part(self, planned: bool) -> bool:
+    def leave(self, planned: bool) -> bool:
         """Whether it can leave the round. ``come_out`` follows: at a step if it is planned."""
         if not self._there or self.stopping:
             return False
@@ -401,14 +401,14 @@ class SimWorker:
             return True
         training = self.procs.training
         clock, random = training.clock, training.random
-        if self.parted and not planned and self._busy_until > clock.now():
+        if self.leaving and not planned and self._busy_until > clock.now():
             return True  # it has yet to hear of it
         if not self.stuck and random.random() < training.job.stuck:
             self.stuck = True
             clock.after(HANG_S, lambda: self.die(-signals.SIGKILL, "hung", primary=False))
         if self.stuck:
             return True
-        self.parted = True
+        self.leaving = True
         world = self.world
         if planned and world is not None and world.running and world.workers.get(self.rank) is self:
             world.leaving = True
@@ -418,13 +418,13 @@ class SimWorker:
 
     def _hear(self, number: int, planned: bool) -> None:
         """What it was told while it was ill."""
-        if self.alive and self.acts and self.round == number and not (self.parted and planned):
-            self.part(planned)
+        if self.alive and self.acts and self.round == number and not (self.leaving and planned):
+            self.leave(planned)
 
     def _abort(self) -> None:
         if self.deaf:
             self._unheard.append(self._abort)
-        elif self.alive and self.acts and self.parted:
+        elif self.alive and self.acts and self.leaving:
             self.come_out()
 
     def has_entered(self) -> None:
@@ -447,7 +447,7 @@ class SimWorker:
                 self.procs.tell(WorkerBroke(self.slot, number, fails=False))
                 self._abort()
 
-        clock.after(max(0.0, self._busy_until - clock.now()) + (0.0 if self.parted else NEWS_S), say)
+        clock.after(max(0.0, self._busy_until - clock.now()) + (0.0 if self.leaving else NEWS_S), say)
 
     @property
     def age(self) -> Age | None:
@@ -462,7 +462,7 @@ class SimWorker:
             self.ill = None  # it has left the collective that the others are not in
         self._leave_world()
         self.acts = False
-        if self.parted:
+        if self.leaving:
             self.spare()
         self.procs.tell(WorkerWaiting(self.slot, self.round, self.made, self.age))
 
@@ -505,7 +505,7 @@ class SimWorker:
         training, world = self.procs.training, self.world
         job, random = training.job, training.random
         trains = job.inplace and world is not None and world.running and self.acts
-        if not trains or random.random() >= job.lingers or self.parted or self.stuck or self.stopping:
+        if not trains or random.random() >= job.lingers or self.leaving or self.stuck or self.stopping:
             self.die(code, message, primary=True, **how)
             return
         self.failing = self.finishing = True
@@ -622,15 +622,15 @@ class SimProcs:
         worker.begin()
         return worker
 
-    def part(
-        self, planned: bool, signal: int, grace_s: float, part_s: float | None, going: bool = False
+    def leave(
+        self, planned: bool, signal: int, grace_s: float, leave_s: float | None, going: bool = False
     ) -> None:
         for worker in [w for w in self.workers.values() if w.acts]:
             if worker.failing or (worker.finishing and planned):
                 worker.kill_after(grace_s)
-            elif not worker.finishing and worker.part(planned):
-                if part_s is not None:
-                    worker.kill_after(part_s)
+            elif not worker.finishing and worker.leave(planned):
+                if leave_s is not None:
+                    worker.kill_after(leave_s)
             else:
                 self.stop(signal, grace_s, (worker.slot,))
 
@@ -689,7 +689,7 @@ class SimProcs:
             and worker.world.running
             and worker.world.made
             and worker.world.workers.get(worker.rank) is worker
-            and not (worker.ill or worker.stopping or worker.finishing or worker.parted or worker.stuck)
+            and not (worker.ill or worker.stopping or worker.finishing or worker.leaving or worker.stuck)
         ]
         if training:
             worker = training[int(much * len(training))]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.core.agent.reserve import dismiss_holders
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Doing, Leaving, Released, State, Stopping
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Decisions, Leaving, Released, State, Stopping
 from elasticd.core.facts import Cause, Phase, Report, Round
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.messages import CloseRound, GoOn, RenewStore, StartWorkers, StopWorkers, Tag
+from elasticd.core.messages import GoOn, LeaveRound, RenewStore, StartWorkers, StopWorkers, Tag
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
 
 
-def follow_the_round(do: Doing) -> None:
+def follow_the_round(do: Decisions) -> None:
     state, round = do.state, do.state.round
     if round is None or not state.registration.joined:
         return
@@ -67,12 +67,12 @@ def follow_the_round(do: Doing) -> None:
     do.reasons.append(WorkersStarted(round.number, ranks, round.world_size))
 
 
-def _decline(do: Doing, round: Round) -> None:
+def _decline(do: Decisions, round: Round) -> None:
     """Take no part in the round. The release tells the leader, which forms another round if needed."""
     do.set(released=replace(do.state.released, round=round.number, ends=0))
 
 
-def stop(do: Doing, signal: int, grace_s: float) -> None:
+def stop(do: Decisions, signal: int, grace_s: float) -> None:
     """Stop the workers, once; and again if the grace becomes shorter."""
     crew = do.state.crew
     if crew is None or not crew.alive:
@@ -85,7 +85,7 @@ def stop(do: Doing, signal: int, grace_s: float) -> None:
     do.reasons.append(WorkersStopping(crew.round.number, _cause(do, crew), grace_s))
 
 
-def leave(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
+def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
     """Have the workers leave the round and keep their process where they can; once, and again if they must
     hurry.
 
@@ -102,7 +102,7 @@ def leave(do: Doing, planned: bool, signal: int, grace_s: float) -> None:
         return
     leave_s = do.state.policy_source.policy.part_s if hurried else None
     do.crew(order=Leaving(planned, hurried, grace_s), workers=_told(crew, Life.LEAVING))
-    do.actions.append(CloseRound(planned, signal, grace_s, leave_s, _going(do)))
+    do.actions.append(LeaveRound(planned, signal, grace_s, leave_s, _going(do)))
     if begins:
         do.reasons.append(WorkersLeaving(crew.round.number, _cause(do, crew), planned))
 
@@ -121,14 +121,14 @@ def _outlived(state: State, crew: Crew) -> bool:
     return state.outlived or (round is not None and round.number == crew.round.number and round.outlived)
 
 
-def _going(do: Doing) -> bool:
+def _going(do: Decisions) -> bool:
     """Whether this node's workers end with the round, so that the state in their memory is lost."""
     state = do.state
     stopped = state.round is not None and state.round.closing is Cause.STOPPED
     return stopped or state.departure is not None
 
 
-def _cause(do: Doing, crew: Crew) -> Cause:
+def _cause(do: Decisions, crew: Crew) -> Cause:
     """Return why the round ends here: the leader's cause if there is one, else a cause on this node."""
     state, round = do.state, do.state.round
     if round is not None and round.number > crew.round.number:
@@ -140,7 +140,7 @@ def _cause(do: Doing, crew: Crew) -> Cause:
     return Cause.NODE_DRAINED if state.departure is not None else Cause.NODE_LOST
 
 
-def let_go_on(do: Doing) -> None:
+def let_go_on(do: Decisions) -> None:
     """Let workers go on after their checkpoint, unless the round is to be resized there."""
     state, crew, round = do.state, do.state.crew, do.state.round
     if crew is None or not crew.report.checkpointed or crew.order is not None:
@@ -154,7 +154,7 @@ def let_go_on(do: Doing) -> None:
     do.crew(held=frozenset(), report=replace(crew.report, checkpointed=False))
 
 
-def release(do: Doing) -> None:
+def release(do: Decisions) -> None:
     """Release the round once it is over for this node and no worker is left in it."""
     state, crew = do.state, do.state.crew
     if crew is None or crew.alive:
@@ -172,7 +172,7 @@ def release(do: Doing) -> None:
         do.actions.append(RenewStore())
 
 
-def note_report(do: Doing) -> None:
+def note_report(do: Decisions) -> None:
     """Update the report for the leader. It outlives the crew, so that a late end is still told."""
     crew, before = do.state.crew, do.state.report
     if crew is None:
@@ -186,7 +186,7 @@ def note_report(do: Doing) -> None:
         do.set(report=report)
 
 
-def report(do: Doing) -> None:
+def report(do: Decisions) -> None:
     state = do.state
     if state.registration.own is None or not state.registered or Tag.REPORT in state.etcd.busy:
         return

@@ -9,7 +9,7 @@ from elasticd.core.agent.crew import leave, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import succeed
 from elasticd.core.agent.reserve import lost_from_reserve
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Departure, Doing, Leaving, Stopping
+from elasticd.core.agent.state import SIGKILL, SIGTERM, Decisions, Departure, Leaving, Stopping
 from elasticd.core.facts import Node, Report
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.messages import (
@@ -65,7 +65,7 @@ HELD_S = 10.0  # how long a worker waits at its checkpoint for the leader to hea
 RETRY_S = 0.5  # after an unknown or refused write; by then the watch has shown why
 
 
-def absorb(do: Doing, event: Event) -> None:
+def absorb(do: Decisions, event: Event) -> None:
     state = do.state
     match event:
         case Saw(entry):
@@ -125,7 +125,7 @@ def absorb(do: Doing, event: Event) -> None:
             assert_never(event)
 
 
-def _saw(do: Doing, entry: Entry) -> None:
+def _saw(do: Decisions, entry: Entry) -> None:
     old = do.state.seen.get(entry.key)
     if old is not None and entry.revision and entry.revision < old.revision:
         return
@@ -141,7 +141,7 @@ def _saw(do: Doing, entry: Entry) -> None:
         do.reasons.append(LeadsNow())
 
 
-def _answered(do: Doing, tag: Tag, answer: Answer) -> None:
+def _answered(do: Decisions, tag: Tag, answer: Answer) -> None:
     asked = do.state.etcd.busy.get(tag)
     do.etcd(busy={t: a for t, a in do.state.etcd.busy.items() if t is not tag})
     if isinstance(answer, Applied):
@@ -164,7 +164,7 @@ def _written(old: Entry, write: Write, revision: int) -> Entry:
     return Entry(old.key, write.fact, revision, created)
 
 
-def _lease(do: Doing, news: LeaseNews) -> None:
+def _lease(do: Decisions, news: LeaseNews) -> None:
     state = do.state
     match news:
         case Held(until):
@@ -186,7 +186,7 @@ def _lease(do: Doing, news: LeaseNews) -> None:
             assert_never(news)
 
 
-def _waits(do: Doing, event: WorkerWaiting) -> None:
+def _waits(do: Decisions, event: WorkerWaiting) -> None:
     state, slot, crew = do.state, event.slot, do.state.crew
     before = state.reserve.get(slot)
     if crew is not None and slot in crew.alive:
@@ -214,7 +214,7 @@ def _waits(do: Doing, event: WorkerWaiting) -> None:
     )
 
 
-def _broke(do: Doing, slot: int, number: int, fails: bool) -> None:
+def _broke(do: Decisions, slot: int, number: int, fails: bool) -> None:
     crew = do.state.crew
     if crew is None or crew.round.number != number or slot not in crew.alive:
         return
@@ -226,7 +226,7 @@ def _broke(do: Doing, slot: int, number: int, fails: bool) -> None:
         do.crew(report=replace(crew.report, broken=True))
 
 
-def _checkpointed(do: Doing, event: WorkerCheckpointed) -> None:
+def _checkpointed(do: Decisions, event: WorkerCheckpointed) -> None:
     crew = do.state.crew
     do.set(checkpointed=True)
     do.reasons.append(CheckpointTold(event.round, event.slot, event.path))
@@ -240,7 +240,7 @@ def _checkpointed(do: Doing, event: WorkerCheckpointed) -> None:
         do.actions.append(GoOn((event.slot,)))
 
 
-def _exited(do: Doing, event: WorkerExited) -> None:
+def _exited(do: Decisions, event: WorkerExited) -> None:
     crew, exit = do.state.crew, event.exit
     linked = exit.slot in do.state.linked
     do.set(linked=do.state.linked - {exit.slot})
@@ -279,7 +279,7 @@ def _exited(do: Doing, event: WorkerExited) -> None:
         leave(do, False, SIGTERM, do.state.policy_source.policy.broken_s)
 
 
-def _signalled(do: Doing, signal: int) -> None:
+def _signalled(do: Decisions, signal: int) -> None:
     departure = do.state.departure
     if departure is None:
         do.set(departure=Departure(signal, do.now + DRAIN_PATIENCE_S))

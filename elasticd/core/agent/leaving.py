@@ -6,7 +6,7 @@ from typing import assert_never
 
 from elasticd.core.agent.crew import stop, unreported
 from elasticd.core.agent.reserve import dismiss
-from elasticd.core.agent.state import SIGTERM, Departure, Doing
+from elasticd.core.agent.state import SIGTERM, Decisions, Departure
 from elasticd.core.facts import Drained, Outcome, Round
 from elasticd.core.messages import Leave, Tag
 from elasticd.core.reasons import Draining
@@ -14,14 +14,14 @@ from elasticd.core.reasons import Draining
 DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round
 
 
-def heed_the_operator(do: Doing) -> None:
+def heed_the_operator(do: Decisions) -> None:
     spec, me = do.state.spec, do.state.me
     if spec and do.state.departure is None and Drained(me.node, me.incarnation) in spec.drain:
         do.set(departure=Departure(0, do.now + DRAIN_PATIENCE_S))
         do.reasons.append(Draining(0))
 
 
-def heed_the_end(do: Doing) -> None:
+def heed_the_end(do: Decisions) -> None:
     """Stop the workers and exit once the job is over."""
     state, round = do.state, do.state.round
     if round is None or not state.registration.joined or not state.over or state.old_news:
@@ -51,7 +51,7 @@ def epitaph(round: Round) -> Leave:
             assert_never(round.outcome)
 
 
-def depart(do: Doing) -> None:
+def depart(do: Decisions) -> None:
     """Leave once the leader has ended the round for all nodes, or after the patience."""
     state, departure = do.state, do.state.departure
     if departure is None or state.exiting is not None:
@@ -73,7 +73,7 @@ def depart(do: Doing) -> None:
     do.set(exiting=Leave(128 + (departure.signal or SIGTERM), "drained"))
 
 
-def hands_over(do: Doing) -> bool:
+def hands_over(do: Decisions) -> bool:
     """Whether this leaving node waits for others to take over its workers' state."""
     state = do.state
     if (
@@ -86,7 +86,7 @@ def hands_over(do: Doing) -> bool:
     return bool(state.waiting) and state.me.node in state.round.leaving and do.now < state.stays_until
 
 
-def _has_yet_to_tell(do: Doing) -> bool:
+def _has_yet_to_tell(do: Decisions) -> bool:
     """Whether the leader has yet to hear that this node's workers finished. Otherwise it would repeat their
     work."""
     state, departure = do.state, do.state.departure
@@ -101,7 +101,7 @@ def _has_yet_to_tell(do: Doing) -> bool:
     return not at_once and (bool(unreported(state)) or Tag.REPORT in state.etcd.busy)
 
 
-def finish_leaving(do: Doing) -> None:
+def finish_leaving(do: Decisions) -> None:
     leave = do.state.exiting
     if leave is None:
         return

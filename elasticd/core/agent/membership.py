@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticd.core.agent.crew import unreported
-from elasticd.core.agent.state import Doing, State
+from elasticd.core.agent.state import Decisions, State
 from elasticd.core.facts import Leadership, Node, Outcome, Resume, Round, Spec
 from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
@@ -14,7 +14,7 @@ from elasticd.core.reasons import NameTaken, PolicyDiffers
 CONNECT_PATIENCE_S = 5.0  # how long an agent that has not joined waits for etcd
 
 
-def outlast_the_store(do: Doing) -> None:
+def outlast_the_store(do: Decisions) -> None:
     silent = do.state.etcd.silent
     if do.state.exiting is not None:
         return
@@ -33,7 +33,7 @@ def outlast_the_store(do: Doing) -> None:
         do.wakes.append(until)
 
 
-def _outlast_a_full_store(do: Doing) -> None:
+def _outlast_a_full_store(do: Decisions) -> None:
     """Leave if the store stays full for too long and this agent has neither a record nor workers. Running
     workers go on."""
     state = do.state
@@ -47,7 +47,7 @@ def _outlast_a_full_store(do: Doing) -> None:
         do.wakes.append(until)
 
 
-def move_the_fence(do: Doing) -> None:
+def move_the_fence(do: Decisions) -> None:
     """Move the fence: the time until which workers may run even if this agent is stopped.
 
     Workers may run as long as no other node can have replaced them. That is the case while this node's record
@@ -67,7 +67,7 @@ def move_the_fence(do: Doing) -> None:
         do.actions.append(Fence(until))
 
 
-def notice_a_false_start(do: Doing) -> None:
+def notice_a_false_start(do: Decisions) -> None:
     """Join again if the spec is gone: it belonged to a job that was just ending."""
     state = do.state
     withdrawn = state.registration.joined and "spec" in state.seen and state.spec is None
@@ -75,7 +75,7 @@ def notice_a_false_start(do: Doing) -> None:
         do.registration(joined=False)
 
 
-def join(do: Doing) -> None:
+def join(do: Decisions) -> None:
     """Join the job: agree with its spec, or write the spec if there is none."""
     state = do.state
     if "spec" not in state.seen or "round" not in state.seen or state.me.key not in state.seen:
@@ -154,7 +154,7 @@ def _difference(spec: Spec, wanted: Spec) -> str | None:
     return None
 
 
-def register(do: Doing) -> None:
+def register(do: Decisions) -> None:
     """Write the node's record in etcd when it changes."""
     state = do.state
     if not state.registration.joined or state.etcd.lease_until is None or state.me.key not in state.seen:
@@ -217,7 +217,7 @@ def _ready(state: State) -> tuple[int, ...]:
     return tuple(sorted(state.waiting))
 
 
-def tell_of_workers(do: Doing) -> None:
+def tell_of_workers(do: Decisions) -> None:
     """Write into the spec that the job's workers keep their process, or report checkpoints of their own.
 
     A node that joins later then has its workers ready before it gets work.
@@ -237,7 +237,7 @@ def tell_of_workers(do: Doing) -> None:
         do.transact(Tag.INPLACE, (guard,), (Put("spec", known),))
 
 
-def _wait_for_name(do: Doing, holder: Node) -> None:
+def _wait_for_name(do: Decisions, holder: Node) -> None:
     """Wait for the lease of another agent of this name, which may have died, to run out."""
     state = do.state
     if state.etcd.silent is not None:
@@ -257,7 +257,7 @@ def _wait_for_name(do: Doing, holder: Node) -> None:
     do.wakes.append(do.state.registration.name_taken_until)
 
 
-def succeed(do: Doing, key: Entry, dead: Node) -> None:
+def succeed(do: Decisions, key: Entry, dead: Node) -> None:
     """Replace the record of a dead agent of this node, without waiting for its lease.
 
     One transaction does it, so no round is formed in between.
@@ -273,7 +273,7 @@ def succeed(do: Doing, key: Entry, dead: Node) -> None:
     do.transact(Tag.SUCCEED, tuple(guards), tuple(writes))
 
 
-def campaign(do: Doing) -> None:
+def campaign(do: Decisions) -> None:
     state = do.state
     leader = state.seen.get("leader")
     if not (state.registered and leader and leader.fact is None and state.departure is None):

@@ -6,7 +6,7 @@ process to start: survivors go on at once, and replacements join at a later comm
 
 from __future__ import annotations
 
-from elasticd.core.agent.state import SIGTERM, Doing, Setback, State
+from elasticd.core.agent.state import SIGTERM, Decisions, Setback, State
 from elasticd.core.facts import Exit, Phase
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.messages import StartStandbys, StopWorkers
@@ -15,7 +15,7 @@ from elasticd.core.reasons import StandbyFailed, StandbysStarted
 RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never becomes ready harms no world
 
 
-def keep_reserve(do: Doing, stays: bool) -> None:
+def keep_reserve(do: Decisions, stays: bool) -> None:
     """Keep as many waiting processes as the world lacks, and the spares, within this node's slots.
 
     ``stays``: a leaving node keeps its waiting workers for a while.
@@ -84,7 +84,7 @@ def _wanted(state: State) -> tuple[int, bool]:
     return max(0, limits.max - acting) + state.config.spares, full
 
 
-def lost_from_reserve(do: Doing, exit: Exit) -> None:
+def lost_from_reserve(do: Decisions, exit: Exit) -> None:
     """Note the end of a process in the reserve. No world was disturbed, so nothing is charged.
 
     The slot is tried again, after a longer wait each time if its process never becomes ready.
@@ -102,18 +102,18 @@ def lost_from_reserve(do: Doing, exit: Exit) -> None:
     )
 
 
-def dismiss(do: Doing) -> None:
+def dismiss(do: Decisions) -> None:
     """End all processes of the reserve."""
     _dismiss(do, sorted(do.state.reserve))
 
 
-def dismiss_holders(do: Doing) -> None:
+def dismiss_holders(do: Decisions) -> None:
     """End the waiting workers that have a state in memory, which must not be continued."""
     state = do.state
     _dismiss(do, sorted(state.waiting & state.ages.keys()))
 
 
-def _dismiss(do: Doing, slots: list[int]) -> None:
+def _dismiss(do: Decisions, slots: list[int]) -> None:
     reserve = do.state.reserve
     slots = [slot for slot in slots if reserve[slot] is not Life.STOPPING]
     if slots:

@@ -298,7 +298,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Doing:
+class Decisions:
     """The decisions of one step so far. It lives no longer than the step."""
 
     state: State

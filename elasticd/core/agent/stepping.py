@@ -21,7 +21,7 @@ from elasticd.core.agent.membership import (
     tell_of_workers,
 )
 from elasticd.core.agent.reserve import keep_reserve
-from elasticd.core.agent.state import Doing, Identity, State, Step
+from elasticd.core.agent.state import Decisions, Identity, State, Step
 from elasticd.core.messages import Event
 
 
@@ -32,14 +32,14 @@ def watched(me: Identity) -> tuple[str, ...]:
 
 def step(state: State, event: Event, now: float) -> Step:
     """Process one event. Never blocks, and never fails on a possible event."""
-    do = Doing(state, now)
+    do = Decisions(state, now)
     if not state.gone:
         absorb(do, event)
         decide(do)
     return Step(do.state, tuple(do.actions), tuple(do.reasons), min(do.wakes, default=None))
 
 
-def decide(do: Doing) -> None:
+def decide(do: Decisions) -> None:
     move_the_fence(do)
     heed_the_operator(do)
     outlast_the_store(do)

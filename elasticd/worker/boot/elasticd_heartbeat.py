@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 _HOOKED = "torch.optim.optimizer"
 # Words of 8 bytes, each stored by one instruction.
-_PID, _STEPS, _LAST_NS, _PHASE, _STACKS, _ENDED_WELL = 2, 3, 4, 5, 6, 7
+_PID, _STEPS, _LAST_NS, _STACKS, _ENDED_WELL = 2, 3, 4, 6, 7
 _WAIT_NS, _WAITS, _MADE, _DELAY_NS = 17, 18, 23, 24  # see elasticd/core/page.py
 _TIMES, _TIMES_MASK = 256, 255  # the times of the last 256 steps: the second half of the page
 _SIGNAL = 47  # a real-time signal, which programs do not use; see elasticd/procs/stacks.py
-_STARTED, _IMPORTED, _STEPPING = 1, 2, 3
 
 preloaded: frozenset[str] = frozenset()  # the modules imported before the fork; set by the zygote
 
@@ -66,7 +65,6 @@ def _claim(path: str) -> memoryview[int] | None:
     if fields[1] != 1 or (fields[_PID] not in (0, os.getpid()) and _lives(fields[_PID])):
         return None
     fields[_PID] = os.getpid()
-    fields[_PHASE] = _STARTED
     fields[_ENDED_WELL] = 0
     return fields
 
@@ -145,7 +143,6 @@ class _Finder:
 def _hook(optimizers: Any, fields: memoryview[int], path: str) -> None:
     try:
         optimizers.register_optimizer_step_post_hook(_make_hook(fields, path))
-        fields[_PHASE] = _IMPORTED
     except Exception:  # noqa: BLE001, S110  # an unknown torch: no heartbeat, but the script runs
         pass
 
@@ -179,7 +176,6 @@ def _make_hook(fields: memoryview[int], path: str) -> Callable[[Any, Any, Any], 
             fields[_WAITS] = waits.count
             fields[_DELAY_NS] = waits.delayed_ns()
             fields[_STEPS] = steps
-            fields[_PHASE] = _STEPPING
             if steps == 1:
                 fields[_MADE] = _counted(optimizer)
                 _tell_imports(os.path.join(os.path.dirname(path), "imports"))

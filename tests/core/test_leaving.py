@@ -11,18 +11,18 @@ from elasticd.core.agent.state import SIGTERM
 from elasticd.core.facts import Apart, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.members import REPORT_S
-from elasticd.core.messages import CloseRound, Signalled, Tag
+from elasticd.core.messages import LeaveRound, Signalled, Tag
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, WorkerEnded
 from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put
 from tests.core.test_reserve import IN_PLACE, ROUND, closing, own_record, working
 
-PART_S = IN_PLACE.policy.part_s
+LEAVE_S = IN_PLACE.policy.part_s
 
 
 def limit_s(one: Agent) -> float | None:
-    return one.one(CloseRound).part_s
+    return one.one(LeaveRound).leave_s
 
 
 # ---------------------------------------------------------------- who is hurried
@@ -34,7 +34,7 @@ def test_workers_of_a_round_that_is_resized_are_waited_for_however_long_a_step_t
     one.sees("round", closing(ROUND, cause, planned=True))
     assert limit_s(one) is None
     one.told(WorkerWaiting(0, 1, age=Age(1, 5)))
-    assert not one.all_of(CloseRound)
+    assert not one.all_of(LeaveRound)
 
 
 @pytest.mark.parametrize("age", [None, Age(0, 5)])
@@ -42,21 +42,21 @@ def test_one_that_waits_without_what_the_round_had_agreed_on_hurries_nobody(age:
     one = working()
     one.sees("round", closing(ROUND))
     one.told(WorkerWaiting(0, 1, age=age))
-    assert not one.all_of(CloseRound)
+    assert not one.all_of(LeaveRound)
 
 
 def test_survivors_are_hurried_when_the_leader_says_that_others_have_left_with_the_state() -> None:
     one = working()
     one.sees("round", closing(ROUND))
     one.sees("round", replace(closing(ROUND), outlived=True))
-    assert limit_s(one) == PART_S
+    assert limit_s(one) == LEAVE_S
 
 
 def test_those_who_go_are_hurried_from_the_beginning() -> None:
     one = working()
     one.told(Signalled(SIGTERM))
     one.sees("round", closing(ROUND, Cause.NODE_DRAINED, planned=True))
-    assert limit_s(one) == PART_S
+    assert limit_s(one) == LEAVE_S
 
 
 def test_the_leader_says_after_a_while_that_some_have_left_with_the_state() -> None:
@@ -68,11 +68,11 @@ def test_the_leader_says_after_a_while_that_some_have_left_with_the_state() -> N
 
     holds = replace(left, age=Age(5, 70), holders=(0,))
     early = plan(NOW, holds)
-    assert (early.wake_at, early.reasons) == (NOW + PART_S, (AwaitingRelease(("b",)),))
-    assert next_round(plan(NOW + PART_S, holds)) == replace(ending, outlived=True)
-    for one in (plan(NOW + PART_S), plan(NOW + PART_S, replace(left, age=Age(4, 70)))):
+    assert (early.wake_at, early.reasons) == (NOW + LEAVE_S, (AwaitingRelease(("b",)),))
+    assert next_round(plan(NOW + LEAVE_S, holds)) == replace(ending, outlived=True)
+    for one in (plan(NOW + LEAVE_S), plan(NOW + LEAVE_S, replace(left, age=Age(4, 70)))):
         assert not one.writes, "it has not what those of the round had agreed on"
-    still_planned = next_round(plan(NOW + PART_S, holds, planned=True))
+    still_planned = next_round(plan(NOW + LEAVE_S, holds, planned=True))
     assert (still_planned.planned, still_planned.outlived) == (True, True), (
         "who sleeps may be told from who works"
     )
