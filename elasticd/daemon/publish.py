@@ -249,7 +249,7 @@ class Publisher:
     def _states(self) -> dict[int, SlotState]:
         """Return the states of this node's slots with a worker, of which etcd does not know, or not yet."""
         crew = self._driver.state.crew
-        lives = {**self._driver.state.reserve, **(crew.workers if crew is not None else {})}
+        lives = {**self._driver.state.standbys, **(crew.workers if crew is not None else {})}
         return {slot: _SHOWN[life] for slot, life in lives.items()}
 
     def _unready(self) -> str:

@@ -179,13 +179,13 @@ def not_at_work(state: State, slot: int) -> Kind | None:
     if crew is not None and slot in crew.member.slots:
         if slot in crew.alive and crew.order is None:
             return None
-        if slot in state.reserve:
+        if slot in state.standbys:
             return Kind.RENDEZVOUS  # it has left the round, and keeps its process for the next
         done = crew.workers[slot] is Life.FINISHED and crew.order is None
         return Kind.IDLE if done else Kind.RESTARTING
     if round is None or not state.registration.joined:
         return Kind.RENDEZVOUS
-    if state.reserve.get(slot) is Life.STARTING:
+    if state.standbys.get(slot) is Life.STARTING:
         return Kind.RESTARTING  # and only then it waits for others
     if round.phase is Phase.WAITING:
         return Kind.WAITING

@@ -16,7 +16,7 @@ from elasticd.core.ports import WorkerBroke, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, WorkerEnded
 from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put
-from tests.core.test_reserve import IN_PLACE, ROUND, closing, own_record, working
+from tests.core.test_standbys import IN_PLACE, ROUND, closing, own_record, working
 
 LEAVE_S = IN_PLACE.policy.part_s
 

@@ -32,13 +32,13 @@ def state(phase: Phase, nodes: dict[str, int], **more: object) -> agent.State:
     ("phase", "nodes", "more", "kind"),
     [
         (Phase.WAITING, {}, {}, Kind.WAITING),
-        (Phase.WAITING, {}, {"reserve": {0: Life.WAITING}}, Kind.WAITING),
+        (Phase.WAITING, {}, {"standbys": {0: Life.WAITING}}, Kind.WAITING),
         # Nobody waits for others who is not there yet.
-        (Phase.WAITING, {}, {"reserve": {0: Life.STARTING}}, Kind.RESTARTING),
-        (Phase.LIVE, {"b": 2}, {"reserve": {0: Life.STARTING}}, Kind.RESTARTING),
-        (Phase.LIVE, {"b": 2}, {"reserve": {1: Life.STARTING}}, Kind.IDLE),
+        (Phase.WAITING, {}, {"standbys": {0: Life.STARTING}}, Kind.RESTARTING),
+        (Phase.LIVE, {"b": 2}, {"standbys": {0: Life.STARTING}}, Kind.RESTARTING),
+        (Phase.LIVE, {"b": 2}, {"standbys": {1: Life.STARTING}}, Kind.IDLE),
         (Phase.LIVE, {"a": 1, "b": 1}, {}, Kind.RENDEZVOUS),
-        (Phase.ENDED, {}, {"reserve": {0: Life.STARTING}}, Kind.IDLE),
+        (Phase.ENDED, {}, {"standbys": {0: Life.STARTING}}, Kind.IDLE),
     ],
 )
 def test_a_slot_without_a_worker_at_work_does_one_thing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.core.agent.reserve import dismiss_holders
+from elasticd.core.agent.standbys import dismiss_holders
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Decisions, Leaving, Released, State, Stopping
 from elasticd.core.facts import Cause, Phase, Report, Round
 from elasticd.core.lifecycle import Life, become
@@ -47,7 +47,7 @@ def follow_the_round(do: Decisions) -> None:
         return
     hosts = round.members[0] == member
     store_closed = hosts and not round.store.endswith(f":{state.store_port}")
-    waiting = {slot: state.reserve[slot] for slot in member.slots if slot in state.reserve}
+    waiting = {slot: state.standbys[slot] for slot in member.slots if slot in state.standbys}
     if store_closed or Life.STOPPING in waiting.values():
         # The round was formed on an old record of this node: the store has closed since, or the workers are
         # being ended.
@@ -60,7 +60,7 @@ def follow_the_round(do: Decisions) -> None:
             {slot: become(waiting.get(slot), Life.TRAINING) for slot in member.slots},
             Report(state.me.node, state.me.incarnation, round.number),
         ),
-        reserve={slot: life for slot, life in state.reserve.items() if slot not in waiting},
+        standbys={slot: life for slot, life in state.standbys.items() if slot not in waiting},
     )
     do.actions.append(StartWorkers(round, member, hosts))
     ranks = tuple(member.rank_of(s) for s in member.slots)
@@ -80,7 +80,7 @@ def stop(do: Decisions, signal: int, grace_s: float) -> None:
     if isinstance(crew.order, Stopping) and grace_s >= crew.order.grace_s:
         return
     do.crew(order=Stopping(grace_s), workers=_told(crew, Life.STOPPING))
-    others = do.state.reserve
+    others = do.state.standbys
     do.actions.append(StopWorkers(signal, grace_s, tuple(sorted(crew.alive)) if others else None))
     do.reasons.append(WorkersStopping(crew.round.number, _cause(do, crew), grace_s))
 

@@ -8,7 +8,7 @@ from typing import assert_never
 from elasticd.core.agent.crew import leave, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import succeed
-from elasticd.core.agent.reserve import lost_from_reserve
+from elasticd.core.agent.standbys import lose_standby
 from elasticd.core.agent.state import SIGKILL, SIGTERM, Decisions, Departure, Leaving, Stopping
 from elasticd.core.facts import Node, Report
 from elasticd.core.lifecycle import Life, become
@@ -116,7 +116,7 @@ def absorb(do: Decisions, event: Event) -> None:
                 workers = state.crew.workers
                 fenced = {slot: become(workers[slot], Life.FENCED) for slot in state.crew.alive}
                 do.crew(workers={**workers, **fenced})
-            do.set(reserve={})
+            do.set(standbys={})
             why = "leaves, as the process that keeps its workers was killed"
             do.set(exiting=state.exiting or Leave(128 + SIGTERM, why))
         case Tick():
@@ -188,7 +188,7 @@ def _lease(do: Decisions, news: LeaseNews) -> None:
 
 def _waits(do: Decisions, event: WorkerWaiting) -> None:
     state, slot, crew = do.state, event.slot, do.state.crew
-    before = state.reserve.get(slot)
+    before = state.standbys.get(slot)
     if crew is not None and slot in crew.alive:
         before = crew.workers[slot]
         if event.round != crew.round.number or before is Life.STOPPING:
@@ -208,7 +208,7 @@ def _waits(do: Decisions, event: WorkerWaiting) -> None:
         do.reasons.append(StandbyReady(slot))
     do.set(
         inplace=True,
-        reserve={**state.reserve, slot: Life.WAITING},
+        standbys={**state.standbys, slot: Life.WAITING},
         ages={s: a for s, a in state.ages.items() if s != slot} | ({slot: event.age} if event.age else {}),
         setbacks={s: b for s, b in state.setbacks.items() if s != slot},
     )
@@ -244,8 +244,8 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
     crew, exit = do.state.crew, event.exit
     linked = exit.slot in do.state.linked
     do.set(linked=do.state.linked - {exit.slot})
-    if exit.slot in do.state.reserve:
-        lost_from_reserve(do, exit)
+    if exit.slot in do.state.standbys:
+        lose_standby(do, exit)
         return
     if crew is None or crew.round.number != event.round or exit.slot not in crew.alive:
         return

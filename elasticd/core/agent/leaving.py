@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from elasticd.core.agent.crew import stop, unreported
-from elasticd.core.agent.reserve import dismiss
+from elasticd.core.agent.standbys import dismiss
 from elasticd.core.agent.state import SIGTERM, Decisions, Departure
 from elasticd.core.facts import Drained, Outcome, Round
 from elasticd.core.messages import Leave, Tag

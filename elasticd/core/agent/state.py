@@ -176,7 +176,7 @@ class State:
     ``wanted``: the spec of its command line. ``seen``: the watched keys, as etcd last had them.
     ``renewing_store``: ``store_port`` serves no later round, and another port is being reserved.
 
-    ``reserve``: the state of each slot's process that is in no round. ``ages``: the ages of the training
+    ``standbys``: the state of each slot's process that is in no round. ``ages``: the ages of the training
     states that these processes have. ``setbacks``: for each slot, how often in a row its process failed to
     become ready, and when it is tried again.
 
@@ -194,7 +194,7 @@ class State:
     etcd: Contact = Contact()
     registration: Registration = Registration()
     crew: Crew | None = None
-    reserve: Mapping[int, Life] = field(default_factory=dict)
+    standbys: Mapping[int, Life] = field(default_factory=dict)
     ages: Mapping[int, Age] = field(default_factory=dict)
     setbacks: Mapping[int, Setback] = field(default_factory=dict)
     linked: frozenset[int] = frozenset()
@@ -264,7 +264,7 @@ class State:
     @property
     def waiting(self) -> frozenset[int]:
         """The slots whose process waits for a round."""
-        return frozenset(slot for slot, life in self.reserve.items() if life is Life.WAITING)
+        return frozenset(slot for slot, life in self.standbys.items() if life is Life.WAITING)
 
     @property
     def outlived(self) -> bool:
@@ -278,7 +278,7 @@ class State:
     @property
     def empty(self) -> bool:
         """Whether no worker process is left on this node."""
-        return not self.reserve and (self.crew is None or not self.crew.alive)
+        return not self.standbys and (self.crew is None or not self.crew.alive)
 
     @property
     def gone(self) -> bool:

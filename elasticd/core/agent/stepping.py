@@ -20,7 +20,7 @@ from elasticd.core.agent.membership import (
     register,
     tell_of_workers,
 )
-from elasticd.core.agent.reserve import keep_reserve
+from elasticd.core.agent.standbys import keep_standbys
 from elasticd.core.agent.state import Decisions, Identity, State, Step
 from elasticd.core.messages import Event
 
@@ -53,7 +53,7 @@ def decide(do: Decisions) -> None:
     note_report(do)
     release(do)
     depart(do)
-    keep_reserve(do, hands_over(do))
+    keep_standbys(do, hands_over(do))
     if do.state.exiting is None:
         register(do)
         report(do)

@@ -1,6 +1,6 @@
-"""The reserve: worker processes that wait for a round. They have left one, or were started in advance.
+"""Standbys: worker processes that are in no round. They have left one, or were started in advance.
 
-Only jobs that recover in place have a reserve. A round is formed of ready workers, so no round waits for a
+Only jobs that recover in place have standbys. A round is formed of waiting workers, so no round waits for a
 process to start: survivors go on at once, and replacements join at a later commit.
 """
 
@@ -15,7 +15,7 @@ from elasticd.core.reasons import StandbyFailed, StandbysStarted
 RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never becomes ready harms no world
 
 
-def keep_reserve(do: Decisions, stays: bool) -> None:
+def keep_standbys(do: Decisions, stays: bool) -> None:
     """Keep as many waiting processes as the world lacks, and the spares, within this node's slots.
 
     ``stays``: a leaving node keeps its waiting workers for a while.
@@ -26,11 +26,11 @@ def keep_reserve(do: Decisions, stays: bool) -> None:
             dismiss(do)
         return
     wanted, full = _wanted(state)
-    have = len(state.reserve)
+    have = len(state.standbys)
     if have > wanted and full:
-        kept = [slot for slot in sorted(state.reserve) if state.reserve[slot] is not Life.STOPPING]
+        kept = [slot for slot in sorted(state.standbys) if state.standbys[slot] is not Life.STOPPING]
         _dismiss(do, kept[wanted:])
-    busy = state.reserve.keys() | (state.crew.alive if state.crew else frozenset())
+    busy = state.standbys.keys() | (state.crew.alive if state.crew else frozenset())
     chosen: list[int] = []
     for slot in state.me.slots:
         if slot in busy or len(chosen) >= wanted - have:
@@ -41,7 +41,7 @@ def keep_reserve(do: Decisions, stays: bool) -> None:
         else:
             chosen.append(slot)
     if chosen:
-        do.set(reserve={**do.state.reserve, **dict.fromkeys(chosen, become(None, Life.STARTING))})
+        do.set(standbys={**do.state.standbys, **dict.fromkeys(chosen, become(None, Life.STARTING))})
         do.actions.append(StartStandbys(tuple(chosen)))
         do.reasons.append(StandbysStarted(tuple(chosen)))
 
@@ -62,7 +62,7 @@ def _wanted_at_all(state: State) -> bool:
 
 
 def _wanted(state: State) -> tuple[int, bool]:
-    """Return the wanted size of the reserve, and whether the world is as large as it may be.
+    """Return the wanted number of standbys, and whether the world is as large as it may be.
 
     A worker that ended here counts as missing at once, before its round closes.
     """
@@ -84,27 +84,27 @@ def _wanted(state: State) -> tuple[int, bool]:
     return max(0, limits.max - acting) + state.config.spares, full
 
 
-def lost_from_reserve(do: Decisions, exit: Exit) -> None:
-    """Note the end of a process in the reserve. No world was disturbed, so nothing is charged.
+def lose_standby(do: Decisions, exit: Exit) -> None:
+    """Note the end of a standby. No world was disturbed, so nothing is charged.
 
     The slot is tried again, after a longer wait each time if its process never becomes ready.
     """
     state, slot = do.state, exit.slot
     setbacks = dict(state.setbacks)
-    if exit.fenced or state.reserve[slot] is Life.STARTING:
+    if exit.fenced or state.standbys[slot] is Life.STARTING:
         times = setbacks[slot].times + 1 if slot in setbacks else 1
         wait_s = min(RETRY_FIRST_S * 2.0 ** min(times - 1, 20), RETRY_MOST_S)
         setbacks[slot] = Setback(times, do.now + wait_s)
         do.reasons.append(StandbyFailed(slot, exit.code, exit.message, do.now + wait_s))
     do.set(
-        reserve={s: life for s, life in state.reserve.items() if s != slot},
+        standbys={s: life for s, life in state.standbys.items() if s != slot},
         setbacks=setbacks,
     )
 
 
 def dismiss(do: Decisions) -> None:
-    """End all processes of the reserve."""
-    _dismiss(do, sorted(do.state.reserve))
+    """End all standbys."""
+    _dismiss(do, sorted(do.state.standbys))
 
 
 def dismiss_holders(do: Decisions) -> None:
@@ -114,8 +114,8 @@ def dismiss_holders(do: Decisions) -> None:
 
 
 def _dismiss(do: Decisions, slots: list[int]) -> None:
-    reserve = do.state.reserve
-    slots = [slot for slot in slots if reserve[slot] is not Life.STOPPING]
+    standbys = do.state.standbys
+    slots = [slot for slot in slots if standbys[slot] is not Life.STOPPING]
     if slots:
-        do.set(reserve={**reserve, **{slot: become(reserve[slot], Life.STOPPING) for slot in slots}})
+        do.set(standbys={**standbys, **{slot: become(standbys[slot], Life.STOPPING) for slot in slots}})
         do.actions.append(StopWorkers(SIGTERM, do.state.policy_source.policy.broken_s, tuple(slots)))

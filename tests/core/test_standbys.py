@@ -60,7 +60,7 @@ def test_workers_leave_a_closing_round_and_keep_their_process() -> None:
 
 def test_workers_of_a_round_that_nobody_is_to_go_on_with_end_with_it_and_fresh_spares_stay() -> None:
     one = working()
-    one.state = replace(one.state, reserve={5: Life.WAITING})
+    one.state = replace(one.state, standbys={5: Life.WAITING})
     one.sees("round", replace(closing(ROUND), anew=True))
     assert one.one(StopWorkers).slots == (0, 1) and not one.all_of(LeaveRound)
 
@@ -91,9 +91,9 @@ def test_spares_wait_beside_a_full_world_and_no_more_than_were_asked_for() -> No
     one.sees("nodes/a", None)
     one.holds_lease()
     one.answered(Tag.NODE)
-    assert one.state.reserve == {2: Life.STARTING}
+    assert one.state.standbys == {2: Life.STARTING}
     one.told(WorkerWaiting(2, 0))
-    one.state = replace(one.state, reserve={**one.state.reserve, 3: Life.STARTING})  # one too many
+    one.state = replace(one.state, standbys={**one.state.standbys, 3: Life.STARTING})  # one too many
     one.told(WorkerWaiting(3, 0))
     assert one.one(StopWorkers).slots == (3,)
 
@@ -106,7 +106,7 @@ def test_a_worker_that_finished_is_not_missed() -> None:
 
 def test_a_round_formed_on_a_worker_that_is_being_sent_away_is_given_up() -> None:
     one = working()
-    one.state = replace(one.state, reserve={3: Life.STOPPING})
+    one.state = replace(one.state, standbys={3: Life.STOPPING})
     one.sees("round", closing(ROUND))
     one.told(WorkerWaiting(0, 1))
     one.told(WorkerWaiting(1, 1))
