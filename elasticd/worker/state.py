@@ -316,16 +316,17 @@ class State:
                 )
         elif steps < 1:
             raise ValueError(f"steps is {steps}: give a number that is 1 or more")
-        if progress.began is None:
-            progress.began = self._step
-            progress.ended = data.committed[0] if data is not None and steps is None else 0
+        if progress.began is None and data is not None and steps is None:
+            progress.ended = max(progress.ended, data.committed[0])
         shares = self._shares(data) if data is not None else None
         epoch = None
         try:
             while not progress.stopped and (until is None or progress.ended < until):
                 self._check_world()
-                if shares is not None and shares.next is None and self._step == progress.began:
+                if shares is not None and shares.next is None and progress.began in (None, self._step):
                     return  # the data has ended
+                if progress.began is None:
+                    progress.began = self._step
                 self._refuse_other_epochs(shares, steps)
                 last = None if steps is None else progress.began + steps
                 self._epoch = epoch = Epoch(progress.ended, self._of_epoch(shares, last, accumulate))
@@ -371,7 +372,7 @@ class State:
             self._shared.compare(world, range(len(heard)), exact=self._exact)
         if epoch.over:
             progress.ended += 1
-            progress.began = self._step
+            progress.began = None
         progress.stopped = bool(heard[0][0])
         self._keep()
         self._require_sendable()

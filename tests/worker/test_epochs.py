@@ -322,6 +322,35 @@ def test_a_training_that_stops_in_the_midst_of_an_epoch_does_not_go_on():
     assert state.step == 6 and list(state.epochs(3, steps=4)) == []
 
 
+def test_an_epoch_after_other_steps_has_all_of_its_own():
+    state = counting()
+    assert [len([*epoch]) for epoch in state.epochs(2, steps=2)] == [2, 2]
+    for _ in state.steps(10):
+        state.commit()
+    assert [[*epoch] for epoch in state.epochs(4, steps=4)] == [[10, 11, 12, 13], [14, 15, 16, 17]]
+
+
+def test_an_epoch_of_the_data_that_other_steps_have_used_up_is_not_made_again():
+    state = over(global_batch=3, epochs=4)  # three steps each
+    made: list[tuple[int, list[int]]] = []
+
+    def make(until: int | None) -> None:
+        for epoch in state.epochs(until):
+            made.append((epoch.number, []))
+            for step in epoch:
+                use(state, step)
+                made[-1][1].append(step.number)
+                state.commit()
+
+    make(1)
+    for step in state.steps(7):
+        use(state, step)
+        state.commit()
+    make(2)
+    make(None)
+    assert made == [(0, [0, 1, 2]), (2, [7, 8]), (3, [9, 10, 11])]
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 99])
 def test_samples_are_counted_once_whoever_commits_the_last_step_of_an_epoch(monkeypatch, every):
     used: list[int] = []

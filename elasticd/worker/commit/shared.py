@@ -197,7 +197,8 @@ def _summary_of(value: Any, *, contents: bool = True, floats: bool = False) -> V
 
 
 def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[float] | None = None) -> None:
-    """Feed the value into the digest. Equal data gives equal digests, wherever it came from.
+    """Feed the value into the digest. Equal data gives equal digests, wherever it came from. Equal numbers do
+    so whatever their type.
 
     ``floats``: takes the floating-point numbers, which then do not count in the digest.
     """
@@ -225,6 +226,8 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[fl
         summary.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value:
             _feed(summary, item, contents, floats)
+    elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        summary.update(f"number {int(value)};".encode())
     elif isinstance(value, set):
         summary.update(f"set {sorted(map(repr, value))};".encode())
     else:
