@@ -6,7 +6,7 @@
 * ``replication``: copies of shards in other nodes' memory.
 * ``client``: what runs in a worker. Only the client imports torch at its start.
 * ``server``: the saver process, which only moves bytes.
-* ``protocol`` and ``huge_pages``: what a worker and the saver of its node share.
+* ``protocol``, ``shared_memory`` and ``huge_pages``: what a worker and the saver of its node share.
 
 The package knows nothing of the agent or of etcd.
 """

@@ -36,9 +36,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import json
-import mmap
 import os
 import select
 import socket
@@ -46,12 +44,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elasticd.checkpoint import huge_pages
-from elasticd.checkpoint.available import available
-
 Message = dict[str, Any]
-_HUGE: Final = 2 << 20  # bytes of a huge page
-_ASKERS_MAX: Final = 64  # processes that allocate memory of one container at the same time
 _MESSAGE_MAX: Final = 1 << 16  # bytes
 _FILES_MAX: Final = 4
 SILENCE_S: Final = 60.0  # the longest silence of a live saver: it may be starting on a busy machine
@@ -233,53 +226,3 @@ class Paper:
             except struct.error as error:
                 raise ValueError("the paper is cut off") from error
             return cls(file.read(index), file.read(metadata))
-
-
-class Memory:
-    """Shared memory that holds a shard. The memory outlives the process that filled it while another process
-    maps it, and is freed with the last mapping. It has no file name, so it cannot be left behind."""
-
-    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
-        self.fd = fd
-        self.size = size
-        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)  # allocate the pages now
-        self.map = mmap.mmap(fd, max(size, 1), flags=flags, prot=protection)
-        self.view = memoryview(self.map)[:size]
-
-    @classmethod
-    def make(cls, size: int) -> Memory:
-        """Allocate ``size`` bytes. Raises OSError if there is not enough memory."""
-        _require(size)
-        fd = huge_pages.make_file() if size >= _HUGE else None
-        if fd is None:
-            fd = os.memfd_create("elasticd-shard", os.MFD_CLOEXEC)
-        try:
-            _set_aside(fd, max(size, 1))
-            return cls(fd, size, writable=True)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def __del__(self) -> None:  # a view that is still in use keeps the mapping
-        if hasattr(self, "map"):
-            os.close(self.fd)
-
-
-def _set_aside(fd: int, size: int) -> None:
-    """Allocate ``size`` bytes for the file, in parts: other processes allocate at the same time, and the
-    kernel kills a process that exceeds its container's limit. Raises OSError."""
-    at = 0
-    while at < size:
-        part = max(_HUGE, _require(size - at) // _ASKERS_MAX // _HUGE * _HUGE)
-        os.posix_fallocate(fd, at, min(part, size - at))
-        at += part
-
-
-def _require(size: int) -> int:
-    """Check that ``size`` bytes are available, with a margin for other processes that allocate at the same
-    time. Return the bytes that remain. Raises OSError."""
-    there = available()
-    if size + min(size, _ASKERS_MAX * _HUGE) > there:
-        raise OSError(errno.ENOMEM, f"only {there} bytes are available")
-    return there - size

@@ -56,7 +56,7 @@ class EtcdPointer:
     def close(self) -> None:
         self._client.close()
 
-    def known(self, *, own: bool = False) -> Checkpoint:
+    def read(self, *, own: bool = False) -> Checkpoint:
         try:
             known = self._own(self._client.get(self._job, _KEY))
         except BadRecord as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, GpuEvent
-from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.shared_memory import Memory
 
 
 @dataclass(eq=False)

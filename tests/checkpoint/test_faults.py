@@ -18,9 +18,10 @@ import pytest
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
 from elasticd.checkpoint.format.manifest import Index, encode_index, shard_name
-from elasticd.checkpoint.protocol import Memory, Paper, SaverSocket
+from elasticd.checkpoint.protocol import Paper, SaverSocket
 from elasticd.checkpoint.server.save_report import Footprint
 from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import disk, reading
 from elasticd.core.naming import folder_name
 from elasticd.worker.checkpoints import Checkpoints
@@ -408,7 +409,7 @@ def test_a_shard_for_which_there_is_no_memory_fails_one_checkpoint_and_no_other(
     forker, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("ELASTICD_SAVER", forker.saver()[0])
-    monkeypatch.setattr("elasticd.checkpoint.protocol.available", lambda: 1000)
+    monkeypatch.setattr("elasticd.checkpoint.shared_memory.available", lambda: 1000)
     checkpoints = Checkpoints(tmp_path / "run")
     checkpoints.save(filled(1), 1)
     assert checkpoints.wait() and checkpoints.failed == 1

@@ -11,7 +11,7 @@ import torch
 
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
 from elasticd.checkpoint.client.state_dict import flatten
-from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.shared_memory import Memory
 from tests.checkpoint.lazygpu import Lazy
 
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from elasticd.checkpoint import huge_pages, protocol
-from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint import huge_pages, shared_memory
+from elasticd.checkpoint.shared_memory import Memory
 
 SIZE = 5 << 20
 
@@ -45,5 +45,5 @@ def test_memory_is_made_of_what_there_is(monkeypatch, lent):
 
 
 def test_small_memory_takes_no_huge_page(monkeypatch):
-    monkeypatch.setattr(protocol.huge_pages, "make_file", lambda: pytest.fail("it was asked for"))
+    monkeypatch.setattr(shared_memory.huge_pages, "make_file", lambda: pytest.fail("it was asked for"))
     Memory.make(4096)

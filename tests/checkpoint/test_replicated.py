@@ -26,12 +26,12 @@ import pytest
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.memory_tier import Memories
 from elasticd.checkpoint.commit.pointer import FilePointer
-from elasticd.checkpoint.protocol import Memory
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.replication.wire import PeerGone, Wire
 from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import store_at
 from elasticd.core.facts import Holder
 from elasticd.core.naming import folder_name

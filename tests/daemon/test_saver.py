@@ -35,9 +35,10 @@ from elasticd.checkpoint.format.manifest import (
     encode_index,
     shard_name,
 )
-from elasticd.checkpoint.protocol import Memory, Paper, SaverSocket
+from elasticd.checkpoint.protocol import Paper, SaverSocket
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore, disk
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.checkpoint.store.reading import open_manifest
@@ -131,14 +132,14 @@ def test_a_damaged_copy_stops_no_job_and_is_mended_by_its_next_commit(server, cl
     round_is(client, 1)
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
     with pytest.raises(BadCheckpoint, match=r"committed.json is damaged: .* nothing beside it is whole"):
-        pointer.known()
-    assert pointer.known(own=True).saved == (), "which is not even read where only this job's count"
+        pointer.read()
+    assert pointer.read(own=True).saved == (), "which is not even read where only this job's count"
     new = whole(tmp_path, 1, 1)
     assert FilePointer(tmp_path).read().saved == (new,)
     pointer.commit(new, Keep(), 1)
     assert committed(client) == [1] and json.loads(file.read_bytes())["saved"][0]["step"] == 1
     file.write_bytes(b"{")
-    assert pointer.known() == pointer.known(own=True) and [s.step for s in pointer.known().saved] == [1]
+    assert pointer.read() == pointer.read(own=True) and [s.step for s in pointer.read().saved] == [1]
     pointer.close()
 
 
@@ -148,9 +149,9 @@ def test_where_etcd_s_record_is_damaged_the_folder_s_counts_but_for_who_may_only
     FilePointer(tmp_path).commit(new := whole(tmp_path, 1, 1), Keep())
     client.swap_raw(b"/elasticd/j/checkpoint", b"{", 0)
     pointer = EtcdPointer(server.access, "j", Disk(tmp_path))
-    assert pointer.known().saved == (new,)
+    assert pointer.read().saved == (new,)
     with pytest.raises(BadCheckpoint, match="the value of checkpoint in etcd is not usable"):
-        pointer.known(own=True)
+        pointer.read(own=True)
     pointer.close()
 
 
@@ -174,14 +175,14 @@ def test_what_others_have_committed_is_not_taken_for_this_job_s_where_etcd_does_
     with Warden.start() as warden:
         service = SaverService(warden, EtcdAccess(("127.0.0.1:1",), timeout_s=0.1), "j")
         memories = Memories(service.name, str(tmp_path))
-        there = memories.known(own=False)
+        there = memories.committed(own=False)
         assert there is not None and there.saved == (other,)
         with pytest.raises(Untold, match="cannot be read: etcd does not say"):
-            memories.known(own=True)
+            memories.committed(own=True)
         service.close()
-    assert memories.known(own=False) is None, "the file is there to be read"
+    assert memories.committed(own=False) is None, "the file is there to be read"
     with pytest.raises(Untold, match="what this job has committed cannot be told"):
-        memories.known(own=True)
+        memories.committed(own=True)
     memories.close()
 
 

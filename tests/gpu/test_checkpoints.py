@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elasticd.checkpoint.client.gpu_copy import GpuCopier
-from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.telemetry.gpus import Gpus
 from tests.checkpoint.conftest import assert_same, tensors_of
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticd.checkpoint.client.load_plan import local_of
 from elasticd.checkpoint.client.state_dict import Flat
-from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.shared_memory import Memory
 
 
 class GpuEvent(Protocol):

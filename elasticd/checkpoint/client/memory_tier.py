@@ -136,7 +136,7 @@ class Memories:
             raise
         return Recalled(self._path, choice.name, index, near, far)
 
-    def known(self, *, own: bool) -> Checkpoint | None:
+    def committed(self, *, own: bool) -> Checkpoint | None:
         """Return the committed checkpoints. ``own``: only this job's, which only a saver can tell.
 
         Return None if there is no saver, or if the saver does not answer and ``own`` is false. Raises Untold

@@ -129,7 +129,7 @@ class Resuming:
         if self._together.rank == 0:
             try:
                 never = os.environ.get("ELASTICD_RESUME") == Resume.NEVER
-                found = self._memories.known(own=never) or self._file.read()
+                found = self._memories.committed(own=never) or self._file.read()
             except BadCheckpoint as error:
                 complaint, may_pass = str(error), isinstance(error, Unreadable)
             except Untold as error:

@@ -15,7 +15,7 @@ from elasticd.checkpoint.client.load_plan import box
 from elasticd.checkpoint.client.save_plan import Shard
 from elasticd.checkpoint.client.state_dict import Flat
 from elasticd.checkpoint.format.frames import padded_blob
-from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.worker.commit.plaindata import loaded, packed
 
 BUFFERS: Final = 2

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -57,6 +57,30 @@ class _Seen:
     damage: str = ""
 
 
+class Committer(Protocol):
+    """Makes a durable checkpoint the newest. ``FilePointer`` implements this protocol, and so does the
+    agent's pointer in etcd."""
+
+    def read(self, *, own: bool = False) -> Checkpoint:
+        """Return the committed checkpoints; with ``own``, only those of this job. Raises BadCheckpoint,
+        OSError."""
+
+    def witness(self, fence: int) -> bool:
+        """Return whether the job is still in the round ``fence``. Blocks until the answer is known, or can no
+        longer be known."""
+
+    def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
+        """Make ``new`` the newest checkpoint. ``in_time``: the workers handed it over before the round after
+        ``fence`` began. After ``CommitRefused`` or BadCheckpoint the checkpoint is not committed and never
+        will be; after OSError the outcome is unknown."""
+
+    def settle(self) -> Checkpoint:
+        """Return the committed checkpoints once every reader sees them. It finishes a commit that ``commit``
+        returned as unsettled, and raises the same errors."""
+
+    def close(self) -> None: ...
+
+
 class FilePointer:
     """The file ``committed.json`` in a store. ``store`` is a store, a path or a URL.
 
@@ -83,10 +107,11 @@ class FilePointer:
                     with contextlib.suppress(Overtaken):
                         self.write(Checkpoint(self._store.url), "")
 
-    def read(self) -> Checkpoint:
-        """Return the committed checkpoints; none if nothing was ever committed. Raises OSError. Raises
-        BadCheckpoint if a newer version wrote the file, or if the file is damaged or lost and no checkpoint
-        beside it is whole."""
+    def read(self, *, own: bool = False) -> Checkpoint:
+        """Return the committed checkpoints; none if nothing was ever committed. ``own`` is ignored, since a
+        file does not know jobs. Raises OSError. Raises BadCheckpoint if a newer version wrote the file, or if
+        the file is damaged or lost and no checkpoint beside it is whole."""
+        del own
         seen = self._look()
         if seen.damage and not seen.known.saved:
             raise BadCheckpoint(
@@ -134,11 +159,6 @@ class FilePointer:
         BadCheckpoint, OSError."""
         seen = self._look()
         return None if seen.damage else seen.known.newest
-
-    def known(self, *, own: bool = False) -> Checkpoint:
-        """Return what ``read`` returns: a file does not know jobs. Raises as ``read``."""
-        del own
-        return self.read()
 
     def last_round(self) -> int:
         """Return the latest round that has committed or begun to save here. Raises BadCheckpoint, OSError."""

@@ -9,9 +9,9 @@ from typing import Final, Protocol, Self, TypeVar
 
 import msgspec
 
-from elasticd.checkpoint.protocol import Memory
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store.reading import Wish
 from elasticd.core.facts import Holder
 from elasticd.core.naming import require_name

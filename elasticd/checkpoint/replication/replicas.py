@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticd.checkpoint.protocol import Memory
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.core.naming import require_name
 
 _EACH: Final = 2

@@ -1,5 +1,5 @@
-"""Commit a checkpoint that is in memory: write the shards, then the manifest, then the pointer. Each is
-durable before the next is written."""
+"""Commit a checkpoint: once the shards are durable, write the manifest, and once the manifest is durable, the
+pointer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
-from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep
+from elasticd.checkpoint.commit.pointer import POINTER, Committer, FilePointer
+from elasticd.checkpoint.commit.retention import Commit, CommitRefused
 from elasticd.checkpoint.format.manifest import (
     MANIFEST,
     METADATA,
@@ -22,41 +22,16 @@ from elasticd.checkpoint.format.manifest import (
     encode,
     shard_name,
 )
-from elasticd.checkpoint.protocol import Memory
 from elasticd.checkpoint.server.shards import Gathering, SavingWorld
 from elasticd.checkpoint.store import CheckpointStore, told
-from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.checkpoint.store.reading import is_finished
-from elasticd.core.facts import Checkpoint, Saved
+from elasticd.core.facts import Saved
 from elasticd.core.naming import parse_folder
 
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16
 _OTHERS_S: Final = 600.0  # how long to wait for the shards of other nodes
 _ALONE_S: Final = 30.0  # the same, once this node's workers of that world are gone
-
-
-class Committer(Protocol):
-    """Makes a durable checkpoint the newest. ``FilePointer`` implements this protocol."""
-
-    def known(self, *, own: bool = False) -> Checkpoint:
-        """Return the committed checkpoints; with ``own``, only those of this job. Raises BadCheckpoint,
-        OSError."""
-
-    def witness(self, fence: int) -> bool:
-        """Return whether the job is still in the round ``fence``. Blocks until the answer is known, or can no
-        longer be known."""
-
-    def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        """Make ``new`` the newest checkpoint. ``in_time``: the workers handed it over before the round after
-        ``fence`` began. After ``CommitRefused`` or BadCheckpoint the checkpoint is not committed and never
-        will be; after OSError the outcome is unknown."""
-
-    def settle(self) -> Checkpoint:
-        """Return the committed checkpoints once every reader sees them. It finishes a commit that ``commit``
-        returned as unsettled, and raises the same errors."""
-
-    def close(self) -> None: ...
 
 
 class _Receipt(msgspec.Struct, frozen=True):
@@ -71,18 +46,16 @@ _RECEIPTS: Final = msgspec.json.Decoder(_Receipt)
 
 
 class Committing:
-    """Writes and commits checkpoints. All methods block and must be called from threads. ``committer_of``
-    returns the committer of a store."""
+    """Commits checkpoints whose shards are written. All methods block and must be called from threads.
+    ``committer_of`` returns the committer of a store."""
 
     def __init__(
         self,
         committer_of: Callable[[CheckpointStore], Committer],
-        pace: RateLimit | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._committer_of = committer_of
         self._committers: dict[str, Committer] = {}
-        self._pace = pace
         self._say = say
         self._begun: set[str] = set()  # URLs of stores whose pointer file exists
         self._unswept: dict[
@@ -97,27 +70,10 @@ class Committing:
             committer.close()
         return untold
 
-    def _committer(self, store: CheckpointStore) -> Committer:
+    def committer(self, store: CheckpointStore) -> Committer:
         return self._committers.get(store.url) or self._committers.setdefault(
             store.url, self._committer_of(store)
         )
-
-    def known(self, store: CheckpointStore, own: bool) -> Checkpoint:
-        return self._committer(store).known(own=own)
-
-    def open(self, world: SavingWorld) -> None:
-        """Prepare the committer of the world's store, so that the first commit need not wait."""
-        self._committer(world.store).witness(world.fence)
-
-    def witness(self, world: SavingWorld) -> bool:
-        """Return whether the world's round is still the job's round. Must be called when a checkpoint is
-        handed over: a checkpoint that was handed over before the next round began counts, however long its
-        write takes and even if its workers are gone. A checkpoint that was handed over later does not."""
-        return self._committer(world.store).witness(world.fence)
-
-    def write(self, world: SavingWorld, name: str, rank: int, memory: Memory) -> File:
-        """Write one rank's shard of the checkpoint ``name``. Raises OSError."""
-        return world.store.write(f"{name}/{shard_name(rank)}", memory.view, self._pace)
 
     def hand_in(self, world: SavingWorld, gathering: Gathering) -> None:
         """Write the receipt that tells the committing saver that all shards of this node are written. Raises
@@ -150,7 +106,7 @@ class Committing:
         size = sum(f.size for f in listed) + len(manifest)
         saved = Saved(name, gathering.step, world.round, world.size, gathering.at, size, digest(manifest))
         in_time = gathering.witness is not None and gathering.witness.result()
-        committer = self._committer(store)
+        committer = self.committer(store)
         gathering.tried = True
         try:
             made = committer.commit(saved, world.keep, world.fence, in_time=in_time)
@@ -244,7 +200,7 @@ class Committing:
         untold = []
         for store, made in list(self._unswept.values()):
             try:
-                known = self._committer(store).settle()
+                known = self.committer(store).settle()
             except (CommitRefused, BadCheckpoint, OSError) as error:
                 if made.unsettled and made.checkpoint.newest is not None:
                     untold.append((made.checkpoint.newest, told(error)))

@@ -1,58 +1,65 @@
-"""Checkpoints on their way to disk: each is committed in order, or fails, and its workers are told."""
+"""The way of each save through the saver: its shards are written, and it is committed in order or fails.
+The workers are told."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from elasticd.checkpoint.commit.pointer import POINTER
 from elasticd.checkpoint.commit.retention import CommitRefused
-from elasticd.checkpoint.format.manifest import BadCheckpoint, File
-from elasticd.checkpoint.protocol import Memory, Message, Paper
+from elasticd.checkpoint.format.manifest import BadCheckpoint, File, shard_name
+from elasticd.checkpoint.protocol import Message, Paper
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.shards import Gathering, SavingWorld
-from elasticd.checkpoint.store import CheckpointStore, told
-from elasticd.core.facts import Checkpoint, Saved
+from elasticd.checkpoint.shared_memory import Memory
+from elasticd.checkpoint.store import told
+from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.core.facts import Saved
 
 
 class SavePipeline:
     """Drives saves to their end. Calls that block run in threads, by ``jobs``; all methods are called in the
-    loop."""
+    loop. ``askers``: the threads that ask committers."""
 
     def __init__(
-        self, jobs: Background, committing: Committing, report: Callable[[SaveReport], None]
+        self,
+        jobs: Background,
+        committing: Committing,
+        pace: RateLimit | None,
+        report: Callable[[SaveReport], None],
     ) -> None:
         self._jobs = jobs
         self._committing = committing
+        self._pace = pace
         self._report = report
         # Few threads: on four busy cores, two threads made steps 7 % longer, one made them 4 % longer.
         self._writers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), "write")
         self._committers = ThreadPoolExecutor(8, "commit")
-        self._witnesses = ThreadPoolExecutor(2, "witness")
+        self.askers = ThreadPoolExecutor(2, "ask")
 
     def close(self) -> None:
         """Finish the calls in progress, and start no more."""
-        for pool in (self._writers, self._committers, self._witnesses):
+        for pool in (self._writers, self._committers, self.askers):
             pool.shutdown(cancel_futures=True)
         for saved, why in self._committing.close():
             said = f"it is committed, but {POINTER} could not be made to say so: {why}"
             self._report(SaveReport(Fate.FAILED, saved.step, saved.name, why=said))
 
     def open(self, world: SavingWorld) -> None:
-        """Prepare for a world that is going to save."""
+        """Prepare the committer of the world's store, so that the first commit need not wait."""
         if world.commits:
-            self._witnesses.submit(self._committing.open, world)
+            self._witness(world)
 
-    def known(
-        self, store: CheckpointStore, own: bool, then: Callable[[Checkpoint | BaseException], None]
-    ) -> None:
-        """Call ``then`` with the committed checkpoints; with ``own``, only those of this job. The committer
-        is asked, because the file that workers can read may lag behind."""
-        self._jobs.run(self._witnesses, lambda: self._committing.known(store, own), then)
+    def _witness(self, world: SavingWorld) -> Future[bool]:
+        """Ask whether the world's round is still the job's round. Must be called when a checkpoint is handed
+        over: a checkpoint that was handed over before the next round began counts, however long its write
+        takes and even if its workers are gone. A checkpoint that was handed over later does not."""
+        return self.askers.submit(lambda: self._committing.committer(world.store).witness(world.fence))
 
     def gathering(self, world: SavingWorld, name: str, step: int, at: float, paper: Paper) -> Gathering:
         """Return the checkpoint of that name, and begin it if it is new."""
@@ -72,7 +79,7 @@ class SavePipeline:
         """Write the rank's shard. ``done`` is called once its memory is no longer read."""
         gathering.writing.add(rank)
         if world.commits and gathering.witness is None:
-            gathering.witness = self._witnesses.submit(self._committing.witness, world)
+            gathering.witness = self._witness(world)
 
         def written(outcome: File | BaseException) -> None:
             gathering.writing.discard(rank)
@@ -87,7 +94,7 @@ class SavePipeline:
             self._advance(world)
 
         def write() -> File:
-            return self._committing.write(world, gathering.name, rank, memory)
+            return world.store.write(f"{gathering.name}/{shard_name(rank)}", memory.view, self._pace)
 
         self._jobs.run(self._writers, write, written)
 

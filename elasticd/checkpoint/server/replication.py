@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from elasticd.checkpoint.available import available
-from elasticd.checkpoint.protocol import Memory
 from elasticd.checkpoint.replication.peers import WAIT, Host, Peers, PeerSaver, serve
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, Replicas, offers
 from elasticd.checkpoint.replication.wire import SILENCE_S, PeerGone, Wire
 from elasticd.checkpoint.server.background import Background
+from elasticd.checkpoint.shared_memory import Memory, available
 from elasticd.core.facts import Holder
 
 _T = TypeVar("_T")

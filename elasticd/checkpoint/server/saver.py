@@ -18,17 +18,18 @@ from typing import Final
 
 import msgspec
 
-from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.commit.pointer import Committer, FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
-from elasticd.checkpoint.protocol import Gone, Memory, Message, Paper, SaverSocket, is_of, is_ours
+from elasticd.checkpoint.protocol import Gone, Message, Paper, SaverSocket, is_of, is_ours
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, offers
 from elasticd.checkpoint.server.background import Background
-from elasticd.checkpoint.server.committing import Committer, Committing
+from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.pipeline import SavePipeline
 from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.checkpoint.server.shards import SavingWorld, ShardPlan
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore, store_at, told
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import Checkpoint, Holder
@@ -84,7 +85,8 @@ class Saver:
         self._clients: set[_Client] = set()
         self._worlds: list[SavingWorld] = []
         self._jobs = Background()
-        self._underway = SavePipeline(self._jobs, Committing(committer_of, pace, say), report)
+        self._committing = Committing(committer_of, say)
+        self._pipeline = SavePipeline(self._jobs, self._committing, pace, report)
         self._pace = pace
         self._leaves = False
 
@@ -134,7 +136,7 @@ class Saver:
                 self._jobs.finish()
                 self._measure()
         finally:
-            self._underway.close()
+            self._pipeline.close()
             if self._replication is not None:
                 self._replication.close()
             self._selector.close()
@@ -218,7 +220,7 @@ class Saver:
             world = SavingWorld(store, token, round_, fence, int(message["world"]), locals_, keep)
             world.holder = str(message.get("holder", "")) if self._replication is not None else ""
             self._worlds.append(world)
-            self._underway.open(world)
+            self._pipeline.open(world)
         client.world, client.rank = world, int(message["rank"])
         world.lines[client.rank] = client.line
         world.gone.discard(client.rank)
@@ -252,17 +254,17 @@ class Saver:
         ):
             world.handed.add(name)
         self._forget_older(world)
-        gathering = self._underway.gathering(world, name, step, float(message["at"]), plan.paper)
+        gathering = self._pipeline.gathering(world, name, step, float(message["at"]), plan.paper)
         if rank == min(world.locals):
             self._report(SaveReport(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
         gathering.heard.add(rank)
         if rank == 0:
             gathering.paper = plan.paper
-        self._underway.miss_those_gone(world, gathering)
+        self._pipeline.miss_those_gone(world, gathering)
         if gathering.why:
             for what in ("copied", "free"):
                 client.line.reply({"is": what, "plan": message["plan"], "buffer": buffer})
-            self._underway.settle_if_failed(world, gathering)
+            self._pipeline.settle_if_failed(world, gathering)
             return
         note: Message = {"plan": message["plan"], "buffer": buffer}
         using = {"disk"}  # what still reads the buffer; the buffer is free when this is empty
@@ -283,7 +285,7 @@ class Saver:
             if not using:
                 client.line.reply({"is": "free", **note})
 
-        self._underway.write(world, gathering, rank, memory, lambda: used("disk"))
+        self._pipeline.write(world, gathering, rank, memory, lambda: used("disk"))
 
     def _hear_miss(self, client: _Client, message: Message, _: list[int]) -> None:
         world, name = client.world, str(message["name"])
@@ -291,10 +293,10 @@ class Saver:
             raise ValueError("it has not said in which world it is")
         require_name(name, int(message["step"]), world.round, world.size)
         paper = client.plan.paper if client.plan else Paper(b"", b"")
-        gathering = self._underway.gathering(world, name, int(message["step"]), time.time(), paper)
+        gathering = self._pipeline.gathering(world, name, int(message["step"]), time.time(), paper)
         gathering.heard.add(client.rank)
         gathering.why = gathering.why or f"rank {client.rank} could not copy: {message['why']}"
-        self._underway.settle_if_failed(world, gathering)
+        self._pipeline.settle_if_failed(world, gathering)
 
     def _hear_skip(self, client: _Client, message: Message, _: list[int]) -> None:
         if client.world is not None and client.world.commits and client.rank == 0:
@@ -312,7 +314,9 @@ class Saver:
                 return
             _reply_at_length(client.line, {"is": "known"}, outcome)
 
-        self._underway.known(store_at(message["path"]), bool(message.get("own")), answer)
+        store, own = store_at(message["path"]), bool(message.get("own"))
+        # The committer is asked, because the file that workers can read may lag behind.
+        self._jobs.run(self._pipeline.askers, lambda: self._committing.committer(store).read(own=own), answer)
 
     def _hear_there(self, client: _Client, _: Message, __: list[int]) -> None:
         client.line.reply({"is": "here"})
@@ -371,8 +375,8 @@ class Saver:
             world.gone |= world.locals  # any other rank never came
             world.forget_all_but_newest()
         for gathering in list(world.gatherings.values()):
-            self._underway.miss_those_gone(world, gathering)
-            self._underway.settle_if_failed(world, gathering)
+            self._pipeline.miss_those_gone(world, gathering)
+            self._pipeline.settle_if_failed(world, gathering)
 
     def _plan(self, client: _Client, message: Message) -> ShardPlan:
         if client.plan is None or client.number != message["plan"]:

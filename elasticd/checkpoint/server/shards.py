@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import File
-from elasticd.checkpoint.protocol import Memory, Paper, SaverSocket
+from elasticd.checkpoint.protocol import Paper, SaverSocket
 from elasticd.checkpoint.replication.replicas import Label, Replica
+from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore
 
 

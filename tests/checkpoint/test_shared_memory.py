@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticd.checkpoint import protocol
-from elasticd.checkpoint.available import available
+from elasticd.checkpoint import shared_memory
+from elasticd.checkpoint.shared_memory import available
 
 
 def group(folder: Path, **files: object) -> None:
@@ -64,11 +64,11 @@ def test_those_who_ask_at_one_instant_pass_no_limit_together(monkeypatch, askers
         assert taken <= limit, "somebody would have been killed"
 
     monkeypatch.setattr(os, "posix_fallocate", take)
-    monkeypatch.setattr(protocol, "available", lambda: limit - taken)
+    monkeypatch.setattr(shared_memory, "available", lambda: limit - taken)
     size = int(limit * share)
     if askers * share < 1:
-        protocol._set_aside(-1, size)
+        shared_memory._set_aside(-1, size)
         assert taken == askers * size
     else:
         with pytest.raises(OSError, match="bytes are available"):
-            protocol._set_aside(-1, size)
+            shared_memory._set_aside(-1, size)

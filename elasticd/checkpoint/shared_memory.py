@@ -1,0 +1,109 @@
+"""Shared memory that holds a shard, allocated within the memory limits of the machine and its containers."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from elasticd.checkpoint import huge_pages
+
+_HUGE: Final = 2 << 20  # bytes of a huge page
+_ASKERS_MAX: Final = 64  # processes that allocate memory of one container at the same time
+_RECLAIMED: Final = ("inactive_file", "active_file")  # page cache, which the kernel frees under pressure
+
+
+class Memory:
+    """Shared memory that holds a shard. The memory outlives the process that filled it while another process
+    maps it, and is freed with the last mapping. It has no file name, so it cannot be left behind."""
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        self.fd = fd
+        self.size = size
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)  # allocate the pages now
+        self.map = mmap.mmap(fd, max(size, 1), flags=flags, prot=protection)
+        self.view = memoryview(self.map)[:size]
+
+    @classmethod
+    def make(cls, size: int) -> Memory:
+        """Allocate ``size`` bytes. Raises OSError if there is not enough memory."""
+        _require(size)
+        fd = huge_pages.make_file() if size >= _HUGE else None
+        if fd is None:
+            fd = os.memfd_create("elasticd-shard", os.MFD_CLOEXEC)
+        try:
+            _set_aside(fd, max(size, 1))
+            return cls(fd, size, writable=True)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def __del__(self) -> None:  # a view that is still in use keeps the mapping
+        if hasattr(self, "map"):
+            os.close(self.fd)
+
+
+def _set_aside(fd: int, size: int) -> None:
+    """Allocate ``size`` bytes for the file, in parts: other processes allocate at the same time, and the
+    kernel kills a process that exceeds its container's limit. Raises OSError."""
+    at = 0
+    while at < size:
+        part = max(_HUGE, _require(size - at) // _ASKERS_MAX // _HUGE * _HUGE)
+        os.posix_fallocate(fd, at, min(part, size - at))
+        at += part
+
+
+def _require(size: int) -> int:
+    """Check that ``size`` bytes are available, with a margin for other processes that allocate at the same
+    time. Return the bytes that remain. Raises OSError."""
+    there = available()
+    if size + min(size, _ASKERS_MAX * _HUGE) > there:
+        raise OSError(errno.ENOMEM, f"only {there} bytes are available")
+    return there - size
+
+
+def available(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that can be allocated without swapping and without the out-of-memory killer.
+    ``groups``: the content of /proc/self/cgroup, by default of this process; ``root``: where the control
+    groups are mounted."""
+    if groups is None:
+        try:
+            groups = Path("/proc/self/cgroup").read_text()  # psutil knows no control groups
+        except OSError:
+            groups = ""
+    of_machine: int = psutil.virtual_memory().available
+    return max(0, min([of_machine, *_of_groups(groups, root)]))
+
+
+def _of_groups(groups: str, root: Path) -> Iterator[int]:
+    """Yield the bytes left in each control group (version 1 or 2) that has a limit, parent groups
+    included."""
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, limit, usage, total = root, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            top, limit, usage, total = (
+                root / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
+        else:
+            continue
+        here = top / path.lstrip("/")
+        for group in (here, *here.parents[: len(here.parts) - len(top.parts)]):
+            try:
+                most = (group / limit).read_text().strip()
+                if most != "max":
+                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    freed = sum(int(stat.get(total + kind, 0)) for kind in _RECLAIMED)
+                    yield int(most) - int((group / usage).read_text()) + freed
+            except (OSError, ValueError):
+                continue  # a container may not see its parent groups
