@@ -15,8 +15,7 @@ from pathlib import Path
 import click
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.fitting import on_screen
-from elasticd.cli.say import say
+from elasticd.cli.say import on_screen, say
 from elasticd.cli.values import Name, Whole
 from elasticd.procs.linux import started_at
 from elasticd.telemetry import describe, runs

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -131,30 +131,6 @@ def name_of_its_own(name: str, job: str) -> Iterator[str]:
             name = tried
             break
         yield name
-
-
-def routed_address(endpoints: Sequence[tuple[str, int]]) -> str | None:
-    """Return the local address of the route to etcd, if possible one that is not loopback.
-
-    No packet is sent. None if no endpoint resolves or has a route.
-    """
-    found: str | None = None
-    for host, port in endpoints:
-        try:
-            infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        except OSError:
-            continue
-        for family, kind, protocol, _, address in infos:
-            with socket.socket(family, kind, protocol) as probe:
-                try:
-                    probe.connect(address)
-                except OSError:
-                    continue
-                mine = str(probe.getsockname()[0])
-            if not ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
-                return mine
-            found = found or mine
-    return found
 
 
 def is_ours(address: str) -> bool:

@@ -15,7 +15,7 @@ from elasticd.checkpoint.store.rate_limit import parse_rate
 from elasticd.cli import script as scripts
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.interfaces import network_environment
-from elasticd.cli.machine import Machine, default_node_name, is_ours, routed_address
+from elasticd.cli.machine import Machine, default_node_name, is_ours
 from elasticd.cli.meeting import check_name, meeting
 from elasticd.cli.options import RunOptions, Said, flag
 from elasticd.cli.outputs import logs, signals
@@ -24,7 +24,7 @@ from elasticd.cli.serving import http_note, http_place, http_tls, http_token
 from elasticd.cli.sizes import nodes, sizes
 from elasticd.core.facts import Limits, Resume
 from elasticd.daemon.config import CommandKind, RunConfig
-from elasticd.etcd.access import EtcdAccess, hosts_and_ports
+from elasticd.etcd.access import EtcdAccess, hosts_and_ports, routed_address
 
 _MEANS_NOTHING: Mapping[str, str] = {
     "monitor_interval": "exits are seen at once, not looked for at intervals",

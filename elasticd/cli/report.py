@@ -10,9 +10,8 @@ import click
 
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.fitting import on_screen
 from elasticd.cli.history import known_runs, last_run, living
-from elasticd.cli.say import say
+from elasticd.cli.say import on_screen, say
 from elasticd.telemetry import events as files
 from elasticd.telemetry import runreportpage, runreporttext
 from elasticd.telemetry.runreport import AgentFiles, run_report

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import queue
+import threading
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Final
 
 import click
 
 from elasticd import torchparts
-from elasticd.checkpoint.store import store_at
+from elasticd.checkpoint.store import CheckpointStore, store_at
 from elasticd.cli import passwords
 from elasticd.cli.begin import Stopped
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import ThisMachine, name_of_its_own, nowhere
 from elasticd.cli.options import CONTEXT_SETTINGS, IN_THE_POLICY, RunOptions, collect, run_options
 from elasticd.cli.planning import plan
-from elasticd.cli.storecheck import reached
 from elasticd.daemon.config import RunConfig
 from elasticd.telemetry.termination import TerminationLog
 
@@ -30,6 +33,16 @@ _FOR_THE_AGENT_ALONE = (
     "HTTP_KEY",
     "HTTP_TOKEN_FILE",
 )
+_STORE_ANSWERS_S: Final = 15.0
+_FOR_GOOD: Final = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EINVAL,
+}
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -109,6 +122,34 @@ def _spell_log_level(environ: MutableMapping[str, str]) -> None:
 
 
 def _try_store(config: RunConfig) -> str:
-    """Return what ``storecheck.reached`` returns."""
+    """Return a note if checkpoints cannot be written at present. Raises Complaint if they never can."""
     where = config.env.get("ELASTICD_CHECKPOINTS")
-    return reached(store_at(where)) if where else ""
+    return _reached(store_at(where)) if where else ""
+
+
+def _reached(store: CheckpointStore, within_s: float = _STORE_ANSWERS_S) -> str:
+    """Return an empty string, or a note if the store does not respond: it may respond later, and training
+    goes on. Raises Complaint if the store does not exist, or may not be written to."""
+    answers: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
+
+    def try_it() -> None:
+        probe = f".elasticd-probe-{os.urandom(4).hex()}"
+        try:
+            store.replace(probe, b"")
+            store.remove(probe)
+        except OSError as error:
+            answers.put(error)
+        else:
+            answers.put(None)
+
+    threading.Thread(target=try_it, daemon=True).start()
+    try:
+        error = answers.get(timeout=within_s)
+    except queue.Empty:
+        error = TimeoutError(errno.ETIMEDOUT, f"no answer within {within_s:g} s")
+    if error is None:
+        return ""
+    why = error.strerror or str(error)
+    if error.errno in _FOR_GOOD:
+        raise Complaint(f"checkpoints cannot be written to {store.url}: {why}.")
+    return f"{store.url} cannot be written to now ({why}): until it can, no checkpoint outlives the job"

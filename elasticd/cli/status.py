@@ -12,9 +12,8 @@ import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
 from elasticd.cli.control import Place, answering, facts_of, find, places, unusable
-from elasticd.cli.fitting import on_screen
 from elasticd.cli.options import etcd_options
-from elasticd.cli.say import say
+from elasticd.cli.say import on_screen, say
 from elasticd.cli.values import Name
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord, StoreRefused

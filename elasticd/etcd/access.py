@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Iterable
@@ -111,6 +112,30 @@ def is_unix(endpoint: str) -> bool:
 def hosts_and_ports(endpoints: Iterable[str]) -> list[tuple[str, int]]:
     """Return the hosts and ports of the endpoints that are not Unix sockets."""
     return [host_and_port(endpoint) for endpoint in endpoints if not is_unix(endpoint)]
+
+
+def routed_address(endpoints: Iterable[tuple[str, int]]) -> str | None:
+    """Return the local address of the route to etcd, if possible one that is not loopback.
+
+    No packet is sent. None if no endpoint resolves or has a route.
+    """
+    found: str | None = None
+    for host, port in endpoints:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, address in infos:
+            with socket.socket(family, kind, protocol) as probe:
+                try:
+                    probe.connect(address)
+                except OSError:
+                    continue
+                mine = str(probe.getsockname()[0])
+            if not ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
+                return mine
+            found = found or mine
+    return found
 
 
 def dial(endpoint: str, timeout_s: float) -> socket.socket:

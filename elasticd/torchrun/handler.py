@@ -31,10 +31,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elasticd.etcd.access import EtcdAccess, hosts_and_ports, routed_address
 from elasticd.etcd.errors import StoreError, StoreUnavailable
 from elasticd.torchrun import BACKEND
-from elasticd.torchrun.address import own_address
-from elasticd.torchrun.arrival import Arrival
 from elasticd.torchrun.decide import (
     EnterRound,
     Form,
@@ -50,7 +49,7 @@ from elasticd.torchrun.guard import Guard, boot_time_s
 from elasticd.torchrun.membership import Membership, Sight
 from elasticd.torchrun.records import CorruptError, NodeRecord, RendezvousClosed, RendezvousRound, decode
 from elasticd.torchrun.settings import Settings
-from elasticd.torchrun.store import listen
+from elasticd.torchrun.store import Arrival, listen
 
 log = logging.getLogger("elasticd.torchrun")
 
@@ -68,7 +67,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._node = ""  # a new name each time this node joins
-        self._address = settings.address or own_address(settings.access.endpoints)
+        self._address = settings.address or _own_address(settings.access)
         self._membership: Membership | None = None
         self._guard: Guard | None = None
         self._sure_until_s = float("inf")  # boot time; last sent to the guard
@@ -390,3 +389,17 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
 
 def _silent(membership: Membership, error: Exception) -> RendezvousConnectionError:
     return RendezvousConnectionError(f"etcd has been silent for {membership.silent_s:.0f} s: {error}")
+
+
+def _own_address(access: EtcdAccess) -> str:
+    """Return the address from which this machine reaches etcd: it is on the cluster's network, and does not
+    depend on host names. Raises ValueError if no endpoint has a route."""
+    places = hosts_and_ports(access.endpoints)
+    if not places:  # etcd is a Unix socket, so all nodes are on this machine
+        return "127.0.0.1"
+    address = routed_address(places)
+    if address is None:
+        raise ValueError(
+            "this node's address cannot be told from its route to etcd; give it with --local-addr"
+        )
+    return address

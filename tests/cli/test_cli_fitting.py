@@ -1,6 +1,6 @@
 """How lines are broken to fit a terminal."""
 
-from elasticd.cli.fitting import fitted
+from elasticd.cli.say import fitted
 
 
 def test_on_a_narrow_terminal_lines_are_broken_between_words_and_stay_below_what_they_tell_of() -> None:

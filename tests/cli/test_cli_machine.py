@@ -12,9 +12,9 @@ from elasticd.cli.machine import (
     _cgroup_cores,
     default_node_name,
     is_ours,
-    routed_address,
     visible,
 )
+from elasticd.etcd.access import routed_address
 from elasticd.etcd.names import check_name
 
 

@@ -27,14 +27,14 @@ from elasticd.cli.doctor.machine_facts import (
 )
 from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
 from elasticd.cli.interfaces import network_environment
-from elasticd.cli.machine import default_node_name, nowhere, routed_address
+from elasticd.cli.machine import default_node_name, nowhere
 from elasticd.cli.meeting import check_name
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
 from elasticd.cli.serving import http_place
 from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
-from elasticd.etcd.access import EtcdAccess, hosts_and_ports
+from elasticd.etcd.access import EtcdAccess, hosts_and_ports, routed_address
 from elasticd.etcd.errors import StoreError
 from elasticd.etcd.examine import Examined, examine
 from elasticd.etcd.names import ROOT, job_prefix
