@@ -28,16 +28,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from elasticd.cli.main import _COMMANDS
+
 ELASTICD: Final = "elasticd.cli.begin:main"
 TORCHRUN: Final = "torch.distributed.run:main"
 
 _IMPORTED: Final = (
     "elasticd.cli.begin",
-    "elasticd.cli.history",
-    "elasticd.cli.main",
-    "elasticd.cli.run",
-    "elasticd.cli.status",
-    "elasticd.cli.steer",
     "elasticd.daemon.agent",
     "elasticd.daemon.logs",
     "elasticd.daemon.main",
@@ -159,7 +156,7 @@ def _tell(line: int, number: int) -> None:
 
 
 def main() -> None:
-    for name in _IMPORTED:
+    for name in (*_IMPORTED, *(place.partition(":")[0] for place in _COMMANDS.values())):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1 == threading.active_count(), "a thread would not be forked"
     gc.freeze()
