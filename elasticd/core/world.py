@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 
-from elasticd.core.facts import Limits, Member, Node, Quarantine, Round
+from elasticd.core.facts import Drained, Limits, Member, Node, Quarantine, Round, Spec
 
 
 def usable_slots(node: Node, quarantines: Iterable[Quarantine], now: float) -> tuple[int, ...]:
@@ -21,6 +22,31 @@ def available(node: Node, last: Round | None) -> bool:
     if last is None or last.member(node.name, node.incarnation) is None:
         return True
     return node.released >= last.number
+
+
+def candidates(nodes: Iterable[Node], spec: Spec, round: Round | None, *, live: bool = False) -> list[Node]:
+    """Return the nodes that may be in the next round. ``live``: members of ``round`` count although they have
+    not released it."""
+    return [
+        _offering(node, spec, round if live else None)
+        for node in nodes
+        if Drained(node.name, node.incarnation) not in spec.drain
+        and (available(node, round) or (live and not node.draining and _seat(node, round)))
+    ]
+
+
+def _offering(node: Node, spec: Spec, live: Round | None) -> Node:
+    """Return the node with the slots that can get work. Where workers keep their process, these are the slots
+    in the live round and the slots with a waiting worker."""
+    if not spec.inplace:
+        return node
+    member = _seat(node, live)
+    there = set(node.ready) | set(member.slots if member else ())
+    return replace(node, slots=tuple(slot for slot in node.slots if slot in there))
+
+
+def _seat(node: Node, round: Round | None) -> Member | None:
+    return round.member(node.name, node.incarnation) if round is not None else None
 
 
 def order(nodes: Sequence[Node], last: Round | None) -> list[Node]:

@@ -395,8 +395,9 @@ class _Picture:
         busy = round is not None and round.phase in (Phase.LIVE, Phase.ENDED)
         if spec is None or self.budget is None or busy or not self.complete:
             return None
-        staying = [n for n in self.nodes.values() if not n.draining]
-        have = sum(len(world.usable_slots(n, self.budget.quarantines, self.now)) for n in staying)
+        closing = round is not None and round.phase is Phase.CLOSING
+        nodes = world.candidates(self.nodes.values(), spec, round, live=closing)
+        have = world.size(world.form(nodes, round, spec.limits, self.budget.quarantines, self.now))
         return Need(have, spec.limits.min) if have < spec.limits.min else None
 
     def _waiting(self) -> str:

@@ -11,6 +11,7 @@ import jsonschema
 import msgspec
 import pytest
 
+from elasticd.core import leader
 from elasticd.core.facts import (
     Budget,
     Cause,
@@ -38,6 +39,9 @@ from elasticd.core.facts import (
     Stragglers,
 )
 from elasticd.core.naming import folder_name
+from elasticd.core.ports import Entry, Listing
+from elasticd.core.reasons import BelowMinimum
+from elasticd.telemetry import describe
 from elasticd.telemetry.status import AgentStatus, JobStatus, LocalFacts, Need, SlotState, job_status
 from elasticd.telemetry.steprate import WINDOW_S, StepRates
 
@@ -208,6 +212,33 @@ def test_a_job_below_its_minimum_says_how_many_workers_it_has_and_needs() -> Non
         r = job_status("j", facts if waiting is None else {**facts, "round": waiting}, NOW)
         assert r.waiting_for == Need(have=1, need=3)
         assert r.waiting.startswith("waiting for 2 more workers: 1 of at least 3")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inplace", "have"),
+    [
+        ((node("a"), node("b", draining=True)), False, 1),  # one slot is in quarantine
+        ((node("a"), node("c", ready=(1,), released=1)), True, 1),  # others have no process that waits
+        ((node("b"), node("c", released=1)), False, 2),  # b has not released the last round
+    ],
+)
+def test_a_job_waits_for_what_its_leader_says(nodes: tuple[Node, ...], inplace: bool, have: int) -> None:
+    spec = replace(SPEC, limits=Limits(3, 4), inplace=inplace)
+    members = (Member("b", "b-1", (0, 1), 0), Member("c", "c-1", (0, 1), 2))
+    facts: dict[str, Fact] = {
+        "spec": spec,
+        "round": Round(1, Phase.WAITING, members, "", Cause.NODE_LOST, NOW - 5),
+        "budget": FACTS["budget"],
+        **{f"nodes/{n.name}": n for n in nodes},
+    }
+    view = leader.View()
+    for scope in ("spec", "round", "budget", "nodes/", "reports/"):
+        entries = tuple(Entry(k, f, 1, 1) for k, f in facts.items() if k.startswith(scope))
+        view = leader.see(view, Listing(entries, 1), scope, NOW)
+    (wait,) = leader.decide(view, NOW).reasons
+    assert isinstance(wait, BelowMinimum) and (wait.have, wait.need) == (have, 3)
+    r = job_status("j", facts, NOW)
+    assert (r.waiting_for, r.waiting) == (Need(have, 3), describe.waiting(wait, NOW))
 
 
 def test_an_ended_job_says_how_and_who_failed() -> None:

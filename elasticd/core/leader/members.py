@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elasticd.core import world
 from elasticd.core.facts import Drained, Member, Node, Round, Spec
 from elasticd.core.leader.view import View
@@ -69,26 +67,7 @@ def is_leaving(view: View, spec: Spec, member: Member) -> bool:
 
 
 def candidates_for(view: View, spec: Spec, round: Round, *, live: bool = False) -> list[Node]:
-    """Return the nodes that may be in the next round, in order of arrival. While ``round`` is live, its own
-    members count although they have not released it."""
+    """Return ``world.candidates`` of the registered nodes, in order of arrival."""
     assert view.nodes is not None
     known = sorted(view.nodes.values(), key=lambda r: (r.created, r.node.name))
-    return [
-        _offering(r.node, spec, round, live)
-        for r in known
-        if Drained(r.node.name, r.node.incarnation) not in spec.drain
-        and (
-            world.available(r.node, round)
-            or (live and not r.node.draining and round.member(r.node.name, r.node.incarnation))
-        )
-    ]
-
-
-def _offering(node: Node, spec: Spec, round: Round, live: bool) -> Node:
-    """Return the node with the slots that can get work. Where workers keep their process, these are the slots
-    in the live round and the slots with a waiting worker."""
-    if not spec.inplace:
-        return node
-    member = round.member(node.name, node.incarnation) if live else None
-    there = set(node.ready) | set(member.slots if member else ())
-    return replace(node, slots=tuple(slot for slot in node.slots if slot in there))
+    return world.candidates([r.node for r in known], spec, round, live=live)
