@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.worker import chaosjob
-from tests.worker.chaosjob import BATCH, EPOCHS, SAMPLES, Fault, Script
+from tests.worker.chaosjob import BATCH, EPOCHS, SAMPLES, STEPS, Fault, Script
 from tests.worker.crew import Crew, Hand
 
 PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "90"))
@@ -55,7 +55,23 @@ class Plan:
 
 
 def draw(seed: int) -> Plan:
-    return _with_more(_simple(seed), random.Random(f"more chaos {seed}"))
+    plan = _with_more(_simple(seed), random.Random(f"more chaos {seed}"))
+    return _with_epochs(plan, random.Random(f"epochs of chaos {seed}"))
+
+
+def _with_epochs(plan: Plan, chance: random.Random) -> Plan:
+    """The plan with epochs and with values of each worker's own, in half of the scripts each."""
+    script = replace(plan.script, local=chance.random() < 0.5)
+    if script.twice or chance.random() < 0.5:
+        return replace(plan, script=script)
+    script = replace(script, epochs="steps" if script.data == "numbers" else chance.choice(["data", "steps"]))
+    faults = tuple(
+        replace(fault, point="after an epoch", step=chance.choice([STEPS - 1, script.steps - 1]))
+        if fault.point in POINTS and fault.step < script.steps and chance.random() < 0.4
+        else fault
+        for fault in plan.faults
+    )
+    return replace(plan, script=script, faults=faults)
 
 
 def _with_more(plan: Plan, chance: random.Random) -> Plan:
@@ -252,7 +268,9 @@ def differences(agent: Agent, folder: Path, alone: Path, plan: Plan) -> list[str
             found.append(f"worker {number} ended with {hand.status}: {_last(folder / f'{number}.err')}")
     expected = json.loads((alone / "alone.outcome").read_text())
     for path in sorted(folder.glob("*.outcome")):
-        found += _against(path.stem, json.loads(path.read_text()), expected, plan.script.consistent)
+        outcome = json.loads(path.read_text())
+        found += _against(path.stem, outcome, expected, plan.script.consistent)
+        found += _own(path.stem, outcome["own"], plan.script)
     return found + _ledger(folder, plan.script)
 
 
@@ -275,6 +293,18 @@ def _against(name: str, mine: dict[str, Any], other: dict[str, Any], consistent:
             said.append(f"worker {name}: {key} is {mine['tensors'].get(key)}, not {values}"[:200])
             break
     return said
+
+
+def _own(name: str, own: list[list[Any]], script: Script) -> list[str]:
+    """What is a worker's own tells of steps that it made itself, and of numbers that it drew one by one."""
+    if not script.local:
+        return []
+    steps, drawn = [step for step, _ in own], [number for _, number in own]
+    source = chaosjob.source(name)
+    right = [chaosjob.drawn_from(source) for _ in own]
+    if steps != sorted(set(steps)) or not _close(drawn, right):
+        return [f"worker {name}: its own steps are {steps}, with {drawn}, not {right}"]
+    return []
 
 
 def _close(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ WISHES = "CHAOS_WISHES"  # the abstract address of the socket at which a worker 
 SAMPLES = 38
 EPOCHS = 2
 BATCH = 8
+STEPS = -(-SAMPLES // BATCH)  # of an epoch
 OUTSIDE = ("forming", "sending", "receiving", "returned")
 
 
@@ -50,7 +51,9 @@ class Script:
     of the weights are in another module, brought up to date before the sums of a step (early) or after the
     optimizer, and swapped in for an evaluation (averages). ``sharp``: gradients are of other weights than
     those that are trained. ``unfreezes``: the first layer is frozen to begin with. ``codes``: a large buffer
-    changes through ``.data``. ``spoilt``: what goes wrong after the first world, to see that it is found."""
+    changes through ``.data``. ``epochs``: the steps are those of ``state.epochs()``, whose length comes from the
+    data (data) or from the script (steps). ``local``: each worker has a list and a generator of its own.
+    ``spoilt``: what goes wrong after the first world, to see that it is found."""
 
     data: str = "map"
     consistent: bool = False
@@ -72,12 +75,19 @@ class Script:
     unfreezes: bool = False
     codes: bool = False
     undo: bool | None = None
+    epochs: str = ""
+    local: bool = False
     seed: int = 0
     spoilt: str = ""
 
     @property
     def steps(self) -> int:
-        return -(-SAMPLES // BATCH) * EPOCHS
+        return STEPS * EPOCHS
+
+    def commits(self, number: int) -> bool:
+        """Whether the script commits after this many steps."""
+        ends = STEPS if self.epochs else self.steps
+        return number % self.every == 0 or number % ends == 0
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,15 @@ def trip_outside(faults: Faults) -> None:
 # ---------------------------------------------------------------- the script
 
 
+def source(name: str) -> torch.Generator:
+    """What a worker draws its own numbers from."""
+    return torch.Generator().manual_seed(sum(name.encode()))
+
+
+def drawn_from(source: torch.Generator) -> float:
+    return float(torch.rand(1, generator=source, dtype=torch.float32))
+
+
 class Ledger:
     def __init__(self, folder: Path, name: str) -> None:
         self._file = os.open(folder / f"{name}.ledger", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -269,12 +288,14 @@ def wrap_of(script: Script) -> dict[str, Any]:
 
 
 class Training:
-    def __init__(self, script: Script, faults: Faults, ledger: Ledger, folder: Path) -> None:
+    def __init__(self, script: Script, faults: Faults, ledger: Ledger, folder: Path, name: str) -> None:
         self.script, self.faults, self.ledger = script, faults, ledger
         modules, optimizers = build(script)
         others: dict[str, Any] = {}
         if script.scaler:
             others["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        if script.local:
+            others |= {"own": worker.Local([]), "source": worker.Local(source(name))}
         self.state = worker.State(
             **modules,
             **optimizers,
@@ -284,6 +305,7 @@ class Training:
             data=data_of(script),
             checkpoints=str(folder / "checkpoints") if script.checkpoints else None,
             seen=[],
+            ended=[],
             total=0.0,
             table={},
             noise=torch.Generator().manual_seed(script.seed),
@@ -305,24 +327,36 @@ class Training:
     def loop(self, state: worker.State) -> None:
         number = state._world.number if state._world is not None else 1
         self.ledger.write(entered=number, step=state.step, rank=worker.rank(), world=worker.world_size())
+        if self.script.epochs:
+            for epoch in state.epochs(EPOCHS, steps=STEPS if self.script.epochs == "steps" else None):
+                self.go_through(epoch)
+                self.faults.at("after an epoch", self.number)
+                drawn = float(torch.rand(1, generator=state.noise))
+                state.ended.append([epoch.number, state.step, drawn])
+            return
         halves = [self.script.steps // 2 // self.script.every * self.script.every, self.script.steps]
         for until in halves if self.script.twice else halves[1:]:
-            for step in state.steps(until):
-                self.number = step if isinstance(step, int) else step.number
-                self.faults.at("start", self.number)
-                if self.script.spoilt and state._world is not None and state._world.number > 1:
-                    self.spoil(state)
-                number = self.number + 1
-                commits = number % self.script.every == 0 or number == self.script.steps
-                self.make(step, commits)
-                if commits:
-                    self.commit()
-                self.faults.at("committed", self.number)
+            self.go_through(state.steps(until))
+
+    def go_through(self, steps: Iterable[Any]) -> None:
+        state = self.state
+        for step in steps:
+            self.number = step if isinstance(step, int) else step.number
+            self.faults.at("start", self.number)
+            if self.script.spoilt and state._world is not None and state._world.number > 1:
+                self.spoil(state)
+            commits = self.script.commits(self.number + 1)
+            self.make(step, commits)
+            if commits:
+                self.commit()
+            self.faults.at("committed", self.number)
 
     def spoil(self, state: worker.State) -> None:
         spoilt, self.script = self.script.spoilt, replace(self.script, spoilt="")
         if spoilt == "skips":
             state._step += 1
+        elif spoilt == "forgets":
+            state.own.pop()
         elif spoilt == "repeats":
             self.ledger.write(took=self.number, ids=[0])
         else:
@@ -377,6 +411,8 @@ class Training:
         self.state.seen.append(self.number)
         drawn = float(torch.rand(1, generator=self.state.noise))
         self.state.table[self.number] = {"a.b": drawn, "a": {"b": str(self.number)}, (1, None): True}
+        if self.script.local:
+            self.state.own.append([self.number, drawn_from(self.state.source)])
 
     def follow(self) -> None:
         with torch.no_grad():
@@ -510,8 +546,9 @@ class Training:
         rates = [g["lr"] for o in self.optimizers.values() for g in o.param_groups]
         scale = self.state.scaler.get_scale() if self.script.scaler else 1.0
         plain = {"seen": self.state.seen, "rates": rates, "scale": scale, "step": self.state.step,
-                 "table": str(self.state.table)}  # fmt: skip
-        return {"tensors": tensors, "digest": exact.hexdigest(), "plain": plain}
+                 "table": str(self.state.table), "ended": self.state.ended}  # fmt: skip
+        own = self.state.own if self.script.local else []
+        return {"tensors": tensors, "digest": exact.hexdigest(), "plain": plain, "own": own}
 
 
 def work(
@@ -531,7 +568,7 @@ def work(
     trips = Faults([Fault(**f) for f in faults], wishes)
     trip_outside(trips)
     plan = Script(**script)
-    training = Training(plan, trips, Ledger(where, name), where)
+    training = Training(plan, trips, Ledger(where, name), where, name)
     run = worker.run(within(plan.wrapper, training))
     run(training.state)
     trips.count("returned")

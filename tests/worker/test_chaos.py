@@ -44,6 +44,7 @@ BROKEN: dict[str, tuple[str, Script]] = {
     "a sample used twice": ("too often", Script(spoilt="repeats")),
     "another weight": ("other bits", Script(consistent=True, spoilt="drifts")),
     "another weight within rounding of nothing": (".weight is", Script(spoilt="drifts")),
+    "a value of its own lost": ("its own steps", Script(spoilt="forgets", local=True)),
 }
 
 
