@@ -51,8 +51,8 @@ class Script:
     of the weights are in another module, brought up to date before the sums of a step (early) or after the
     optimizer, and swapped in for an evaluation (averages). ``sharp``: gradients are of other weights than
     those that are trained. ``unfreezes``: the first layer is frozen to begin with. ``codes``: a large buffer
-    changes through ``.data``. ``epochs``: the steps are those of ``state.epochs()``, whose length comes from the
-    data (data) or from the script (steps). ``local``: each worker has a list and a generator of its own.
+    changes through ``.data``. ``epochs``: the steps are those of ``state.epochs()``, each as long as in the
+    data (data) or as the script says (steps). ``local``: each worker has a list and a generator of its own.
     ``spoilt``: what goes wrong after the first world, to see that it is found."""
 
     data: str = "map"
