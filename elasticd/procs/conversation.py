@@ -4,7 +4,8 @@ and has no other effect on the agent."""
 from __future__ import annotations
 
 import math
-from enum import Enum, auto
+from collections.abc import Mapping
+from typing import Final
 
 from elasticd.channel.codec import BadMessage
 from elasticd.channel.worker_messages import (
@@ -12,6 +13,7 @@ from elasticd.channel.worker_messages import (
     Broken,
     Checkpointed,
     Done,
+    Enter,
     Entered,
     Hello,
     Holds,
@@ -19,59 +21,54 @@ from elasticd.channel.worker_messages import (
     WorkerToAgent,
 )
 
-
-class Stage(Enum):
-    SILENT = auto()  # nothing received yet; most scripts never send a message
-    ARRIVED = auto()
-    WAITING = auto()
-    ENTERING = auto()
-    INSIDE = auto()
-    FAILING = auto()
-    DONE = auto()
+# What may be the last message when the worker sends another. Most scripts send none.
+AFTER: Final[Mapping[type[WorkerToAgent], tuple[type[WorkerToAgent | Enter] | None, ...]]] = {
+    Hello: (None,),
+    Waiting: (Hello, Enter, Entered, Done),
+    Entered: (Enter,),
+    Broken: (Enter, Entered),
+    Done: (Entered,),
+}
 
 
 class Conversation:
-    """The state of one worker's link. ``round``: the round that the worker was last told to enter; 0
-    before."""
+    """The state of one worker's link. ``last``: the kind of the last message, but for those that change
+    nothing in the order. ``round``: the round that the worker was last told to enter; 0 before."""
 
     def __init__(self) -> None:
-        self.stage = Stage.SILENT
+        self.last: type[WorkerToAgent | Enter] | None = None
         self.round = 0
 
     @property
     def linked(self) -> bool:
         """Whether the worker can receive messages."""
-        return self.stage is not Stage.SILENT
+        return self.last is not None
 
     def told_to_enter(self, round_number: int) -> None:
-        assert self.stage is Stage.WAITING, f"told to enter {round_number} when it is {self.stage.name}"
-        self.stage, self.round = Stage.ENTERING, round_number
+        assert self.last is Waiting, f"told to enter {round_number} after {self.last}"
+        self.last, self.round = Enter, round_number
 
     def hear(self, message: WorkerToAgent) -> None:
         """Process a message. Raises BadMessage if the message is out of order or cannot be true."""
-        match self.stage, message:
-            case Stage.SILENT, Hello(v=version):
+        if isinstance(message, Checkpointed):
+            return
+        if self.last not in AFTER[type(message)]:
+            raise BadMessage(f"it said {message} after {self.last.__name__ if self.last else 'nothing'}")
+        match message:
+            case Hello(v=version):
                 if version != VERSION:
                     raise BadMessage(f"it speaks version {version} of the link, and this agent {VERSION}")
-                self.stage = Stage.ARRIVED
-            case Stage.ARRIVED | Stage.ENTERING | Stage.INSIDE | Stage.DONE, Waiting(
-                number, step, holds, agreed
-            ):
+            case Waiting(number, step, holds, agreed):
                 self._check(message, number, agreed, 0 if holds is Holds.NONE else step)
-                self.stage = Stage.WAITING
-            case Stage.ENTERING, Entered(number, step, group_s, state_s, batch, rates, _):
+            case Entered(number, step, group_s, state_s, batch, rates, _):
                 self._check(message, number, step, group_s, state_s, batch, rates)
-                self.stage = Stage.INSIDE
-            case Stage.ENTERING | Stage.INSIDE, Broken(number, fails):
+            case Broken(number, fails):
                 self._check(message, number)
-                self.stage = Stage.FAILING if fails else self.stage
-            case Stage.INSIDE, Done(number):
+                if not fails:
+                    return
+            case Done(number):
                 self._check(message, number)
-                self.stage = Stage.DONE
-            case _, Checkpointed():
-                pass
-            case _:
-                raise BadMessage(f"it said {message} when it was {self.stage.name.lower()}")
+        self.last = type(message)
 
     def _check(self, message: WorkerToAgent, number: int, *amounts: float) -> None:
         if number != self.round:

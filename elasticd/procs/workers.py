@@ -26,7 +26,6 @@ from elasticd.core.ports import (
     WorkerReturned,
     WorkerWaiting,
 )
-from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Warden
 from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify
@@ -145,7 +144,7 @@ class LocalProcs:
             ending: list[Worker] = []
             for worker in self._workers.values():
                 leave = wire.Leave(worker.round, planned, going)
-                done = worker.talk.stage is Stage.DONE and planned
+                done = worker.talk.last is wire.Done and planned
                 if worker.life is Life.FAILING or (worker.life.in_round and done):
                     ending.append(worker)  # it ends by itself, since its work in the round is over
                 elif worker.life.in_round and worker.talk.linked and worker.tell(leave):
@@ -322,7 +321,7 @@ class LocalProcs:
             worker.become(Life.TRAINING)
         worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.told().commits
         self._plumbing.relabel(worker)
-        if worker.talk.stage is Stage.WAITING:
+        if worker.talk.last is wire.Waiting:
             self._let_enter(worker)
 
     def _let_enter(self, worker: Worker) -> None:

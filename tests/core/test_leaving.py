@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.age import Age
-from elasticd.core.agent.state import SIGTERM
+from elasticd.core.agent.state import SIGKILL, SIGTERM
 from elasticd.core.facts import Apart, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.members import REPORT_S
-from elasticd.core.messages import LeaveRound, Signalled, Tag
+from elasticd.core.messages import LeaveRound, Signalled, StopWorkers, Tag
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, WorkerEnded
 from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written
@@ -190,3 +190,25 @@ def test_what_a_node_tells_with_its_release_is_waited_for() -> None:
     told = replace(seen, reports={"a": report("a", 5, exit(1, 1))})
     assert isinstance(written(decide(told, NOW), "budget"), Budget)
     assert next_round(decide(seen, NOW + REPORT_S)).restarts == 0, "it was undone by an older one"
+
+
+# ---------------------------------------------------------------- leaving becomes stopping
+
+
+def test_workers_that_leave_their_round_are_stopped_when_the_job_ends() -> None:
+    one = working()
+    one.sees("round", closing(ROUND))
+    one.one(LeaveRound)
+    one.sees("round", replace(ROUND, phase=Phase.ENDED, outcome=Outcome.FAILED))
+    assert one.one(StopWorkers).signal == SIGTERM
+
+
+def test_workers_that_are_killed_on_their_way_out_of_a_round_have_not_failed() -> None:
+    one = working()
+    one.sees("round", closing(ROUND, Cause.GREW, planned=True))
+    one.told(Signalled(SIGTERM))
+    one.told(Signalled(SIGTERM))
+    assert one.one(StopWorkers).signal == SIGKILL
+    one.exits(1, exit(0, 0, -9))
+    assert not [reason for reason in one.said if isinstance(reason, WorkerEnded)]
+    assert one.state.report is None

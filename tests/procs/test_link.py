@@ -20,12 +20,12 @@ from elasticd.channel.worker_messages import (
     AGENT_TO_WORKER,
     WORKER_TO_AGENT,
     AgentToWorker,
+    Enter,
     Hello,
     WorkerToAgent,
 )
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment
-from elasticd.procs.conversation import Stage
 from elasticd.procs.keeper import Warden
 from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import LogDest
@@ -255,7 +255,7 @@ def test_one_that_waits_and_is_cut_off_is_killed_as_nothing_can_be_made_of_it(be
 def test_a_worker_that_never_reads_holds_nobody_up_and_loses_its_link(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.start(1, "never reads")
-    party.until(lambda: party.procs._workers[10].talk.stage is Stage.ENTERING)
+    party.until(lambda: party.procs._workers[10].talk.last is Enter)
     for _ in range(100_000):  # as much as its socket takes
         party.leave(planned=True)
         if party.exits:
