@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 from elasticd.core.facts import Holder
 from elasticd.core.messages import StoreComplained, StoreFilled
-from elasticd.daemon import holding
 from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.daemon.door import Door
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.pages import Pages
+from elasticd.daemon.saver import peers
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdLink, EtcdStore
 from elasticd.procs.keeper import Warden
@@ -123,7 +123,7 @@ def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
     if not config.replicate:
         return None
     try:
-        return holding.listen(config.node, config.address)
+        return peers.listen(config.node, config.address)
     except OSError as error:
         raise CannotStart(f"no copies can be held for others at {config.address}: {error}") from error
 

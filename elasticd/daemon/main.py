@@ -15,7 +15,7 @@ from elasticd.core.ledger import totals
 from elasticd.core.messages import KeeperLost, Leave
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
-from elasticd.daemon import edges, holding, identity, lastwords, openfiles
+from elasticd.daemon import edges, identity, lastwords, openfiles
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
@@ -28,7 +28,8 @@ from elasticd.daemon.observer import Observer
 from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.sampler import Sampler
-from elasticd.daemon.saver import FINISH_S, FINISH_S_MAX, SaverService
+from elasticd.daemon.saver import peers
+from elasticd.daemon.saver.service import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
 from elasticd.daemon.timedstore import TimedStore
@@ -175,7 +176,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         service = Service(manager, lambda: driver.state)
         routines = [reserve.routine, publisher.routine, service.routine]
         if held is not None:
-            routines.append(holding.Announcement(held[1], driver, store).routine)
+            routines.append(peers.Announcement(held[1], driver, store).routine)
 
         served_at = edges.serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticd import daemon
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.memory_tier import Memories, Untold
 from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
@@ -45,8 +44,9 @@ from elasticd.checkpoint.store.reading import open_manifest
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
-from elasticd.daemon.etcdpointer import EtcdPointer, settle
-from elasticd.daemon.saver import FINISH_S_MAX, SaverService
+from elasticd.daemon.saver import service as saver_service
+from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
+from elasticd.daemon.saver.service import FINISH_S_MAX, SaverService
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
@@ -548,9 +548,9 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
     server, client, tmp_path, monkeypatch, finish_s, hurried_s
 ):
     log, hurried = Log(), hurried_s is not None
-    monkeypatch.setattr(daemon.saver, "_log", log)
+    monkeypatch.setattr(saver_service, "_log", log)
     if hurried:
-        monkeypatch.setattr(daemon.saver, "FINISH_S", hurried_s)
+        monkeypatch.setattr(saver_service, "FINISH_S", hurried_s)
     round_is(client, 3)
     with Warden.start() as warden:
         service = SaverService(warden, server.access, "j")

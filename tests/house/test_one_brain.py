@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "elasticd"
-DAEMON = sorted((HOUSE / "daemon").glob("*.py"))
+DAEMON = sorted((HOUSE / "daemon").rglob("*.py"))
 TIES = {
     "driver.py",
     "hangs.py",

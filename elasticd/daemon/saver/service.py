@@ -1,4 +1,4 @@
-"""The saver of an agent: started when a worker first asks for it, committing through etcd."""
+"""The agent's side of its saver: start the process when a worker asks for it, and see the process off."""
 
 from __future__ import annotations
 
@@ -6,38 +6,28 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from elasticd.channel.warden_messages import Ended
 from elasticd.checkpoint import protocol
-from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport, from_line
-from elasticd.checkpoint.server.saver import Saver
-from elasticd.checkpoint.server.standalone import be_modest, say
-from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import Holder
-from elasticd.daemon.etcdpointer import EtcdPointer, settle
-from elasticd.daemon.holding import EtcdPeers
+from elasticd.daemon.saver import HOLDER, OPTIONS
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.keeper import KeeperError, Warden
-from elasticd.procs.linux import hide_memory
 from elasticd.telemetry import describe, log
 
 _log = log.get("elasticd.saver")
-_OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"
-_ROOT = str(Path(__file__).parents[2])
-_PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver import main; main()"
-_HOLDER: Final = "ELASTICD_SAVER_HOLDER"
+_ROOT = str(Path(__file__).parents[3])
+_PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver.process import main; main()"
 _BEHIND: Final = "those before it are not yet durable"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
@@ -98,9 +88,9 @@ class SaverService:
             "bytes_s": bytes_s,
         }
         self._password = access.password
-        self._env = {**os.environ, _OPTIONS: json.dumps(options)}
+        self._env = {**os.environ, OPTIONS: json.dumps(options)}
         if holding is not None:
-            self._env[_HOLDER] = msgspec.json.encode(holding[1]).decode()
+            self._env[HOLDER] = msgspec.json.encode(holding[1]).decode()
         self._await()
 
     def _await(self) -> None:
@@ -224,58 +214,3 @@ class SaverService:
             case Fate.SKIPPED:
                 _log.warning("checkpoint.skipped", step=report.step, why=_BEHIND)
         self.reports.append(report)
-
-
-def access_of(said: Mapping[str, Any]) -> tuple[EtcdAccess, str]:
-    """As the agent passed it on, and the job. The password comes by standard output, which is a socket."""
-    password = None
-    if said["username"]:
-        hide_memory()
-        password = json.loads(
-            os.read(1, 1 << 16).splitlines()[-1]
-        )  # of a saver before, too, if it died early
-    return EtcdAccess(
-        tuple(said["endpoints"]),
-        tls=said["tls"],
-        cacert=Path(said["cacert"]) if said["cacert"] else None,
-        cert=Path(said["cert"]) if said["cert"] else None,
-        key=Path(said["key"]) if said["key"] else None,
-        username=said["username"] or None,
-        password=password,
-        timeout_s=said["timeout_s"],
-    ), said["job"]
-
-
-def main() -> None:
-    """The process. Its standard input is the socket to listen at."""
-    be_modest()
-    options = json.loads(os.environ[_OPTIONS])
-    access, job = access_of(options)
-    bytes_s = options["bytes_s"]
-    listener = socket.socket(fileno=0)
-
-    replication = None
-    if _HOLDER in os.environ:
-        me = msgspec.json.Decoder(Holder).decode(os.environ[_HOLDER])
-        replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
-
-    def tell(report: SaveReport | Footprint) -> None:
-        with contextlib.suppress(OSError):  # the agent does not listen
-            os.write(1, report.line())
-
-    saver = Saver(
-        listener,
-        committer_of=lambda store: EtcdPointer(access, job, store, say=say),
-        agent=options["agent"],
-        pace=RateLimit(bytes_s) if bytes_s else None,
-        linger_s=None,
-        say=say,
-        report=tell,
-        occupies=tell,
-        replication=replication,
-    )
-    signal.signal(signal.SIGTERM, lambda *_: saver.leave())
-    with contextlib.suppress(OSError):
-        os.write(1, b"\n")  # ready
-    settle(access, job)
-    saver.serve()

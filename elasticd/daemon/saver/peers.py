@@ -6,15 +6,17 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elasticd.checkpoint.replication.wire import PeerGone
 from elasticd.core.facts import Holder
 from elasticd.core.ports import Applied, Put, Store
-from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.errors import StoreError
+
+if TYPE_CHECKING:
+    from elasticd.daemon.driver import Driver
 
 _FOLDER: Final = "savers/"
 _AGAIN_S: Final = 1.0

@@ -1,0 +1,81 @@
+"""The saver process of an agent. It commits through etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elasticd.checkpoint.server.replication import Replication
+from elasticd.checkpoint.server.save_report import Footprint, SaveReport
+from elasticd.checkpoint.server.saver import Saver
+from elasticd.checkpoint.server.standalone import be_modest, say
+from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.core.facts import Holder
+from elasticd.daemon.saver import HOLDER, OPTIONS
+from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
+from elasticd.daemon.saver.peers import EtcdPeers
+from elasticd.etcd.access import EtcdAccess
+from elasticd.procs.linux import hide_memory
+
+
+def access_of(said: Mapping[str, Any]) -> tuple[EtcdAccess, str]:
+    """As the agent passed it on, and the job. The password comes by standard output, which is a socket."""
+    password = None
+    if said["username"]:
+        hide_memory()
+        password = json.loads(
+            os.read(1, 1 << 16).splitlines()[-1]
+        )  # of a saver before, too, if it died early
+    return EtcdAccess(
+        tuple(said["endpoints"]),
+        tls=said["tls"],
+        cacert=Path(said["cacert"]) if said["cacert"] else None,
+        cert=Path(said["cert"]) if said["cert"] else None,
+        key=Path(said["key"]) if said["key"] else None,
+        username=said["username"] or None,
+        password=password,
+        timeout_s=said["timeout_s"],
+    ), said["job"]
+
+
+def main() -> None:
+    """Run the saver. Its standard input is the socket to listen at."""
+    be_modest()
+    options = json.loads(os.environ[OPTIONS])
+    access, job = access_of(options)
+    bytes_s = options["bytes_s"]
+    listener = socket.socket(fileno=0)
+
+    replication = None
+    if HOLDER in os.environ:
+        me = msgspec.json.Decoder(Holder).decode(os.environ[HOLDER])
+        replication = Replication(me, socket.socket(fileno=3), EtcdPeers(access, job), say=say)
+
+    def tell(report: SaveReport | Footprint) -> None:
+        with contextlib.suppress(OSError):  # the agent does not listen
+            os.write(1, report.line())
+
+    saver = Saver(
+        listener,
+        committer_of=lambda store: EtcdPointer(access, job, store, say=say),
+        agent=options["agent"],
+        pace=RateLimit(bytes_s) if bytes_s else None,
+        linger_s=None,
+        say=say,
+        report=tell,
+        occupies=tell,
+        replication=replication,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: saver.leave())
+    with contextlib.suppress(OSError):
+        os.write(1, b"\n")  # ready
+    settle(access, job)
+    saver.serve()
