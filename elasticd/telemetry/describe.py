@@ -157,7 +157,7 @@ def spent(seconds: Mapping[str, float]) -> str:
     not_lost = {Kind.PRODUCTIVE, Kind.IDLE, *([Kind.RESTARTING] if share is None else [])}
     others = [(seconds.get(kind, 0.0), text) for kind, text in KINDS.items() if kind not in not_lost]
     lost = sorted(others, reverse=True)
-    parts = [f"{span(s)} {text}" for s, text in lost if s >= 0.5]
+    parts = [f"{span(s)} {text}" for s, text in lost if round(s)]
     return f"{head}; {then} {', '.join(parts)}" if parts else head
 
 

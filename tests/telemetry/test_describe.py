@@ -368,4 +368,5 @@ def test_where_no_step_was_seen_nothing_is_called_unproductive() -> None:
     said = describe.spent({"restarting": 300.0, "rendezvous": 20.0, "idle": 100.0})
     assert said == "no step was seen in 5 min 20 s of worker time; of that 20 s forming worlds"
     assert describe.spent({"restarting": 30.0}) == "no step was seen in 30 s of worker time"
+    assert describe.spent({"productive": 30.0, "hung": 0.5}) == "98.4 % productive of 30 s of worker time"
     assert describe.spent({"idle": 100.0}) == ""
