@@ -1,4 +1,4 @@
-"""The handover of the state when all nodes that hold it leave at once.
+"""The handover of the state when all nodes or slots that hold it leave at once.
 
 Workers that keep their process hold the state in memory. While one of them stays in the job, new workers get
 the state from it. If all of them leave, their round lives on until other nodes are ready. Then a round
@@ -28,11 +28,13 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
     holding = world.newest_holders(nodes.values())
     if any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):
         return ()
-    rank = sum(len(heir.slots) for heir in heirs)
     for name, slots in holding.items():
         node = nodes[name]
         member = round.member(name, node.incarnation)
         there = member is None or node.released >= round.number
         if there and node.fenced < round.number:
-            return (*heirs, Member(name, node.incarnation, slots[:1], rank))
+            # An heir may be beside it: a slot that is left out may hold the state as well as a leaving node.
+            beside = [slot for heir in heirs if heir.node == name for slot in heir.slots]
+            others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node != name]
+            return world.seat([*others, (name, node.incarnation, (*beside, *slots[:1]))])
     return ()

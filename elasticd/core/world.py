@@ -86,12 +86,16 @@ def form(
             room = min(places, (node.most or len(node.slots)) - len(mine))
             mine += usable[: max(0, room)]
             places = limits.max - sum(map(len, chosen.values()))
+    return seat((node.name, node.incarnation, chosen[node.name]) for node in ordered if chosen[node.name])
+
+
+def seat(nodes: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Member, ...]:
+    """Return the members with consecutive ranks. ``nodes``: a node's name, its incarnation and its slots."""
     members: list[Member] = []
     rank = 0
-    for node in ordered:
-        if slots := tuple(sorted(chosen[node.name])):
-            members.append(Member(node.name, node.incarnation, slots, rank))
-            rank += len(slots)
+    for name, incarnation, slots in nodes:
+        members.append(Member(name, incarnation, tuple(sorted(slots)), rank))
+        rank += len(slots)
     return tuple(members)
 
 

@@ -45,3 +45,11 @@ def test_whose_workers_were_fenced_has_nothing_to_give() -> None:
 
 def test_where_nobody_holds_anything_nothing_is_passed_on() -> None:
     assert passing(node("b"), node("a", released=4, draining=True)) == ()
+
+
+def test_a_slot_that_is_left_out_gives_the_state_to_the_heirs_beside_it_on_its_node() -> None:
+    """Its straggler was the last to hold the state. The node is in the round once."""
+    heirs = (Member("a", life("a"), (0,), 0), Member("b", life("b"), (0, 1), 1))
+    nodes = {n.name: n for n in (node("b"), holding("a", 1, draining=False))}
+    passing = handover.members(LAST, nodes, heirs)
+    assert passing == (Member("b", life("b"), (0, 1), 0), Member("a", life("a"), (0, 1), 2))
