@@ -234,7 +234,8 @@ class Nemesis:
             ahead = self.plan.ahead_s if name == self._name(self.plan.nodes - 1) else 0
             self.nodes[name] = Node(name, self.network, self.folder / "own" / name, ahead)
         node, plan = self.nodes[name], self.plan
-        argv = [ELASTICD, "run", f"--min={plan.least}", f"--max={plan.size}", f"--slots={plan.slots}"]
+        argv = [ELASTICD, "run", f"--min={plan.least}", f"--max={plan.size}"]
+        argv += [f"--slots={plan.slots - plan.spares}"]
         argv += [
             f"--node={name}",
             f"--address={node.address}",
