@@ -30,8 +30,8 @@ from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.errors import BadRecord, LeaseGone, NoSpace, StoreError, StoreUnavailable
-from elasticd.etcd.keeper import Keeper, Lease
 from elasticd.etcd.kv import KeyValue, Range
+from elasticd.etcd.leases import Lease, LeaseKeeper
 from elasticd.etcd.names import job_prefix
 from elasticd.etcd.watcher import Events, Watcher
 
@@ -55,7 +55,7 @@ class EtcdLink:
         self.calls, watches, leases = Connection(access), Connection(access), Connection(access)
         self._connections = (self.calls, watches, leases)
         self.watcher = Watcher(watches)
-        self.keeper = Keeper(leases, self.clock, self.watcher.suspect)
+        self.leases = LeaseKeeper(leases, self.clock, self.watcher.suspect)
         self.writers = ThreadPoolExecutor(WRITERS_MAX, thread_name_prefix="etcd-write")
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class EtcdLink:
             connection.close()
         self.writers.shutdown(wait=True, cancel_futures=False)
         self.watcher.close()
-        self.keeper.close()
+        self.leases.close()
 
 
 class EtcdStore:
@@ -73,8 +73,8 @@ class EtcdStore:
 
     ``problems`` gets problems that a person should know and the store cannot solve: values that are not
     records (BadRecord, NewerRecord; they are skipped), refusals, a wiped etcd. ``lasts_s``: see
-    ``Keeper.hold``. ``full`` gets a sentence when etcd is full, and an empty string when etcd takes writes
-    again.
+    ``LeaseKeeper.hold``. ``full`` gets a sentence when etcd is full, and an empty string when etcd takes
+    writes again.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class EtcdStore:
             response = self._link.calls.call("txn", request)
         except LeaseGone:
             assert self._lease is not None
-            self._link.keeper.check(self._lease)
+            self._link.leases.check(self._lease)
             return Refused()
         except StoreError as error:
             if isinstance(error, NoSpace) or not isinstance(error, StoreUnavailable):
@@ -207,7 +207,7 @@ class EtcdStore:
     def hold_lease(self, news: Callable[[LeaseNews], None]) -> None:
         """See ``ports.Store``."""
         assert self._lease is None, "hold_lease is called once"
-        self._lease = self._link.keeper.hold(self._ttl_s, news, self._complain, self._lasts_s)
+        self._lease = self._link.leases.hold(self._ttl_s, news, self._complain, self._lasts_s)
 
     def close(self) -> None:
         """Revoke the lease, so that its keys vanish at once, and end the watches. Waits for the pending
@@ -222,7 +222,7 @@ class EtcdStore:
         with self._lock:
             self._idle.wait_for(lambda: not self._writing, timeout_s)
         if self._lease:
-            self._link.keeper.release(self._lease, timeout_s)
+            self._link.leases.release(self._lease, timeout_s)
         if self._own_link:
             self._link.close()
 

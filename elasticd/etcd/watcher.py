@@ -5,8 +5,8 @@ breaks, its watches continue from the last revision they have seen, perhaps at a
 longer keeps that revision, they list again. A quiet stream is asked for its progress, and replaced if it does
 not respond.
 
-One thread, the clerk, makes all decisions; each stream has a thread that only reads. No gRPC callback and no
-response can block the clerk, and no exception ends it.
+One thread, the actor, makes all decisions; each stream has a thread that only reads. No gRPC callback and no
+response can block the actor, and no exception ends it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from elasticd.etcd import kv
 from elasticd.etcd._client3 import rpc
-from elasticd.etcd.clerk import Clerk
+from elasticd.etcd.actor import Actor
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.errors import (
     Compacted,
@@ -118,32 +118,32 @@ class Watcher:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._clerk = Clerk("etcd-watch", self._handle, self._act, self._idle_s, self._leave)
+        self._actor = Actor("etcd-watch", self._handle, self._act, self._idle_s, self._leave)
         self._watches: dict[KeyWatch, None] = {}
         self._waiting: dict[KeyWatch, None] = {}  # watches to list or to open when due
         self._stream: _Stream | None = None
         self._stream_retries = 0
         self._stream_at = 0.0
-        self._clerk.start()
+        self._actor.start()
 
     def watch(self, key: bytes, prefix: bool, follower: Follower) -> Callable[[], None]:
         """Start a watch. Return a function that ends it."""
         watch = KeyWatch(key, prefix, follower)
-        self._clerk.tell("add", watch, None)
+        self._actor.tell("add", watch, None)
 
         def end() -> None:
             watch._ended = True  # nothing is delivered after this
-            self._clerk.tell("end", watch, None)
+            self._actor.tell("end", watch, None)
 
         return end
 
     def suspect(self) -> None:
         """Ask the stream for its progress now, because etcd seems to be silent."""
-        self._clerk.tell("suspect", None, None)
+        self._actor.tell("suspect", None, None)
 
     def close(self) -> None:
         """End all watches and the threads."""
-        self._clerk.close()
+        self._actor.close()
 
     # ---- the thread
 
@@ -217,7 +217,7 @@ class Watcher:
             "range",
             kv.range_request(watch.key, prefix=watch.prefix),
             timeout_s=self._connection.access.timeout_s,
-            done=lambda result: self._clerk.tell("listed", watch, result),
+            done=lambda result: self._actor.tell("listed", watch, result),
         )
 
     def _listed(self, watch: KeyWatch, result: Any) -> None:
@@ -244,7 +244,7 @@ class Watcher:
             if now < self._stream_at:
                 return
             try:
-                self._stream = _Stream(self._connection, self._clerk.tell)
+                self._stream = _Stream(self._connection, self._actor.tell)
             except StoreError as error:
                 self._broken(error)
                 return

@@ -65,7 +65,7 @@ class Membership:
         self._link = EtcdLink(access, boot_time_s)
         self.backend = EtcdV3RendezvousBackend(self._link.calls, self._prefix + b"round")
         self._unwatch = self._link.watcher.watch(self._prefix, True, self)
-        self._lease = self._link.keeper.hold(ttl_s, self._lease_news, self.failed)
+        self._lease = self._link.leases.hold(ttl_s, self._lease_news, self.failed)
 
     # ---- the view
 
@@ -165,7 +165,7 @@ class Membership:
         try:
             response = self._link.calls.call("txn", request)
         except LeaseGone as error:
-            self._link.keeper.check(self._lease)
+            self._link.leases.check(self._lease)
             raise StoreUnavailable("the node's lease has run out", sent=False) from error
         if response.succeeded:
             with self.changed:
@@ -238,5 +238,5 @@ class Membership:
     def close(self) -> None:
         """Release the lease, so that the others notice at once that this node has left."""
         self._unwatch()
-        self._link.keeper.release(self._lease, self._access.timeout_s)
+        self._link.leases.release(self._lease, self._access.timeout_s)
         self._link.close()

@@ -453,7 +453,7 @@ class SimStore:
                     self._due, self._late_s = asked_at + self.ttl_s / 3, 0.0
                     self.host.at(self._due, self._keep)
 
-        timeout_s = min(self.timeout_s, max(0.5, self.ttl_s / 5))  # as elasticd.etcd.keeper has it
+        timeout_s = min(self.timeout_s, max(0.5, self.ttl_s / 5))  # as elasticd.etcd.leases has it
         if lease:
             self._request(lambda: self.etcd.keep_alive(lease), answered, timeout_s)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from elasticd.etcd.reach import reachable
+from elasticd.etcd.reachability import reachable
 
 
 def test_a_host_that_listens_is_reached_also_when_the_time_was_over_before_anybody_looked() -> None:

@@ -14,11 +14,11 @@ _log = logging.getLogger(__name__)
 CALM_S = 0.1  # the pause after a failure of ``act``, so that the thread never spins
 
 
-class Clerk:
+class Actor:
     """Handles messages one by one, and does due work between them. Only ``close`` ends the thread.
 
     ``handle`` gets each message of ``tell``. ``act`` is called after each batch of messages, and after
-    ``idle_s()`` seconds without a message. ``leave`` is called at the end. All are called in the clerk's
+    ``idle_s()`` seconds without a message. ``leave`` is called at the end. All are called in the actor's
     thread.
     """
 

@@ -61,13 +61,13 @@ def cut_off(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> bool:
     return 2 * unreachable > len(endpoints)
 
 
-class Lookout:
+class ReachabilityProbe:
     """Probes the endpoints repeatedly while the result is needed."""
 
     def __init__(
         self, endpoints: tuple[str, ...], clock: Callable[[], float], verdict: Callable[[bool, float], None]
     ) -> None:
-        """``verdict(cut_off, at)`` is called in the lookout's thread after each probe; ``at`` is when the
+        """``verdict(cut_off, at)`` is called in the probe's thread after each probe; ``at`` is when the
         probe began."""
         self._endpoints = endpoints
         self._clock = clock
@@ -83,7 +83,7 @@ class Lookout:
             return
         self._wanted.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="etcd-lookout", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="etcd-reachability", daemon=True)
             self._thread.start()
 
     def close(self) -> None:

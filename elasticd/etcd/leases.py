@@ -14,10 +14,10 @@ from typing import Any
 
 from elasticd.core.ports import Held, LeaseNews, Lost, Silent
 from elasticd.etcd._client3 import rpc
-from elasticd.etcd.clerk import Clerk
+from elasticd.etcd.actor import Actor
 from elasticd.etcd.connection import Connection
 from elasticd.etcd.errors import LeaseGone, NoSpace, StoreError, StoreUnavailable, TokenExpired
-from elasticd.etcd.reach import Lookout
+from elasticd.etcd.reachability import ReachabilityProbe
 
 RETRY_S = 0.2
 FULL_RETRY_S = 1.0
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A lease that a Keeper holds. ``Keeper.hold`` makes it."""
+    """A lease that a LeaseKeeper holds. ``LeaseKeeper.hold`` makes it."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Lease:
         return self._id
 
 
-class Keeper:
+class LeaseKeeper:
     """Renews all leases of a connection."""
 
     def __init__(
@@ -73,16 +73,16 @@ class Keeper:
         self._connection = connection
         self._clock = clock
         self._silent = silent
-        self._clerk = Clerk("etcd-lease", self._handle, self._ask_due, self._idle_s)
+        self._actor = Actor("etcd-lease", self._handle, self._ask_due, self._idle_s)
         self._leases: dict[Lease, None] = {}
         self._cut_off: bool | None = None  # None: unknown
         self._looked_at = 0.0  # when ``_cut_off`` was found
-        self._lookout = Lookout(
+        self._probe = ReachabilityProbe(
             connection.access.endpoints,
             clock,
-            lambda verdict, at: self._clerk.tell("verdict", None, (verdict, at)),
+            lambda verdict, at: self._actor.tell("verdict", None, (verdict, at)),
         )
-        self._clerk.start()
+        self._actor.start()
 
     def hold(
         self,
@@ -95,16 +95,16 @@ class Keeper:
         the keeper's thread, and must not block. ``lasts_s``: how long the lease lives without renewal, if
         longer than ``ttl_s``; it is renewed as often as a lease of ``ttl_s``."""
         lease = Lease(ttl_s, news, failed, lasts_s)
-        self._clerk.tell("hold", lease, None)
+        self._actor.tell("hold", lease, None)
         return lease
 
     def check(self, lease: Lease) -> None:
         """Renew now, because the lease may be gone."""
-        self._clerk.tell("check", lease, None)
+        self._actor.tell("check", lease, None)
 
     def release(self, lease: Lease, timeout_s: float) -> None:
         """Stop renewing, and revoke the lease if etcd responds in time: its keys are then deleted at once."""
-        self._clerk.tell("release", lease, None)
+        self._actor.tell("release", lease, None)
         lease._settled.wait(timeout_s)
         if lease._id:
             try:
@@ -115,8 +115,8 @@ class Keeper:
 
     def close(self) -> None:
         """End the thread. Leases that are still held expire."""
-        self._clerk.close()
-        self._lookout.close()
+        self._actor.close()
+        self._probe.close()
 
     # ---- the thread
 
@@ -145,7 +145,7 @@ class Keeper:
             method,
             request,
             timeout_s=timeout_s,
-            done=lambda result: self._clerk.tell("answer", lease, (now, result)),
+            done=lambda result: self._actor.tell("answer", lease, (now, result)),
         )
 
     def _handle(self, what: str, lease: Lease, content: Any) -> None:
@@ -223,10 +223,10 @@ class Keeper:
         lease._silent_since, lease._told = since, None
         if first:
             self._cut_off = None
-            self._lookout.watch(True)
+            self._probe.watch(True)
             self._silent()
         elif all(other._silent_since is None for other in self._leases):
-            self._lookout.watch(False)
+            self._probe.watch(False)
 
     def _tell_silence(self, lease: Lease) -> None:
         if lease._silent_since is None or self._cut_off is None:
