@@ -57,7 +57,7 @@ def test_whatever_hangs_is_named_and_replaced_but_not_what_only_takes_long(clust
     for times in range(1, 1 + len(faults)):  # each takes its while
         cluster.until_said(a, "workers.hung", times=times)
         if times == 3:  # the one before has been charged by now, and much has happened since
-            shown = json.loads(fetch(f"{url_of(a)}status"))["last_failure"]["text"]
+            shown = json.loads(fetch(f"{url_of(a)}status"))["last_failure"]["message"]
             page = html.unescape(fetch(url_of(a)))
     assert a.end() == 0, a.said()
     hung = _hung(cluster)
