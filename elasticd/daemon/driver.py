@@ -56,6 +56,7 @@ from elasticd.core.ports import (
 from elasticd.core.reasons import Reason
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.observer import Observer
+from elasticd.daemon.timekeeper import Timekeeper
 
 LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "paces/", "stragglers")
 LEADER_RETRY_S = 0.2
@@ -115,6 +116,7 @@ class Driver:
         say: Callable[[Reason], None],
         hangs: Hangs | None = None,
         observer: Observer | None = None,
+        timekeeper: Timekeeper | None = None,
     ) -> None:
         self.state = state
         self.left: Leave | None = None
@@ -129,6 +131,7 @@ class Driver:
         self._say = say
         self._hangs = hangs
         self._observer = observer
+        self._timekeeper = timekeeper
         self._term: _Term | None = None
         self._terms = 0
         self._trust_absence_from = 0.0
@@ -155,6 +158,8 @@ class Driver:
             self._hangs.begin(self._post)
         if self._observer is not None:
             self._observer.begin(self._store)
+        if self._timekeeper is not None:
+            self._timekeeper.begin()
         for key in agent.watched(self.state.me):
             self._store.watch(key, partial(self._watched, key))
 
@@ -181,16 +186,21 @@ class Driver:
             self._hangs.attend(self.state, now, self._say)
             self._wake_by(self._hangs.wake_at)
         if self._observer is not None and self.left is None:
-            paces = self._observer.attend(self.state, now, self._say)
-            if paces is not None:
-                self._tell_of_paces(paces)
+            self._report(self._observer.attend(self.state, now, self._say))
             self._wake_by(self._observer.wake_at)
+        if self._timekeeper is not None:
+            hung = self._hangs.hung if self._hangs is not None else (0, 0.0)
+            self._report(self._timekeeper.attend(self.state, hung, now))
+            self._wake_by(self._timekeeper.wake_at)
 
-    def _tell_of_paces(self, put: Put) -> None:
-        """A write that is lost is a period that nobody compares. Where the leader's node is alone in its
-        round, no other agent has a part in it, and nothing is written."""
+    def _report(self, put: Put | None) -> None:
+        """Write what nobody waits for: the next write makes up for a lost one. Paces are not written where
+        the leader's node is alone in its round, as no other agent has a part in them."""
         state = self.state
-        if self._term and state.crew is not None and len(state.crew.round.members) == 1:
+        if put is None:
+            return
+        alone = state.crew is not None and len(state.crew.round.members) == 1
+        if self._term and alone and put.key.startswith("paces/"):
             self._leader_saw(self._term.number, "paces/", Changes((Entry(put.key, put.fact, 0, 0),)))
         elif state.guard is not None:
             self._store.transact((state.guard,), (put,), lambda answer: None)

@@ -28,7 +28,7 @@ from elasticd.core.hang.messages import (
     Woke,
 )
 from elasticd.core.ports import Answer, Applied, Delete, Inspector, Put, Seen, Store, Write
-from elasticd.core.reasons import Reason
+from elasticd.core.reasons import Reason, WorkersHung
 
 News = Looked | EvidenceKept | HangSaid | TakenBack
 
@@ -39,6 +39,7 @@ class Hangs:
 
     def __init__(self, patience: Patience, inspector: Inspector, store: Store) -> None:
         self.wake_at: float | None = None
+        self.hung = (0, 0.0)  # the round that was found to hang last, and when
         self._inspector = inspector
         self._store = store
         self._watching = watching.start(patience, inspector.now())
@@ -76,6 +77,8 @@ class Hangs:
             if result.wake_at is not None:
                 self.wake_at = now + result.wake_at - at
             for reason in result.reasons:
+                if isinstance(reason, WorkersHung):
+                    self.hung = reason.round, now
                 say(reason)
             for action in result.actions:
                 todo += self._perform(action, state)

@@ -123,8 +123,10 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             inspector = LocalInspector(procs, destinations.run_folder)
             hangs = Hangs(config.patience, inspector, store)
         observer = Observer(procs.told, throttled_s, config.for_the_library)
+        state = identity.state_of(config, stores.port, access.url, began_at)
+        timekeeper = Timekeeper(state, began_at, store, procs.progress, procs.step_times)
         driver = Driver(
-            identity.state_of(config, stores.port, access.url, began_at),
+            state,
             store=store,
             procs=procs,
             stores=stores,
@@ -135,6 +137,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             say=say,
             hangs=hangs,
             observer=observer,
+            timekeeper=timekeeper,
         )
 
         def run_folder() -> Path | None:
@@ -157,7 +160,6 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             procs.told,
             lambda: saver.footprint,
         )
-        timekeeper = Timekeeper(config, driver, store, procs.step_times, began_at)
         pages = Pages(clock)
         publisher = Publisher(
             config,
@@ -204,7 +206,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         if last is not None:
             lastwords.pass_on_error_file(config, last, procs.error_file)
         ended_at = clock()
-        ledgers = timekeeper.farewell(ended_at)
+        ledgers = timekeeper.farewell(driver.state, ended_at, alone=config.etcd is None)
         with Signals(handled, saver.hurry):
             # What it had yet to commit is told of this run, too.
             saver.close(FINISH_S_MAX if last is not None and left.code < 128 else FINISH_S)

@@ -13,7 +13,7 @@ from elasticd.checkpoint.server.save_report import Fate, SaveReport, sentence
 from elasticd.core.facts import Fact, Node, Progress, SlotProgress
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Applied, Listing, Put, Seen, Store
-from elasticd.core.reasons import Reason, WorkersHung, WorkersStarted
+from elasticd.core.reasons import Reason, WorkersStarted
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
@@ -107,9 +107,6 @@ class Publisher:
         )
         self._file.write(event(reason, now, self._config.job, self._config.node, **more))
         self._meter.note(reason, self._heartbeats, now)
-        if isinstance(reason, WorkersHung):
-            self._timekeeper.hung(reason.round, now)
-        self._timekeeper.look(self._read(), now)
 
     def routine(self, now: float) -> float:
         if now < self._due:
@@ -117,7 +114,6 @@ class Publisher:
         self._file.nudge()
         self._due = now + (SHOW_S if self._view.live else WRITE_S)
         mine = self._read()
-        self._timekeeper.look(mine, now)
         status = self._status(mine, now)
         self._measure(status, mine, now)
         self._course.note(status, self._timekeeper.ledger, self._meter.metrics)

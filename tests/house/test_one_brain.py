@@ -1,4 +1,4 @@
-"""The core decides; the daemon looks, writes and kills. Three of its modules ask the core what to do."""
+"""The core decides; the daemon looks, writes and kills. Four of its modules ask the core what to do."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ TIES = {
     "driver.py",
     "hangs.py",
     "observer.py",
+    "timekeeper.py",
 }  # between the core's decisions and the world; the simulator drives them, too
 REASONS = "elasticd.core.reasons"
 
-# Functions of the core that other modules of the daemon call. Only the last two decide anything, and are to
-# go where the driver asks for them.
+# Functions of the core that other modules of the daemon call.
 CALLED = {
     ("lastwords.py", "elasticd.core.ledger.totals"),
     ("main.py", "elasticd.core.environment.assignments"),
     ("main.py", "elasticd.core.environment.standbys"),
     ("main.py", "elasticd.core.ledger.totals"),
-    ("timekeeper.py", "elasticd.core.ledger.keep_every_s"),
 }
 # What belongs to checkpoints or views, and is in the core only because it is pure. It is to get less.
 ELSEWHERE = {
-    "environment", "ledger", "outage",
+    "environment", "outage",
 }  # fmt: skip
 
 
@@ -69,7 +68,7 @@ def modules_used() -> Iterator[tuple[str, str]]:
                 yield file.name, f"{module}.{name}"
 
 
-def test_the_daemon_asks_the_core_for_decisions_in_three_places_only() -> None:
+def test_the_daemon_asks_the_core_for_decisions_in_four_places_only() -> None:
     assert set(called()) == CALLED
     assert not list(modules_used())
 

@@ -17,6 +17,7 @@ from elasticd.core.reasons import Reason
 from elasticd.daemon.driver import Driver, Happening
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.observer import Observer
+from elasticd.daemon.timekeeper import Timekeeper
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 from tests.sim.inspector import SimInspector
@@ -110,15 +111,14 @@ class SimAgent:
         me = agent.Identity(name, self.incarnation, name, tuple(range(slots)), machine, self.pid)
         wanted = Spec(setup.limits, setup.limits, setup.script, setup.script, setup.policy)
         setting = environment.Setting("job")
+        config = agent.AgentConfig(
+            setup.etcd_grace_s, setup.etcd_wait_s, spares=setup.job.spares, alone=setup.alone
+        )
+        state = agent.State(me, wanted, config, self.stores.port)
+        began_at, procs = self.host.now(), self.procs
+        self.timekeeper = Timekeeper(state, began_at, self.store, procs.progress, procs.step_times)
         self.driver = Driver(
-            agent.State(
-                me,
-                wanted,
-                agent.AgentConfig(
-                    setup.etcd_grace_s, setup.etcd_wait_s, spares=setup.job.spares, alone=setup.alone
-                ),
-                self.stores.port,
-            ),
+            state,
             store=self.store,
             procs=self.procs,
             stores=self.stores,
@@ -131,6 +131,7 @@ class SimAgent:
             say=self._say,
             hangs=self.hangs,
             observer=self.observer,
+            timekeeper=self.timekeeper,
         )
         self._inbox: deque[Happening] = deque()
         self._busy = False

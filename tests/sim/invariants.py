@@ -6,7 +6,7 @@ as it happens.
 
 from __future__ import annotations
 
-from elasticd.core.facts import Budget, Exit, Limits, Outcome, Phase, Round, Spec, Stragglers
+from elasticd.core.facts import Budget, Exit, Limits, NodeLedger, Outcome, Phase, Round, Spec, Stragglers
 from elasticd.core.hang import REPEAT_S, Verdict, Why
 from elasticd.core.hang.watching import AGAIN, LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
@@ -18,6 +18,7 @@ from tests.sim.procs import SimWorker, World
 EXIT_CODES = {Outcome.SUCCEEDED: 0, Outcome.FAILED: 1, Outcome.SHORT: 3, Outcome.STOPPED: 143}
 NEWS_S = 15.0  # a watch lags by at most this, and then a transaction
 HANG_CHECK_S = 5.0
+ROUNDED_S = 0.1  # of seconds of each kind, in a record
 STEP_S_MAX = 2.0  # of a step that takes longer, this much counts as training
 NAMED_BY_S = NEWS_S + (PERIODS + 8) * (STEP_S_MAX + 1.0)  # of training, in periods of a second
 FORGOTTEN_BY_S = NEWS_S + 2 * PERIODS * 1.5
@@ -34,6 +35,7 @@ class Invariants:
         self.last_step_at = cluster.clock.now()
         self.steps = 0
         self.trained_s = 0.0
+        self.ledgers: dict[str, NodeLedger] = {}
         self.named: set[Place] = set()
         self.slow_at: dict[Place, float] = {}  # a slow worker's last step, in seconds of training
         self._alone_since = (0, ("", 0), 0.0)  # the one slow worker of a round, and since when it is
@@ -62,6 +64,8 @@ class Invariants:
             self._limits.append((self.cluster.clock.now(), entry.fact.limits))
         elif entry.key == "budget" and isinstance(entry.fact, Budget):
             self._budget_written(entry.fact)
+        elif isinstance(entry.fact, NodeLedger):
+            self._ledger_written(entry.fact)
         elif entry.key == "stragglers" and isinstance(entry.fact, Stragglers):
             self._stragglers_written(entry.fact)
 
@@ -234,6 +238,22 @@ class Invariants:
             (allowed.busy_s for allowed in known if allowed is not None), default=PATIENCE.ceiling_s
         )
         return AGAIN * limit_s + REPEAT_S + LOOK_PATIENCE_S + WRITE_PATIENCE_S + NEWS_S
+
+    # ---- the ledger: every second of every slot is spent on one thing
+
+    def _ledger_written(self, new: NodeLedger) -> None:
+        old, self.ledgers[new.node] = self.ledgers.get(new.node), new
+        if old is None or old.run != new.run:
+            return
+        before = {time.slot: sum(time.spent.values()) + time.untold_s for time in old.slots}
+        for time in new.slots:
+            if time.slot not in before:
+                continue
+            told_s = sum(time.spent.values()) + time.untold_s - before[time.slot]
+            if abs(told_s - (new.at - old.at)) > ROUNDED_S:
+                raise Broken(
+                    f"{new.node}'s slot {time.slot} accounts for {told_s:.2f} of {new.at - old.at:.2f} s"
+                )
 
     # ---- stragglers: who is slower than the others is named in time, and nobody else is
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticd.core.age import Age
 from elasticd.core.environment import HANDOVER
-from elasticd.core.facts import Exit
+from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.page import Told, Use
 from elasticd.core.ports import (
     Assignment,
@@ -658,6 +658,25 @@ class SimProcs:
             if worker.round == self._round > 0:
                 made[slot] = worker.world.made if worker.world else worker.made
         return made
+
+    def progress(self, round_number: int) -> tuple[SlotProgress, ...]:
+        return tuple(
+            SlotProgress(
+                worker.slot,
+                worker.rank,
+                worker.pid,
+                made := len(worker.times) - worker.steps_before,
+                worker.times[-1] + self.host.skew_s if made else 0.0,
+                worker.world.step - worker.world.made if worker.world is not None else None,
+            )
+            for _, worker in sorted(self.workers.items())
+            if worker.round == self._round == round_number
+        )
+
+    def step_times(self, slot: int, after: int) -> tuple[float, ...]:
+        worker = self.workers.get(slot)
+        times = worker.times[worker.steps_before + after :][-250:] if worker is not None else ()
+        return tuple(at + self.host.skew_s for at in times)
 
     def told(self, round_number: int) -> Mapping[int, Told]:
         return {

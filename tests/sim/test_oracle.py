@@ -13,6 +13,7 @@ from elasticd.core.agent import leaving, stepping
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
 from elasticd.core.leader import deciding, forming, hanging, settling
+from elasticd.core.ledger import Account, Kind
 from elasticd.core.messages import Leave
 from elasticd.core.ports import Put, StillThere, Unchanged
 from elasticd.daemon.driver import Driver
@@ -158,6 +159,15 @@ def _crowds_are_slow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(straggler, "own_s", lambda a, b, charged_s: own_s(a, b, b.delay_s - a.delay_s))
 
 
+def _restarts_cost_nothing(patch: pytest.MonkeyPatch) -> None:
+    tell = Account._tell
+
+    def forgetful(self: Account, kind: Kind, until: float) -> Account:
+        return replace(self, told_until=until) if kind is Kind.RESTARTING else tell(self, kind, until)
+
+    patch.setattr(Account, "_tell", forgetful)
+
+
 LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soon shows
     _release_unasked: frozenset({"drain", "scale"}),
     _never_enough: frozenset({"bad_slot", "user_failure"}),
@@ -192,6 +202,7 @@ HURRIED: dict[Break, int] = {_release_unasked: 16}
         (_victims_condemned, "is condemned, but does not hang"),
         (_hangs_forgiven, "hangs since"),
         (_nobody_is_slow, "is slow, but is not named"),
+        (_restarts_cost_nothing, "accounts for"),
         (_crowds_are_slow, "is named, but is not slow"),
     ],
 )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from elasticd.core import agent
 from elasticd.core.agent.state import Registration
-from elasticd.core.facts import Limits, Phase, SlotProgress, Spec
+from elasticd.core.facts import Limits, NodeLedger, Phase, SlotProgress, Spec
 from elasticd.core.ledger import Kind
 from elasticd.core.lifecycle import Life
-from elasticd.core.ports import Entry, Listing
-from elasticd.daemon.config import Command, CommandKind, RunConfig
-from elasticd.daemon.timekeeper import Timekeeper, not_at_work
+from elasticd.core.ports import Entry
+from elasticd.core.timekeeping import Timekeeping, find, keep_time, not_at_work, start
 from tests.core.build import crew, life, round
 
 ME = agent.Identity("a", life("a"), "127.0.0.1", (0, 1), "host", 1)
@@ -51,59 +48,57 @@ def test_who_has_not_joined_yet_is_on_its_way() -> None:
     assert not_at_work(NEW, 0) is Kind.RENDEZVOUS
 
 
+@dataclass
+class Node:
+    """One agent, whose workers all make their steps together."""
+
+    state: agent.State
+    began_at: float = 1000.0
+    hung: tuple[int, float] = (0, 0.0)
+    written: list[NodeLedger] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.known: Timekeeping = start(self.state, self.began_at)
+
+    def look(self, now: float, steps: int, stepped_at: float) -> None:
+        assert self.state.crew is not None
+        slots = self.state.crew.member.slots
+        beats = [SlotProgress(slot, slot, 100 + slot, steps, stepped_at) for slot in slots]
+        self.known, record = keep_time(self.known, self.state, beats, {}, self.hung, now)
+        self.written += [record] if record is not None else []
+
+
 def test_the_time_of_a_spare_that_trains_is_told_too_and_by_the_next_agent() -> None:
     (member,) = (whole := round(3, {"a": 2})).members
     its = crew(whole, replace(member, slots=(0, 3)))
     me = replace(ME, slots=(0, 1, 2, 3))
     at_work = replace(state(Phase.LIVE, {"a": 2}), me=me, crew=its)
-    heard: list[Any] = []
-
-    def keeper(began_at: float) -> Timekeeper:
-        return Timekeeper(
-            RunConfig("job", "a", "127.0.0.1", Limits(2, 2), 4, Command(CommandKind.SCRIPT, "job.py"), "f"),
-            cast(Any, SimpleNamespace(state=at_work)),
-            cast(Any, SimpleNamespace(watch=lambda key, seen: heard.append(seen))),
-            lambda slot, after: (),
-            began_at,
-        )
-
-    first = keeper(1000.0)
+    first = Node(at_work)
     for now in (1000.0, 1001.0, 1011.0):
-        steps = int(now - 1000.0)
-        first.look([SlotProgress(slot, slot, 100 + slot, steps, now) for slot in (0, 3)], now)
-    assert sorted(first.ledger.slots) == [0, 1, 3], "of those that nobody needs there is no time to tell"
-    assert first.ledger.spent["productive"] == 2 * 10.0
-    kept = first.ledger.record("a", 1011.0)
-    second = keeper(1020.0)
-    heard[-1](Listing((Entry("ledger/a", kept, 1, 2),), 1))
-    second.look([SlotProgress(slot, slot, 200 + slot, 0, 0.0) for slot in (0, 3)], 1021.0)
-    assert second.ledger.slots[3].spent[Kind.PRODUCTIVE] == 10.0
+        first.look(now, int(now - 1000.0), now)
+    assert sorted(first.known.ledger.slots) == [0, 1, 3], "nobody needs the others"
+    assert first.known.ledger.spent["productive"] == 2 * 10.0
+    assert not first.written, "there may be a record of an earlier agent, which has not been read yet"
+    kept = first.known.ledger.record("a", 1011.0)
+    second = Node(at_work, 1020.0)
+    second.known = find(second.known, kept)
+    second.look(1021.0, 0, 0.0)
+    assert second.known.ledger.slots[3].spent[Kind.PRODUCTIVE] == 10.0
+    second.look(1022.0, 0, 0.0)
+    assert [record.at for record in second.written] == [1021.0, 1022.0]
+    assert find(second.known, second.written[-1]) == second.known, "its own record is nothing to go on from"
 
 
 def test_workers_that_go_on_after_all_do_not_hang_until_the_round_ends() -> None:
-    its = crew(round(3, {"a": 2, "b": 1}))
-    at_work = replace(state(Phase.LIVE, {"a": 2, "b": 1}), crew=its)
-    store = SimpleNamespace(watch=lambda key, seen: None)
-    command = Command(CommandKind.SCRIPT, "job.py")
-    keeper = Timekeeper(
-        RunConfig("job", "a", "127.0.0.1", Limits(2, 2), 2, command, "f"),
-        cast(Any, SimpleNamespace(state=at_work)),
-        cast(Any, store),
-        lambda slot, after: (),
-        1000.0,
-    )
-
-    def look(now: float, steps: int, stepped_at: float) -> None:
-        keeper.look([SlotProgress(slot, slot, 100 + slot, steps, stepped_at) for slot in (0, 1)], now)
-
-    look(1001.0, 1, 1001.0)
-    look(1010.0, 10, 1010.0)
-    keeper.hung(3, 1070.0)
+    node = Node(replace(state(Phase.LIVE, {"a": 2, "b": 1}), crew=crew(round(3, {"a": 2, "b": 1}))))
+    node.look(1001.0, 1, 1001.0)
+    node.look(1010.0, 10, 1010.0)
+    node.hung = (3, 1070.0)
     for now in (1070.0, 1075.0):
-        look(now, 10, 1010.0)
-    spent = keeper.ledger.spent
+        node.look(now, 10, 1010.0)
+    spent = node.known.ledger.spent
     assert (spent["productive"], spent["hung"]) == (2 * 9.0, 2 * 65.0)
-    look(1080.5, 11, 1080.0)
-    look(1090.0, 20, 1090.0)
-    spent = keeper.ledger.spent
+    node.look(1080.5, 11, 1080.0)
+    node.look(1090.0, 20, 1090.0)
+    spent = node.known.ledger.spent
     assert (spent["productive"], spent["hung"]) == (2 * 18.5, 2 * 70.5)

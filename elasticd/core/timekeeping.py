@@ -1,0 +1,175 @@
+"""Decide what each second of this node's slots is spent on, from the agent's state and the workers' steps.
+``core.ledger`` does the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elasticd.core.agent.state import State
+from elasticd.core.facts import NodeLedger, Phase, SlotProgress
+from elasticd.core.ledger import AtWork, Kind, Ledger, Seen, keep_every_s
+from elasticd.core.lifecycle import Life
+
+
+@dataclass(frozen=True, slots=True)
+class HeldUp:
+    """How long checkpoints have held up a process: ``until_round_s`` before it came to ``round``, and
+    ``so_far_s`` altogether."""
+
+    pid: int
+    round: int
+    until_round_s: float
+    so_far_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timekeeping:
+    """The ledger of this node, and what it takes to go on with it.
+
+    ``began_at``: the agent's start. ``kept``: the record that an earlier agent of this node left; None until
+    the key has been read (``listed``), or where there is none. ``resumed``: whether the ledger goes on from
+    there. ``run``: of the job. ``write_due``: when the record is written again, if ``round`` does not change
+    before. ``held``: by slot.
+    """
+
+    began_at: float
+    ledger: Ledger = field(default_factory=Ledger)
+    kept: NodeLedger | None = None
+    listed: bool = False
+    resumed: bool = False
+    run: int = 0
+    write_due: float = 0.0
+    round: tuple[int, Phase] = (0, Phase.WAITING)
+    held: Mapping[int, HeldUp] = field(default_factory=dict)
+
+
+def start(state: State, began_at: float) -> Timekeeping:
+    ledger = Ledger().see(dict.fromkeys(_slots(state, Ledger()), Kind.RENDEZVOUS), began_at)
+    return Timekeeping(began_at, ledger, write_due=began_at)
+
+
+def keep_time(
+    known: Timekeeping,
+    state: State,
+    beats: Sequence[SlotProgress],
+    first_at: Mapping[int, float],
+    hung: tuple[int, float],
+    now: float,
+) -> tuple[Timekeeping, NodeLedger | None]:
+    """Return what is known after the workers were read, and the record if it is to be written.
+
+    ``beats``: of the workers of the crew's round. ``first_at``: when each made its first step of the round,
+    if known (seconds since the epoch). ``hung``: the round that was last found to hang, and when: it hangs
+    until a worker makes a step.
+    """
+    number = state.crew.round.number if state.crew is not None else 0
+    held = {beat.slot: _hold(known.held.get(beat.slot), beat, number) for beat in beats}
+    known = replace(known, held={**known.held, **held})
+    at_work = {b.slot: _at_work(known, number, b, first_at.get(b.slot, 0.0)) for b in beats}
+    ledger = known.ledger.see(_last_steps(known.ledger, at_work), now)
+    slots = _slots(state, ledger)
+    ledger = ledger.see({slot: _seen(state, slot, at_work.get(slot), hung) for slot in slots}, now)
+    run = state.seen["spec"].created if state.spec is not None else known.run
+    known = replace(known, ledger=ledger, run=run)
+    if (
+        not known.resumed
+        and known.listed
+        and state.registration.joined
+        and state.round is not None
+        and not state.over
+    ):
+        known = _resume(known, state, now)
+    round = (state.round.number, state.round.phase) if state.round is not None else known.round
+    if now < known.write_due and round == known.round:
+        return known, None
+    known = replace(known, round=round, write_due=now + keep_every_s(now - known.began_at))
+    return known, known.ledger.record(state.me.node, now, known.run) if known.resumed else None
+
+
+def find(known: Timekeeping, kept: NodeLedger | None) -> Timekeeping:
+    """Return what is known after the node's record was read. Once the ledger goes on from there, the record
+    is this agent's own."""
+    return known if known.resumed else replace(known, kept=kept, listed=True)
+
+
+def close(known: Timekeeping, state: State, now: float) -> tuple[Timekeeping, NodeLedger]:
+    """Return the ledger with all time up to now, and its record: the agent ends."""
+    known = replace(known, ledger=known.ledger.close(now))
+    return known, known.ledger.record(state.me.node, now, known.run)
+
+
+def not_at_work(state: State, slot: int) -> Kind | None:
+    """Return what the slot's time is spent on while no worker is at work in it; None if one is."""
+    crew, round = state.crew, state.round
+    if round is not None and round.phase is Phase.ENDED and state.registration.joined:
+        return Kind.IDLE if crew is None or slot not in crew.alive else Kind.RESTARTING
+    if crew is not None and slot in crew.member.slots:
+        if slot in crew.alive and crew.order is None:
+            return None
+        if slot in state.standbys:
+            return Kind.RENDEZVOUS  # it has left the round, and keeps its process for the next
+        done = crew.workers[slot] is Life.FINISHED and crew.order is None
+        return Kind.IDLE if done else Kind.RESTARTING
+    if round is None or not state.registration.joined:
+        return Kind.RENDEZVOUS
+    if state.standbys.get(slot) is Life.STARTING:
+        return Kind.RESTARTING  # and only then it waits for others
+    if round.phase is Phase.WAITING:
+        return Kind.WAITING
+    member = round.member(state.me.node, state.me.incarnation)
+    if member is not None and slot in member.slots:
+        return Kind.RENDEZVOUS
+    return Kind.IDLE
+
+
+def _slots(state: State, ledger: Ledger) -> list[int]:
+    """Return as many slots as the job may have workers, and any other that has had a worker."""
+    most = (state.spec or state.wanted).limits.max
+    used = {*ledger.slots, *(state.crew.member.slots if state.crew is not None else ())}
+    return [slot for n, slot in enumerate(state.me.slots) if n < most or slot in used]
+
+
+def _resume(known: Timekeeping, state: State, now: float) -> Timekeeping:
+    kept, ledger = known.kept, known.ledger
+    if kept is not None and kept.run == known.run:
+        back = {time.slot for time in kept.slots}.intersection(state.me.slots)
+        ledger = ledger.see(dict.fromkeys(back - {*ledger.slots}, Kind.IDLE), now)
+        ledger = ledger.resume(kept, known.began_at)
+    return replace(known, ledger=ledger, resumed=True)
+
+
+def _hold(before: HeldUp | None, beat: SlotProgress, round: int) -> HeldUp:
+    same = before is not None and before.pid == beat.pid
+    if before is not None and same and before.round == round:
+        return replace(before, so_far_s=beat.held_s)
+    return HeldUp(beat.pid, round, before.so_far_s if before is not None and same else 0.0, beat.held_s)
+
+
+def _at_work(known: Timekeeping, round: int, beat: SlotProgress, first_at: float) -> AtWork:
+    account = known.ledger.slots.get(beat.slot)
+    before = account.seen if account is not None else None
+    if isinstance(before, AtWork) and before.round == round and before.first_at:
+        first_at = before.first_at
+    held_up_s = max(0.0, beat.held_s - known.held[beat.slot].until_round_s)
+    return AtWork(round, beat.step, beat.at, first_at, beat.base, held_up_s)
+
+
+def _last_steps(ledger: Ledger, at_work: Mapping[int, AtWork]) -> dict[int, Seen]:
+    """Return the last steps of the workers that were at work before: some may be no longer."""
+    return {
+        slot: at_work[slot]
+        for slot, account in ledger.slots.items()
+        if isinstance(account.seen, AtWork) and slot in at_work and at_work[slot].round == account.seen.round
+    }
+
+
+def _seen(state: State, slot: int, at_work: AtWork | None, hung: tuple[int, float]) -> Seen:
+    kind = not_at_work(state, slot)
+    if kind is not None:
+        return kind
+    assert state.crew is not None
+    round, since = hung
+    if round == state.crew.round.number and (at_work is None or at_work.at <= since):
+        return Kind.HUNG
+    return at_work or AtWork(state.crew.round.number)
