@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -26,6 +27,9 @@ from elasticd.channel.warden_messages import (
     Spawn,
     Spawned,
 )
+from elasticd.checkpoint import protocol
+from elasticd.core.facts import Saved
+from elasticd.core.naming import folder_name
 
 DIRECTIONS: list[tuple[Codec[Any], Any]] = [
     (AGENT_TO_WARDEN, warden_messages.AgentToWarden),
@@ -36,6 +40,8 @@ DIRECTIONS: list[tuple[Codec[Any], Any]] = [
     (EMBRYO_TO_ZYGOTE, warden_messages.Accepted),
     (worker_messages.WORKER_TO_AGENT, worker_messages.WorkerToAgent),
     (worker_messages.AGENT_TO_WORKER, worker_messages.AgentToWorker),
+    (protocol.WORKER_TO_SAVER, protocol.WorkerToSaver),
+    (protocol.SAVER_TO_WORKER, protocol.SaverToWorker),
 ]
 # What surrogateescape makes of bytes that are no UTF-8.
 ODD_BYTES = st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF)
@@ -45,6 +51,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(st.characters(codec="utf-8") | ODD_BYTES, max_size=9),
     bool: st.booleans(),
     NoneType: st.none(),
+    Saved: st.just(Saved(folder_name(5, 1, "0000000a", 1), 5, 1, 2, 1.5, 100, "digest")),
 }
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -54,9 +61,12 @@ json_values = st.recursive(
 directions = st.sampled_from(DIRECTIONS)
 
 
+@cache
 def values(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a message, or of a field."""
     origin, inner = get_origin(kind), get_args(kind)
+    if kind in PLAIN:
+        return PLAIN[kind]
     if is_dataclass(kind):
         types = get_type_hints(kind)
         return st.builds(kind, **{field.name: values(types[field.name]) for field in fields(kind)})
@@ -68,7 +78,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(inner[0]), max_size=3).map(origin)
     if origin is not None:
         return st.dictionaries(PLAIN[str], values(inner[1]), max_size=3)
-    return PLAIN[kind] if kind in PLAIN else st.sampled_from(kind)
+    return st.sampled_from(kind)
 
 
 @st.composite

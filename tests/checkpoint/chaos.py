@@ -42,8 +42,14 @@ _OF_SAVER: Final = {"write": 4, "fsync": 6, "after fsync": 6, "send": 12}
 _OF_WHO_COMMITS: Final = dict.fromkeys(
     ("rename", "after rename", "mkdir", "remove", "after remove", "transact", "after transact"), 1
 )
-_OF_WORKER: Final = {"copy": 1, "say torn": 1, "after say torn": 1, "say save": 1, "after say save": 1}
-_OF_BEGINNING: Final = {"say open": 1, "say plan": 1, "say buffer": 2}  # of a world
+_OF_WORKER: Final = {
+    "copy": 1,
+    "say BufferTorn": 1,
+    "after say BufferTorn": 1,
+    "say SaveShard": 1,
+    "after say SaveShard": 1,
+}
+_OF_BEGINNING: Final = {"say OpenWorld": 1, "say PlanShard": 1, "say ShareBuffer": 2}  # of a world
 
 
 class Broken(AssertionError):

@@ -12,13 +12,30 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from elasticd.channel.codec import ChannelClosed
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
 from elasticd.checkpoint.format.manifest import Index, encode_index, shard_name
-from elasticd.checkpoint.protocol import Paper, SaverSocket
+from elasticd.checkpoint.protocol import (
+    SAVER_TO_WORKER,
+    WORKER_TO_SAVER,
+    BufferFree,
+    BufferTorn,
+    MissSave,
+    OpenWorld,
+    Paper,
+    PlanShard,
+    SaveCommitted,
+    SaveFailed,
+    SaverChannel,
+    SaveShard,
+    SaveWritten,
+    ShareBuffer,
+)
 from elasticd.checkpoint.server.save_report import Footprint
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.shared_memory import Memory
@@ -440,6 +457,8 @@ def test_two_jobs_that_save_into_one_folder_at_once_never_mix(forker, tmp_path, 
 
 # ------------------------------------------------------------ the protocol, without a training
 
+M = TypeVar("M")
+
 
 def joins(
     name: str,
@@ -449,28 +468,27 @@ def joins(
     token: str = "0000000a",
     round: int = 1,
     locals_: Iterable[int] = (),
-) -> SaverSocket:
+) -> SaverChannel:
     """``locals_``: the ranks that this saver serves, unless it serves all."""
     line = protocol.connect(name)
-    who = {"path": str(path), "token": token, "rank": rank, "world": world, "round": round, "fence": round}
-    line.send({"is": "open", **who, "locals": list(locals_ or range(world)), "last": 3, "every": 0})
+    ranks = tuple(locals_ or range(world))
+    line.send(OpenWorld(str(path), token, rank, world, round, round, ranks, holder="", last=3, every=0))
     paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
-    line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
+    line.send(PlanShard(1, 64), (paper,))
     memory = Memory.make(64)
-    line.send({"is": "buffer", "plan": 1, "buffer": 0}, (memory.fd,))
+    line.send(ShareBuffer(1, 0), (memory.fd,))
     os.close(paper)
     return line
 
 
-def hands_over(line: SaverSocket, step: int, name: str, buffer: int = 0) -> None:
-    line.send({"is": "save", "plan": 1, "buffer": buffer, "step": step, "name": name, "at": 1.0})
+def hands_over(line: SaverChannel, step: int, name: str, buffer: int = 0) -> None:
+    line.send(SaveShard(1, buffer, step, name, at=1.0))
 
 
-def hears(line: SaverSocket, what: str) -> protocol.Message:
-    while heard := line.receive():
-        if heard[0]["is"] == what:
-            return heard[0]
-    raise AssertionError
+def hears(line: SaverChannel, kind: type[M]) -> M:
+    while not isinstance(heard := line.receive()[0], kind):
+        pass
+    return heard
 
 
 def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(forker, tmp_path):
@@ -478,10 +496,10 @@ def test_a_rank_that_goes_before_it_hands_over_fails_the_checkpoint_by_name(fork
     one, two = (joins(name, tmp_path / "run", rank, 2) for rank in range(2))
     folder = folder_name(5, 1, "0000000a", 1)
     hands_over(one, 5, folder)
-    hears(one, "free")
+    hears(one, BufferFree)
     two.close()
-    failed = hears(one, "failed")
-    assert failed["name"] == folder and "rank 1 was gone before it had handed over" in failed["why"]
+    failed = hears(one, SaveFailed)
+    assert failed.name == folder and "rank 1 was gone before it had handed over" in failed.why
     assert FilePointer(tmp_path / "run").read().newest is None
     one.close()
 
@@ -490,13 +508,13 @@ def test_a_rank_that_cannot_copy_fails_that_checkpoint_and_none_after_it(forker,
     name, _ = forker.saver()
     lines = [joins(name, tmp_path / "run", rank, 2) for rank in range(2)]
     first, second = (folder_name(step, 1, "0000000a", step) for step in (5, 6))
-    lines[1].send({"is": "miss", "name": first, "step": 5, "why": "there is no memory"})
-    assert "rank 1 could not copy: there is no memory" in hears(lines[0], "failed")["why"]
+    lines[1].send(MissSave(first, 5, "there is no memory"))
+    assert "rank 1 could not copy: there is no memory" in hears(lines[0], SaveFailed).why
     hands_over(lines[0], 5, first)  # it has taken longer
-    hears(lines[0], "free")
+    hears(lines[0], BufferFree)
     for line in lines:
         hands_over(line, 6, second)
-    assert hears(lines[0], "committed")["step"] == 6
+    assert hears(lines[0], SaveCommitted).step == 6
     assert folders(tmp_path / "run") == {second}
     for line in lines:
         line.close()
@@ -506,8 +524,8 @@ def test_a_rank_that_cannot_copy_on_another_node_is_not_waited_for(forker, tmp_p
     here, there = (joins(forker.saver()[0], tmp_path / "run", r, 2, locals_=[r]) for r in range(2))
     name = folder_name(5, 1, "0000000a", 1)
     hands_over(here, 5, name)
-    there.send({"is": "miss", "name": name, "step": 5, "why": "there is no memory"})
-    assert "rank 1 could not copy: there is no memory" in hears(here, "failed")["why"]
+    there.send(MissSave(name, 5, "there is no memory"))
+    assert "rank 1 could not copy: there is no memory" in hears(here, SaveFailed).why
     for line in (here, there):
         line.close()
 
@@ -523,13 +541,13 @@ def test_a_shard_lost_on_another_node_is_waited_for_only_until_that_node_has_wri
     for step, name in names.items():
         for line in (here, there):
             hands_over(line, step, name)
-            hears(line, "free")
+            hears(line, BufferFree)
         if step == 5:
-            assert "could not be told" in hears(there, "failed")["why"]
-    failed = hears(here, "failed")
-    assert failed["step"] == 5
-    assert failed["why"] == "the shard of rank 1, which is on another node, never came, and step 6 has"
-    assert hears(here, "committed")["step"] == 6
+            assert "could not be told" in hears(there, SaveFailed).why
+    failed = hears(here, SaveFailed)
+    assert failed.step == 5
+    assert failed.why == "the shard of rank 1, which is on another node, never came, and step 6 has"
+    assert hears(here, SaveCommitted).step == 6
     assert folders(tmp_path / "run") == {names[6]}
     for line in (here, there):
         line.close()
@@ -539,10 +557,10 @@ def test_the_world_after_one_whose_other_node_is_lost_is_not_held_up(forker, tmp
     name, _ = forker.saver()
     old = joins(name, tmp_path / "run", 0, 2, "0000000a", 1, locals_=[0])
     hands_over(old, 5, folder_name(5, 1, "0000000a", 1))
-    hears(old, "free")
+    hears(old, BufferFree)
     new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
     hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
-    assert hears(new, "committed")["step"] == 6
+    assert hears(new, SaveCommitted).step == 6
     old.close()
     new.close()
 
@@ -551,12 +569,12 @@ def test_a_rank_that_never_came_fails_what_the_others_handed_over_once_they_are_
     name, pid = forker.saver(linger_s=60.0)
     one = joins(name, tmp_path / "run", 0, 2)
     hands_over(one, 5, folder_name(5, 1, "0000000a", 1))
-    hears(one, "free")
+    hears(one, BufferFree)
     one.close()
     assert "rank 1 was gone before it had handed over" in " ".join(forker.until("step 5 was not saved as"))
     new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
     hands_over(new, 6, folder_name(6, 2, "0000000b", 1))
-    hears(new, "committed")
+    hears(new, SaveCommitted)
     assert held_by(pid) == 64  # and nothing of the world before
     new.close()
 
@@ -567,7 +585,7 @@ def test_worlds_of_several_nodes_that_save_once_each_do_not_fill_the_memory(fork
         token = f"{round:08x}"
         line = joins(name, tmp_path / "run", 1, 2, token, round, locals_=[1])
         hands_over(line, round, folder_name(round, round, token, 1))
-        hears(line, "written")
+        hears(line, SaveWritten)
         line.close()
     assert held_by(pid) <= 4 * 64  # of the newest, two before it, and one of which it has yet to hear
 
@@ -586,10 +604,10 @@ def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and
                 buffer = number % 2
                 if number == 1:
                     memory = Memory.make(64)
-                    line.send({"is": "buffer", "plan": 1, "buffer": 1}, (memory.fd,))
-                line.send({"is": "torn", "buffer": buffer})
+                    line.send(ShareBuffer(1, 1), (memory.fd,))
+                line.send(BufferTorn(buffer))
                 hands_over(line, number, folder_name(number, round, token, number), buffer)
-                hears(line, "written")
+                hears(line, SaveWritten)
             before = footprints[-1]
             line.close()
         assert before.own == 2 * 64
@@ -598,19 +616,6 @@ def test_of_worlds_of_several_nodes_five_shards_of_a_worker_are_held_at_most_and
         serving.join()
         listener.close()
     assert max(footprint.own for footprint in footprints) == 5 * 64
-
-
-def test_what_was_said_last_is_heard_though_the_one_who_said_it_left_without_listening():
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    saver, worker = SaverSocket(ours), SaverSocket(its)
-    saver.send({"is": "committed"})
-    for said in ("torn", "save"):
-        worker.send({"is": said})
-    worker.close()
-    assert [saver.receive(), saver.receive()] == [({"is": "torn"}, []), ({"is": "save"}, [])]
-    with pytest.raises(protocol.Gone):
-        saver.receive()
-    saver.close()
 
 
 def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forker, tmp_path):
@@ -622,7 +627,7 @@ def test_one_writer_that_fails_beside_others_that_do_not_publishes_nothing(forke
     for line in lines:
         hands_over(line, 7, folder)
     for line in lines:
-        assert "the shard of rank 2 could not be written: File exists" in hears(line, "failed")["why"]
+        assert "the shard of rank 2 could not be written: File exists" in hears(line, SaveFailed).why
         line.close()
     assert FilePointer(tmp_path / "run").read().newest is None
 
@@ -643,9 +648,9 @@ def test_a_world_of_an_older_round_cannot_commit(forker, tmp_path):
     old = joins(name, tmp_path / "run", 0, 1, "0000000a", 1)
     new = joins(name, tmp_path / "run", 0, 1, "0000000b", 2)
     hands_over(new, 5, folder_name(5, 2, "0000000b", 1))
-    hears(new, "committed")
+    hears(new, SaveCommitted)
     hands_over(old, 9, folder_name(9, 1, "0000000a", 1))
-    assert "round 2 has committed since" in hears(old, "failed")["why"]
+    assert "round 2 has committed since" in hears(old, SaveFailed).why
     newest = FilePointer(tmp_path / "run").read().newest
     assert newest is not None and newest.step == 5
     old.close()
@@ -655,24 +660,31 @@ def test_a_world_of_an_older_round_cannot_commit(forker, tmp_path):
 def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
     name, _ = forker.saver(linger_s=60.0)
     good = joins(name, tmp_path / "run", 0, 1)
-    empty = os.memfd_create("empty")
-    for message in ({"is": "save"}, {"is": "open"}, {"is": "x"}, {"is": "plan", "plan": 1, "size": 3}, {}):
-        bad = protocol.connect(name)
-        bad.send(message)
-        with pytest.raises(protocol.Gone):
-            bad.receive()
-        bad.close()
-    for raw, files in ((b"[]", []), (b"[" * 50_000, []), (b'{"is": "plan", "plan": 1, "size": 3}', [empty])):
+    empty, paper = os.memfd_create("empty"), Paper(b"", b"").file()
+    whole = WORKER_TO_SAVER.encode(PlanShard(1, 3))
+    for raw, files in (
+        (b"[]", []),
+        (b"[" * 50_000, []),
+        (WORKER_TO_SAVER.encode(SaveShard(1, 0, 5, "x", 1.0)), []),  # of no plan
+        (SAVER_TO_WORKER.encode(SaveWritten("x")), []),  # what only a saver says
+        (whole, []),  # without its file
+        (whole, [empty]),  # with one that is cut off
+        (whole, [empty, empty]),
+        (whole[:-1], [empty]),
+        (whole.replace(b"3", b'"3"'), [empty]),
+        (whole.replace(b"3", b"%d" % (1 << 63)), [paper]),  # more than a size can be
+    ):
         bad = protocol.connect(name)
         socket.send_fds(bad.socket, [raw], files)
-        with pytest.raises(protocol.Gone):
+        with pytest.raises(ChannelClosed):
             bad.receive()
         bad.close()
     os.close(empty)
+    os.close(paper)
     outside = joins(name, tmp_path / "run", 0, 1, "0000000c")
     hands_over(outside, 1, "../../elsewhere")
-    with pytest.raises(protocol.Gone):
+    with pytest.raises(ChannelClosed):
         outside.receive()
     hands_over(good, 5, folder_name(5, 1, "0000000a", 1))
-    hears(good, "committed")
+    hears(good, SaveCommitted)
     good.close()

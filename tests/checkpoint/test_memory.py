@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -14,11 +12,25 @@ from pathlib import Path, PurePath
 import psutil
 import pytest
 
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import connect
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client import saver_connection
 from elasticd.checkpoint.client.staging import pickled
 from elasticd.checkpoint.client.state_dict import flatten
 from elasticd.checkpoint.commit.pointer import FilePointer
+from elasticd.checkpoint.protocol import (
+    SAVER_TO_WORKER,
+    WORKER_TO_SAVER,
+    AskKnown,
+    AskOffers,
+    AwaitSaves,
+    BufferTorn,
+    Known,
+    Offers,
+    ProveSecret,
+    SaverChannel,
+)
 from elasticd.checkpoint.server.save_report import Footprint
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.store import store_at
@@ -76,14 +88,13 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forke
     saver.suspend()
     try:
         for _ in range(5):
-            checkpoints._saving._line.mention({"is": "wait", "on": False})
+            checkpoints._saving._line.mention(AwaitSaves(on=False))
         checkpoints.close()
-        line.send({"is": "survey", "path": store_at(tmp_path / "run").url})
+        line.send(AskOffers(store_at(tmp_path / "run").url))
     finally:
         saver.resume()
-    _, [offers] = line.receive()
-    assert [offer["step"] for offer in json.loads(protocol.Paper.of(offers).index)] == [2]
-    os.close(offers)
+    said, _ = line.receive()
+    assert isinstance(said, Offers) and [offer.step for offer in said.offers] == [2]
     line.close()
 
 
@@ -101,7 +112,7 @@ def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
 def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._saving._line.say({"is": "torn", "buffer": 0})  # and there it was killed
+    checkpoints._saving._line.say(BufferTorn(0))  # and there it was killed
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 1 and after.tier == "disk"
@@ -124,7 +135,7 @@ def test_what_the_saver_was_not_told_of_is_not_written_over(forker, tmp_path):
 def test_what_a_worker_holds_that_was_not_understood_is_not_taken(forker, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._saving._line.say({"is": "nonsense"})  # by which it cannot tell what it writes over
+    checkpoints._saving._line._line.socket.send(b"nonsense")  # by which it cannot tell what it writes over
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 1 and after.tier == "disk"
@@ -189,7 +200,7 @@ def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_lat
     monkeypatch.setattr(saver_connection, "_MOMENT_S", 30.0)  # a busy machine
     patience, connect = [], protocol.connect
 
-    def counted(*name: str, patience_s: float | None = None) -> protocol.SaverSocket:
+    def counted(*name: str, patience_s: float | None = None) -> protocol.SaverChannel:
         patience.append(patience_s)
         return connect(*name, patience_s=patience_s)
 
@@ -219,15 +230,13 @@ def test_a_saver_that_takes_long_to_answer_is_waited_for_as_long_as_it_lives(mon
     line = protocol.connect(name)
     try:
         answers: list[object] = []
-        asking = threading.Thread(target=lambda: answers.append(line.answer()))  # to nothing, as yet
+        asking = threading.Thread(target=lambda: answers.append(protocol.answer(line)))  # to nothing, as yet
         asking.start()
         asking.join(2.5)  # past the silence
         assert asking.is_alive()
-        line.send({"is": "survey", "path": "/nowhere"})
+        line.send(AskOffers("/nowhere"))
         asking.join()
-        [(message, files)] = answers
-        assert message["is"] == "offers"
-        os.close(files[0])
+        assert answers == [(Offers(()), [])]
     finally:
         line.close()
         saver.leave()
@@ -284,21 +293,17 @@ def test_a_saver_without_an_agent_serves_those_who_know_its_secret_and_nobody_el
     process = saver_connection.started.pop()
     for shown in ("cmdline", "environ"):
         assert secret.encode() not in Path(f"/proc/{process.pid}/{shown}").read_bytes()
-    question = {"is": "known", "path": str(tmp_path)}
+    question = AskKnown(str(tmp_path))
     try:
-        for first in (question, {"is": "key", "key": "guessed"}):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sock.connect(f"\0{name}")
-            stranger = protocol.SaverSocket(sock)
+        for first in (question, ProveSecret("guessed"), ProveSecret("")):
+            stranger = SaverChannel(connect(name), WORKER_TO_SAVER, SAVER_TO_WORKER)
             stranger.send(first)
-            with pytest.raises(protocol.Gone):
+            with pytest.raises(ChannelClosed):
                 stranger.receive()
             stranger.close()
         line = protocol.connect(name, secret)
         line.send(question)
-        heard = line.receive()
-        assert heard is not None and heard[0]["is"] == "known"
-        os.close(*heard[1])
+        assert isinstance(line.receive()[0], Known)
         line.close()
         assert process.wait(60.0) == 0, "nobody is connected any more"
     finally:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elasticd.channel.codec import ChannelClosed
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client.memory_tier import Memories, Untold
 from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
@@ -34,7 +35,18 @@ from elasticd.checkpoint.format.manifest import (
     encode_index,
     shard_name,
 )
-from elasticd.checkpoint.protocol import Paper, SaverSocket
+from elasticd.checkpoint.protocol import (
+    AskKnown,
+    BufferFree,
+    Known,
+    KnownUnreadable,
+    OpenWorld,
+    Paper,
+    PlanShard,
+    SaverChannel,
+    SaveShard,
+    ShareBuffer,
+)
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.shared_memory import Memory
@@ -441,23 +453,22 @@ def test_a_folder_that_another_job_commits_to_is_left_to_that(server, client, tm
         pointer.close()
 
 
-def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> SaverSocket:
+def hands_over(saver: str, store: str, round: int, step: int, *, last: int = 3) -> SaverChannel:
     """A world of one worker. ``last``: how many are kept."""
     line = protocol.connect(saver)
-    line.send({"is": "open", "path": store, "token": f"{step:08x}", "rank": 0, "world": 1, "round": round,
-               "fence": round, "locals": [0], "last": last, "every": 0})  # fmt: skip
+    line.send(OpenWorld(store, f"{step:08x}", 0, 1, round, round, (0,), holder="", last=last, every=0))
     paper = Paper(encode_index(Index([shard_name(0)], {}, {}, {})), b"not looked at").file()
-    line.send({"is": "plan", "plan": 1, "size": 64}, (paper,))
+    line.send(PlanShard(1, 64), (paper,))
     memory = Memory.make(64)
-    line.send({"is": "buffer", "plan": 1, "buffer": 0}, (memory.fd,))
+    line.send(ShareBuffer(1, 0), (memory.fd,))
     os.close(paper)
     hands_over_more(line, round, step)
     return line
 
 
-def hands_over_more(line: SaverSocket, round: int, step: int) -> None:
+def hands_over_more(line: SaverChannel, round: int, step: int) -> None:
     name = folder_name(step, round, f"{step:08x}", 1)
-    line.send({"is": "save", "plan": 1, "buffer": 0, "step": step, "name": name, "at": 1.0})
+    line.send(SaveShard(1, 0, step, name, at=1.0))
 
 
 class Watched(EtcdPointer):
@@ -517,10 +528,8 @@ def test_it_leaves_processors_and_disk_to_the_training_until_its_agent_ends(serv
         service = SaverService(warden, server.access, "j", bytes_s=1)  # a minute and more for a shard
         line = hands_over(service.name, str(tmp_path), 3, 6)
         for _ in range(5):
-            line.send({"is": "known", "path": str(tmp_path)})
-            heard = line.receive()
-            assert heard is not None and heard[0]["is"] == "known"  # and not that the memory is free
-            os.close(*heard[1])
+            line.send(AskKnown(str(tmp_path)))
+            assert isinstance(line.receive()[0], Known)  # and not that the memory is free
         assert os.getpriority(os.PRIO_PROCESS, service._pid) == 19
         service.close()
     line.close()
@@ -556,7 +565,7 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
         service = SaverService(warden, server.access, "j")
         with disk.locked(tmp_path / f".{POINTER}.lock"):  # a store that is not ready yet
             line = hands_over(service.name, str(tmp_path), 3, 5)
-            while (heard := line.receive()) and heard[0]["is"] != "free":
+            while not isinstance(line.receive()[0], BufferFree):
                 pass
             closing = threading.Thread(target=service.close, args=(finish_s,))
             closing.start()
@@ -578,8 +587,7 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
 
 
 WORKER = """
-import os, sys
-from elasticd.checkpoint import protocol
+import os, select, sys
 from tests.daemon.test_saver import hands_over
 
 class Poll:
@@ -590,7 +598,7 @@ class Poll:
         print("waits", flush=True)
         return self._poll.poll(*timeout)
 
-poll, protocol.select.poll = protocol.select.poll, Poll
+poll, select.poll = select.poll, Poll
 hands_over(sys.argv[1], sys.argv[2], 3, 5)
 os._exit(0)
 """
@@ -629,10 +637,8 @@ def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatc
     with Warden.start() as warden:
         service = SaverService(warden, EtcdAccess(("127.0.0.1:1",), timeout_s=0.1), "j")
         line = protocol.connect(service.name)
-        line.send({"is": "known", "path": str(tmp_path)})
-        heard = line.receive()
-        assert heard is not None and heard[0]["is"] == "known"
-        os.close(*heard[1])
+        line.send(AskKnown(str(tmp_path)))
+        assert isinstance(line.receive()[0], Known | KnownUnreadable)
         line.close()
         service.close()
     assert len(tries) == 2
@@ -664,7 +670,7 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
     try:
         name = named.read_text().strip()
         (tmp_path / "run").mkdir()
-        with pytest.raises(protocol.Gone):
+        with pytest.raises(ChannelClosed):
             plant(name, str(tmp_path / "run"))
         go_on.write_text("")
         _, said = job.communicate(timeout=240)
@@ -676,7 +682,7 @@ def test_a_process_of_the_same_user_that_is_no_worker_plants_nothing(tmp_path):
 
 
 def plant(saver: str, path: str) -> None:
-    """A step that resuming would prefer to all others. Raises Gone."""
+    """A step that resuming would prefer to all others. Raises ChannelClosed."""
     line = hands_over(saver, path, 1, 999_999)
     try:
         while line.receive():

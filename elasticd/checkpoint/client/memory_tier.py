@@ -7,20 +7,32 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-import msgspec
-
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Index, decode_index
-from elasticd.checkpoint.protocol import Gone, Paper, SaverSilent, SaverSocket
+from elasticd.checkpoint.protocol import (
+    AskKnown,
+    AskOffers,
+    AskShards,
+    Known,
+    KnownUnreadable,
+    Offers,
+    Paper,
+    Places,
+    SaverChannel,
+    SaverSilent,
+    SaverToWorker,
+    ShardHeld,
+    WorkerToSaver,
+)
 from elasticd.checkpoint.replication.peers import PeerSaver
 from elasticd.checkpoint.replication.replicas import Offer, WholeState
 from elasticd.checkpoint.replication.wire import PeerGone
 from elasticd.checkpoint.store.reading import Wish
 from elasticd.core.facts import Checkpoint, Holder
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -61,8 +73,7 @@ class Recalled:
                 list(pool.map(self._read_there, by_holder.keys(), by_holder.values()))
 
     def close(self) -> None:
-        for fd in self.near.values():
-            os.close(fd)
+        close_all(self.near.values())
 
     def _read_here(self, wish: Wish) -> None:
         """Read a shard of this node. Mapping its pages for one read would cost as much as the copy."""
@@ -91,14 +102,14 @@ class Memories:
 
     def __init__(self, saver: str, path: str) -> None:
         self._saver, self._path = saver, path
-        self._line: SaverSocket | None = None
+        self._line: SaverChannel | None = None
         self._silent = False
 
     def survey(self) -> list[Offer]:
         """Return the offers of this node and of all other nodes that can be reached."""
-        for message, files in self._ask({"is": "survey", "path": self._path}):
-            if message["is"] == "offers":
-                return _read(files, list[Offer])
+        for message, _ in self._ask(AskOffers(self._path)):
+            if isinstance(message, Offers):
+                return list(message.offers)
         return []
 
     def recall(self, choice: WholeState) -> Recalled:
@@ -107,20 +118,17 @@ class Memories:
         far: dict[int, Holder] = {}
         raw = b""
         wanted = sorted({nodes[0] for nodes in choice.holders})
-        ask = {"is": "lend", "path": self._path, "name": choice.name, "nodes": wanted}
         places: dict[str, Holder] = {}
         try:
-            for message, files in self._ask(ask):
-                if message["is"] == "places":
-                    places = {its.node: its for its in _read(files, list[Holder])}
-                    break
-                memory, paper = files
-                raw = raw or Paper.of(paper).index
-                os.close(paper)
-                if message["rank"] in near:
-                    os.close(memory)
-                else:
-                    near[message["rank"]] = memory
+            for message, files in self._ask(AskShards(self._path, choice.name, tuple(wanted))):
+                match message, files:
+                    case Places(holders), _:
+                        places = {its.node: its for its in holders}
+                        break
+                    case ShardHeld(rank), [memory, paper]:
+                        raw = raw or Paper.of(paper).index
+                        close_all((paper,) if rank not in near else (paper, memory))
+                        near.setdefault(rank, memory)
             for rank, nodes in enumerate(choice.holders):
                 if rank not in near:
                     place = next((places[node] for node in nodes if node in places), None)
@@ -131,7 +139,7 @@ class Memories:
             if len(index.files) != len(choice.holders):
                 raise HolderLost("", f"{choice.name} in memory is not of {len(choice.holders)} ranks")
         except BaseException:
-            _shut(near.values())
+            close_all(near.values())
             self.close()  # drops unread answers as well
             raise
         return Recalled(self._path, choice.name, index, near, far)
@@ -142,13 +150,12 @@ class Memories:
         Return None if there is no saver, or if the saver does not answer and ``own`` is false. Raises Untold
         if the saver cannot tell now, and BadCheckpoint if it never can.
         """
-        answer = next(self._ask({"is": "known", "path": self._path, "own": own}), None)
-        if answer is not None:
-            message, files = answer
-            if files:
-                return _read(files, Checkpoint)
-            why = str(message.get("why", "the saver cannot tell what is committed"))
-            raise BadCheckpoint(why) if message.get("lasting") else Untold(why)
+        for message, _ in self._ask(AskKnown(self._path, own)):
+            match message:
+                case Known(checkpoint):
+                    return checkpoint
+                case KnownUnreadable(why, lasting):
+                    raise BadCheckpoint(why) if lasting else Untold(why)
         if own and self._saver:
             raise Untold("what this job has committed cannot be told: its saver does not answer")
         return None
@@ -165,7 +172,7 @@ class Memories:
         except (PeerGone, ValueError) as error:
             raise HolderLost(holder.node, str(error)) from error
 
-    def _ask(self, question: protocol.Message) -> Iterator[tuple[protocol.Message, list[int]]]:
+    def _ask(self, question: WorkerToSaver) -> Iterator[tuple[SaverToWorker, list[int]]]:
         """Yield the answers as far as they come. The caller knows which is the last."""
         try:
             if not self._saver or self._silent:
@@ -174,23 +181,14 @@ class Memories:
                 self._line = protocol.connect(self._saver)
             self._line.send(question)
             while True:
-                yield self._line.answer()
+                yield protocol.answer(self._line)
         except SaverSilent as error:
             self._silent = True
             self.close()
             said = "the saver of this node is stopped or stuck (%s): what is in memory here is done without"
             _log.warning(said, error)
-        except Gone:  # the caller sees what is missing
+        except ChannelClosed:  # the caller sees what is missing
             self.close()
-
-
-def _read(files: list[int], kind: type[_T]) -> _T:
-    """Return what came in a file, and close the file."""
-    [file] = files
-    try:
-        return msgspec.json.decode(Paper.of(file).index, type=kind)
-    finally:
-        os.close(file)
 
 
 def _index(raw: bytes) -> Index:
@@ -198,8 +196,3 @@ def _index(raw: bytes) -> Index:
         return decode_index(raw)
     except ValueError as error:
         raise HolderLost("", f"what is in this node's memory is of no use: {error}") from error
-
-
-def _shut(files: Iterable[int]) -> None:
-    for fd in files:
-        os.close(fd)

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint
-from elasticd.checkpoint.protocol import Gone, Message, SaverSilent, SaverSocket
+from elasticd.checkpoint.protocol import OpenWorld, SaverChannel, SaverSilent, SaverToWorker, WorkerToSaver
 from elasticd.checkpoint.replication.replicas import holders
 from elasticd.checkpoint.store import CheckpointStore, told
 from elasticd.checkpoint.store.rate_limit import parse_rate
@@ -48,9 +50,9 @@ class SaverLine:
     """The connection. ``take`` receives the saver's messages; ``lost`` is called with the reason each time
     the saver is lost."""
 
-    def __init__(self, take: Callable[[Message], None], lost: Callable[[Gone], None]) -> None:
+    def __init__(self, take: Callable[[SaverToWorker], None], lost: Callable[[ChannelClosed], None]) -> None:
         self._take, self._lost = take, lost
-        self._line: SaverSocket | None = None
+        self._line: SaverChannel | None = None
         self._silent_until, self._silence = 0.0, ""  # by the monotonic clock; in words
         self.why = ""  # why it is not open
 
@@ -88,26 +90,25 @@ class SaverLine:
         try:
             line = self._connect(*names[locals_[0]].split())  # and the secret, if there is one
             line.send(
-                {
-                    "is": "open",
-                    "path": store.url,
-                    "token": token,
-                    "rank": together.rank,
-                    "world": together.size,
-                    "round": round_,
-                    "fence": numbered,
-                    "locals": locals_,
-                    "holder": keeper.get(mine["node"], ""),
-                    "last": keep.last,
-                    "every": keep.every,
-                }
+                OpenWorld(
+                    store.url,
+                    token,
+                    together.rank,
+                    together.size,
+                    round_,
+                    fence=numbered,
+                    locals=tuple(locals_),
+                    holder=keeper.get(mine["node"], ""),
+                    last=keep.last,
+                    every=keep.every,
+                )
             )
             self._line = line
-        except Gone as error:
+        except ChannelClosed as error:
             self._lose(error)
         return Terms(token, round_, mine["node"] in keeper)
 
-    def _connect(self, name: str, secret: str = "") -> SaverSocket:
+    def _connect(self, name: str, secret: str = "") -> SaverChannel:
         """Connect to the saver. One that was silent is left alone for a while, and then has a moment only to
         answer: training waits meanwhile."""
         if time.monotonic() < self._silent_until:
@@ -120,22 +121,24 @@ class SaverLine:
         self._silent_until = 0.0
         return line
 
-    def say(self, message: Message, *files: int) -> bool:
+    def say(self, message: WorkerToSaver, *files: int) -> bool:
         """Send a message; return whether it was sent. Training does not wait: a saver that has not read for
         long counts as lost."""
         if self._line is not None:
             try:
                 self._line.send(message, files, wait=False)
-            except Gone as error:
+            except ChannelClosed as error:
                 self._lose(error)
         return self.is_open
 
-    def mention(self, message: Message) -> None:
+    def mention(self, message: WorkerToSaver) -> None:
         """Send a message that a slow saver may miss."""
         if self._line is not None:
-            self._line.reply(message)
+            self._line.try_send(message)
 
-    def say_when(self, landed: Future[str], message: Message, spoilt: Callable[[str], Message]) -> None:
+    def say_when(
+        self, landed: Future[str], message: WorkerToSaver, spoilt: Callable[[str], WorkerToSaver]
+    ) -> None:
         """Send ``message`` once the copy has landed, from another thread, or ``spoilt(why)`` if it failed.
         The training thread notices a lost connection at its next call."""
         line = self._line
@@ -143,46 +146,40 @@ class SaverLine:
         def send(done: Future[str]) -> None:
             said = spoilt(why) if (why := done.result()) else message
             if line is not None:
-                with contextlib.suppress(Gone):
+                with contextlib.suppress(ChannelClosed):
                     line.send(said)
 
         landed.add_done_callback(send)
 
     def listen(self) -> None:
         """Take all messages that have arrived."""
-        while self._line is not None:
-            try:
-                heard = self._line.receive(wait=False)
-            except Gone as error:
-                self._lose(error)
-                return
-            if heard is None:
-                return
-            self._take(heard[0])
+        while self._listen_for(0.0):
+            pass
 
     def listen_while(self, waiting: Callable[[], bool], timeout_s: float) -> None:
         """Take messages while ``waiting()`` holds, until the saver is lost or the time is over."""
         deadline = time.monotonic() + timeout_s
-        while waiting() and self._line is not None:
-            self._line.socket.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                heard = self._line.receive()
-            except Gone as error:
-                if time.monotonic() < deadline:
-                    self._lose(error)
-                return
-            finally:
-                if self._line is not None:
-                    self._line.socket.settimeout(None)
-            if heard is not None:
-                self._take(heard[0])
+        while waiting() and self._listen_for(deadline - time.monotonic()):
+            pass
+
+    def _listen_for(self, within_s: float) -> bool:
+        """Take a message. Return False if none comes within the time, or if the saver is lost."""
+        try:
+            heard = None if self._line is None else self._line.poll(within_s)
+        except ChannelClosed as error:
+            self._lose(error)
+            return False
+        if heard is not None:
+            close_all(heard[1])
+            self._take(heard[0])
+        return heard is not None
 
     def close(self) -> None:
         if self._line is not None:
             self._line.close()
         self._line = None
 
-    def _lose(self, error: Gone) -> None:
+    def _lose(self, error: ChannelClosed) -> None:
         """Note the loss. Another saver is started at the next save, when all ranks take part."""
         self.close()
         self.why = str(error)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from elasticd.channel.codec import ChannelClosed
 from elasticd.checkpoint.client.gpu_copy import GpuCopier
 from elasticd.checkpoint.client.load_plan import parts_of
 from elasticd.checkpoint.client.save_plan import RankContent, Shard, lay_out
@@ -22,7 +23,20 @@ from elasticd.checkpoint.client.state_dict import Flat, buffers_of, flatten
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.frames import room_for
 from elasticd.checkpoint.format.manifest import Index, encode_index
-from elasticd.checkpoint.protocol import Gone, Message, Paper
+from elasticd.checkpoint.protocol import (
+    AwaitSaves,
+    BufferCopied,
+    BufferFree,
+    MissSave,
+    Paper,
+    PlanShard,
+    SaveCommitted,
+    SaveFailed,
+    SaverToWorker,
+    SaveShard,
+    SaveWritten,
+    SkipSave,
+)
 from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
@@ -102,7 +116,7 @@ class Saving:
             self._seq = 0  # it makes names differ; newcomers count from the start
         if agreed[0] and not agreed[2]:
             self.skipped += 1
-            self._line.mention({"is": "skip", "step": step})
+            self._line.mention(SkipSave(step))
             return False
         if not (agreed[0] and agreed[1]):
             self._make_plan(together, state, flat, shape, blobs)
@@ -120,9 +134,9 @@ class Saving:
     def wait(self, timeout_s: float) -> bool:
         """See ``Checkpoints.wait``."""
         if self._is_waited_for():
-            self._line.mention({"is": "wait", "on": True})
+            self._line.mention(AwaitSaves(on=True))
             self._line.listen_while(self._is_waited_for, timeout_s)
-            self._line.mention({"is": "wait", "on": False})
+            self._line.mention(AwaitSaves(on=False))
         return not self._is_waited_for()
 
     def close(self) -> None:
@@ -155,7 +169,7 @@ class Saving:
             metadata = dcp.made_of(index)
         paper = Paper(encode_index(index), metadata).file()
         try:
-            self._line.say({"is": "plan", "plan": self._plans, "size": self._plan.shard.size}, paper)
+            self._line.say(PlanShard(self._plans, self._plan.shard.size), paper)
         finally:
             os.close(paper)
 
@@ -173,41 +187,38 @@ class Saving:
             return
         self.pending.add(name)
         if why:
-            self._line.say({"is": "miss", "name": name, "step": step, "why": why})
+            self._line.say(MissSave(name, step, why))
             return
         number = plan.handed_over(copied=self._terms.copies)
-        note = {"plan": plan.number, "buffer": number, "step": step, "name": name, "at": time.time()}
         self._schedule.cost_s = time.monotonic() - began
-        message = {"is": "save", **note, "blocked_s": self._schedule.cost_s}
+        message = SaveShard(plan.number, number, step, name, time.time(), self._schedule.cost_s)
         if plan.landed is None:
             self._line.say(message)
             return
 
-        def spoilt(why: str) -> Message:
+        def spoilt(why: str) -> MissSave:
             plan.buffers[number].busy = plan.buffers[number].copying = False
-            return {"is": "miss", "name": name, "step": step, "why": why}
+            return MissSave(name, step, why)
 
         self._line.say_when(plan.landed, message, spoilt)
 
     # ------------------------------------------------------------ what the saver says
 
-    def _take(self, message: Message) -> None:
-        match message["is"]:
-            case "free" if self._plan is not None and message.get("plan") == self._plan.number:
-                self._plan.buffers[message["buffer"]].busy = False
-            case "copied" if self._plan is not None and message.get("plan") == self._plan.number:
-                self._plan.buffers[message["buffer"]].copying = False
-            case "committed":
-                self.pending.discard(message["name"])
-                self.newest = CommittedSave(
-                    message["name"], message["step"], message["took_s"], message["size"]
-                )
-                self._schedule.durable_s = self.newest.took_s
-            case "written":
-                self.pending.discard(message["name"])
-            case "failed":
-                self.pending.discard(message["name"])
-                self._fail(message["step"], message["why"])
+    def _take(self, message: SaverToWorker) -> None:
+        match message:
+            case BufferFree(number, buffer) if self._plan is not None and number == self._plan.number:
+                self._plan.buffers[buffer].busy = False
+            case BufferCopied(number, buffer) if self._plan is not None and number == self._plan.number:
+                self._plan.buffers[buffer].copying = False
+            case SaveCommitted(name, step, took_s, size):
+                self.pending.discard(name)
+                self.newest = CommittedSave(name, step, took_s, size)
+                self._schedule.durable_s = took_s
+            case SaveWritten(name):
+                self.pending.discard(name)
+            case SaveFailed(name, step, why):
+                self.pending.discard(name)
+                self._fail(step, why)
 
     def _fail(self, step: int, why: str) -> None:
         self.failed += 1
@@ -215,7 +226,7 @@ class Saving:
         if self._together is not None and self._together.rank == 0:
             _log.warning("%s", self.last_error)
 
-    def _lost(self, error: Gone) -> None:
+    def _lost(self, error: ChannelClosed) -> None:
         if self.pending:
             self.failed += len(self.pending)
             self.last_error = f"the saver is gone, and with it what it had not committed: {error}"

@@ -15,6 +15,7 @@ from elasticd.checkpoint.client.load_plan import box
 from elasticd.checkpoint.client.save_plan import Shard
 from elasticd.checkpoint.client.state_dict import Flat
 from elasticd.checkpoint.format.frames import padded_blob
+from elasticd.checkpoint.protocol import BufferTorn, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.worker.commit.plaindata import loaded, packed
 
@@ -102,11 +103,11 @@ class CopyPlan:
                 memory = self.buffers[number].memory
                 if on_gpu:
                     self.gpu.pin(memory)
-                say({"is": "buffer", "plan": self.number, "buffer": number}, memory.fd)
+                say(ShareBuffer(self.number, number), memory.fd)
         except OSError as error:
             return f"there is no memory for {self.shard.size} bytes ({error.strerror})"
         buffer = self.buffers[number]
-        if not say({"is": "torn", "buffer": number}):
+        if not say(BufferTorn(number)):
             return "the saver is gone"  # a living saver would mistake the buffer for its old contents
         self.landed = None
         with torch.no_grad():

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from elasticd.checkpoint.commit.pointer import POINTER
 from elasticd.checkpoint.commit.retention import CommitRefused
 from elasticd.checkpoint.format.manifest import BadCheckpoint, File, shard_name
-from elasticd.checkpoint.protocol import Message, Paper
+from elasticd.checkpoint.protocol import Paper, SaveCommitted, SaveFailed, SaverToWorker, SaveWritten
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
@@ -109,7 +109,7 @@ class SavePipeline:
 
             def handed_in(outcome: BaseException | None) -> None:
                 if outcome is None:
-                    self._tell(world, {"is": "written", "name": first.name})
+                    self._tell(world, SaveWritten(first.name))
                     self._forget(world, first)
                 else:
                     first.why = f"the one that commits could not be told of it: {told(outcome)}"
@@ -131,16 +131,7 @@ class SavePipeline:
             return
         self._forget(world, gathering)
         took_s = time.monotonic() - gathering.began
-        self._tell(
-            world,
-            {
-                "is": "committed",
-                "name": outcome.name,
-                "step": outcome.step,
-                "took_s": took_s,
-                "size": outcome.size,
-            },
-        )
+        self._tell(world, SaveCommitted(outcome.name, outcome.step, took_s, outcome.size))
         self._report(SaveReport(Fate.COMMITTED, outcome.step, outcome.name, took_s=took_s, size=outcome.size))
 
     def settle_if_failed(self, world: SavingWorld, gathering: Gathering) -> None:
@@ -150,8 +141,7 @@ class SavePipeline:
             return
         if not gathering.failed:
             gathering.failed = True
-            failed = {"name": gathering.name, "step": gathering.step, "why": gathering.why}
-            self._tell(world, {"is": "failed", **failed})
+            self._tell(world, SaveFailed(gathering.name, gathering.step, gathering.why))
             if world.commits:
                 self._report(SaveReport(Fate.FAILED, gathering.step, gathering.name, why=gathering.why))
             else:
@@ -173,6 +163,6 @@ class SavePipeline:
         world.gatherings.pop(gathering.name, None)
         self._advance(world)
 
-    def _tell(self, world: SavingWorld, message: Message) -> None:
+    def _tell(self, world: SavingWorld, message: SaverToWorker) -> None:
         for line in world.lines.values():
-            line.reply(message)
+            line.try_send(message)

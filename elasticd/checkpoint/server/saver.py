@@ -14,14 +14,43 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
-import msgspec
-
+from elasticd.channel.codec import BadMessage, ChannelClosed
+from elasticd.channel.framing import close_all, is_ours
 from elasticd.checkpoint.commit.pointer import Committer, FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
-from elasticd.checkpoint.protocol import Gone, Message, Paper, SaverSocket, is_of, is_ours
+from elasticd.checkpoint.protocol import (
+    SAVER_TO_WORKER,
+    WORKER_TO_SAVER,
+    Admitted,
+    Alive,
+    AskAlive,
+    AskKnown,
+    AskOffers,
+    AskShards,
+    AwaitSaves,
+    BufferCopied,
+    BufferFree,
+    BufferTorn,
+    Known,
+    KnownUnreadable,
+    MissSave,
+    Offers,
+    OpenWorld,
+    Paper,
+    Places,
+    PlanShard,
+    ProveSecret,
+    SaveShard,
+    ShardHeld,
+    ShareBuffer,
+    SkipSave,
+    WorkerChannel,
+    WorkerToSaver,
+    is_of,
+)
 from elasticd.checkpoint.replication.replicas import Label, Offer, Replica, offers
 from elasticd.checkpoint.server.background import Background
 from elasticd.checkpoint.server.committing import Committing
@@ -40,7 +69,7 @@ _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have r
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    line: SaverSocket
+    line: WorkerChannel
     world: SavingWorld | None = None
     rank: int = -1
     plan: ShardPlan | None = None
@@ -166,9 +195,10 @@ class Saver:
                     self._say("a process that is no worker of this job was turned away")
                     sock.close()
                     continue
-                client = _Client(SaverSocket(sock), admitted=not self._secret)
+                line = WorkerChannel(sock, SAVER_TO_WORKER, WORKER_TO_SAVER)
+                client = _Client(line, admitted=not self._secret)
                 if client.admitted:
-                    client.line.reply({"is": "admitted"})
+                    line.try_send(Admitted())
                 self._met = self._met or client.admitted
                 self._clients.add(client)
                 self._selector.register(sock, selectors.EVENT_READ, client)
@@ -177,26 +207,73 @@ class Saver:
     def _hear(self, client: _Client) -> bool:
         """Handle one message of the client. Return whether there was one."""
         try:
-            heard = client.line.receive(wait=False)
-        except Gone:
+            heard = client.line.poll()
+        except BadMessage as error:
+            self._refuse(client, str(error))
+            return True
+        except ChannelClosed:
             self._lose(client)
             return True
         if heard is None:
             return False
         message, files = heard
-        if not client.admitted and message.get("is") != "key":
-            message = {"is": "key", "key": ""}
         try:
-            getattr(self, f"_hear_{message['is']}")(client, message, files)
-        except (KeyError, AttributeError, IndexError, ValueError, TypeError, OSError) as error:
-            self._say(f"a worker was not understood ({message.get('is')}: {error!r})")
-            for fd in files:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-            if client.plan is not None:
-                client.plan.holds.clear()  # its buffers may change without a ``torn`` message now
-            self._lose(client)
+            self._obey(client, message, files)
+        except (KeyError, ValueError, OSError) as error:
+            close_all(files)
+            self._refuse(client, f"{type(message).__name__}: {error!r}")
         return True
+
+    def _refuse(self, client: _Client, why: str) -> None:
+        self._say(f"a worker was not understood ({why})")
+        if client.plan is not None:
+            client.plan.holds.clear()  # its buffers may change without a ``BufferTorn`` now
+        self._lose(client)
+
+    def _obey(self, client: _Client, message: WorkerToSaver, files: list[int]) -> None:
+        """Handle a message. Raises KeyError, ValueError or OSError if it cannot be true: the
+        caller then closes the files."""
+        if not client.admitted and not isinstance(message, ProveSecret):
+            raise ValueError("it has not said the secret of this job")
+        if len(files) != isinstance(message, PlanShard | ShareBuffer):
+            raise ValueError(f"it brings {len(files)} files")
+        match message:
+            case ProveSecret(secret):
+                if not hmac.compare_digest(secret.encode(errors="replace"), self._secret.encode()):
+                    raise ValueError("it does not know the secret of this job")
+                client.admitted = self._met = True
+            case OpenWorld():
+                self._open(client, message)
+            case PlanShard(number, size):
+                plan = ShardPlan(size, Paper.of(files[0]), files[0])
+                client.plan, client.number = plan, number
+                if client.world is not None:
+                    client.world.plans[client.rank] = plan
+            case ShareBuffer(number, buffer):
+                plan = self._plan(client, number)
+                plan.buffers[buffer] = Memory(files[0], plan.size, writable=False)
+            case BufferTorn(buffer):
+                if client.plan is not None:
+                    client.plan.holds.pop(buffer, None)
+            case SaveShard():
+                self._save(client, message)
+            case MissSave():
+                self._miss(client, message)
+            case SkipSave(step):
+                if client.world is not None and client.world.commits and client.rank == 0:
+                    self._report(SaveReport(Fate.SKIPPED, step))
+            case AwaitSaves(on):
+                client.waits = on
+            case AskKnown(path, own):
+                self._tell_known(client, path, own=own)
+            case AskOffers(path):
+                self._tell_offers(client, path)
+            case AskShards():
+                self._lend(client, message)
+            case AskAlive():
+                client.line.try_send(Alive())
+            case _:
+                assert_never(message)
 
     def _catch_up(self, asks: _Client) -> None:
         """Read all messages that other clients sent before ``asks`` sent its own. Clients that have left are
@@ -205,45 +282,22 @@ class Saver:
             while client in self._clients and self._hear(client):
                 pass
 
-    def _hear_key(self, client: _Client, message: Message, _: list[int]) -> None:
-        if not hmac.compare_digest(str(message["key"]).encode(), self._secret.encode()):
-            raise ValueError("it does not know the secret of this job")
-        client.admitted = self._met = True
-
-    def _hear_open(self, client: _Client, message: Message, _: list[int]) -> None:
-        store, token = store_at(message["path"]), str(message["token"])
+    def _open(self, client: _Client, message: OpenWorld) -> None:
+        store, token = store_at(message.path), message.token
         world = next((w for w in self._worlds if (w.store.url, w.token) == (store.url, token)), None)
         if world is None:
-            keep = Keep(int(message["last"]), int(message["every"]))
-            locals_ = frozenset(map(int, message["locals"]))
-            round_, fence = int(message["round"]), int(message["fence"])
-            world = SavingWorld(store, token, round_, fence, int(message["world"]), locals_, keep)
-            world.holder = str(message.get("holder", "")) if self._replication is not None else ""
+            keep, locals_ = Keep(message.last, message.every), frozenset(message.locals)
+            world = SavingWorld(store, token, message.round, message.fence, message.world, locals_, keep)
+            world.holder = message.holder if self._replication is not None else ""
             self._worlds.append(world)
             self._pipeline.open(world)
-        client.world, client.rank = world, int(message["rank"])
+        client.world, client.rank = world, message.rank
         world.lines[client.rank] = client.line
         world.gone.discard(client.rank)
 
-    def _hear_plan(self, client: _Client, message: Message, files: list[int]) -> None:
-        [fd] = files
-        plan = ShardPlan(int(message["size"]), Paper.of(fd), fd)
-        client.plan, client.number = plan, int(message["plan"])
-        if client.world is not None:
-            client.world.plans[client.rank] = plan
-
-    def _hear_buffer(self, client: _Client, message: Message, files: list[int]) -> None:
-        [fd] = files
-        plan = self._plan(client, message)
-        plan.buffers[int(message["buffer"])] = Memory(fd, plan.size, writable=False)
-
-    def _hear_torn(self, client: _Client, message: Message, _: list[int]) -> None:
-        if client.plan is not None:
-            client.plan.holds.pop(int(message["buffer"]), None)
-
-    def _hear_save(self, client: _Client, message: Message, _: list[int]) -> None:
-        plan, buffer, world, rank = self._plan(client, message), message["buffer"], client.world, client.rank
-        name, step = str(message["name"]), int(message["step"])
+    def _save(self, client: _Client, message: SaveShard) -> None:
+        plan, world, rank = self._plan(client, message.plan), client.world, client.rank
+        name, step, buffer = message.name, message.step, message.buffer
         memory = plan.buffers[buffer]
         if world is None:
             raise ValueError("it has not said in which world it is")
@@ -254,19 +308,19 @@ class Saver:
         ):
             world.handed.add(name)
         self._forget_older(world)
-        gathering = self._pipeline.gathering(world, name, step, float(message["at"]), plan.paper)
+        gathering = self._pipeline.gathering(world, name, step, message.at, plan.paper)
         if rank == min(world.locals):
-            self._report(SaveReport(Fate.COPIED, step, name, blocked_s=float(message.get("blocked_s", 0.0))))
+            self._report(SaveReport(Fate.COPIED, step, name, blocked_s=message.blocked_s))
         gathering.heard.add(rank)
         if rank == 0:
             gathering.paper = plan.paper
         self._pipeline.miss_those_gone(world, gathering)
+        copied_note, free_note = BufferCopied(message.plan, buffer), BufferFree(message.plan, buffer)
         if gathering.why:
-            for what in ("copied", "free"):
-                client.line.reply({"is": what, "plan": message["plan"], "buffer": buffer})
+            client.line.try_send(copied_note)
+            client.line.try_send(free_note)
             self._pipeline.settle_if_failed(world, gathering)
             return
-        note: Message = {"plan": message["plan"], "buffer": buffer}
         using = {"disk"}  # what still reads the buffer; the buffer is free when this is empty
         if world.holder and self._replication is not None:
             using.add(world.holder)
@@ -275,7 +329,7 @@ class Saver:
             def copied(why: str) -> None:
                 if why:
                     self._say(f"no copy of rank {rank}'s shard of step {step} is held elsewhere: {why}")
-                client.line.reply({"is": "copied", **note})
+                client.line.try_send(copied_note)
                 used(world.holder)
 
             self._replication.push(world.holder, label, plan.paper.index, memory, copied)
@@ -283,72 +337,61 @@ class Saver:
         def used(by: str) -> None:
             using.discard(by)
             if not using:
-                client.line.reply({"is": "free", **note})
+                client.line.try_send(free_note)
 
         self._pipeline.write(world, gathering, rank, memory, lambda: used("disk"))
 
-    def _hear_miss(self, client: _Client, message: Message, _: list[int]) -> None:
-        world, name = client.world, str(message["name"])
+    def _miss(self, client: _Client, message: MissSave) -> None:
+        world, name = client.world, message.name
         if world is None:
             raise ValueError("it has not said in which world it is")
-        require_name(name, int(message["step"]), world.round, world.size)
+        require_name(name, message.step, world.round, world.size)
         paper = client.plan.paper if client.plan else Paper(b"", b"")
-        gathering = self._pipeline.gathering(world, name, int(message["step"]), time.time(), paper)
+        gathering = self._pipeline.gathering(world, name, message.step, time.time(), paper)
         gathering.heard.add(client.rank)
-        gathering.why = gathering.why or f"rank {client.rank} could not copy: {message['why']}"
+        gathering.why = gathering.why or f"rank {client.rank} could not copy: {message.why}"
         self._pipeline.settle_if_failed(world, gathering)
 
-    def _hear_skip(self, client: _Client, message: Message, _: list[int]) -> None:
-        if client.world is not None and client.world.commits and client.rank == 0:
-            self._report(SaveReport(Fate.SKIPPED, int(message["step"])))
-
-    def _hear_wait(self, client: _Client, message: Message, _: list[int]) -> None:
-        client.waits = bool(message["on"])
-
-    def _hear_known(self, client: _Client, message: Message, _: list[int]) -> None:
+    def _tell_known(self, client: _Client, path: str, *, own: bool) -> None:
         def answer(outcome: Checkpoint | BaseException) -> None:
             if isinstance(outcome, BaseException):
                 why = f"what is committed cannot be read: {told(outcome)}"
                 lasting = isinstance(outcome, BadCheckpoint) and not isinstance(outcome, Unreadable)
-                client.line.reply({"is": "known", "why": why, "lasting": lasting})
-                return
-            _reply_at_length(client.line, {"is": "known"}, outcome)
+                client.line.try_send(KnownUnreadable(why, lasting))
+            else:
+                client.line.try_send(Known(outcome))
 
-        store, own = store_at(message["path"]), bool(message.get("own"))
+        store = store_at(path)
         # The committer is asked, because the file that workers can read may lag behind.
         self._jobs.run(self._pipeline.askers, lambda: self._committing.committer(store).read(own=own), answer)
 
-    def _hear_there(self, client: _Client, _: Message, __: list[int]) -> None:
-        client.line.reply({"is": "here"})
-
-    def _hear_survey(self, client: _Client, message: Message, _: list[int]) -> None:
-        path = str(message["path"])
+    def _tell_offers(self, client: _Client, path: str) -> None:
         self._catch_up(client)
 
         def found(offered: list[Offer]) -> None:
-            _reply_at_length(client.line, {"is": "offers"}, offered)
+            client.line.try_send(Offers(tuple(offered)))
 
         if self._replication is not None:
             self._replication.survey(path, found)
         else:
             found(offers(self._over(path), ""))
 
-    def _hear_lend(self, client: _Client, message: Message, _: list[int]) -> None:
-        path, name = str(message["path"]), str(message["name"])
+    def _lend(self, client: _Client, message: AskShards) -> None:
+        path = message.path
         here = self._over(path) if self._replication is None else self._replication.held(path)
         for replica in here:
-            if replica.label.name == name:
+            if replica.label.name == message.name:
                 paper = Paper(replica.index, b"").file()
                 try:
-                    client.line.send({"is": "held", "rank": replica.label.rank}, (replica.memory.fd, paper))
+                    client.line.send(ShardHeld(replica.label.rank), (replica.memory.fd, paper))
                 finally:
                     os.close(paper)
 
         def found(places: list[Holder]) -> None:
-            _reply_at_length(client.line, {"is": "places"}, places)
+            client.line.try_send(Places(tuple(places)))
 
         if self._replication is not None:
-            self._replication.places(map(str, message["nodes"]), found)
+            self._replication.places(message.nodes, found)
         else:
             found([])
 
@@ -378,9 +421,9 @@ class Saver:
             self._pipeline.miss_those_gone(world, gathering)
             self._pipeline.settle_if_failed(world, gathering)
 
-    def _plan(self, client: _Client, message: Message) -> ShardPlan:
-        if client.plan is None or client.number != message["plan"]:
-            raise ValueError(f"plan {message['plan']} is not known")
+    def _plan(self, client: _Client, number: int) -> ShardPlan:
+        if client.plan is None or client.number != number:
+            raise ValueError(f"plan {number} is not known")
         return client.plan
 
     # ------------------------------------------------------------ memory
@@ -396,12 +439,3 @@ class Saver:
         if self._replication is not None and (newest.settled or len(kept) == _UNSETTLED):
             oldest = kept[0] if kept else newest
             self._replication.forget(newest.store.url, before=oldest.round)
-
-
-def _reply_at_length(line: SaverSocket, message: Message, what: object) -> None:
-    """Send ``what`` in a file: for a large job it may exceed a socket message."""
-    file = Paper(msgspec.json.encode(what), b"").file()
-    try:
-        line.reply(message, (file,))
-    finally:
-        os.close(file)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import File
-from elasticd.checkpoint.protocol import Paper, SaverSocket
+from elasticd.checkpoint.protocol import Paper, WorkerChannel
 from elasticd.checkpoint.replication.replicas import Label, Replica
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore
@@ -61,7 +61,7 @@ class SavingWorld:
     size: int
     locals: frozenset[int]
     keep: Keep
-    lines: dict[int, SaverSocket] = field(default_factory=dict)  # connections to workers, by rank
+    lines: dict[int, WorkerChannel] = field(default_factory=dict)  # connections to workers, by rank
     plans: dict[int, ShardPlan] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     gatherings: dict[str, Gathering] = field(default_factory=dict)

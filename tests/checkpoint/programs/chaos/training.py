@@ -16,7 +16,8 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[4])]
 import instants  # noqa: E402
 
-from elasticd.checkpoint.protocol import SaverSocket  # noqa: E402
+from elasticd.channel.framing import Channel  # noqa: E402
+from elasticd.checkpoint.protocol import SaverChannel, WorkerToSaver  # noqa: E402
 from elasticd.worker import Checkpoints, rank  # noqa: E402
 from tests.checkpoint.faults import check, state_of, whole  # noqa: E402
 
@@ -27,11 +28,11 @@ WHO = f"worker@{os.environ['E2E_NODE']}.{os.environ['LOCAL_RANK']}"
 
 
 def send(
-    self: SaverSocket, message: dict[str, Any], *more: Any, real: Any = SaverSocket.send, **options: Any
+    self: SaverChannel, message: WorkerToSaver, *more: Any, real: Any = Channel.send, **options: Any
 ) -> None:
-    instants.instant(WHO, f"say {message['is']}")
+    instants.instant(WHO, f"say {type(message).__name__}")
     real(self, message, *more, **options)
-    instants.instant(WHO, f"after say {message['is']}")
+    instants.instant(WHO, f"after say {type(message).__name__}")
 
 
 def copy(into: list[Any], sources: list[Any], real: Any = torch._foreach_copy_) -> None:
@@ -45,7 +46,7 @@ def copy(into: list[Any], sources: list[Any], real: Any = torch._foreach_copy_) 
     real(into, sources)
 
 
-SaverSocket.send = send  # type: ignore[method-assign]
+Channel.send = send  # type: ignore[method-assign]
 torch._foreach_copy_ = copy
 kind = ("replicated", "sharded")[int(os.environ["ELASTICD_ROUND"]) % 2]
 checkpoints = Checkpoints(last=2)
