@@ -95,6 +95,18 @@ class Forked:
         return number
 
 
+def run(
+    argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run an ``elasticd`` command to its end. Raises subprocess.TimeoutExpired."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        command = Forked(argv, env=env, cwd=cwd, stdout=out.fileno(), stderr=err.fileno())
+        code = command.wait(timeout_s)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(argv, code, out.read(), err.read())
+
+
 @functools.cache
 def _server() -> socket.socket:
     """The way to the server, which ends once this process has ended."""

@@ -30,8 +30,8 @@ from elasticd import torchparts
 from elasticd.core.facts import Budget, Fact, Round, Spec
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 from elasticd.etcd.client import Client
+from tests import forkserver
 from tests.e2e.stage import Player, Script, Stage, overlaps
-from tests.forkserver import Forked
 
 T = TypeVar("T")
 
@@ -260,18 +260,10 @@ class Cluster:
         """Run another ``elasticd`` command to its end."""
         where = self.etcd_options if etcd else []
         name, *rest = argv
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = Forked(
-                [ELASTICD, name, *where, *rest],
-                env=self.environment(),
-                cwd=self.folder,
-                stdout=out.fileno(),
-                stderr=err.fileno(),
-            )
-            code = process.wait(PATIENCE_S)
-            out.seek(0)
-            err.seek(0)
-            return Said(code, out.read(), err.read())
+        done = forkserver.run(
+            [ELASTICD, name, *where, *rest], env=self.environment(), cwd=self.folder, timeout_s=PATIENCE_S
+        )
+        return Said(done.returncode, done.stdout, done.stderr)
 
     def direct(self, direct: Callable[[Player], Script]) -> None:
         """How workers begin that start from now on."""
@@ -442,9 +434,9 @@ class Cluster:
 
 def _begin(
     argv: Sequence[str], env: dict[str, str], cwd: Path, out: int, err: int, *, fork: bool
-) -> subprocess.Popen[bytes] | Forked:
+) -> subprocess.Popen[bytes] | forkserver.Forked:
     if fork:
-        return Forked(argv, env=env, cwd=cwd, stdout=out, stderr=err)
+        return forkserver.Forked(argv, env=env, cwd=cwd, stdout=out, stderr=err)
     return subprocess.Popen(
         argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
     )

@@ -25,6 +25,7 @@ from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreRefused
 from elasticd.etcd.roles import Roles, all_below
 from elasticd.etcd.store import EtcdStore
+from tests import forkserver
 
 from .cluster import Authority, Cluster, Member, await_serving
 from .conftest import Heard
@@ -221,17 +222,19 @@ class ShellJob:
         self._login = [f"--etcd={access.url}", f"--etcd-cacert={access.cacert}"]
         self._login += [f"--etcd-cert={access.cert}", f"--etcd-key={access.key}"]
         self._env = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "TERM": "xterm"}
-        self._nodes: list[subprocess.Popen[str]] = []
+        self._folder = folder
+        self._nodes: list[forkserver.Forked] = []
 
     def command(self, *argv: str) -> list[str]:
         return [str(Path(sys.executable).with_name("elasticd")), argv[0], *self._login, *argv[1:]]
 
-    def node(self, name: str) -> subprocess.Popen[str]:
+    def node(self, name: str) -> forkserver.Forked:
         script = f"echo $WORLD_SIZE > {self._told}; read line < {self._go}; exit 0"
         limits = ["--min=1", "--max=1", "--slots=1", "--grow-cooldown=0", "--http=off"]
         argv = ["run", "--job=a", f"--node={name}", *limits, "--no-python", "sh", "-c", script]
         with (self._told.parent / f"{name}.log").open("w") as log:
-            node = subprocess.Popen(self.command(*argv), env=self._env, stdout=log, stderr=log, text=True)
+            files = {"stdout": log.fileno(), "stderr": log.fileno()}
+            node = forkserver.Forked(self.command(*argv), env=self._env, cwd=self._folder, **files)
         self._nodes.append(node)
         return node
 
@@ -242,9 +245,7 @@ class ShellJob:
                 pass
 
     def says(self, *argv: str) -> tuple[int, str]:
-        done = subprocess.run(
-            self.command(*argv), env=self._env, capture_output=True, text=True, timeout=PATIENCE_S
-        )
+        done = forkserver.run(self.command(*argv), env=self._env, cwd=self._folder, timeout_s=PATIENCE_S)
         return done.returncode, done.stdout + done.stderr
 
     def screen(self, *argv: str, wanted: tuple[str, ...]) -> None:
