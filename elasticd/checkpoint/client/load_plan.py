@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from elasticd.checkpoint.client.save_plan import TensorPart
-from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, prepare_optimizers
+from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, local_of, prepare_optimizers
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Chunk, Index, Tensor
 from elasticd.checkpoint.store.reading import Wish
-from elasticd.worker.commit.plaindata import loaded, require_dense
-
-
-def parts_of(flat: Flat) -> Iterator[TensorPart]:
-    """Yield this rank's part of each tensor: the whole tensor, or its shard."""
-    for key, tensor in flat.tensors.items():
-        require_dense(tensor, key)
-        local, offsets = local_of(tensor)
-        if local.numel() or not tensor.numel():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            yield TensorPart(key, dtype, tensor.itemsize, tuple(tensor.shape), offsets, tuple(local.shape))
-
-
-def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
-    """Return the part as a view of the tensor's memory on this rank."""
-    local, offsets = local_of(tensor)
-    for dim, (at, size, start) in enumerate(zip(part.offsets, part.sizes, offsets, strict=True)):
-        if size != local.shape[dim]:
-            local = local.narrow(dim, at - start, size)
-    return local
-
-
-def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's part of the tensor, and its offsets in the whole."""
-    if type(tensor) is not torch.Tensor and hasattr(tensor, "__create_chunk_list__"):
-        [chunk] = tensor.__create_chunk_list__()
-        return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
-    return tensor, (0,) * tensor.dim()
+from elasticd.worker.commit.plaindata import loaded
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,12 +14,11 @@ import msgspec
 
 from elasticd.channel.codec import ChannelClosed
 from elasticd.checkpoint.client.gpu_copy import GpuCopier
-from elasticd.checkpoint.client.load_plan import parts_of
-from elasticd.checkpoint.client.save_plan import RankContent, Shard, lay_out
+from elasticd.checkpoint.client.save_plan import RankContent, Shard, TensorPart, lay_out
 from elasticd.checkpoint.client.saver_connection import SaverLine, Terms
 from elasticd.checkpoint.client.schedule import Schedule
 from elasticd.checkpoint.client.staging import CopyPlan, pickled, shape_of
-from elasticd.checkpoint.client.state_dict import Flat, buffers_of, flatten
+from elasticd.checkpoint.client.state_dict import Flat, buffers_of, flatten, local_of
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.frames import room_for
 from elasticd.checkpoint.format.manifest import Index, encode_index
@@ -41,6 +40,7 @@ from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
 from elasticd.worker import agentpage
+from elasticd.worker.commit.plaindata import require_dense
 from elasticd.worker.report import any_nan, not_finite, policy
 from elasticd.worker.world.collectives import Together
 
@@ -241,10 +241,20 @@ def _lay_out(
     together: Together, state: Mapping[str, Any], flat: Flat, rooms: Mapping[str, int]
 ) -> tuple[list[Shard], Index]:
     """Lay out the shards, on all ranks together. Raises ValueError, the same on all."""
-    mine = RankContent(tuple(parts_of(flat)), rooms, flat.paths, tuple(buffers_of(state)))
+    mine = RankContent(tuple(_parts_of(flat)), rooms, flat.paths, tuple(buffers_of(state)))
     said = together.gather(msgspec.json.encode(mine))
     try:
         return lay_out([msgspec.json.decode(raw, type=RankContent) for raw in said])
     except ValueError as error:
         agentpage.end_job_if_uncaught(error, Fatal.BAD_DATA)
         raise
+
+
+def _parts_of(flat: Flat) -> Iterator[TensorPart]:
+    """Yield this rank's part of each tensor: the whole tensor, or its shard."""
+    for key, tensor in flat.tensors.items():
+        require_dense(tensor, key)
+        local, offsets = local_of(tensor)
+        if local.numel() or not tensor.numel():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield TensorPart(key, dtype, tensor.itemsize, tuple(tensor.shape), offsets, tuple(local.shape))

@@ -11,9 +11,8 @@ from typing import Any, Final
 import torch
 
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
-from elasticd.checkpoint.client.load_plan import box
-from elasticd.checkpoint.client.save_plan import Shard
-from elasticd.checkpoint.client.state_dict import Flat
+from elasticd.checkpoint.client.save_plan import Shard, TensorPart
+from elasticd.checkpoint.client.state_dict import Flat, local_of
 from elasticd.checkpoint.format.frames import padded_blob
 from elasticd.checkpoint.protocol import BufferTorn, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
@@ -134,6 +133,15 @@ class CopyPlan:
         if known is None or known[0] != raw:
             known = self._padded[key] = (raw, padded_blob(raw, room))
         return known[1]
+
+
+def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
+    """Return the part as a view of the tensor's memory on this rank."""
+    local, offsets = local_of(tensor)
+    for dim, (at, size, start) in enumerate(zip(part.offsets, part.sizes, offsets, strict=True)):
+        if size != local.shape[dim]:
+            local = local.narrow(dim, at - start, size)
+    return local
 
 
 def shape_of(flat: Flat) -> tuple[Any, ...]:

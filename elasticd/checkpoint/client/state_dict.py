@@ -63,6 +63,14 @@ def flatten(state: Mapping[str, Any]) -> Flat:
     return flat
 
 
+def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's part of the tensor, and its offsets in the whole."""
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__create_chunk_list__"):
+        [chunk] = tensor.__create_chunk_list__()
+        return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
+    return tensor, (0,) * tensor.dim()
+
+
 def buffers_of(state: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of modules' buffers."""
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""What is written is held to a bandwidth."""
+"""The limit on the rate of writing, and how people write one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.checkpoint.store.rate_limit import RateLimit, parse_rate
 
 
 def test_several_writers_have_it_together():
@@ -35,3 +35,24 @@ def test_what_was_written_in_a_hurry_is_not_made_up_for():
     pace.wrote(50)
     pace.wrote(50)
     assert slept == pytest.approx([0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_s"),
+    [
+        ("200M", 200e6),
+        ("1.5G", 1.5e9),
+        ("512Mi", 512 << 20),
+        ("64kB", 64e3),
+        ("1000", 1000),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_a_rate_is_read_in_bytes_per_second(text, bytes_s):
+    assert parse_rate(text) == bytes_s
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.1", "-5M", "fast", "10 apples", "1e9", "nan", "M"])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(ValueError, match="is no number of bytes a second, such as 200M"):
+        parse_rate(text)
