@@ -21,14 +21,12 @@ from elasticd.core.page import Fatal, Use
 from elasticd.worker import agentpage
 from elasticd.worker.commit import divergence, randomness
 from elasticd.worker.commit.changes import Trace
-from elasticd.worker.commit.copies import LastCommit
+from elasticd.worker.commit.copies import LastCommit, Undo
 from elasticd.worker.commit.divergence import Alike
 from elasticd.worker.commit.plaindata import copied, require_sendable, unchanged, with_tensors
 from elasticd.worker.commit.shared import Local, Shared
-from elasticd.worker.commit.undo import Undo
 from elasticd.worker.data import Data, DataChanged
-from elasticd.worker.gradients.arithmetic import Arithmetic, refuse_inconsistent
-from elasticd.worker.gradients.consistent import Consistent
+from elasticd.worker.gradients.consistent import Arithmetic, Consistent, refuse_inconsistent
 from elasticd.worker.gradients.rates import Following
 from elasticd.worker.gradients.reduction import Averaged, Reduction
 from elasticd.worker.gradients.wrapping import (

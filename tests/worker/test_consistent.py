@@ -19,9 +19,8 @@ from elasticd import worker
 from elasticd.data.dealing import parts_of
 from elasticd.worker.commit import randomness
 from elasticd.worker.gradients import buckets
-from elasticd.worker.gradients.arithmetic import Arithmetic
 from elasticd.worker.gradients.buckets import Bucket, Exchange
-from elasticd.worker.gradients.consistent import Consistent
+from elasticd.worker.gradients.consistent import Arithmetic, Consistent
 from tests.worker.worlds import in_world
 
 SEED = 11
