@@ -14,7 +14,7 @@ from elasticd.daemon.config import CommandKind, RunConfig
 from elasticd.daemon.door import Door
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.pages import Pages
-from elasticd.daemon.saver import peers
+from elasticd.daemon.saver import etcd_peers
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdLink, EtcdStore
 from elasticd.procs.keeper import Warden
@@ -123,7 +123,7 @@ def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
     if not config.replicate:
         return None
     try:
-        return peers.listen(config.node, config.address)
+        return etcd_peers.listen(config.node, config.address)
     except OSError as error:
         raise CannotStart(f"no copies can be held for others at {config.address}: {error}") from error
 

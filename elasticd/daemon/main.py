@@ -28,8 +28,8 @@ from elasticd.daemon.observer import Observer
 from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
 from elasticd.daemon.sampler import Sampler
-from elasticd.daemon.saver import peers
-from elasticd.daemon.saver.service import FINISH_S, FINISH_S_MAX, SaverService
+from elasticd.daemon.saver import etcd_peers
+from elasticd.daemon.saver.saver_service import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.service import Manager, Service
 from elasticd.daemon.standalone import Standalone
 from elasticd.daemon.timedstore import TimedStore
@@ -178,7 +178,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         service = Service(manager, lambda: driver.state)
         routines = [reserve.routine, publisher.routine, service.routine]
         if held is not None:
-            routines.append(peers.Announcement(held[1], driver, store).routine)
+            routines.append(etcd_peers.Announcement(held[1], driver, store).routine)
 
         served_at = edges.serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))

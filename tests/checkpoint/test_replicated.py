@@ -35,7 +35,7 @@ from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import store_at
 from elasticd.core.facts import Holder
 from elasticd.core.naming import folder_name
-from elasticd.daemon.saver import peers
+from elasticd.daemon.saver import etcd_peers
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.test_memory import held_by
 
@@ -182,7 +182,7 @@ def served(replication: Replication) -> Iterator[str]:
 
 def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.server.replication._STRANGERS_MAX", 8)
-    here, me = peers.listen("a", "127.0.0.1")
+    here, me = etcd_peers.listen("a", "127.0.0.1")
     with served(Replication(me, here, Alone())), ExitStack() as lines:
         strangers = [lines.enter_context(socket.create_connection((me.host, me.port))) for _ in range(140)]
         with PeerSaver(me) as peer:
@@ -197,7 +197,7 @@ def test_strangers_that_only_hold_the_line_keep_nobody_out(monkeypatch):
 def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
     monkeypatch.setattr("elasticd.checkpoint.server.replication._CALLERS_MAX", 1)
     monkeypatch.setattr("elasticd.checkpoint.server.replication.SILENCE_S", 0.04)
-    here, me = peers.listen("a", "127.0.0.1")
+    here, me = etcd_peers.listen("a", "127.0.0.1")
     with served(Replication(me, here, Alone())), ThreadPoolExecutor(1) as thread:
         first = PeerSaver(me)
         assert first.offers("/anywhere") == []  # and stays
@@ -211,7 +211,7 @@ def test_who_waits_for_its_turn_is_told_so_for_as_long_as_it_takes(monkeypatch):
 
 def test_what_thousands_of_nodes_hold_is_told_to_a_worker_that_takes_its_time(tmp_path: Path) -> None:
     path, memory = str(tmp_path), Memory.make(1)
-    here, me = peers.listen("a", "127.0.0.1")
+    here, me = etcd_peers.listen("a", "127.0.0.1")
     replication = Replication(me, here, Alone())
     for n in range(3000):
         label = Label(path, folder_name(1, 1, "0000000a", n), 1, 1, 3000, n)

@@ -56,9 +56,9 @@ from elasticd.checkpoint.store.reading import open_manifest
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
 from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
-from elasticd.daemon.saver import service as saver_service
+from elasticd.daemon.saver import saver_service
 from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
-from elasticd.daemon.saver.service import FINISH_S_MAX, SaverService
+from elasticd.daemon.saver.saver_service import FINISH_S_MAX, SaverService
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded

@@ -18,7 +18,7 @@ TWICE = {
 # A command's module has the name of the command, and the boundary of a package may have errors of its own.
 MODULES_TWICE = {
     "audit", "checkpoints", "command", "errors", "facts", "link", "main", "membership", "messages",
-    "page", "records", "report", "roles", "run", "saver", "standalone", "state", "status", "store",
+    "page", "records", "report", "roles", "run", "standalone", "state", "status", "store",
 }  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from elasticd.checkpoint.server.standalone import be_modest, say
 from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.facts import Holder
 from elasticd.daemon.saver import HOLDER, OPTIONS
+from elasticd.daemon.saver.etcd_peers import EtcdPeers
 from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle
-from elasticd.daemon.saver.peers import EtcdPeers
 from elasticd.etcd.access import EtcdAccess
 from elasticd.procs.linux import hide_memory
 

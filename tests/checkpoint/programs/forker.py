@@ -90,9 +90,9 @@ def saver(options: dict[str, Any]) -> None:
     replication = None
     if "node" in options:
         # What peers needs of etcd takes as long to import as all the rest
-        from elasticd.daemon.saver import peers
+        from elasticd.daemon.saver import etcd_peers
 
-        at, me = peers.listen(options["node"], "127.0.0.1")
+        at, me = etcd_peers.listen(options["node"], "127.0.0.1")
         (Path(options["peers"]) / me.node).write_bytes(msgspec.json.encode(me))
         replication = Replication(me, at, FilePeers(Path(options["peers"])), say=say)
     say(f"saver {name} {os.getpid()}")
@@ -108,7 +108,7 @@ children: set[int] = set()
 for line in sys.stdin:
     order = json.loads(line)
     if "node" in order:
-        import elasticd.daemon.saver.peers  # noqa: F401  # once for all
+        import elasticd.daemon.saver.etcd_peers  # noqa: F401  # once for all
     pid = os.fork()
     if not pid:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
