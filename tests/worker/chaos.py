@@ -82,7 +82,8 @@ def _with_more(plan: Plan, chance: random.Random) -> Plan:
     plain = script.optimizer not in ("closure", "fused") and script.ddp != "static"
     again = plain and script.data == "numbers" and script.kind == "mlp" and not script.scaler
     if again and chance.random() < 0.5:  # the samples of a step of Data are there once
-        script = replace(script, optimizer="lbfgs", every=1, clip=False)
+        schedule = script.schedule if script.schedule != "onecycle" else ""  # which needs a momentum
+        script = replace(script, optimizer="lbfgs", every=1, clip=False, schedule=schedule)
     more = replace(
         script,
         autocast=script.consistent and chance.random() < 0.5,
@@ -92,6 +93,8 @@ def _with_more(plan: Plan, chance: random.Random) -> Plan:
         codes=chance.random() < 0.2,
         undo=chance.choice([None, None, True]),
     )
+    if more.follows:  # the averages of a layer that is frozen to begin with differ late, unlike all others
+        more = replace(more, unfreezes=False)
     faults = plan.faults
     if more.follows == "averages":
         faults = tuple(
