@@ -157,6 +157,10 @@ class State:
             name: {numbers[id(p)] for p in _parameters(o) if id(p) in numbers}
             for name, o in self._optimizers.items()
         }
+        owned = set().union(*self._owned.values())
+        self._followers = [
+            {numbers[id(p)] for p in module.parameters()} - owned for module in self._modules.values()
+        ]
         self._undoes = undo
         self._undo = Undo(self._trace.parameters, self._optimizers)
         if undo:
@@ -975,9 +979,11 @@ class State:
 
     def _undo_from_now_on(self, parameters: set[int], optimizers: set[str]) -> None:
         """Copy these parameters at each commit from now on. They change before the last sum of a step, so a
-        death in that sum would leave no worker whole."""
+        death in that sum would leave no worker whole. Parameters of the same module that no optimizer changes
+        are copied as well: averages of a frozen layer change only once the layer is trained."""
         owned = [self._owned[name] for name in optimizers]
-        if self._undoes is False or not self._undo.want(parameters.union(*owned), optimizers):
+        followers = [of for of in self._followers if of & parameters]
+        if self._undoes is False or not self._undo.want(parameters.union(*owned, *followers), optimizers):
             return
         if self._world is not None and self._world.rank == 0:
             what = ", ".join(sorted(optimizers)) or "something else than an optimizer"

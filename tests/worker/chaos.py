@@ -93,8 +93,6 @@ def _with_more(plan: Plan, chance: random.Random) -> Plan:
         codes=chance.random() < 0.2,
         undo=chance.choice([None, None, True]),
     )
-    if more.follows:  # the averages of a layer that is frozen to begin with differ late, unlike all others
-        more = replace(more, unfreezes=False)
     faults = plan.faults
     if more.follows == "averages":
         faults = tuple(

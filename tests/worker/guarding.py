@@ -264,6 +264,22 @@ class Unfrozen(Script):
         return state.model
 
 
+class MomentumUnfrozen(Unfrozen):
+    """A second model follows the first before each forward pass. Its first layer begins to change late."""
+
+    def make(self) -> worker.State:
+        model = nn.Sequential(linear(1), nn.Tanh(), linear(2))
+        keys = copy.deepcopy(model).requires_grad_(False)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3)
+        return worker.State(model=model, keys=keys, optimizer=optimizer)
+
+    def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
+        for mine, other in zip(state.keys.parameters(), state._modules["model"].parameters(), strict=True):
+            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+        super().step(state, batch, at)
+
+
 class Stale(Unfrozen):
     """Calls the model as it was wrapped before that."""
 
@@ -477,9 +493,9 @@ class Codes(nn.Module):
 SCRIPTS: dict[str, type[Script]] = {
     kind.__name__: kind
     for kind in (
-        TwoModules, Apart, Adversaries, Closure, Lbfgs, Momentum, Swapped, Averages, Sharp, Scaled, Unfrozen,
-        UnfrozenParts, UnfrozenIdle, Beginning, Embedded, Late, Lengths, Contrastive, LoneSample, Stale,
-        Accumulated, Extra, Codebook,
+        TwoModules, Apart, Adversaries, Closure, Lbfgs, Momentum, MomentumUnfrozen, Swapped, Averages, Sharp,
+        Scaled, Unfrozen, UnfrozenParts, UnfrozenIdle, Beginning, Embedded, Late, Lengths, Contrastive,
+        LoneSample, Stale, Accumulated, Extra, Codebook,
     )
 }  # fmt: skip
 STEPS = 8

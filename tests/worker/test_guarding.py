@@ -13,8 +13,8 @@ from tests.worker.jobs import NOTHING, Accident, Gate, reads
 
 POINTS = {"Adversaries": "between"}
 SURVIVED = (
-    "TwoModules", "Adversaries", "Closure", "Lbfgs", "Momentum", "Swapped", "Averages", "Sharp", "Scaled",
-    "Unfrozen", "UnfrozenParts", "Embedded", "Extra", "Codebook",
+    "TwoModules", "Adversaries", "Closure", "Lbfgs", "Momentum", "MomentumUnfrozen", "Swapped", "Averages",
+    "Sharp", "Scaled", "Unfrozen", "UnfrozenParts", "Embedded", "Extra", "Codebook",
 )  # fmt: skip
 
 
