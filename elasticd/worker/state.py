@@ -122,7 +122,7 @@ class State:
         self._lasting = _lasting(checkpoints or os.environ.get(CHECKPOINTS))
         self._seeds: dict[str, int] = {}
         self._data = data
-        self._reduction: Reduction = Averaged(())
+        self._reduction: Reduction = Averaged({})
         self._open: Step | None = None
         self._calls = Calls(())
         self._begun = 0  # steps yielded by steps() since the last commit
@@ -254,7 +254,7 @@ class State:
         """Wrap a module again if its trainable parameters have changed since it was wrapped."""
         if name in self._as_wrapped and not self._as_wrapped[name].as_it_was:
             if name in self._wraps:
-                Averaged([self._wraps.pop(name)]).close()
+                Averaged({name: self._wraps.pop(name)}).close()
             self._wrap_for(name)
             self._calls.leave_out(self._wraps.get(name))
             self._silence.take_in(self._wraps.get(name))
@@ -273,7 +273,12 @@ class State:
             self._wrap, self._world, sums_per_step=self._data is not None
         )
         if isinstance(self._wraps[name], nn.Module):  # not a method: a deep copy of the module would copy it
-            self._wraps[name].register_forward_pre_hook(lambda *_: self._see_swapped())
+            self._wraps[name].register_forward_pre_hook(lambda *_: self._before_forward(name))
+
+    def _before_forward(self, name: str) -> None:
+        self._see_swapped()
+        if isinstance(self._reduction, Averaged):
+            self._reduction.calls(name)
 
     def steps(self, until: int | None = None, *, accumulate: int = 1) -> Iterator[Any]:
         """Yield the remaining steps, from the last committed one, until ``until`` steps are made.
@@ -615,7 +620,8 @@ class State:
                 thing.scale(torch.zeros((), device=self._committed.device))
         for name in self._to_wrap:
             self._wrap_for(name)
-        self._reduction = Averaged(self._wraps.values(), self._silence, self._wrap_all_anew)
+        several = world if len(self._to_wrap) > 1 else None
+        self._reduction = Averaged(self._wraps, self._silence, self._wrap_all_anew, several)
         self._calls = Calls(self._wraps.values())
         if world is not None and world.size > 1 and self._compares:
             self._alike = Alike(self._trained, self._shared, world, self._step, exact=self._exact)
@@ -650,7 +656,7 @@ class State:
         self._alike = self._carried = None
         self._micro = self._epoch = None
         self._reduction.close()
-        self._reduction = Averaged(())
+        self._reduction = Averaged({})
         self._wraps.clear()
         self._as_wrapped.clear()
         for module in self._modules.values():

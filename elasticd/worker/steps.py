@@ -72,6 +72,7 @@ class Step:
         if self._begun:
             raise RuntimeError(f"the batches of step {self.number} can be gone through once only")
         self._begun = True
+        self._reduction.begin(self._uneven)
         for fetched in self._share.fetch():
             part = fetched.part
             assert part is not None

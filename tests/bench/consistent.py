@@ -53,7 +53,7 @@ class _Contestant:
         else:
             self.model = DistributedDataParallel(bare, gradient_as_bucket_view=True)
             if name == AVERAGED:
-                self.reduction = Averaged([self.model])
+                self.reduction = Averaged({"model": self.model})
 
     def step(self, batch: torch.Tensor) -> None:
         parts = parts_of(

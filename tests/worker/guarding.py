@@ -411,6 +411,29 @@ class UnfrozenIdle(UnfrozenParts):
     virtual_ranks = 2
 
 
+class SeveralModels(WithData):
+    """One model is called before the one that State is given first, and one is never called. Of three workers
+    one has no part of a batch."""
+
+    virtual_ranks = 2
+
+    def make(self) -> worker.State:
+        data = super().make().data
+        modules = {"model": linear(1), "encoder": linear(2), "idle": linear(3)}
+        parameters = [p for module in modules.values() for p in module.parameters()]
+        return worker.State(
+            **modules, optimizer=torch.optim.SGD(parameters, lr=0.05, momentum=0.9), data=data
+        )
+
+    def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
+        for x in batch:
+            y = state.model(state.encoder(x).tanh())
+            at("forward")
+            batch.backward(self.loss(y))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+
 class Contrastive(WithData):
     """Each batch is compared with those of the other workers, of which four have as many as each other."""
 
@@ -495,7 +518,7 @@ SCRIPTS: dict[str, type[Script]] = {
     for kind in (
         TwoModules, Apart, Adversaries, Closure, Lbfgs, Momentum, MomentumUnfrozen, Swapped, Averages, Sharp,
         Scaled, Unfrozen, UnfrozenParts, UnfrozenIdle, Beginning, Embedded, Late, Lengths, Contrastive,
-        LoneSample, Stale, Accumulated, Extra, Codebook,
+        LoneSample, Stale, Accumulated, Extra, Codebook, SeveralModels,
     )
 }  # fmt: skip
 STEPS = 8

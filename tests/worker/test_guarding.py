@@ -66,6 +66,18 @@ def test_a_worker_without_a_batch_wraps_anew_what_the_others_have_unfrozen(crew,
     assert weights[0] == weights[1] == weights[2]
 
 
+def test_a_worker_without_a_batch_adds_up_with_the_models_that_the_others_call_in_their_order(crew, tmp_path):
+    """One of the three workers that have a batch or none dies; the other two then have one each."""
+    accidents = [NOTHING, NOTHING, Accident("forward", 5)]
+    assert train(crew, tmp_path / "three", "SeveralModels", accidents) == [0, 0, -9]
+    with Crew() as other:
+        assert train(other, tmp_path / "two", "SeveralModels", [NOTHING, NOTHING]) == [0, 0]
+    [expected] = reads(tmp_path / "two", "0", "weights")
+    for name in "01":
+        [found] = reads(tmp_path / "three", name, "weights")
+        assert found == [pytest.approx(e, rel=1e-4, abs=1e-6) for e in expected]
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [

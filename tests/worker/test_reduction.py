@@ -45,7 +45,7 @@ def gradients(kind: dict[str, bool], wrapped: bool, accumulate: int) -> tuple[li
 
         count.__annotations__.clear()
         model.register_comm_hook(None, count)
-    reduction = Averaged([model])
+    reduction = Averaged({"model": model})
     found = []
     for number, samples in enumerate(BATCHES):
         x = torch.randn(samples, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))

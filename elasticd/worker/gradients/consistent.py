@@ -57,6 +57,9 @@ class Consistent:
 
     # ------------------------------------------------------------ what a step asks for
 
+    def begin(self, uneven: Callable[[], bool]) -> None:
+        """Sums here follow the parameters, in the same order in all workers."""
+
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
         if not self._under_way:

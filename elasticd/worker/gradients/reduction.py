@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticd.data.dealing import Portion
 from elasticd.worker.gradients.wrapping import Silence
 
+if TYPE_CHECKING:
+    from elasticd.worker.world.group import World
+
+_NONE: Final = ""  # in place of a model's name
+
 
 class Reduction(Protocol):
     """How a step of a State with data reduces gradients; one object for each world. The calls come in this
     order:
 
+        reduction.begin(uneven)                 # whether some workers have more parts of the step than others
         for part in parts:                      # this worker's, in order of virtual ranks; may be empty
             with reduction.part(part):
                 ...                             # the script computes the loss of that part,
@@ -33,6 +40,8 @@ class Reduction(Protocol):
 
     loss: torch.Tensor | None
 
+    def begin(self, uneven: Callable[[], bool]) -> None: ...
+
     def part(self, part: Portion) -> contextlib.AbstractContextManager[None]: ...
 
     def backward(self, loss: torch.Tensor, part: Portion) -> None: ...
@@ -46,25 +55,42 @@ class Averaged:
     """Leave the sum to DistributedDataParallel, which averages over the workers: once for each step, in the
     last part's backward pass.
 
-    ``models``: the models as State has wrapped them. ``wrap_anew`` wraps models again whose trainable
-    parameters have changed. Models that are not wrapped get weighted gradients, and the script adds them up.
+    ``models``: the models as State has wrapped them, by name. ``wrap_anew`` wraps models again whose
+    trainable parameters have changed. Models that are not wrapped get weighted gradients, and the script adds
+    them up. ``world``: where workers without a part learn which models a step calls; None: there is
+    only one model.
     """
 
     loss: torch.Tensor | None = None
 
     def __init__(
         self,
-        models: Collection[Any],
+        models: Mapping[str, Any],
         silence: Silence | None = None,
         wrap_anew: Callable[[], None] = lambda: None,
+        world: World | None = None,
     ) -> None:
         self._models = models
         self._silence = silence or Silence()
         self._wrap_anew = wrap_anew
+        self._world = world
+        self._uneven_steps = 0
+        self._order: CallOrder | None = None
 
     @property
     def _parallel(self) -> list[DistributedDataParallel]:
-        return [model for model in self._models if isinstance(model, DistributedDataParallel)]
+        return [model for model in self._models.values() if isinstance(model, DistributedDataParallel)]
+
+    def begin(self, uneven: Callable[[], bool]) -> None:
+        before, self._order = self._order, None
+        if self._world is not None and uneven():
+            self._order = CallOrder(self._world, self._uneven_steps, before)
+            self._uneven_steps += 1
+
+    def calls(self, name: str) -> None:
+        """Note that the script is about to call a model."""
+        if self._order is not None and torch.is_grad_enabled():
+            self._order.tell(name)
 
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
@@ -72,18 +98,66 @@ class Averaged:
             yield
 
     def backward(self, loss: torch.Tensor, part: Portion) -> None:
+        if part.last and self._order is not None:
+            self._order.end()
         world = dist.get_world_size() if self._parallel else 1
         (loss * (part.weight * world)).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, parts: list[Portion]) -> None:
-        if not parts:
-            self._wrap_anew()  # the other workers did so when they called the model
-        if not parts and self._parallel:
-            torch.stack([_of_nothing(model) for model in self._parallel]).sum().backward()  # type: ignore[no-untyped-call]
+        if parts:
+            return
+        self._wrap_anew()  # the other workers did so when they called the model
+        called = self._parallel if self._order is None else map(self._models.__getitem__, self._order.heard())
+        losses = [_of_nothing(model) for model in called if isinstance(model, DistributedDataParallel)]
+        if losses:
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         for model in self._parallel:
             model._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # the script may still use it
+
+
+class CallOrder:
+    """Which of several models a step calls, and in which order, for the workers without a part of the batch.
+
+    DistributedDataParallel adds up the gradients of the models that were called, in the reverse order of the
+    calls, and messages of one sum must meet those of the same sum. The last rank always has a part. It tells
+    each model, before the first call in the step, through the round's store.
+    """
+
+    def __init__(self, world: World, number: int, before: CallOrder | None) -> None:
+        """``number``: counts these objects in this world. ``before``: the one before. All workers have heard
+        of its calls if it had any, since they have added up gradients."""
+        self._world, self._number = world, number
+        self._told: list[str] = []
+        self._ended = world.rank != world.size - 1
+        if not self._ended and before is not None and len(before._told) > 1:
+            world.forget_values(before._key(at) for at in range(len(before._told)))
+
+    def tell(self, name: str) -> None:
+        """Tell the other workers that the script is about to call a model, unless they know."""
+        if not self._ended and name not in self._told:
+            self._tell(name)
+
+    def end(self) -> None:
+        """Tell the other workers that the step calls no further model."""
+        if not self._ended:
+            self._ended = True
+            self._tell(_NONE)
+
+    def heard(self) -> Iterator[str]:
+        """Yield the names of the models, each as soon as the step calls it. Raises WorldChanged."""
+        for at in itertools.count():
+            if (name := self._world.hear(self._key(at))) == _NONE:
+                return
+            yield name
+
+    def _tell(self, name: str) -> None:
+        self._world.tell(self._key(len(self._told)), name)
+        self._told.append(name)
+
+    def _key(self, at: int) -> str:
+        return f"call {at} of {self._number}"
 
 
 def _of_nothing(model: DistributedDataParallel) -> torch.Tensor:

@@ -17,7 +17,7 @@ import queue
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -182,6 +182,30 @@ class World:
             return self._await("outcome") == "done"
         except RuntimeError:
             return False
+
+    # ------------------------------------------------------------ values for other workers
+
+    def tell(self, key: str, value: str) -> None:
+        """Set a value that other workers ``hear``. Raises WorldChanged."""
+        with self.or_over():
+            self._store.compare_set(key, "", f"={value}")
+
+    def hear(self, key: str) -> str:
+        """Wait for a value that another worker tells. Raises WorldChanged."""
+        try:
+            value = self._await(key)
+        except RuntimeError as error:  # the store is lost
+            self.broken = self.broken or error
+            raise WorldChanged from error
+        if self.over or value == _LEFT:
+            raise WorldChanged
+        return value.removeprefix("=")
+
+    def forget_values(self, keys: Iterable[str]) -> None:
+        """Remove values that all workers have heard. Raises WorldChanged."""
+        with self.or_over():
+            for key in keys:
+                self._store.delete_key(key)
 
     # ------------------------------------------------------------ leaving
 
