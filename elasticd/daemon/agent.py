@@ -1,7 +1,7 @@
 """The agent as torch knows agents: a ``torch.distributed.elastic`` agent whose rounds come from etcd.
 
 Torch's own agent pulls: it asks a rendezvous handler for a world, then looks ten times a second at
-its workers. This one is told: the leader's rounds arrive by watch, exits by the process keeper, and
+its workers. This one is told: the leader's rounds arrive by watch, exits by the warden, and
 ``run`` only serves the inbox. What it says of itself (``RunResult``, ``WorkerGroup``) is torch's.
 """
 

@@ -17,9 +17,9 @@ from elasticd.daemon.pages import Pages
 from elasticd.daemon.saver import etcd_peers
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdLink, EtcdStore
-from elasticd.procs.keeper import Warden
 from elasticd.procs.logdest import Reify
 from elasticd.procs.output import Output
+from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log
 from elasticd.telemetry.http import HttpServer, Site

@@ -1,4 +1,4 @@
-"""Where workers' output goes: torch's LogsSpecs decides, the process keeper does it."""
+"""Where workers' output goes: torch's LogsSpecs decides, the warden does it."""
 
 from __future__ import annotations
 

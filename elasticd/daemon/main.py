@@ -36,8 +36,8 @@ from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import EtcdLink
-from elasticd.procs.keeper import Warden
 from elasticd.procs.quota import throttled_s
+from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log, runs
 from elasticd.telemetry.events import EventFile

@@ -16,7 +16,7 @@ from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.embedded import Embedded, fault_of
 from elasticd.etcd.errors import StoreError
-from elasticd.procs.keeper import KeeperError, Warden
+from elasticd.procs.warden_client import Warden, WardenError
 from elasticd.telemetry import log, runs
 
 
@@ -59,7 +59,7 @@ class Standalone:
     def wait_until_ready(self) -> EtcdAccess:
         """Raises CannotStart if it does not come up."""
         self._ready.wait()
-        if isinstance(self._error, StoreError | KeeperError | OSError):
+        if isinstance(self._error, StoreError | WardenError | OSError):
             raise CannotStart(str(self._error)) from self._error
         if self._error is not None:
             raise self._error
@@ -80,8 +80,8 @@ class Standalone:
                     self._ready.set()
                     return
                 log.get("elasticd.etcd").error("etcd.restart_failed", why=str(error))
-                if isinstance(error, KeeperError) or self._ending.wait(1.0):
-                    return  # without a keeper of processes the whole agent leaves
+                if isinstance(error, WardenError) or self._ending.wait(1.0):
+                    return  # without a warden the whole agent leaves
                 continue
             if not self._ready.is_set():
                 self._warn()

@@ -1,6 +1,6 @@
 """Leases that are renewed until released, and news about them.
 
-The keeper has its own thread and connection, so that renewals do not depend on anything else. The thread
+``LeaseKeeper`` has its own thread and connection, so that renewals do not depend on anything else. The thread
 never waits for a response: responses arrive in its inbox, and timeouts tell it when to send again.
 """
 
@@ -92,7 +92,7 @@ class LeaseKeeper:
         lasts_s: float | None = None,
     ) -> Lease:
         """Take a lease and renew it. ``news`` and ``failed`` (etcd refuses, with the reason) are called in
-        the keeper's thread, and must not block. ``lasts_s``: how long the lease lives without renewal, if
+        this object's thread, and must not block. ``lasts_s``: how long the lease lives without renewal, if
         longer than ``ttl_s``; it is renewed as often as a lease of ``ttl_s``."""
         lease = Lease(ttl_s, news, failed, lasts_s)
         self._actor.tell("hold", lease, None)

@@ -1,6 +1,6 @@
 """The processes of one node: start them, notice their end, and leave none behind.
 
-``warden`` is a small process that is the parent of all workers; ``keeper`` is the agent's end of its channel;
-``workers`` implements the core's ``Procs``. ``output`` carries what workers print, ``page`` reads their
-heartbeats, ``errorfile`` says why a worker failed. Linux only.
+``warden`` is a small process that is the parent of all workers. ``warden_client`` is the agent's end of its
+channel. ``workers`` implements the core's ``Procs``. ``output`` carries what workers print. ``page`` reads
+their heartbeats. ``errorfile`` says why a worker failed. Linux only.
 """

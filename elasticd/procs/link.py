@@ -17,8 +17,8 @@ from functools import partial
 from elasticd.channel.codec import BadMessage, ChannelClosed
 from elasticd.channel.framing import Channel, close_all, is_ours, listen, peer_of
 from elasticd.channel.worker_messages import AGENT_TO_WORKER, WORKER_TO_AGENT, AgentToWorker, WorkerToAgent
-from elasticd.procs.keeper import Warden
 from elasticd.procs.linux import started_at
+from elasticd.procs.warden_client import Warden
 
 _EARLY_MAX = 64
 
@@ -27,7 +27,7 @@ class WorkerLine:
     """The link of one worker, from before its start until after its end.
 
     ``heard`` is called with each message, and ``lost`` with the reason when the link ends other than by
-    ``hang_up``. Both are called in the keeper's thread.
+    ``hang_up``. Both are called in the warden client's thread.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class WorkerLine:
         self._started_at = 0
 
     def started(self, pid: int) -> None:
-        """Note the pid of the worker's process. Called in the keeper's thread."""
+        """Note the pid of the worker's process. Called in the warden client's thread."""
         self.pid, self._started_at = pid, started_at(pid)
         self._switchboard._is_known(self)
 
@@ -133,7 +133,7 @@ class Switchboard:
         self._warden.unwatch(self._socket)
         self._refuse_early()
 
-    # ------------------------------------------------------------ in the keeper's thread
+    # ------------------------------------------------------------ in the warden client's thread
 
     def _answer(self) -> None:
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elasticd.core import page as at
 from elasticd.core.page import Told, Use
-from elasticd.procs.leftovers import make_owned_dir
+from elasticd.procs.cleanup import make_owned_dir
 
 PAGE_BYTES = 4096  # the file continues with the worker's stacks, once they were asked for
 STACKS_BYTES_MAX = 1 << 22

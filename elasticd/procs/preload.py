@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.channel.warden_messages import Ended, ImportModules, Personal, ZygoteNews
-from elasticd.procs.keeper import Warden
 from elasticd.procs.page import VARIABLE
+from elasticd.procs.warden_client import Warden
 
 Say = Callable[..., object]
 
@@ -76,7 +76,7 @@ class Preload:
         self._generation += 1
         self._warden.unwatch(self._socket)
 
-    # ------------------------------------------------------------ in the keeper's thread
+    # ------------------------------------------------------------ in the warden client's thread
 
     def _told(self) -> None:
         """Take the names of imported modules from workers."""

@@ -116,7 +116,7 @@ class Worker:
         if hung:
             message = self.hung
         elif end.fenced:
-            message = end.error or "killed by its keeper: the agent had not said in time that it may run on"
+            message = end.error or "killed by its warden: the agent had not said in time that it may run on"
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail(), end.code)
         place = self._log_place()

@@ -26,13 +26,13 @@ from elasticd.core.ports import (
     WorkerReturned,
     WorkerWaiting,
 )
-from elasticd.procs.keeper import Warden
 from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify
 from elasticd.procs.output import Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
-from elasticd.procs.plumbing import Outlets, Plumbing
 from elasticd.procs.preload import Preload, Say
+from elasticd.procs.standard_files import Outlets, StandardFiles
+from elasticd.procs.warden_client import Warden
 from elasticd.procs.worker import Worker
 
 _LAST_OUTPUT_S = 0.1  # the last output of a dead worker arrives in microseconds, unless the console is stuck
@@ -95,7 +95,7 @@ class LocalProcs:
         self._cwd = str(cwd or os.getcwd())
         self._base_env = dict(os.environ if base_env is None else base_env)
         duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
-        self._plumbing = Plumbing(reify, output or Output(), role, line_prefix, duplicates, warn)
+        self._plumbing = StandardFiles(reify, output or Output(), role, line_prefix, duplicates, warn)
         self._heartbeat = heartbeat
         self._whole_group = whole_group
         self._say = say
@@ -339,7 +339,7 @@ class LocalProcs:
             if worker.held:
                 worker.tell(wire.Leave(worker.round, planned=True))
 
-    # ------------------------------------------------------------ from the keeper's thread
+    # ------------------------------------------------------------ from the warden client's thread
 
     def _heard(self, worker: Worker, message: wire.WorkerToAgent) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ import pytest
 
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment, Procs
-from elasticd.procs.keeper import Warden
+from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from tests.contract.heard import Heard
 from tests.sim.clock import Clock

@@ -233,7 +233,7 @@ def _signal(stage: Stage, name: str, signal: str) -> None:
     stage.agent(name).signal(signals.Signals[signal])
 
 
-@event(r"the keeper of N's workers is killed")
+@event(r"the warden of N's workers is killed")
 def _kill_keeper(stage: Stage, name: str) -> None:
     """The process that keeps them, so that they die with it."""
     agent = stage.agent(name)

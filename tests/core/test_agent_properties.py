@@ -41,7 +41,7 @@ EVENTS = {
     "port": 4,
     "signal": 1,
     "gone": 1,
-    "keeper": 1,
+    "warden": 1,
     "time": 4,
 }
 WEIGHTED = [kind for kind, weight in EVENTS.items() for _ in range(weight)]
@@ -170,7 +170,7 @@ def tell(one: Watched, kind: str, a: int, b: int) -> None:
             one.told(Signalled([15, 2][a % 2]))
         case "gone":
             one.told(ProcessGone(life("a", a % 2)))
-        case "keeper":
+        case "warden":
             one.running = {}
             one.told(KeeperLost())
         case _:

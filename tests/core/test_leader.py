@@ -145,7 +145,7 @@ def test_a_restarted_agent_means_its_old_node_is_lost_even_while_absence_does_no
 
 
 def test_a_node_that_let_go_of_a_live_round_is_as_good_as_lost() -> None:
-    """Its workers were fenced, or their keeper died: it is there, but nothing of the round is."""
+    """Its workers were fenced, or their warden died: it is there, but nothing of the round is."""
     plan = decide(live({"a": 2, "b": 2}, [node("a", released=5), node("b")]), NOW)
     assert plan.reasons == (RoundClosing(5, Cause.NODE_LOST, ("a",)),)
 

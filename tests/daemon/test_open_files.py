@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from elasticd.channel.warden_messages import Ended
-from elasticd.procs.keeper import Warden
+from elasticd.procs.warden_client import Warden
 
 PATIENCE_S = 60.0
 SAY = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"

@@ -63,7 +63,7 @@ from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.etcd.errors import StoreError, StoreRefused, StoreUnavailable, TokenExpired
-from elasticd.procs.keeper import KeeperError, Warden
+from elasticd.procs.warden_client import Warden, WardenError
 from tests.etcd.cluster import freeze
 
 
@@ -630,7 +630,7 @@ def test_a_saver_that_could_not_be_started_is_started_later(tmp_path, monkeypatc
     def fails_once(warden, *args, **kwargs):
         tries.append(args)
         if len(tries) == 1:
-            raise KeeperError("cannot fork: Resource temporarily unavailable")
+            raise WardenError("cannot fork: Resource temporarily unavailable")
         return spawn(warden, *args, **kwargs)
 
     monkeypatch.setattr(Warden, "spawn_service", fails_once)

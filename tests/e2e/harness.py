@@ -354,8 +354,8 @@ class Cluster:
 
     def kill_keeper(self, agent: Agent) -> None:
         """SIGKILL to the process that keeps an agent's workers."""
-        (keeper,) = (c for c in psutil.Process(agent.pid).children() if c.name() == "elasticd-warden")
-        keeper.kill()
+        (warden,) = (c for c in psutil.Process(agent.pid).children() if c.name() == "elasticd-warden")
+        warden.kill()
 
     def finish(self) -> None:
         """Let all workers end well, those that are still to come as well."""

@@ -193,9 +193,9 @@ def held(agent: Agent) -> dict[str, int]:
         return {"own": own["own_bytes"], "replicas": own["replica_bytes"]}
 
 
-@pytest.mark.parametrize("with_keeper", [False, True], ids=["the agent", "the agent and its keeper"])
+@pytest.mark.parametrize("with_warden", [False, True], ids=["the agent", "the agent and its warden"])
 def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
-    with_keeper: bool, clusters: Callable[[str | None], Cluster], shared_etcd: str
+    with_warden: bool, clusters: Callable[[str | None], Cluster], shared_etcd: str
 ) -> None:
     training = Training(clusters(shared_etcd), "train_gpt_fsdp")
     cluster = training.cluster
@@ -215,7 +215,7 @@ def test_memory_of_checkpoints_and_copies_is_shown_and_gone_when_it_is_killed(
 
     assert holders(cluster.mark)
     processes = [agent.pid for agent in agents]
-    if with_keeper:
+    if with_warden:
         children = [child for pid in processes for child in psutil.Process(pid).children()]
         processes += [child.pid for child in children if child.name() == "elasticd-warden"]
         assert len(processes) == 2 * len(agents)

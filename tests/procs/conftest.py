@@ -15,9 +15,9 @@ import pytest
 
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment
-from elasticd.procs.keeper import Warden
 from elasticd.procs.linux import children
 from elasticd.procs.output import Output
+from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from tests.procs.agents import PATIENCE_S
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elasticd.channel.warden_messages import Ended
-from elasticd.procs.keeper import Warden
+from elasticd.procs.warden_client import Warden
 from tests.procs.agents import (
     CALL,
     PATIENCE_S,
@@ -110,7 +110,7 @@ def test_a_killed_warden_takes_its_workers_along_and_the_agent_is_told(start: St
     exits = agent.hear("exited", 2)
     agent.hear("lost")
     assert [line["exit"]["code"] for line in exits] == [-9, -9]
-    assert "keeper" in exits[0]["exit"]["message"]
+    assert "warden" in exits[0]["exit"]["message"]
     assert all(line["exit"]["fenced"] for line in exits), "nobody is charged, also if this is heard first"
     wait_until_gone([ready["service"]])
     # A daemon that hides its origin cannot be told from the agent's own children.

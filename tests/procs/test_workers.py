@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from elasticd.core.page import ASTRAY
-from elasticd.procs.keeper import KeeperError
 from elasticd.procs.linux import children
 from elasticd.procs.logdest import LogDest
+from elasticd.procs.warden_client import WardenError
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench
 
@@ -374,7 +374,7 @@ def test_a_service_that_ignores_sigterm_is_killed(bench: Bench, tmp_path: Path) 
 
 
 def test_a_service_that_cannot_run_is_one_sentence(bench: Bench) -> None:
-    with pytest.raises(KeeperError, match="cannot run /no/etcd: No such file or directory"):
+    with pytest.raises(WardenError, match="cannot run /no/etcd: No such file or directory"):
         bench.warden.spawn_service(["/no/etcd"])
 
 
@@ -410,8 +410,8 @@ def test_whoever_starts_a_worker_when_the_keeper_is_gone_hears_of_its_end(bench:
     bench.warden._thread.join()
     bench.start(procs)
     (exit,) = bench.wait()
-    assert (exit.code, "keeper of processes is gone" in exit.message) == (127, True)
-    with pytest.raises(KeeperError, match="keeper of processes is gone"):
+    assert (exit.code, "warden is gone" in exit.message) == (127, True)
+    with pytest.raises(WardenError, match="warden is gone"):
         bench.warden.spawn_service(["/bin/true"])
 
 
@@ -428,5 +428,5 @@ def test_close_ends_everything_and_removes_what_was_to_be_removed(bench: Bench, 
     assert not any(map(is_running, [pid, *family.values()]))
     assert not folder.exists()
     assert not procs.page_dir.exists()
-    with pytest.raises(KeeperError, match="keeper"):
+    with pytest.raises(WardenError, match="warden"):
         bench.warden.spawn_service(["/bin/true"])

@@ -182,7 +182,7 @@ def test_a_member_whose_job_failed_stops_the_others_and_then_the_id_is_free_agai
 def test_a_superseded_node_cannot_close_the_new_world(nodes: Nodes) -> None:
     first, second = nodes.new(1, 2), nodes.new(1, 2)
     nodes.fill(first, second)
-    first._membership._link.keeper.close()  # its lease runs out while it looks away
+    first._membership._link.leases.close()  # its lease runs out while it looks away
     until(lambda: second.num_nodes_waiting() > 0, second)
     nodes.joined(second)
     first.shutdown()

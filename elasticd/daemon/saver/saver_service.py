@@ -22,7 +22,7 @@ from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport, 
 from elasticd.core.facts import Holder
 from elasticd.daemon.saver import HOLDER, OPTIONS
 from elasticd.etcd.access import EtcdAccess
-from elasticd.procs.keeper import KeeperError, Warden
+from elasticd.procs.warden_client import Warden, WardenError
 from elasticd.telemetry import describe, log
 
 _log = log.get("elasticd.saver")
@@ -139,7 +139,7 @@ class SaverService:
                     ended=ended,
                 )
                 return
-            except KeeperError as error:  # who asked for it waits
+            except WardenError as error:  # who asked for it waits
                 _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
 
     def hurry(self, _: object = None) -> None:

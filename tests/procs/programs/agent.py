@@ -12,8 +12,8 @@ import time
 from dataclasses import asdict
 
 from elasticd.core.ports import Assignment
-from elasticd.procs.keeper import Warden
 from elasticd.procs.output import Output
+from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 
 asked = json.loads(sys.argv[1])

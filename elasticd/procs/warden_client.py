@@ -60,7 +60,7 @@ _SPAWN_ANSWER_S = 30.0
 _STRAGGLERS_S = 5.0
 
 
-class KeeperError(RuntimeError):
+class WardenError(RuntimeError):
     """A process could not be started, or the warden is gone. The message is one sentence."""
 
 
@@ -95,7 +95,7 @@ class Warden:
         self._lost = False
         self._over = False  # the thread has ended
         self._keeper_lost: Callable[[], None] | None = None
-        self._thread = threading.Thread(target=self._listen, name="elasticd-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="elasticd-warden-client", daemon=True)
 
     @classmethod
     def start(cls, worker_files: int | None = None) -> Warden:
@@ -224,7 +224,7 @@ class Warden:
         """Start a helper process (such as etcd) that must not outlive the agent, and return its pid.
 
         Its output goes to ``output``, or is appended to ``log_path``. The process gets copies of ``stdin``,
-        ``output`` and ``also`` (descriptors 3 and on). Waits until the program runs; raises ``KeeperError``
+        ``output`` and ``also`` (descriptors 3 and on). Waits until the program runs; raises ``WardenError``
         if it cannot run. The fence and ``stop_workers`` do not affect services.
         """
         answered = threading.Event()
@@ -244,7 +244,7 @@ class Warden:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             log = os.dup(output) if output is not None else os.open(log_path, flags, 0o600)
         except OSError as error:
-            raise KeeperError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
+            raise WardenError(f"cannot write the log of {argv[0]}, {log_path}: {error.strerror}") from error
         given = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if stdin is None else os.dup(stdin)
         fds = [given, log, os.dup(log), *map(os.dup, also)]
         running = _Running(service_ended, "", True, 0, answer)
@@ -252,12 +252,12 @@ class Warden:
         id = self._spawn(lambda id: Spawn(id, program, service=True), program, fds, running)
         if not answered.wait(_SPAWN_ANSWER_S):
             self._tell(StopService(id, 0.0))  # the caller gives up
-            raise KeeperError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
+            raise WardenError(f"{argv[0]} did not start within {_SPAWN_ANSWER_S:.0f} s")
         match outcome[0]:
             case int(pid):
                 return pid
             case end:
-                raise KeeperError(end.error or f"{argv[0]} ended at once with code {end.code}")
+                raise WardenError(end.error or f"{argv[0]} ended at once with code {end.code}")
 
     def stop_service(self, pid: int, grace_s: float = 5.0) -> None:
         """Send SIGTERM, and SIGKILL after the grace. Returns at once; ``ended`` is called later."""
@@ -345,7 +345,7 @@ class Warden:
                 self._running[id] = running
         if lost:
             close_all(fds)
-            why = f"cannot run {program.argv[0]}: the keeper of processes is gone"
+            why = f"cannot run {program.argv[0]}: the warden is gone"
             end = Ended(id, 0, 127, time.time(), why)
             if running.service:
                 running.ended(end)
@@ -438,7 +438,7 @@ class Warden:
             self._process.kill()
             self._process.wait()
             self._kill_stragglers(list(left.values()))
-        error = "" if self._closing else "the keeper of this node's processes was killed"
+        error = "" if self._closing else "the warden of this node was killed"
         for id, running in left.items():
             # Reported as fenced, because the workers are not to blame.
             end = Ended(id, running.pid, -signal.SIGKILL, time.time(), error, fenced=bool(error))
@@ -464,7 +464,7 @@ class Warden:
                 kill_tree(pid)
             for pid in ours:
                 _reap(pid, give_up_at)
-        _log.error("processes of the killed keeper would not die: %s", ours)
+        _log.error("processes of the killed warden would not die: %s", ours)
 
 
 def _reap(pid: int, give_up_at: float) -> None:
@@ -494,4 +494,4 @@ def _call(call: Callable[[], None]) -> None:
     try:
         call()
     except Exception:  # noqa: BLE001  # a failing callback must not end the thread
-        _log.exception("a callback of the keeper failed")
+        _log.exception("a callback of the warden client failed")

@@ -26,7 +26,7 @@ class Outlets:
     filtered: Mapping[int, Filtered] = field(default_factory=dict)
 
 
-class Plumbing:
+class StandardFiles:
     """Connects the workers of a node; ``LocalProcs`` explains the arguments. ``duplicates``: filters, by
     stream.
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elasticd.procs.leftovers import make_owned_dir, sweep
+from elasticd.procs.cleanup import make_owned_dir, sweep
 from elasticd.procs.linux import started_at
 
 MAKE = """
 import sys
-from elasticd.procs.leftovers import make_owned_dir
+from elasticd.procs.cleanup import make_owned_dir
 print(make_owned_dir(sys.argv[1], "ELASTICD_PAGE"), flush=True)
 sys.stdin.read()
 """
