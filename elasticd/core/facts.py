@@ -210,11 +210,11 @@ class Exit:
     end of its stderr. If stderr names no error, the message is ``LAST_OUTPUT`` and the last line. ``log``:
     the path of its output, on its node.
 
-    ``fenced``: it was killed because its node's lease was running out. ``hung``: it was killed because it
-    hung; ``message`` says where. ``fatal``: it asked for the job's end before it ended. ``astray``: it ended
-    to go back to a checkpoint, since a value was not finite at this step of the job. ``node_fault``: it
-    failed while its node's disk was full and its output could not be written; no failure is charged.
-    ``raised``: it announced that an exception of its own ends it.
+    ``fenced``: the worker was killed because its node's lease was running out. ``hung``: the worker was
+    killed because it hung; ``message`` says where. ``fatal``: the worker asked for the job's end. ``astray``:
+    the worker ended to go back to a checkpoint, since a value was not finite at this step of the job.
+    ``node_fault``: the worker failed while its node's disk was full; no failure is charged. ``raised``: the
+    worker announced that its own exception ends it.
     """
 
     slot: int
@@ -344,7 +344,7 @@ class Report:
 
     @property
     def ends(self) -> int:
-        """A number that grows with each end of a worker that the report tells, and with the first steps."""
+        """A number that grows with each worker's end in the report, and with the first steps."""
         return len(self.exits) + self.finished + (self.steps > 0)
 
 
@@ -375,7 +375,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Astray:
-    """The count of returns to a checkpoint since the training last came further than ever, to ``step``. Each
+    """The count of returns to a checkpoint since the training reached ``step``, its furthest step. Each
     return follows a value that was NaN or infinite."""
 
     step: int
@@ -384,8 +384,8 @@ class Astray:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The count of rounds in a row in which workers lost each other without getting beyond ``step``, and the
-    time ``since`` the first of them."""
+    """The count of rounds in a row in which workers lost each other and made no step beyond ``step``.
+    ``since``: the time of the first of these rounds."""
 
     step: int
     times: int
@@ -397,8 +397,8 @@ class Budget:
     """The restart budget. Key ``budget``, no lease; only the leader writes it.
 
     ``charges``: the charges within the window, oldest first. ``total``: the number of all charges ever.
-    ``astray`` is kept beyond the window, since the way to its step may be longer. ``apart`` is not charged,
-    but limited. ``stepped``: a failed round showed a step, so a round that shows none made none.
+    ``astray`` is kept beyond the window, since the job may take longer to reach its step. ``apart`` is
+    limited, but not charged. ``stepped``: a failed round showed a step, so a round that shows none made none.
     """
 
     charges: tuple[Charge, ...] = ()
@@ -573,9 +573,10 @@ class Leadership:
 class Saved:
     """One committed checkpoint.
 
-    ``name``: its folder, never used again. ``step``: the last step it holds. ``round`` and ``world``: the
-    round that saved it, and its size. ``at``: seconds since the epoch. ``size``: bytes in all. ``digest``:
-    xxh3 of the manifest, which has the digests of all other files.
+    ``name``: the checkpoint's folder; a name is never used again. ``step``: the last step in the checkpoint.
+    ``round`` and ``world``: the round that saved the checkpoint, and its world size. ``at``: seconds since
+    the epoch. ``size``: bytes in all. ``digest``: xxh3 of the manifest, which has the digests of all other
+    files.
     """
 
     name: str

@@ -13,8 +13,8 @@ from elasticd.core.ports import Answer, Entry, Guard, LeaseNews, WorkerNews, Wri
 
 @dataclass(frozen=True, slots=True)
 class Saw:
-    """News of a key that every agent watches: spec, round, leader, and its own node. ``fact`` is None where
-    the key does not exist."""
+    """News of a key that every agent watches: spec, round, leader, and its own node. The entry's ``fact`` is
+    None if the key does not exist."""
 
     entry: Entry
 
@@ -154,9 +154,9 @@ class StartWorkers:
 class LeaveRound:
     """Have the workers leave the round.
 
-    Workers that can leave are told to: at a commit that all agree on if ``planned``, else at once. They are
-    killed after ``leave_s``, unless it is None. The others get the signal, and are killed after ``grace_s``.
-    ``going``: none of these workers will be in the next round.
+    Linked workers are told to leave: at a commit that all agree on if ``planned``, else at once. Linked
+    workers are killed after ``leave_s``, unless it is None. Other workers get the signal, and are killed
+    after ``grace_s``. ``going``: none of these workers will be in the next round.
     """
 
     planned: bool

@@ -1,4 +1,4 @@
-"""The ports of the core's driver: a store, the workers' processes, and an inspector of them.
+"""The ports of the core's driver: a store, the workers' processes, an inspector, and the rounds' stores.
 
 The daemon implements the ports with etcd and real processes, the simulator with simulated ones. One contract
 suite for each port tests both. No call blocks: every request ends with a callback, and "unknown" is a
@@ -273,8 +273,8 @@ class Procs(Protocol):
         """
 
     def stop(self, signal: int, grace_s: float, slots: tuple[int, ...] | None = None) -> None:
-        """Send the signal to the workers of these slots (None: to all), and SIGKILL after ``grace_s`` to
-        those that are left. Return at once.
+        """Send the signal to the workers of these slots (None: to all). Send SIGKILL to the workers that are
+        left after ``grace_s``. Return at once.
 
         Descendants that a worker leaves behind are killed when the worker ends. Another call with a shorter
         grace shortens the grace.

@@ -38,7 +38,7 @@ class AwaitingRelease:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingHeirs:
-    """The leaving nodes alone hold the state. Others get ready to take it until ``until``."""
+    """The leaving nodes alone hold the state. They stay until ``until`` to hand the state over."""
 
     nodes: tuple[str, ...]
     until: float
@@ -53,7 +53,7 @@ class AwaitingCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingReturn:
-    """Members are not registered. etcd was away, so they may come back until ``until``."""
+    """Members are not registered. etcd was away, so the members may come back until ``until``."""
 
     nodes: tuple[str, ...]
     until: float
@@ -253,7 +253,7 @@ class BeganAgain:
 
 @dataclass(frozen=True, slots=True)
 class Expelled:
-    """A newer round was formed without this node, so this node's workers of the older round are killed."""
+    """A newer round was formed without this node, so its workers of the older round are killed."""
 
     running: int
     newest: int
@@ -283,8 +283,7 @@ class StoreBack:
 
 @dataclass(frozen=True, slots=True)
 class StoreFull:
-    """etcd takes no writes. ``why`` says what to do. The workers go on, and the world stays as it is until
-    then."""
+    """etcd takes no writes, so the world stays as it is. The workers go on. ``why`` says what to do."""
 
     why: str
 
