@@ -1,1 +1,1 @@
-"""The loop that ties a node together: events into the core, its actions out to the edges."""
+"""The agent of one node: its loop gives events to the core, and the core's actions to the edges."""

@@ -1,8 +1,7 @@
-"""The agent as torch knows agents: a ``torch.distributed.elastic`` agent whose rounds come from etcd.
+"""A ``torch.distributed.elastic`` agent whose rounds come from etcd.
 
-Torch's own agent pulls: it asks a rendezvous handler for a world, then looks ten times a second at
-its workers. This one is told: the leader's rounds arrive by watch, exits by the warden, and
-``run`` only serves the inbox. What it says of itself (``RunResult``, ``WorkerGroup``) is torch's.
+Torch's own agent polls a rendezvous handler and its workers. This agent polls nothing: a watch delivers the
+leader's rounds, the warden delivers exits, and ``run`` serves the inbox.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from elasticd.daemon.inbox import Inbox
 
 
 def worker_spec(config: RunConfig) -> WorkerSpec:
-    """What torch calls the command, its slots and its role."""
+    """Return the command, the slots and the role as torch's ``WorkerSpec``."""
     return WorkerSpec(
         role=config.role,
         local_world_size=config.slots,
-        rdzv_handler=None,  # type: ignore[arg-type]  # rounds are not asked for, they arrive
+        rdzv_handler=None,  # type: ignore[arg-type]  # rounds come from etcd
         entrypoint=config.command.target,
         args=config.command.args,
         max_restarts=config.policy.restarts_max,
@@ -39,7 +38,7 @@ def worker_spec(config: RunConfig) -> WorkerSpec:
 
 
 class Agent(ElasticAgent):
-    """One node's agent. ``routine`` is called from time to time while it runs; see ``Inbox.serve``."""
+    """One node's agent. ``routine``: see ``Inbox.serve``."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Agent(ElasticAgent):
         )
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """This node's workers in the present round, as a copy."""
+        """Return a copy of this node's workers in the present round."""
         group = WorkerGroup(self._spec)
         crew = self._driver.state.crew
         if crew is None:
@@ -99,7 +98,7 @@ class Agent(ElasticAgent):
 
     @property
     def failure(self) -> Failure | None:
-        """What the job failed of, if it did."""
+        """The failure that ended the job; None if there is none."""
         round = self._driver.state.round
         return round.failure if round and round.phase is Phase.ENDED else None
 

@@ -1,4 +1,4 @@
-"""The command line of a worker, as torchrun makes it."""
+"""The command line of a worker, the same as torchrun's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LOCAL_RANK_MACRO = "${local_rank}"  # torch.distributed.elastic.utils.macros
 
 
 def worker_command(config: RunConfig) -> Callable[[Assignment], list[str]]:
-    """What makes the argv of each worker. Raises CannotStart where NUMA binding is asked for and
-    cannot be had."""
+    """Return a function that makes a worker's argv. Raise CannotStart if the configuration asks for NUMA
+    binding and this machine cannot provide it."""
     command = config.command
     if command.kind is CommandKind.PROGRAM:
         argv = [command.target]
@@ -38,7 +38,7 @@ def _numa(mode: str | None) -> Callable[[list[str], Assignment], list[str]]:
     if mode is None:
         return lambda argv, _: argv
     try:
-        from torch.numa import binding  # torchrun's own; private, but the option is its promise
+        from torch.numa import binding  # private, but torchrun's option --numa-binding uses it
 
         wrap = binding._maybe_wrap_command_args_with_numa_binding
     except (ImportError, AttributeError):
@@ -46,7 +46,7 @@ def _numa(mode: str | None) -> Callable[[list[str], Assignment], list[str]]:
     if shutil.which("numactl") is None:
         raise CannotStart("--numa-binding needs the program numactl, which is not installed here")
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-    # Torch before 2.14 calls it by its other name.
+    # The parameter is ``gpu_index`` before torch 2.14.
     index = "gpu_index" if "gpu_index" in inspect.signature(wrap).parameters else "device_index"
 
     def bound(argv: list[str], assignment: Assignment) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an agent is told to do, checked and complete. Made by the command line, or by hand."""
+"""The configuration of an agent. ``elasticd.cli`` checks and makes it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elasticd.telemetry.http import Tls
 class CommandKind(StrEnum):
     SCRIPT = "script"  # python -u job.py
     MODULE = "module"  # python -u -m package.job
-    PROGRAM = "program"  # --no-python: as it stands
+    PROGRAM = "program"  # --no-python
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What every worker runs. ``args`` are the user's own, untouched."""
+    """The command that every worker runs. ``args``: the user's arguments, unchanged."""
 
     kind: CommandKind
     target: str
@@ -31,8 +31,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """Torchrun's log options, in its own notation: ``redirects`` and ``tee`` such as "3" or
-    "0:1,1:2"; ``line_prefix`` is its TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
+    """Torchrun's log options. ``redirects`` and ``tee`` have torchrun's notation, such as "3" or "0:1,1:2".
+    ``line_prefix``: torchrun's TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
 
     dir: Path | None = None
     redirects: str = "0"
@@ -46,21 +46,24 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """One agent of one job. ``etcd`` is None for a standalone run on an embedded etcd.
+    """The configuration of one agent of one job.
 
-    ``slots`` is how many workers this node offers to run. ``etcd_grace_s``: how long etcd may be
-    away before the agent gives up with exit code 4; ``etcd_wait_s``: the same before it has joined,
-    where None is a few seconds and exit code 2. ``env``: added to every worker's environment.
-    ``http``: the host and port that metrics are served at; None for nowhere. ``http_tls``: with these files;
-    ``http_token``: to who knows it.
-    ``fingerprint``: tells this script from another one of the same name. ``fresh_start``: no worker
-    is forked from a process that has imported what it imports. ``spares``: how many of the slots are
-    for workers that wait to replace others. ``replicate``: how many other nodes hold a copy of this
-    one's shards in memory, 0 or 1. ``checkpoint_rate``: bytes per second that this node writes of
-    checkpoints at most. ``patience``: with workers that make
-    no steps; None to wait for ever. ``audit``: workers note what they use and commit, and a digest of
-    the weights after every so many steps; None: they do not. ``door``: the hosts and the port at which
-    workers find the store of any round, besides its own; None for none.
+    * ``fingerprint``: identifies the script among scripts of the same name.
+    * ``slots``: the number of workers that this node offers to run. ``spares``: how many of these slots are
+      for standbys that replace other workers.
+    * ``etcd``: None for a standalone run on an embedded etcd.
+    * ``etcd_grace_s``: how long etcd may be away before the agent ends with exit code 4.
+    * ``etcd_wait_s``: the same before the agent has joined. None: a few seconds, and exit code 2.
+    * ``fresh_start``: start each worker as a new process instead of a fork of the zygote.
+    * ``replicate``: how many other nodes hold a copy of this node's shards in memory, 0 or 1.
+    * ``checkpoint_rate``: the most bytes of checkpoints that this node writes per second.
+    * ``http``: the host and port of the agent's pages; None: no pages. ``http_token``: the token that private
+      pages require.
+    * ``patience``: bounds for the time without a step; None: no limit.
+    * ``audit``: the steps between two digests of the weights; workers also record samples and commits. None:
+      no audit.
+    * ``door``: the hosts and the port that lead to the store of any round (``--master-port``).
+    * ``env``: variables added to every worker's environment.
     """
 
     job: str
@@ -93,8 +96,8 @@ class RunConfig:
 
     @property
     def for_the_library(self) -> tuple[tuple[str, Use], ...]:
-        """The options that were given and do nothing by themselves, each with the parts of
-        ``elasticd.worker`` that it is for."""
+        """The given options that have an effect only on scripts that use ``elasticd.worker``. Each comes with
+        the part of ``elasticd.worker`` that the script must use."""
         given = {
             "--checkpoints": ("ELASTICD_CHECKPOINTS" in self.env, Use.CHECKPOINTS),
             "--checkpoint-every": ("ELASTICD_CHECKPOINT_EVERY" in self.env, Use.CHECKPOINTS),

@@ -1,7 +1,7 @@
-"""The course of a run: the job's status over time, in the run's folder, of which the report is made.
+"""The course of a run: the job's status over time, written to the run's folder. ``elasticd report`` reads it.
 
-A line has fields of the status, and what this node's slots have done so far. There is a line every second at
-first, and fewer the longer the run lasts: a few thousand lines tell of a week.
+A line has fields of the status, and the steps and times of this node's slots. The lines begin one second
+apart and become rarer as the run lasts: a run of a week has a few thousand lines.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.status import JobStatus
 
 FIRST_S = 1.0
-SHARE = 400  # of the time that there is to tell of
+SHARE = 400  # the time between two lines is at least this fraction (1/400) of the run's time
 
 
 class Course:
-    """``note`` whenever something was measured. ``began_at``: of the agent, seconds since the epoch."""
+    """Call ``note`` after each measurement. ``began_at``: the agent's start, in seconds since the epoch."""
 
     def __init__(self, file: EventFile, began_at: float) -> None:
         self._file = file
@@ -28,8 +28,7 @@ class Course:
         self._before: tuple[int, str] | None = None
 
     def note(self, s: JobStatus, ledger: Ledger, metrics: Metrics, *, last: bool = False) -> None:
-        """Write one line of the status, if a line is due, or the round or its phase has changed. ``last``: in
-        any case."""
+        """Write a line if one is due, if the round or its phase has changed, or if this is the ``last``."""
         if s.at < self._due and (s.round, s.phase) == self._before and not last:
             return
         self._before = (s.round, s.phase)

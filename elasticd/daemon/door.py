@@ -1,8 +1,8 @@
-"""``--master-port``: a port of the user's choosing that leads to the store of the round at hand.
+"""``--master-port``: a port that the user chooses and that leads to the store of the present round.
 
-Each round has a store of its own, at a new port, which MASTER_PORT names. But a script may name the port it
-was given itself, as ``init_method="tcp://HOST:PORT"``, and torch has all its ranks be clients there. So what
-connects to this port is passed on, byte for byte, to the store of the round that this node's workers are in.
+Each round has its own store, at a new port, and MASTER_PORT names that port. A script may instead name a
+fixed port, as in ``init_method="tcp://HOST:PORT"``. The door forwards connections to the fixed port to the
+store of the round that this node's workers are in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Door:
-    """Listens from when it is made until ``close``. Raises OSError where it cannot."""
+    """Listens until ``close``. The constructor raises OSError if it cannot listen."""
 
     def __init__(self, hosts: Iterable[str], port: int) -> None:
         self._listeners: list[socket.socket] = []
@@ -42,7 +42,7 @@ class Door:
         self.close()
 
     def leads_to(self, store: str) -> None:
-        """``store``: HOST:PORT of the round that begins. Who connects from now on gets there."""
+        """Forward new connections to ``store``, the HOST:PORT of the round that begins."""
         host, _, port = store.rpartition(":")
         self._store = host.strip("[]"), int(port)
 
@@ -72,9 +72,9 @@ class Door:
         await asyncio.sleep(0)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until either end has closed."""
+        """Forward both directions until either end has closed."""
         with contextlib.closing(writer), contextlib.suppress(OSError):
-            if self._store is None:  # no round yet, so this is none of our workers
+            if self._store is None:  # no round yet, so the client is no worker
                 return
             theirs, to_store = await asyncio.open_connection(*self._store)
             with contextlib.closing(to_store):

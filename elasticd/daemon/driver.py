@@ -1,8 +1,7 @@
-"""Ties the pure agent and leader to a store and to processes; the simulator drives the same code.
+"""Ties the pure agent and leader to a store and to processes. The simulator uses the same code.
 
-Single-threaded: ``handle`` is called with one event at a time. The edges call back from wherever
-they like; those calls only go through ``post``, which the daemon makes an inbox and the simulator
-a scheduled call.
+``handle`` is called with one event at a time, on one thread. Edges may call back on any thread: a callback
+only calls ``post``. The daemon's ``post`` is an inbox, the simulator's a scheduled call.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ LEADER_RETRY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class LeaderSaw:
-    """News of what only the leader watches. ``term`` tells it from news of an earlier leadership."""
+    """News of keys that only the leader watches. ``term``: the leadership that watches the keys."""
 
     term: int
     scope: str
@@ -82,10 +81,13 @@ Happening = Event | LeaderSaw | LeaderAnswered | Looked | EvidenceKept | HangSai
 
 @dataclass(slots=True)
 class _Term:
-    """One leadership. ``shown_from``: the view must have reached this revision of the round before
-    the next decision, since our own last write made it. ``asked``: the writes under way. ``retry_at``: not
-    before this time. ``tried``: why the last write was wanted, if it was not done: it is said once, however
-    often it is tried."""
+    """One leadership.
+
+    ``asked``: the writes under way. ``shown_from``: the revision of the leader's own last write of the round;
+    the view must reach this revision before the next decision. ``retry_at``: the earliest time of the next
+    decision. ``waiting``: why the job waits. ``tried``: the reasons of a write that is not done yet; a retry
+    does not log them again.
+    """
 
     number: int
     created: int
@@ -99,8 +101,8 @@ class _Term:
 
 
 class Driver:
-    """One agent. Call ``begin``, then ``handle`` for each event that ``post`` was given, and again
-    with ``messages.Tick()`` at ``wake_at``; ``left`` is set when it is over."""
+    """The driver of one agent. Call ``begin``, then ``handle`` with each posted event, and with
+    ``messages.Tick()`` at ``wake_at``. ``left`` is set once the agent has left the job."""
 
     def __init__(
         self,
@@ -137,22 +139,22 @@ class Driver:
         self._trust_absence_from = 0.0
         procs.listen(self._post)
 
-    # ------------------------------------------------------------ what others may look at
+    # ------------------------------------------------------------ the leader's view
 
     @property
     def view(self) -> leader.View | None:
-        """The leader's view, while this agent leads."""
+        """The leader's view; None unless this agent leads."""
         return self._term.view if self._term else None
 
     @property
     def waiting(self) -> tuple[Reason, ...]:
-        """Why the job waits, while this agent leads."""
+        """Why the job waits; empty unless this agent leads."""
         return self._term.waiting if self._term else ()
 
     # ------------------------------------------------------------ events
 
     def begin(self) -> None:
-        """Take a lease and follow the keys that matter to every agent."""
+        """Take a lease and watch the keys that every agent follows."""
         self._store.hold_lease(lambda news: self._post(LeaseChanged(news)))
         if self._hangs is not None:
             self._hangs.begin(self._post)
@@ -172,7 +174,7 @@ class Driver:
                     return
                 before, self._term.view = self._term.view, leader.see(self._term.view, seen, scope, now)
                 if scope == "paces/" and self._term.view.comparison.found is before.comparison.found:
-                    return  # one node's paces of many, from which nothing follows yet
+                    return  # the new paces change no finding
             case LeaderAnswered(term, answer):
                 if self._term and self._term.number == term:
                     self._leader_answered(self._term, answer, now)
@@ -194,8 +196,8 @@ class Driver:
             self._wake_by(self._timekeeper.wake_at)
 
     def _report(self, put: Put | None) -> None:
-        """Write what nobody waits for: the next write makes up for a lost one. Paces are not written where
-        the leader's node is alone in its round, as no other agent has a part in them."""
+        """Write without waiting for the answer, since the next write replaces a lost one. If the leader's
+        node is alone in its round, its paces go to the leader's view and not to etcd."""
         state = self.state
         if put is None:
             return
@@ -226,11 +228,12 @@ class Driver:
             self._perform(action)
 
     def _note_absences(self, before: agent.State, event: Event, now: float) -> None:
-        """After an outage, and when this agent itself is new, others may be about to register."""
+        """Trust no absence for one TTL after an outage, and after this agent registers: other agents may be
+        about to register."""
         returned = before.etcd.silent is not None and self.state.etcd.silent is None
         arrived = self.state.registered and not before.registered
         ttl_s = (self.state.spec or self.state.wanted).policy.node_ttl_s
-        # An answer that took long: etcd stood still, and may have dropped leases when it went on.
+        # A late answer means that etcd was stopped, and may have dropped leases when it resumed.
         stalled = (
             isinstance(event, LeaseChanged)
             and isinstance(event.news, Held)

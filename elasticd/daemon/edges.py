@@ -1,4 +1,4 @@
-"""The edges of an agent, made as its config wants them."""
+"""Functions that make the edges of an agent from its configuration."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ LEASE_ALONE_S = 30 * 86_400.0
 def store(
     config: RunConfig, link: EtcdLink, post: Callable[[StoreComplained | StoreFilled], None]
 ) -> EtcdStore:
-    """The job in etcd. Complaints are logged, and those told to the agent that it cannot go on with."""
+    """Return the job's store in etcd. Errors are logged; errors that stop the agent are also posted."""
     logged = ""
 
     def complained(error: StoreError) -> None:
         nonlocal logged
-        if str(error) != logged:  # each watch has the same one
+        if str(error) != logged:  # every watch reports the same error
             logged = str(error)
             log.get("elasticd.agent").warning("etcd.complaint", why=logged)
         needed = isinstance(error, BadRecord) and error.key in ("spec", "round", f"nodes/{config.node}")
         if needed or isinstance(error, NewerRecord) or not isinstance(error, BadRecord):
             post(StoreComplained(str(error), forgot=isinstance(error, HistoryLost)))
 
-    # An etcd of our own ends with us: nobody else waits for our lease to run out, however late we are.
+    # The embedded etcd ends with the agent: no other agent waits for this lease to run out.
     lasts_s = LEASE_ALONE_S if config.etcd is None else None
     return EtcdStore(
         link,
@@ -58,7 +58,7 @@ def store(
 def procs(
     config: RunConfig, warden: Warden, view: TerminalView, reify: Reify, clock: Callable[[], float]
 ) -> LocalProcs:
-    """The node's workers, whose output goes to the view."""
+    """Return the node's workers. Their output goes to the view."""
     output = Output(_Console(view))
     output.follow_window_size()
     logger = log.get("elasticd.agent")
@@ -86,7 +86,8 @@ def procs(
 
 
 def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
-    """Where the agent can be looked at over HTTP. Nobody's training fails because that cannot be."""
+    """Serve the agent's pages and return their URL, or "off". A failure is logged and does not stop
+    training."""
     if config.http is None:
         return "off"
     host, port = config.http
@@ -106,8 +107,8 @@ def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
 
 
 def open_door(config: RunConfig, cleanup: ExitStack) -> Door | None:
-    """What leads to the round's store from a port that the user has named. A script that goes by MASTER_PORT
-    needs none."""
+    """Open the door if the user named a port. A failure is logged, since a script that reads MASTER_PORT
+    needs no door."""
     if config.door is None:
         return None
     hosts, port = config.door
@@ -119,7 +120,8 @@ def open_door(config: RunConfig, cleanup: ExitStack) -> Door | None:
 
 
 def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
-    """Where other nodes' shards come to; they are held in the memory of one node more, or of none."""
+    """Return the socket for other nodes' shards and its address; None without replication. Raise CannotStart
+    if the agent cannot listen."""
     if not config.replicate:
         return None
     try:
@@ -129,7 +131,7 @@ def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
 
 
 class _Console:
-    """The view, as the output pump wants it."""
+    """The view as the console of ``procs.output.Output``."""
 
     def __init__(self, view: TerminalView) -> None:
         self._view = view

@@ -1,8 +1,8 @@
-"""What keeps an agent from starting."""
+"""The error of an agent that cannot start."""
 
 from __future__ import annotations
 
 
 class CannotStart(Exception):
-    """The input or the machine does not allow it. Its text is one sentence for a person, who can
-    put it right; the exit code is 2."""
+    """The input or the machine does not let the agent start. The message is one sentence that says what to
+    do. The exit code is 2."""

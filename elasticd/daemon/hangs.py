@@ -1,4 +1,4 @@
-"""Ties ``core.hang`` to whoever looks at workers, and to the store; the simulator drives the same code."""
+"""Ties ``core.hang`` to the inspector and the store. The simulator uses the same code."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ News = Looked | EvidenceKept | HangSaid | TakenBack
 
 
 class Hangs:
-    """Call ``begin``, then ``handle`` for each event that ``post`` was given, and ``attend`` at
-    ``wake_at``."""
+    """Call ``begin``, then ``handle`` with each posted event, and ``attend`` at ``wake_at``."""
 
     def __init__(self, patience: Patience, inspector: Inspector, store: Store) -> None:
         self.wake_at: float | None = None
-        self.hung = (0, 0.0)  # the round that was found to hang last, and when
+        self.hung = (0, 0.0)  # the last round that hung, and the time of the verdict
         self._inspector = inspector
         self._store = store
         self._watching = watching.start(patience, inspector.now())
@@ -57,11 +56,11 @@ class Hangs:
 
     @property
     def allowed(self) -> Allowance | None:
-        """How long workers may go without a step, as the job's steps have taught so far."""
+        """How long workers may make no step, learned from the job's steps."""
         return self._watching.allowed
 
     def leaving_s(self, state: State) -> float:
-        """How long leaving a round may take at least."""
+        """Return the least time, in seconds, that workers get to leave a round."""
         return watching.leaving_s(self._watching) if state.crew is not None else 0.0
 
     def attend(self, state: State, now: float, say: Callable[[Reason], None]) -> None:
@@ -84,7 +83,7 @@ class Hangs:
                 todo += self._perform(action, state)
 
     def _perform(self, action: Action, state: State) -> tuple[Event, ...]:
-        """What follows from it at once."""
+        """Perform the action and return the events that follow at once."""
         match action:
             case ReadSteps(known):
                 return (StepsRead(self._inspector.steps(known)),)
@@ -105,7 +104,7 @@ class Hangs:
         return ()
 
     def _write(self, write: Write, state: State, done: News | None = None) -> None:
-        """``done``: what follows once it is. A lost one is made up for by the next look."""
+        """Write a key, and post ``done`` once the write is applied. The next look replaces a lost write."""
 
         def answered(answer: Answer) -> None:
             if done is not None and isinstance(answer, Applied):

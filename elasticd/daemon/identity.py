@@ -1,4 +1,4 @@
-"""Who this agent is: to the job, to its workers, and to the machine."""
+"""The identity of an agent: its first state, its workers' environment, and its machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from elasticd.procs.linux import started_at
 
 
 def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float) -> State:
-    """A new incarnation of the node, before anything has happened to it. ``store_port``: where it hosts
-    the store of the first round that it leads."""
+    """Return the first state of a new incarnation. ``store_port``: the port of the first round's store that
+    this node hosts."""
     return State(
         Identity(
             node=config.node,
@@ -27,7 +27,7 @@ def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float)
             host=host_identity(),
             pid=os.getpid(),
         ),
-        Spec(  # what this agent would have the job be, if it is the first
+        Spec(  # written if this agent is the job's first
             asked=config.limits,
             limits=config.limits,
             script=config.command.target,
@@ -47,10 +47,11 @@ def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float)
 
 
 def setting_of(config: RunConfig, saver: str, began_at: float, *, holds: bool) -> Setting:
-    """What workers find in their environment, whatever the round. ``holds``: copies for other nodes."""
+    """Return the part of the workers' environment that is the same in every round. ``holds``: this node holds
+    copies for other nodes."""
     audit = {}
     if config.audit is not None:
-        # Rounds are counted in etcd, and one of our own is as old as this agent.
+        # An embedded etcd counts rounds from 0 in each run, so the agent's start identifies the run.
         series = f"{began_at:017.6f}" if config.etcd is None else ""
         audit = {auditnotes.EVERY: str(config.audit), auditnotes.SERIES: series}
     return Setting(
@@ -71,7 +72,7 @@ def setting_of(config: RunConfig, saver: str, began_at: float, *, holds: bool) -
 
 
 def visible_devices(slots: int) -> tuple[str, ...]:
-    """The GPUs behind the slots, as CUDA_VISIBLE_DEVICES names them; harmless where there are none."""
+    """Return the GPUs of the slots, by their names in CUDA_VISIBLE_DEVICES. The machine may have none."""
     told = os.environ.get("CUDA_VISIBLE_DEVICES")
     if told is not None:
         return tuple(part.strip() for part in told.split(",") if part.strip())
@@ -79,12 +80,12 @@ def visible_devices(slots: int) -> tuple[str, ...]:
 
 
 def host_identity() -> str:
-    """Tells this machine, since it booted, from all others. psutil has no boot id, and its ``boot_time``
-    moves when the clock is set."""
+    """Return a name that identifies this machine and its last boot. psutil has no boot id, and its
+    ``boot_time`` changes when the clock is set."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
 
 
 def process_alive(pid: int) -> bool:
-    """A zombie is dead: nobody may be there to reap it for long."""
+    """Whether the process runs. A zombie does not, since its parent may reap it late."""
     return started_at(pid) != 0

@@ -1,4 +1,4 @@
-"""Where everything that happens to an agent waits for its turn."""
+"""The queue of an agent's events, and signals as events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticd.daemon.driver import Driver, Happening
 
 
 class Inbox:
-    """Events from any thread, and from signal handlers, for the one thread that handles them."""
+    """Events from any thread and from signal handlers, served on one thread."""
 
     def __init__(self) -> None:
         # SimpleQueue.put is reentrant, so that a signal handler may interrupt another put.
@@ -27,10 +27,10 @@ class Inbox:
         clock: Callable[[], float],
         routine: Callable[[float], float],
     ) -> None:
-        """Give the driver its events until it has left.
+        """Give the driver its events until the driver has left.
 
-        ``routine(now)`` is called after each event and at the time it last returned: what is to be
-        done from time to time (reporting progress), and never decides anything.
+        ``routine(now)`` does periodic work, such as reporting progress. It is called at the time that it last
+        returned, and decides nothing.
         """
         due = routine(clock())
         while driver.left is None:
@@ -47,7 +47,7 @@ class Inbox:
 
 
 class Signals:
-    """While entered, the given signals become events instead of ending the process."""
+    """A context manager in which the given signals become events."""
 
     def __init__(self, numbers: Iterable[int], post: Callable[[Happening], None]) -> None:
         self._numbers = tuple(numbers)
