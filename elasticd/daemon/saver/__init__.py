@@ -1,6 +1,6 @@
-"""The agent's saver: the agent's side of it, the process, and what they keep in etcd."""
+"""The agent's saver: the agent's side, the saver process, and their records in etcd."""
 
 from typing import Final
 
-OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"  # in the environment of the process
+OPTIONS: Final = "ELASTICD_SAVER_OPTIONS"  # in the environment of the saver process
 HOLDER: Final = "ELASTICD_SAVER_HOLDER"

@@ -1,5 +1,8 @@
-"""Where the savers of a job's nodes find each other: each agent says in etcd where its own serves, and
-shows a secret there that a caller must know. Who may read the job's keys may so read its memory."""
+"""The addresses of a job's savers, in etcd.
+
+Each agent writes its saver's address and a secret. A caller must prove that it knows the secret. Clients
+that may read the job's keys can therefore read the savers' copies.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ _LOOK_S: Final = 5.0
 
 
 def listen(node: str, address: str) -> tuple[socket.socket, Holder]:
-    """A socket at a free port of that address, and what others must know to come there. Raises OSError."""
+    """Return a socket at a free port of the address, and the record that other savers need to call it. Raise
+    OSError if the socket cannot listen."""
     family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -37,21 +41,21 @@ def listen(node: str, address: str) -> tuple[socket.socket, Holder]:
 
 
 class EtcdPeers:
-    """The savers that etcd knows of."""
+    """The job's savers, as registered in etcd."""
 
     def __init__(self, access: EtcdAccess, job: str) -> None:
         self._access = access
         self._job = job
 
     def find(self, node: str) -> Holder:
-        """Raises PeerGone."""
+        """Return the saver of a node. Raise PeerGone if none is registered or etcd does not answer."""
         found = self._read(lambda client: [client.get(self._job, _FOLDER + node)])
         if not found:
             raise PeerGone(f"etcd knows of no saver of {node}")
         return found[0]
 
     def others(self) -> list[Holder]:
-        """All of them. Raises PeerGone."""
+        """Return all savers. Raise PeerGone if etcd does not answer."""
         return self._read(lambda client: list(client.list(self._job, _FOLDER)[0].entries))
 
     def _read(self, ask: Callable[[Client], list[object]]) -> list[Holder]:
@@ -65,13 +69,13 @@ class EtcdPeers:
 
 
 class Announcement:
-    """``routine(now)`` keeps in etcd, on this agent's lease, where its saver serves."""
+    """``routine(now)`` keeps the saver's address in etcd, on this agent's lease."""
 
     def __init__(self, me: Holder, driver: Driver, store: Store) -> None:
         self._me = me
         self._driver = driver
         self._store = store
-        self._told = 0  # the creation of this node's record that it was written with
+        self._told = 0  # the create_revision of the node's record at the last write
         self._busy = False
 
     def routine(self, now: float) -> float:

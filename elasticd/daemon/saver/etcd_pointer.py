@@ -1,5 +1,4 @@
-"""What was committed, as etcd has it: the truth, of which the file beside the checkpoints is a copy for
-those who come without."""
+"""The committed checkpoints, in etcd. The file beside the checkpoints is a copy, for readers without etcd."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from elasticd.etcd.errors import BadRecord, StoreError, StoreUnavailable
 
 _KEY: Final = "checkpoint"
 _AGAIN_S: Final = 0.5
-PATIENCE_S: Final = 600.0  # with an etcd that is away
+PATIENCE_S: Final = 600.0  # how long a commit waits while etcd is away
 
 
 class EtcdPointer:
-    """What was committed in ``store``, as etcd's key ``checkpoint`` has it.
+    """The checkpoints committed in ``store``, in etcd's key ``checkpoint``.
 
-    A commit is one transaction, guarded by the round: workers that live on once a later one has begun
-    can have nothing committed. What was handed over before that is committed all the same (in place,
-    a new round takes less time than a disk), unless a later round has committed since. While etcd is
-    away a commit waits. Nothing is committed where another job has since committed to the same folder.
+    A commit is one transaction, guarded by the round: workers cannot commit a save that they begin after a
+    newer round began. A checkpoint handed over before that (``in_time``) is committed, unless a newer round
+    has committed: in place, a round forms faster than a disk writes. A commit waits while etcd is away. A
+    commit is refused if another job has committed to the same folder since.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class EtcdPointer:
                 raise BadCheckpoint(f"{error}") from error
             return self._file.read()
         except StoreError as error:
-            if own:  # the file may name what other jobs have committed
+            if own:  # the file may name checkpoints of other jobs
                 raise TimeoutError(f"etcd does not say what is committed: {error}") from error
             return self._file.read()
         return known or (Checkpoint(self._url) if own else self._file.read())
@@ -76,13 +75,13 @@ class EtcdPointer:
                 return self._number(self._client.get(self._job, "round")) == fence
             except StoreUnavailable:
                 self._sleep(_AGAIN_S)
-            except StoreError:  # a commit says what is wrong
+            except StoreError:  # ``commit`` reports the error
                 break
         return False
 
     def commit(self, new: Saved, keep: Keep, fence: int, *, in_time: bool = False) -> Commit:
-        """Raises ``CommitRefused``, BadCheckpoint; TimeoutError where etcd took it, perhaps, and does not
-        say so any more; OSError."""
+        """Make ``new`` the newest checkpoint. Raise CommitRefused or BadCheckpoint if it is not committed,
+        and TimeoutError or OSError if the outcome is unknown."""
         deadline = self._clock() + self._patience_s
         taken = False
         while True:
@@ -101,12 +100,12 @@ class EtcdPointer:
             self._sleep(_AGAIN_S)
 
     def settle(self, made: Checkpoint | None = None) -> Checkpoint:
-        """Bring the file up to etcd, which is asked while nobody else writes it: another world of the job may
-        have committed since. ``made``: what etcd had, should it be of another folder by now. Raises
-        ``CommitRefused``, BadCheckpoint, OSError."""
+        """Copy etcd's record to the file, and return the record. etcd is read under the file's lock, since
+        another world of the job may have committed. ``made``: the record to write if etcd's names another
+        folder by now. Raise CommitRefused, BadCheckpoint, OSError."""
 
         def etcds(files: Checkpoint) -> Checkpoint:
-            named = self._file.newest()  # first: what we have committed until then, etcd knows
+            named = self._file.newest()  # before etcd is read, so etcd has every commit that the file names
             own = self._own(self._client.get(self._job, _KEY))
             if own is None:
                 return made or files
@@ -125,11 +124,11 @@ class EtcdPointer:
             return replace(made, unsettled=told(error))
 
     def _try(self, new: Saved, keep: Keep, fence: int, in_time: bool) -> Commit | Answer:
-        """What came of the transaction, unless it was done."""
-        named = self._file.newest()  # before etcd is asked
+        """Try to commit once. Return the commit, or etcd's answer if the transaction was not applied."""
+        named = self._file.newest()  # before etcd is read
         round_, there = self._client.get(self._job, "round"), self._client.get(self._job, _KEY)
         known = self._own(there) or self._file.before(new)
-        if new in known.saved:  # a former try that was not answered
+        if new in known.saved:  # an earlier try succeeded without an answer
             return Commit(known)
         self._require_alone(named, known)
         number = self._number(round_)
@@ -144,7 +143,8 @@ class EtcdPointer:
         return made if isinstance(answer, Applied) else answer
 
     def _require_alone(self, named: Saved | None, known: Checkpoint) -> None:
-        """``named``: by the file, before etcd was asked what is ``known``. Raises Refused."""
+        """Raise CommitRefused if the newest checkpoint in the file is another job's. ``named``: this
+        checkpoint, read before etcd's record ``known``."""
         if named is None or named.name in {saved.name for saved in known.saved}:
             return
         if known.newest is None or (named.round, named.step) > (known.newest.round, known.newest.step):
@@ -158,19 +158,18 @@ class EtcdPointer:
         return entry.fact.number if entry and isinstance(entry.fact, Round) else 0
 
     def _own(self, entry: Entry | None) -> Checkpoint | None:
-        """What this job has committed; where etcd is new, or was told of another folder, the file's word is
-        taken for it."""
+        """Return the job's record; None if etcd has none, or one of another folder."""
         fact = entry.fact if entry else None
         return fact if isinstance(fact, Checkpoint) and fact.path == self._url else None
 
 
 def _lost(taken: bool, why: str) -> Exception:
-    """It is not committed; or, where etcd has perhaps taken it before, nobody knows."""
+    """Return the error of a failed commit. ``taken``: etcd may have applied an earlier try."""
     return TimeoutError(f"{why}; it may be committed all the same") if taken else CommitRefused(why)
 
 
 def settle(access: EtcdAccess, job: str) -> None:
-    """Bring the file up to etcd, in case a saver died between the two."""
+    """Copy etcd's record to the file, in case a saver died between the two writes."""
     with contextlib.suppress(StoreError, CommitRefused, BadCheckpoint, BadStore, OSError):
         with Client(access) as client:
             there = client.get(job, _KEY)
@@ -178,6 +177,6 @@ def settle(access: EtcdAccess, job: str) -> None:
         if not isinstance(known, Checkpoint) or known.newest is None:
             return
         store = store_at(known.path)
-        if is_finished(store, known.newest.name):  # else nothing of this job is there, whatever etcd says
+        if is_finished(store, known.newest.name):  # else the job's checkpoints are gone from the folder
             with contextlib.closing(EtcdPointer(access, job, store)) as pointer:
                 pointer.settle()

@@ -1,4 +1,4 @@
-"""The saver process of an agent. It commits through etcd."""
+"""The saver process of an agent. The saver commits through etcd."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from elasticd.procs.linux import hide_memory
 
 
 def access_of(said: Mapping[str, Any]) -> tuple[EtcdAccess, str]:
-    """As the agent passed it on, and the job. The password comes by standard output, which is a socket."""
+    """Return the access to etcd that the agent passed, and the job. The password comes over standard output,
+    which is a socket."""
     password = None
     if said["username"]:
         hide_memory()
         password = json.loads(
             os.read(1, 1 << 16).splitlines()[-1]
-        )  # of a saver before, too, if it died early
+        )  # an earlier saver may have left its line unread
     return EtcdAccess(
         tuple(said["endpoints"]),
         tls=said["tls"],
@@ -47,7 +48,7 @@ def access_of(said: Mapping[str, Any]) -> tuple[EtcdAccess, str]:
 
 
 def main() -> None:
-    """Run the saver. Its standard input is the socket to listen at."""
+    """Run the saver. Standard input is the socket to listen on."""
     be_modest()
     options = json.loads(os.environ[OPTIONS])
     access, job = access_of(options)

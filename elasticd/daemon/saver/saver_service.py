@@ -1,4 +1,4 @@
-"""The agent's side of its saver: start the process when a worker asks for it, and see the process off."""
+"""The agent's side of its saver: start the process when a worker connects, and end the process."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ _PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver.pr
 _BEHIND: Final = "those before it are not yet durable"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
-FINISH_S: Final = 60.0  # at the end of an agent that is asked to leave
-FINISH_S_MAX: Final = 1e6  # as long as it takes
-_ENDS_S: Final = 5.0  # once it is killed
-_SAID_AFTER_S: Final = 2.0  # that it is waited for
-_AGAIN_S: Final = 2.0  # from one start to the next, at least
+FINISH_S: Final = 60.0  # for the last commits, if the agent is asked to leave
+FINISH_S_MAX: Final = 1e6  # without limit
+_ENDS_S: Final = 5.0  # for the saver to end after SIGKILL
+_SAID_AFTER_S: Final = 2.0  # until the log says that the agent waits for the saver
+_AGAIN_S: Final = 2.0  # the least time between two starts
 
 
 class SaverService:
-    """Has a saver run for the workers of this agent while there is one that asks for it.
+    """Runs a saver for the workers of this agent.
 
-    Until then there is only a socket, ``name`` (for workers: ELASTICD_SAVER). What it does is in the
-    agent's log, and in ``reports`` for whoever counts it, oldest first; ``footprint`` is its memory. It
-    ends with the agent, which waits until what was handed over is committed. ``holding``: the socket at
-    which it holds copies for other nodes, and how those find it. ``bytes_s``: what it writes per second at
-    most, while there is training that does not wait for it.
+    The saver starts when a client connects to the socket ``name`` (ELASTICD_SAVER), and ends with the
+    agent, after its last commits. ``reports`` has the saver's reports, oldest first. ``footprint``: the
+    saver's memory.
+
+    ``holding``: the socket for copies of other nodes' shards, and its address. ``bytes_s``: the most bytes
+    that the saver writes per second while training does not wait for the saver.
     """
 
     def __init__(
@@ -60,20 +61,20 @@ class SaverService:
         self._also = [holding[0]] if holding is not None else []
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS_MAX)
         self.footprint = Footprint()
-        self.newest: SaveReport | None = None  # that was committed
-        self.unsaved = ""  # of checkpoints that came to nothing, in words
+        self.newest: SaveReport | None = None  # the last commit
+        self.unsaved = ""  # the checkpoints that failed, in words
         self._failures = 0
         self._listener, self.name = protocol.listen()
         self._said, self._saying = socket.socketpair()
         self._said.setblocking(False)
-        self._saying.setblocking(False)  # an agent that is stopped must not stop the saver
+        self._saying.setblocking(False)  # a stopped agent must not block the saver
         self._rest = b""
         warden.watch(self._said, self._listen)
         self._closing = threading.Event()
         self._began = -_AGAIN_S
         self._pid = 0
         self._ready = threading.Event()
-        self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()  # signal handlers may put there
+        self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()  # put is safe in signal handlers
         self._starter: threading.Thread | None = None
         options = {
             "endpoints": access.endpoints,
@@ -94,11 +95,12 @@ class SaverService:
         self._await()
 
     def _await(self) -> None:
-        """Until somebody connects, whom the kernel has wait for the saver to take over."""
+        """Start the saver at the first connection. The kernel holds the connection until the saver
+        accepts."""
         watched = [listener.dup() for listener in (self._listener, *self._also)]
 
         def asked() -> None:
-            if not watched:  # somebody has come to the other one at the same time
+            if not watched:  # the other socket was asked at the same time
                 return
             while watched:
                 self._warden.unwatch(watched.pop())
@@ -110,9 +112,9 @@ class SaverService:
 
     def _start(self) -> None:
         def ended(end: Ended) -> None:
-            self._listen()  # to its last words
+            self._listen()  # for the last reports
             self._pid = 0
-            self.footprint = Footprint()  # memory of a process that is gone
+            self.footprint = Footprint()  # its memory is gone with the process
             self._ready.set()
             if self._closing.is_set():
                 if end.code:
@@ -127,7 +129,7 @@ class SaverService:
         while not self._closing.wait(max(0.0, self._began + _AGAIN_S - time.monotonic())):
             self._began = time.monotonic()
             self._ready.clear()
-            if self._password is not None:  # a socket: no other process can open it, or read what it holds
+            if self._password is not None:  # over a socket, which no other process can open
                 self._said.send(f"{json.dumps(self._password)}\n".encode())
             try:
                 self._pid = self._warden.spawn_service(
@@ -139,17 +141,17 @@ class SaverService:
                     ended=ended,
                 )
                 return
-            except WardenError as error:  # who asked for it waits
+            except WardenError as error:  # the client waits for the next try
                 _log.warning("saver.failed", why=f"checkpoints cannot be saved yet: {error}")
 
     def hurry(self, _: object = None) -> None:
-        """``close`` is to wait no longer than one of an agent that is asked to leave; if it is that, or when
-        this is called again, no longer at all. Signal handlers may call this."""
+        """Shorten the wait of ``close`` to ``FINISH_S``. If the wait is that short already, end the wait.
+        Signal handlers may call this."""
         self._ends.put(False)
 
     def close(self, finish_s: float = FINISH_S) -> None:
-        """No more are started, and the one there is ends when it has done what there is to do, or at
-        once if that takes longer than ``finish_s``; then ``unsaved`` says so. May be called again."""
+        """Start no more savers, and end the running saver after its last commits. If these take longer than
+        ``finish_s``, kill the saver and note this in ``unsaved``. May be called again."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -159,13 +161,13 @@ class SaverService:
         for listener in self._also:
             listener.close()
         if self._pid:
-            self._ready.wait(FINISH_S)  # before that it would die of the signal
+            self._ready.wait(FINISH_S)  # a saver that is not ready dies of the signal
             self._see_off(finish_s)
         self._warden.unwatch(self._said)
         self._saying.close()
 
     def _see_off(self, finish_s: float) -> None:
-        """Ask it to end, and wait until it has."""
+        """Ask the saver to end, and wait for its end."""
         pid = self._pid
         self._warden.stop_service(pid, finish_s)
         wait_s, graces = _SAID_AFTER_S, iter((FINISH_S,) if finish_s > FINISH_S else ())
@@ -175,7 +177,7 @@ class SaverService:
                     return
             except queue.Empty:
                 if wait_s != _SAID_AFTER_S:
-                    return  # whoever was to end it is gone
+                    return  # the warden is gone
                 _log.info("saver.finishing", note="what was handed over is yet to be written and committed")
             else:
                 finish_s = next(graces, 0.0)
@@ -183,7 +185,7 @@ class SaverService:
             wait_s = finish_s + _ENDS_S
 
     def _listen(self) -> None:
-        """On the warden's thread."""
+        """Read the saver's lines. Runs on the warden's thread."""
         with contextlib.suppress(BlockingIOError):
             while data := self._said.recv(65536):
                 *lines, self._rest = (self._rest + data).split(b"\n")
@@ -195,7 +197,7 @@ class SaverService:
             self._ready.set()
             return
         report = from_line(line)
-        if report is None:  # what Python itself or a library has to complain of
+        if report is None:  # output of Python or a library
             _log.warning("saver.said", text=line.decode(errors="replace")[:_LINE_MAX])
             return
         if isinstance(report, Footprint):
