@@ -1,4 +1,4 @@
-"""Looks at this node's workers, keeps what it found, and kills whom it is told to."""
+"""Inspects this node's workers, writes evidence of a hang, and kills hung workers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from elasticd.telemetry import describe
 
 
 class LocalInspector:
-    """What may take long is done in a thread that nobody waits for. ``folder``: where evidence of this run
-    is kept."""
+    """``core.ports.Inspector`` with real processes. Slow work runs in a daemon thread. ``folder`` returns the
+    run's folder, which gets the evidence."""
 
     def __init__(self, procs: LocalProcs, folder: Callable[[], Path | None]) -> None:
         self._procs = procs

@@ -1,4 +1,4 @@
-"""The first and the last that is told of a run: its events, its closing screen, its error file."""
+"""The first and the last event of a run, its closing screen, and its error file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elasticd.telemetry.events import ENDED, STARTED, Event, of_agent
 
 
 def started(config: RunConfig, access: EtcdAccess, at: float) -> Event:
-    """What this agent offers, and to whom."""
+    """Return the event of the agent's start: its slots, its limits, its script and its etcd."""
     script = os.path.basename(config.command.target)
     return of_agent(
         STARTED,
@@ -45,8 +45,8 @@ def started(config: RunConfig, access: EtcdAccess, at: float) -> Event:
 def ended(
     config: RunConfig, last: Round | None, left: Leave, said: str, ledgers: Sequence[NodeLedger], at: float
 ) -> Event:
-    """``time``: of every node that has told its own, in seconds by kind. ``outcome``: of the job, if it
-    is over."""
+    """Return the event of the agent's end. ``time`` has seconds by kind for each node in ``ledgers``. If the
+    job has ended, ``outcome`` is the job's outcome."""
     over = {"outcome": last.outcome, "rounds": last.number, "restarts": last.restarts} if last else {}
     return of_agent(
         ENDED,
@@ -62,20 +62,20 @@ def ended(
 
 
 def ended_round(driver: Driver, left: Leave) -> Round | None:
-    """The round the job ended with, if it is this agent's job and it did end."""
+    """Return the job's last round; None if the job goes on, or if this agent had not joined the job."""
     round = driver.state.round
     over = round is not None and round.phase is Phase.ENDED and driver.state.registration.joined
     return round if over and left.code != 2 else None
 
 
 def began_at(last: Round | None, agent_began_at: float) -> float:
-    """When what is told of at the end began: the job, if it is over, though this agent came later; else this
-    agent. Seconds since the epoch."""
+    """Return the start of the job if the job is over, else the start of this agent. Seconds since the
+    epoch."""
     return min(agent_began_at, last.began or agent_began_at) if last is not None else agent_began_at
 
 
 def why_silent(why: str, access: EtcdAccess) -> str:
-    """Why etcd has not answered, as far as it can be seen from here: a certificate, a scheme, a port."""
+    """Return why etcd has not answered, with a fault in a certificate, scheme or port if one is found."""
     found = diagnose(access)
     return why if found is None else f"{why}: {found}"
 
@@ -89,14 +89,15 @@ def last_words(
     unsaved: str = "",
     seen: Round | None = None,
 ) -> str:
-    """``last``: the round the job ended with, if it did; ``seen``: the last that this node knows of."""
+    """Return the text of the closing screen. ``last``: the job's last round, if the job has ended. ``seen``:
+    the last round that this node knows."""
     if last is not None:
         restarts = last.restarts
         return summary.screen(
             config.job, last, restarts=restarts, lasted_s=lasted_s, spent=spent, unsaved=unsaved
         )
     if left.code > 128:
-        # Of a job of many nodes, rounds that this one had no part in are none of its own.
+        # In a job of many nodes, the last round may be one without this node.
         known = seen if config.etcd is None and seen is not None and seen.number else None
         return summary.left(
             config.job, config.node, left.why, known, lasted_s=lasted_s, spent=spent, unsaved=unsaved
@@ -105,8 +106,9 @@ def last_words(
 
 
 def kept(config: RunConfig, logs: Path | None, newest: SaveReport | None, snapshot: str) -> list[str]:
-    """What there is to go on from, once all has ended well: a line each. ``newest``: the checkpoint committed
-    last, as this node's saver knows; ``snapshot``: the last that the script has told of."""
+    """Return one line for each of: report, logs, newest checkpoint, newest snapshot. ``newest``: the last
+    commit of this node's saver. ``snapshot``: the path of the last checkpoint that the script wrote
+    itself."""
     lines = [f"Report: elasticd report {config.job}"]
     if logs is not None:
         lines.append(f"Logs: {logs}")
@@ -119,8 +121,8 @@ def kept(config: RunConfig, logs: Path | None, newest: SaveReport | None, snapsh
 
 
 def pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[int], str]) -> None:
-    """Torch's contract of nested launchers: what the first failing worker wrote of its error becomes
-    the error file of the launcher, if whoever launched that asked for one."""
+    """Copy the error file of the failed worker to TORCHELASTIC_ERROR_FILE. Torch's nested launchers expect
+    this."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
     asked = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -132,5 +134,5 @@ def pass_on_error_file(config: RunConfig, last: Round, error_file_of: Callable[[
         return
     try:
         ErrorHandler().dump_error_file(written, failure.exit.code)  # with the code, as torch's launcher does
-    except ValueError:  # not whole: better than nothing
+    except ValueError:  # the worker's file is incomplete
         shutil.copyfile(written, asked)

@@ -1,4 +1,4 @@
-"""Where workers' output goes: torch's LogsSpecs decides, the warden does it."""
+"""The destinations of workers' output, as torch's LogsSpecs decides them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ RECENT_S = 86_400.0
 
 
 def logs_specs(options: LogOptions) -> LogsSpecs:
-    """The user's LogsSpecs (entry point group ``torchrun.logs_specs``) or torch's own, whose layout
-    is ``<dir>/<job>_<random>/attempt_<n>/<local rank>/``. Raises CannotStart for bad options."""
+    """Return the user's LogsSpecs (entry point group ``torchrun.logs_specs``) or torch's own. Torch's layout
+    is ``<dir>/<job>_<random>/attempt_<n>/<local rank>/``. Raise CannotStart for bad options."""
     made: type[LogsSpecs] = DefaultLogsSpecs
     if options.specs is not None:
         found = metadata.entry_points(group="torchrun.logs_specs", name=options.specs)
@@ -42,7 +42,7 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
         folder = options.dir or state_dir() / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         _try_out(folder)
-        if options.dir is None:  # a folder that people name is theirs to tidy
+        if options.dir is None:  # users tidy the folders that they name
             forget_old_runs(folder)
     except OSError as error:
         raise CannotStart(f"no logs can be kept: {error}; or name another folder with --log-dir") from error
@@ -55,7 +55,7 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
 
 
 def _try_out(folder: Path) -> None:
-    """Each round will make folders there. Raises CannotStart."""
+    """Raise CannotStart if no folder can be made there."""
     try:
         os.rmdir(tempfile.mkdtemp(dir=folder, prefix="."))
     except OSError as error:
@@ -65,8 +65,8 @@ def _try_out(folder: Path) -> None:
 
 
 def forget_old_runs(folder: Path, keep: int = RUNS_KEPT, recent_s: float = RECENT_S) -> None:
-    """Remove the logs of all runs but the newest ``keep``, and those that something was written to of
-    late: they may go on, also on other machines that share the folder."""
+    """Remove the logs of all runs but the newest ``keep``. Runs that wrote within ``recent_s`` stay, since
+    they may go on, also on other machines that share the folder."""
     written = {run: _last_written(run) for run in folder.iterdir() if run.is_dir()}
     newest_first = sorted(written, key=lambda run: -written[run])
     for old in newest_first[keep:]:
@@ -75,20 +75,21 @@ def forget_old_runs(folder: Path, keep: int = RUNS_KEPT, recent_s: float = RECEN
 
 
 def _last_written(run: Path) -> float:
-    """Seconds since the epoch; the course of a run is noted for as long as it lasts."""
+    """Return the time of the run's last write, in seconds since the epoch. A run writes its course until its
+    end."""
     times = [0.0]
     for path in (run, *run.glob("*")):
-        with contextlib.suppress(OSError):  # another agent may tidy, too
+        with contextlib.suppress(OSError):  # another agent may have removed the file
             times.append(path.stat().st_mtime)
     return max(times)
 
 
 class Destinations:
-    """Makes the destinations of the processes started for a round; torch's "attempt" is a round here,
-    counted from 0. Those started ahead of any round (0) get an "attempt" of their own each time."""
+    """Makes the output destinations of a round's workers. Torch's "attempt" is a round, counted from 0. Each
+    start of standbys (round 0) has its own "attempt"."""
 
     def __init__(self, specs: LogsSpecs, *, audit: bool = False) -> None:
-        """``audit``: workers find in their environment where to note what they do."""
+        """``audit``: the workers' environment names the folder of the audit."""
         self._specs = specs
         self._audit = audit
         self._standbys = 0
@@ -96,18 +97,18 @@ class Destinations:
         self._latest: LogDest | None = None
 
     def begin(self, job: str) -> None:
-        """Have torch make the folder of the run, though nothing was started yet, and perhaps never will be:
-        what happens until then is told there, too. Other LogsSpecs are asked only for what is started."""
+        """Have torch make the run's folder before the first worker starts, for the events until then. Do
+        nothing with the user's own LogsSpecs."""
         if self._begun or self._latest is not None or type(self._specs) is not DefaultLogsSpecs:
             return
         self._begun = True
-        with contextlib.suppress(OSError):  # whoever starts something is told so
+        with contextlib.suppress(OSError):  # the start of a worker reports the error
             for worker in self.reify(1, {0: {"TORCHELASTIC_RUN_ID": job}}).capture_dirs.values():
                 shutil.rmtree(Path(worker).parent)  # torch makes it again for the first round
 
     def run_folder(self) -> Path | None:
-        """Where this run keeps its logs; None where the user's LogsSpecs puts them elsewhere than in
-        torch's layout, or nothing was started yet."""
+        """Return the folder of this run's logs. None before the first start, and if the user's LogsSpecs does
+        not use torch's layout."""
         dirs = self._latest.capture_dirs.values() if self._latest is not None else ()
         return next((found for folder in dirs if (found := _run_folder(Path(folder)))), None)
 
@@ -117,7 +118,7 @@ class Destinations:
         else:
             self._standbys += 1
             attempt = f"standby_{self._standbys}"
-        # LogsSpecs think of all local ranks at once; where only some are started, it makes up the rest.
+        # LogsSpecs expects the environments of all local ranks, so the missing ones are copies.
         some = next(iter(envs.values()))
         asked = {
             local_rank: {**envs.get(local_rank, some), "TORCHELASTIC_RESTART_COUNT": attempt}
@@ -132,7 +133,7 @@ class Destinations:
         for local_rank in asked.keys() - envs.keys():
             file = dest.error_files.get(local_rank)
             if file and file != os.devnull:
-                with contextlib.suppress(OSError):  # there is more in it than we know of
+                with contextlib.suppress(OSError):  # the folder is not empty
                     os.rmdir(os.path.dirname(file))
         self._latest = LogDest(
             stdouts=dest.stdouts,
@@ -152,5 +153,5 @@ class Destinations:
 
 
 def _run_folder(worker: Path) -> Path | None:
-    """Of the folder of a worker's output, in torch's layout."""
+    """Return the run's folder of a worker's output folder; None if the layout is not torch's."""
     return worker.parents[1] if worker.parent.name.startswith("attempt_") else None

@@ -1,4 +1,4 @@
-"""An agent from its first process to its last word: what ``elasticd run`` does once it knows what."""
+"""Runs one agent from its start to its exit code, for ``elasticd run``."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ END_S = 5.0  # for workers to be gone once they were killed
 
 
 def run(config: RunConfig, view: TerminalView | None = None, last_words: TerminationLog | None = None) -> int:
-    """Take part in a job until it ends or this node leaves it; returns the exit code (DESIGN 7)."""
+    """Take part in a job until the job ends or this node leaves the job. Return the exit code."""
     view = view or PlainView()
-    manager = Manager.of(os.environ, os.getpid())  # first: nobody else is to find it there
+    manager = Manager.of(os.environ, os.getpid())  # before any process inherits the variables
     try:
         code, said = _run(config, view, manager)
     except CannotStart as error:
@@ -66,14 +66,14 @@ def run(config: RunConfig, view: TerminalView | None = None, last_words: Termina
 
 
 def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, str]:
-    """The exit code, and what to say at the end."""
+    """Return the exit code and the text of the closing screen."""
     clock = SteadyClock()
     began_at = clock()
     logger = log.get("elasticd.agent")
     handled = [signal.Signals[name] for name in config.signals]
     with ExitStack() as cleanup:
         worker_files = openfiles.raise_limit(config.slots, config.limits.min)
-        warden = cleanup.enter_context(Warden.start(worker_files))  # before there are threads
+        warden = cleanup.enter_context(Warden.start(worker_files))  # before any thread starts
         inbox = Inbox()
         reserve = openfiles.Reserve(inbox.post)
         cleanup.callback(reserve.close)
@@ -141,7 +141,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         )
 
         def run_folder() -> Path | None:
-            if driver.state.registered:  # who was turned away at once has no part in the job
+            if driver.state.registered:  # an agent that the job refused leaves no folder
                 destinations.begin(config.job)
             return destinations.run_folder()
 
@@ -208,7 +208,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         ended_at = clock()
         ledgers = timekeeper.farewell(driver.state, ended_at, alone=config.etcd is None)
         with Signals(handled, saver.hurry):
-            # What it had yet to commit is told of this run, too.
+            # The run's events include the last commits.
             saver.close(FINISH_S_MAX if last is not None and left.code < 128 else FINISH_S)
         publisher.farewell(ended_at)
         spent = totals(ledgers)
@@ -223,7 +223,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
 
 
 def _end_workers(procs: LocalProcs, grace_s: float) -> None:
-    """In order, as nobody else is there to do it any more."""
+    """Stop the workers with a grace period, since the driver runs no more."""
     procs.stop(signal.SIGTERM, grace_s)
     deadline = time.monotonic() + grace_s + END_S
     while procs.pids() and time.monotonic() < deadline:

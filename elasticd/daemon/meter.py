@@ -1,4 +1,4 @@
-"""Fills the metrics from what the agent knows. Reads the driver's state, never changes it."""
+"""Fills the metrics from the driver's state, heartbeats and reports. Never changes the driver's state."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.status import JobStatus, SlotState
 
-# When the steps of a slot's worker after a given one were, in seconds since the epoch; perhaps not all.
+# Returns the times of a slot's steps after a given step, in seconds since the epoch; some may be missing.
 StepTimes = Callable[[int, int], tuple[float, ...]]
 
-# What the workers of this round say of their training, by slot.
+# Returns what this round's workers tell of their training, by slot.
 Hear = Callable[[], Mapping[int, Told]]
 
 _HAS_WORKER = (SlotState.STARTING, SlotState.RUNNING, SlotState.STOPPING)
@@ -65,7 +65,7 @@ _BY_SLOT = (
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """A worker as it was read last. ``since``: when it was first seen."""
+    """The last reading of a worker. ``since``: the time of the first reading."""
 
     pid: int
     round: int
@@ -76,8 +76,8 @@ class _Worker:
 
 
 class Meter:
-    """For the agent's one thread. ``update`` and ``note`` tell it what is and what happened; ``metrics``
-    holds the sums."""
+    """Keeps ``metrics`` up to date. ``note`` takes each reason, ``update`` the present status. Use on the
+    agent's thread only."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Meter:
         self._own_cpu_s = 0.0
         self._checkpoint: Checkpoint | None = None
         self._listed = False
-        self._saved: set[str] | None = None  # names of those that were there when last looked at
+        self._saved: set[str] | None = None  # the names at the last look
         store.watch("checkpoint", self._checkpoint_seen)
         self.metrics = metrics = Metrics()
         metrics.set("elasticd_agent_uptime_seconds", began_at)
@@ -127,17 +127,17 @@ class Meter:
         self._begin(driver.state.me.slots[: config.limits.max])
 
     def _begin(self, slots: Iterable[int]) -> None:
-        """Tell of these slots from now on."""
+        """Export metrics of these slots, starting at 0."""
         for slot in set(slots) - self._slots:
             self._slots.add(slot)
             for name in _COUNTED_BY_SLOT:
                 self.metrics.start(name, slot)
 
-    # ------------------------------------------------------------ what happened
+    # ------------------------------------------------------------ reasons
 
     def note(self, reason: Reason, read: Callable[[int], Sequence[SlotProgress]], now: float) -> None:
-        """``read`` gives the heartbeats of a round, and is called where the last steps before this are to be
-        counted."""
+        """Count a decision of the agent or the leader. ``read`` returns the heartbeats of a round; ``note``
+        calls it to count the last steps before the decision."""
         metrics, crew = self.metrics, self._driver.state.crew
         if isinstance(reason, WorkerEnded | WorkersLeaving | WorkersStopping):
             self._look(read(crew.round.number) if crew is not None else (), now)
@@ -156,7 +156,7 @@ class Meter:
                         metrics.set("elasticd_worker_hung", 0, slot)
                     slots = [s for s in crew.member.slots if crew.member.rank_of(s) in ranks]
                     self._begin(slots)
-                    kept = self._driver.state.inplace  # those that were ready have their process still
+                    kept = self._driver.state.inplace  # the workers keep their process
                     for slot in self._started.intersection(slots) if not kept else ():
                         metrics.add("elasticd_worker_restarts_total", 1, slot, crew.round.cause)
                     self._started.update(slots)
@@ -173,7 +173,7 @@ class Meter:
                         metrics.add("elasticd_hangs_total", 1, look.slot)
                         metrics.set("elasticd_worker_hung", 1, look.slot)
 
-    # ------------------------------------------------------------ what is
+    # ------------------------------------------------------------ the present status
 
     def update(self, status: JobStatus, beats: Sequence[SlotProgress], ledger: Ledger, now: float) -> None:
         self._look(beats, now)
@@ -188,7 +188,7 @@ class Meter:
         self._update_saves(now)
 
     def used(self, slot: int, pid: int, used: Usage) -> None:
-        """What the slot's worker uses, if it still is that one."""
+        """Take the usage of the process ``pid``, if it is still the slot's worker."""
         worker = self._workers.get(slot)
         if worker is None or worker.pid != pid:
             return
@@ -202,7 +202,7 @@ class Meter:
         self._own_cpu_s = used.cpu_s
 
     def gpu(self, slot: int, reading: GpuReading) -> None:
-        """What the GPU of the slot said last."""
+        """Take the last reading of the slot's GPU."""
         for name, value in (
             ("utilization_ratio", reading.utilization),
             ("memory_used_bytes", reading.memory_used),
@@ -219,7 +219,7 @@ class Meter:
             self.metrics.add("elasticd_gpu_xid_errors_total", 1, slot, xid)
 
     def compare(self, lags: Mapping[int, SlotLag], bad: Mapping[int, str]) -> None:
-        """How the workers do beside their peers, and whose GPU is bad."""
+        """Take the comparison of workers with their peers, and the bad GPUs, both by slot."""
         for slot in self._slots:
             stands = lags.get(slot)
             self.metrics.set("elasticd_slot_bad", slot in bad, slot)
@@ -246,15 +246,14 @@ class Meter:
                     self._fall_silent(slot)
 
     def _fall_silent(self, slot: int) -> None:
-        """Show no longer what it has told. It stays counted: between two rounds a process may be here still,
-        that goes on."""
+        """Forget the slot's last values, but not its counts: the process may go on in the next round."""
         told = self._told[slot]
         for name, _ in told.values:
             self.metrics.forget("elasticd_user_value", slot, name)
         self._told[slot] = replace(told, committed=None, loss=None, values=())
 
     def _listen(self) -> None:
-        """Count what the workers have told since, and show what they told last."""
+        """Add to the workers' counts, and set their last values."""
         metrics = self.metrics
         for slot, told in self._hear().items():
             before = self._told.get(slot, Told())
@@ -275,7 +274,7 @@ class Meter:
                 metrics.set("elasticd_user_value", value, slot, name)
 
     def _look(self, beats: Sequence[SlotProgress], now: float) -> None:
-        """Count the steps made since the last look, and what began or ended with them."""
+        """Count the steps since the last look, and the recoveries that ended with them."""
         crew, round = self._driver.state.crew, self._driver.state.round
         if round is not None:
             self._still = self._still.see(round, self._last_step_at)
@@ -283,20 +282,20 @@ class Meter:
             for beat in beats:
                 if beat.slot in crew.member.slots:
                     self._read(beat, crew.round.number, now)
-        if round is not None:  # once more: a round may have made its first step and ended since
+        if round is not None:  # again, since the round may have made its first step and ended
             self._still = self._still.see(round, self._last_step_at)
 
     def _read(self, beat: SlotProgress, round: int, now: float) -> None:
         before = self._workers.get(beat.slot)
         if before is None or beat.pid not in (0, before.pid):
             before = _Worker(beat.pid, round, now)
-        elif before.round != round or beat.step < before.step:  # its process goes on, as does its CPU time
+        elif before.round != round or beat.step < before.step:  # the process, and so its CPU time, goes on
             before = _Worker(before.pid, round, now, cpu_s=before.cpu_s)
         steps = beat.step - before.step
         if steps > 0:
             self.metrics.add("elasticd_worker_steps_total", steps, beat.slot)
             times = self._step_times(beat.slot, before.step)[:steps]
-            if len(times) < steps:  # too many for all to be known
+            if len(times) < steps:  # the page holds only the newest times
                 if before.step:
                     each_s = max(0.0, beat.at - before.at) / steps
                     self.metrics.observe("elasticd_step_seconds", each_s, beat.slot, times=steps)
@@ -309,8 +308,8 @@ class Meter:
         self._workers[beat.slot] = replace(before, pid=beat.pid or before.pid, step=beat.step, at=beat.at)
 
     def _count_the_last(self, read: Callable[[int], Sequence[SlotProgress]]) -> None:
-        """Steps of workers that were on their way out of the round before, and go on in the one that begins:
-        it begins once this has been noted."""
+        """Count the last steps of workers that keep their process from the previous round. Called before the
+        workers enter the new round."""
         ends = max((worker.round for worker in self._workers.values()), default=0)
         for beat in read(ends) if ends else ():
             before = self._workers.get(beat.slot)
@@ -368,12 +367,12 @@ class Meter:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The checkpoints that are committed, as etcd told last."""
+        """The committed checkpoints, as etcd last had them."""
         return self._checkpoint
 
     @property
     def footprint(self) -> Footprint:
-        """What checkpoints take of this node's memory."""
+        """The memory of this node that holds checkpoints."""
         return self._footprint()
 
     def _update_checkpoint(self) -> None:
@@ -393,7 +392,8 @@ class Meter:
             self.metrics.set("elasticd_checkpoint_size_bytes", newest.size)
 
     def _update_saves(self, now: float) -> None:
-        """What this node's saver has told. Who commits tells of all but the copies, which are this node's."""
+        """Count the saver's reports. Every saver reports its node's copies; the saver that commits reports
+        the rest."""
         for _ in range(len(self._saves)):
             save = self._saves.popleft()
             match save.fate:
@@ -406,7 +406,7 @@ class Meter:
             self.on_save(save, now)
 
     def _checkpoint_seen(self, news: Seen) -> None:
-        """On the store's thread."""
+        """Keep the checkpoint record. Runs on the store's thread."""
         for entry in news.entries:
             if entry.key == "checkpoint":
                 self._checkpoint = entry.fact if isinstance(entry.fact, Checkpoint) else None
@@ -420,8 +420,8 @@ class Meter:
 
 
 def _why(state: State) -> Cause:
-    """Why a process is needed that is to wait for its round. It is started as soon as the one before it has
-    ended: the round that ends by that may not be closed yet."""
+    """Return the cause of a standby's start. A standby starts once the slot's last process has ended, so the
+    round may not be closed yet."""
     crew, round = state.crew, state.round
     if round is not None and round.closing is not None:
         return round.closing

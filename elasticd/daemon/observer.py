@@ -1,5 +1,5 @@
-"""Ties what workers tell of their training to the core: the comparison of their paces, and advice for people.
-The simulator drives the same code."""
+"""Gives workers' reports of their training to the core, which compares paces and advises users. The simulator
+uses the same code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LOOK_S = 1.0
 class Observer:
     """Call ``begin``, then ``attend`` at ``wake_at``.
 
-    ``hear`` returns what the workers of a round tell, by slot. ``throttled_s`` returns how long a quota has
-    delayed this node's processes so far. ``asked``: see ``Advice``. ``bad``: the slots with a bad GPU, and
-    why. ``found``: the stragglers of all nodes, as the leader wrote them last.
+    ``hear`` returns the reports of a round's workers, by slot. ``throttled_s`` returns how long a CPU quota
+    has delayed this node's processes so far. ``asked``: see ``Advice``. ``bad``: the slots with a bad GPU,
+    and why. ``found``: the leader's last record of stragglers.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Observer:
         return lags(self._measuring, self.found, node)
 
     def look_at_gpu(self, slot: int, reading: GpuReading) -> None:
-        """Note a GPU that reports an error of its own. It stays suspect while this agent lives."""
+        """Note a GPU that reports an error. The GPU counts as bad until this agent ends."""
         spoilt = reading.ecc.get("uncorrected")
         if spoilt is not None:
             self._spoilt_before.setdefault(slot, spoilt)

@@ -1,5 +1,8 @@
-"""How many files an agent may have open: its workers' output and links, and their connections to a
-round's store, are more than the soft limit that login shells and systemd set for the sake of select(2)."""
+"""The limit of an agent's open files.
+
+An agent opens files for its workers' output, their links and their connections to a round's store. They can
+exceed the soft limit that login shells and systemd set.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,18 @@ from contextlib import suppress
 from elasticd.core.messages import Exhausted
 from elasticd.daemon.errors import CannotStart
 
-RESERVE = 32  # what it takes to leave in order
-MARGIN = (
-    16  # fewer than these, and the next thing fails: a round's store, a worker's pipes, gRPC (which aborts)
-)
+RESERVE = 32  # enough for an agent to leave in order
+MARGIN = 16  # with fewer, a round's store, a worker's pipes or gRPC fails; gRPC aborts the process
 LOOK_S = 1.0
 BASE = 128  # the reserve, etcd, HTTP, logs, libraries
-OF_A_SLOT = 12  # what a worker is handed as it starts, pipes, copies of its output, its link
-OF_A_WORKER = 2  # of any node: whichever agent hosts the round's store is connected to all of them
+OF_A_SLOT = 12  # a worker's inherited files, its pipes, copies of its output, its link
+OF_A_WORKER = 2  # of any node: every worker connects to the agent that hosts the round's store
 
 
 def raise_limit(slots: int, workers: int) -> int:
-    """Let this process have as many files open as it ever may; returns what its limit was, which is the
-    workers' still. Raises CannotStart where even that does not suffice for so many slots here and so many
-    workers in the smallest world."""
+    """Raise this process's soft limit to the hard limit, and return the old soft limit, which workers keep.
+    ``slots``: of this node. ``workers``: of the smallest world. Raise CannotStart if the hard limit is too
+    low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = BASE + OF_A_SLOT * slots + OF_A_WORKER * max(slots, workers)
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -39,10 +40,9 @@ def raise_limit(slots: int, workers: int) -> int:
 
 
 class Reserve:
-    """Descriptors kept back, so that an agent that runs out of them can still leave in order.
+    """Reserved descriptors, so that an agent that runs out of descriptors can still leave in order.
 
-    ``routine`` looks from time to time whether there are any left besides; if not, it gives the reserve up,
-    and posts ``Exhausted``.
+    If too few other descriptors are free, ``routine`` closes the reserve and posts ``Exhausted``.
     """
 
     def __init__(self, post: Callable[[Exhausted], None]) -> None:
@@ -68,7 +68,7 @@ class Reserve:
         )
 
     def explains(self, error: BaseException) -> bool:
-        """Whether that is what somebody met who could not go on."""
+        """Whether the lack of descriptors may have caused this error."""
         seen: BaseException | None = error
         while seen is not None:
             if isinstance(seen, OSError) and seen.errno in (errno.EMFILE, errno.ENFILE):

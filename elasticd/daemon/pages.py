@@ -1,5 +1,5 @@
-"""The agent's pages over HTTP, all made from the status that was published last: no lock, no etcd, no disk. A
-request cannot hold up the agent."""
+"""The agent's HTTP pages. All are made from the last published status, without a lock, etcd or the disk, so a
+request cannot delay the agent."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from elasticd.telemetry.lines import clean
 from elasticd.telemetry.metrics import Measured
 from elasticd.telemetry.status import JobStatus
 
-STUCK_AFTER_S = 60.0  # the agent publishes every second; a machine may be very busy
+STUCK_AFTER_S = 60.0  # the agent publishes every second, but a machine may be busy
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What an agent tells of the job, and what the agent has measured."""
+    """The job's status as an agent knows it, and the agent's metrics."""
 
     status: JobStatus
     measured: Measured
 
 
 class Pages:
-    """``publish`` replaces what is shown; ``by_path`` are the pages, for any thread."""
+    """``publish`` replaces the status. ``by_path`` returns the pages, which any thread may call."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -44,7 +44,7 @@ class Pages:
         }
 
     def _page(self, answer: Callable[[Published, Mapping[str, str]], Answer]) -> Page:
-        """Return a page that says so until something has been published."""
+        """Return a page that answers 503 until the first status is published."""
 
         def page(headers: Mapping[str, str]) -> Answer:
             last = self._last
@@ -53,8 +53,8 @@ class Pages:
         return page
 
     def _healthz(self, _: Mapping[str, str]) -> Answer:
-        """Whether the agent itself goes on. Training that does not is no fault that starting the agent
-        anew would mend."""
+        """Whether the agent's loop goes on. Stopped training does not count: a restart of the agent would not
+        help."""
         last = self._last
         silent_s = self._clock() - last.status.at if last else 0.0
         if silent_s > STUCK_AFTER_S:

@@ -1,8 +1,5 @@
-"""Tells the world how the agent is doing: progress to etcd, and the job's status to the live view, the pages,
-the metrics and the course of the run.
-
-Reads the driver's state, never changes it.
-"""
+"""Publishes the agent's progress to etcd, and the job's status to the live view, the pages, the metrics and
+the course of the run. Never changes the driver's state."""
 
 from __future__ import annotations
 
@@ -46,10 +43,10 @@ _SHOWN = {  # in the words of the status documents and metrics
 
 
 class Publisher:
-    """``routine(now)`` publishes what is due and returns when the next is.
+    """``routine(now)`` publishes the status if it is due, and returns the time of the next call.
 
-    ``read``: the heartbeats of this node's workers of a round. Other nodes' are followed only where somebody
-    looks at a live view.
+    ``read`` returns the heartbeats of this node's workers in a round. Other nodes' progress is watched only
+    for a live view.
     """
 
     def __init__(
@@ -91,13 +88,12 @@ class Publisher:
             store.watch("progress/", self._progress_seen, prefix=True)
 
     def _read(self) -> tuple[SlotProgress, ...]:
-        """Of the round that the state knows of: its workers may not have been started yet, and those of
-        the one before it are not to be taken for them."""
+        """Return the heartbeats of the crew's round, and none of an earlier round."""
         crew = self._driver.state.crew
         return self._heartbeats(crew.round.number) if crew is not None else ()
 
     def note(self, reason: Reason, now: float) -> None:
-        """Something happened: an event for the live view, and maybe one to count."""
+        """Add the reason to the live view, the events and the metrics."""
         self._events.append(Note(now, describe.sentence(reason, now)))
         crew = self._driver.state.crew
         more = (
@@ -124,14 +120,14 @@ class Publisher:
         return self._due
 
     def farewell(self, now: float) -> None:
-        """What there is to say of the last moments, once the ledger is closed."""
+        """Publish the metrics and the last line of the course, once the ledger is closed."""
         mine = self._read()
         status = self._status(mine, now)
         self._meter.update(status, mine, self._timekeeper.ledger, now)
         self._course.note(status, self._timekeeper.ledger, self._meter.metrics, last=True)
 
     def _saved(self, report: SaveReport, now: float) -> None:
-        """An event of what became of a checkpoint; none is younger than the agent's last."""
+        """Write an event of the checkpoint's fate. No such event is later than the agent's last event."""
         if report.fate is Fate.COPIED:
             return
         well = report.fate is Fate.COMMITTED
@@ -176,7 +172,7 @@ class Publisher:
         return Progress(self._config.node, crew.round.number, slots, held.own, held.replicas)
 
     def _write_progress(self, slots: tuple[SlotProgress, ...]) -> None:
-        """At most one write under way; a lost one is made up for by the next."""
+        """Write the progress unless a write is under way. The next write replaces a lost one."""
         state = self._driver.state
         guard, progress = state.guard, self._progress(slots)
         if self._writing or progress is None or guard is None:
@@ -196,7 +192,7 @@ class Publisher:
     # ------------------------------------------------------------ the job's status
 
     def _progress_seen(self, seen: Seen) -> None:
-        """On the store's thread."""
+        """Keep the nodes' progress. Runs on the store's thread."""
         known = {} if isinstance(seen, Listing) else dict(self._others)
         for entry in seen.entries:
             if entry.fact is None:
@@ -220,7 +216,7 @@ class Publisher:
         )
 
     def _facts(self, mine: tuple[SlotProgress, ...], now: float) -> dict[str, Fact]:
-        """Return the facts that this agent knows. The facts of its own node are newer than those in etcd."""
+        """Return the facts that this agent knows. Its own node's facts are newer than etcd's."""
         state, view, name = self._driver.state, self._driver.view, self._config.node
         known = self._others | {key: e.fact for key, e in state.seen.items() if e.fact is not None}
         known["spec"] = state.policy_source
@@ -243,19 +239,19 @@ class Publisher:
         return known
 
     def _states(self) -> dict[int, SlotState]:
-        """Return the states of this node's slots with a worker, of which etcd does not know, or not yet."""
+        """Return the states of this node's slots that have a worker, by slot."""
         crew = self._driver.state.crew
         lives = {**self._driver.state.standbys, **(crew.workers if crew is not None else {})}
         return {slot: _SHOWN[life] for slot, life in lives.items()}
 
     def _unready(self) -> str:
-        """Why this node neither trains nor could, in a sentence; empty if it does or could."""
+        """Return why this node cannot train, in a sentence; empty if it can."""
         state = self._driver.state
         if state.departure is not None or state.exiting is not None:
             return "this node is leaving the job"
         if not state.registration.joined:
             return "this node has not joined the job yet"
-        # An etcd that is away stops nobody from training.
+        # Training goes on while etcd is away.
         if state.registered or state.etcd.silent is not None:
             return ""
         return "this node is not registered in etcd"

@@ -1,7 +1,6 @@
-"""The c10d store of a round, hosted by an agent so that it outlives workers.
+"""The c10d stores of rounds. An agent hosts the store, so the store outlives workers.
 
-A fresh server on a fresh port for every round: whatever an older round left behind, or still tries
-to write, goes nowhere.
+Every round has a new server on a new port, so no write of an older round reaches a newer one.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ CLIENT_TIMEOUT_S = 300.0
 
 
 class TorchRoundStores:
-    """Implements ``core.ports.RoundStores`` with torch's TCPStore.
+    """``core.ports.RoundStores`` with torch's TCPStore.
 
-    The port is bound, and listens, from when it is announced: workers that connect before the
-    server is up wait in the backlog instead of failing. Bound to the node's own address only, as
-    the protocol of TCPStore knows no authentication.
+    The reserved port listens before the server runs, so early workers wait in the backlog and do not fail.
+    The socket is bound to the node's own address only, since TCPStore has no authentication.
     """
 
     def __init__(self, address: str) -> None:
@@ -52,7 +50,7 @@ class TorchRoundStores:
         return self.port
 
     def shut(self) -> None:
-        """For good: no port is left listening."""
+        """Close the store and the reserved port."""
         self._store = None
         if self._listener is not None:
             self._listener.close()

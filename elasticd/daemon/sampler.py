@@ -1,5 +1,5 @@
-"""Looks at what workers use, in a thread of its own, as /proc may be slow on a busy machine; and in another
-at their GPUs, as a broken one may keep who asks it waiting for ever."""
+"""Samples the usage of workers and GPUs, each in its own thread. /proc may be slow on a busy machine, and a
+broken GPU may never answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from elasticd.procs.usage import Usage, own_usage, usage
 from elasticd.telemetry.gpus import GpuReading, Gpus
 
 EVERY_S = 5.0
-GPUS_S = 2.0  # for them to have been asked, one after the other
+GPUS_S = 2.0  # the longest wait for the readings of all GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """``workers``: by slot, the process that was looked at and what it used. ``gpus``: by slot; readings
-    that say nothing while a GPU does not answer."""
+    """``workers``: pid and usage, by slot. ``itself``: the agent's usage. ``gpus``: readings by slot; a
+    reading is empty if the GPUs do not answer."""
 
     workers: Mapping[int, tuple[int, Usage]] = field(default_factory=dict)
     itself: Usage | None = None
@@ -27,9 +27,11 @@ class Samples:
 
 
 class Sampler:
-    """While entered, ``latest`` is renewed every few seconds. ``pids`` (by slot) says whom to look at;
-    set it to another mapping, and never change one. ``devices``: the GPUs of the slots in order, as
-    CUDA_VISIBLE_DEVICES names them."""
+    """A context manager that renews ``latest`` every few seconds.
+
+    ``pids``: the processes to sample, by slot. Replace the mapping to change it, since a thread reads it.
+    ``devices``: the slots' GPUs in order, by their names in CUDA_VISIBLE_DEVICES.
+    """
 
     def __init__(self, devices: Sequence[str] = ()) -> None:
         self._devices = devices
@@ -49,7 +51,7 @@ class Sampler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ending.set()  # not waited for: it may be stuck in a driver
+        self._ending.set()  # without a join, since a thread may be stuck in a driver
 
     def _run(self) -> None:
         while not self._ending.is_set():
@@ -67,7 +69,7 @@ class Sampler:
     def _ask_gpus(self) -> None:
         self._gpus = Gpus.open()
         while self._gpus is not None and not self._ending.is_set():
-            self._said.put(self._gpus.read(self._devices))  # each is told on once: XID errors are counted
+            self._said.put(self._gpus.read(self._devices))  # each once: XID errors are counted
             self._ending.wait(EVERY_S)
 
     def _heard_of_gpus(self) -> Mapping[int, GpuReading]:

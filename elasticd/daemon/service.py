@@ -1,6 +1,6 @@
-"""What systemd, or any service manager of its kind, is told of the agent (sd_notify).
+"""Notifies systemd, or another service manager, of the agent's state (sd_notify).
 
-The agent's own loop sends the watchdog's signs of life, so that an agent that is stuck is restarted.
+The agent's own loop feeds the watchdog, so the manager restarts an agent that is stuck.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ IDLE_S = 3600.0
 
 
 class Manager:
-    """Who started this process and waits for word of it; nobody where ``address`` is empty."""
+    """The service manager that started this process; no manager if ``address`` is empty."""
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
         self.watchdog_s = watchdog_s
@@ -26,8 +26,8 @@ class Manager:
 
     @classmethod
     def of(cls, environ: MutableMapping[str, str], pid: int) -> Manager:
-        """From the environment, which loses what is meant for this process alone: workers that spoke
-        to the manager would speak for the agent."""
+        """Return the manager that the environment names. The variables are removed from the environment,
+        since workers must not notify the manager."""
         address = environ.pop("NOTIFY_SOCKET", "")
         micros = environ.pop("WATCHDOG_USEC", "")
         meant_for = environ.pop("WATCHDOG_PID", "")
@@ -39,7 +39,7 @@ class Manager:
         return self._socket is not None
 
     def tell(self, *assignments: str) -> bool:
-        """Whether it was taken. The manager's absence is no reason to end."""
+        """Send the assignments. Return whether the manager took them; errors are ignored."""
         if self._socket is None:
             return False
         try:
@@ -49,16 +49,16 @@ class Manager:
         return True
 
     def close(self) -> None:
-        """The process has nothing more to say."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
 class Service:
-    """``routine(now)`` tells the manager what is new and returns when to be called again at the latest.
+    """``routine(now)`` notifies the manager of changes, and returns the latest time of the next call.
 
-    ``state`` gives the agent's state. Ready means: registered in etcd, at work or waiting for it.
+    ``state`` returns the agent's state. The agent is ready once it is registered in etcd.
     """
 
     def __init__(self, manager: Manager, state: Callable[[], State]) -> None:
@@ -92,12 +92,12 @@ class Service:
         return now + min(1.0, every_s / 2)
 
     def ends(self, why: str) -> None:
-        """The loop is over; what is left is to clean up."""
+        """Notify the manager that the loop is over and the agent cleans up."""
         self._manager.tell("STOPPING=1", f"STATUS=ends: {why}")
 
 
 def describe(state: State) -> str:
-    """The agent in one line, as ``systemctl status`` shows it."""
+    """Return the agent's state in one line, for ``systemctl status``."""
     if state.exiting is not None:
         return f"ends: {state.exiting.why}"
     if state.departure is not None:

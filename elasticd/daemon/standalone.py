@@ -1,4 +1,5 @@
-"""The embedded etcd of a run without ``--etcd``: started beside torch's import, restarted if it dies."""
+"""The embedded etcd of a run without ``--etcd``. It starts while torch is imported, and restarts if it
+dies."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from elasticd.telemetry import log, runs
 
 
 class Standalone:
-    """Owns the server while entered; the warden ends it should the agent be killed.
+    """A context manager that runs the server. The warden stops the server if the agent is killed.
 
-    Raises CannotStart if a standalone run of this name is there already, or there is no etcd to run.
+    Raises CannotStart if a standalone run of this name is running, or no etcd is found.
     """
 
     def __init__(self, job: str, warden: Warden) -> None:
@@ -57,7 +58,7 @@ class Standalone:
         self._server.stop()
 
     def wait_until_ready(self) -> EtcdAccess:
-        """Raises CannotStart if it does not come up."""
+        """Return how to reach the server. Raise CannotStart if the server does not start."""
         self._ready.wait()
         if isinstance(self._error, StoreError | WardenError | OSError):
             raise CannotStart(str(self._error)) from self._error
@@ -66,7 +67,7 @@ class Standalone:
         return self._server.access
 
     def _serve(self) -> None:
-        """Start it, and again whenever it dies: its data is still there, and so are our leases."""
+        """Start the server, and again whenever it dies. Its data and leases survive the restart."""
         while not self._ending.is_set():
             self._died.clear()
             try:
@@ -74,14 +75,14 @@ class Standalone:
                 registry.register(
                     self._job, self._server.endpoint, self._server.pid, self._started, self._server.folder
                 )
-            except Exception as error:  # noqa: BLE001  # whatever it is, somebody waits to be told
+            except Exception as error:  # noqa: BLE001  # wait_until_ready reports any error
                 if not self._ready.is_set():
                     self._error = error
                     self._ready.set()
                     return
                 log.get("elasticd.etcd").error("etcd.restart_failed", why=str(error))
                 if isinstance(error, WardenError) or self._ending.wait(1.0):
-                    return  # without a warden the whole agent leaves
+                    return  # without the warden the agent leaves
                 continue
             if not self._ready.is_set():
                 self._warn()
@@ -91,11 +92,11 @@ class Standalone:
             self._died.wait()
 
     def _warn(self) -> None:
-        """Of a version with a known fault, once on this machine."""
+        """Warn of a version with a known fault, once per machine."""
         fault = fault_of(self._server.version)
         if not fault:
             return
-        with suppress(OSError):  # told before, or nothing can be kept
+        with suppress(OSError):  # warned before, or the file cannot be written
             told = runs.state_dir() / f".told-etcd-{'.'.join(map(str, self._server.version or ()))}"
             os.close(os.open(told, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             advice = "its data is worth no more than this run; a newer etcd on PATH is used in its place"

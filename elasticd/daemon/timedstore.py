@@ -1,4 +1,4 @@
-"""A store that notes how etcd answers, for who asks for it later."""
+"""A store that records how fast etcd answers and how leases fare, for the metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from elasticd.core.ports import Answer, Guard, Held, LeaseNews, Lost, Seen, Silent, Store, Unknown, Write
 
-NOTES_MAX = 10_000  # nobody may be reading
+NOTES_MAX = 10_000  # a bound, if nothing reads the records
 
 
 class TimedStore:
-    """``core.ports.Store`` around another. Notes are written on its threads, and read on any."""
+    """A ``core.ports.Store`` around another. The other store's threads append to ``requests_s`` and
+    ``leases``; any thread may read them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -44,7 +45,7 @@ class TimedStore:
                     self.leases.append("renewed")
                 case Lost():
                     self.leases.append("lost")
-                case Silent(since) if since != silent_since:  # a silence is told of again and again
+                case Silent(since) if since != silent_since:  # each new proof reports the silence again
                     silent_since = since
                     self.leases.append("unanswered")
             news(what)

@@ -1,4 +1,4 @@
-"""Ties core.timekeeping to the workers' steps and to the store; the simulator drives the same code."""
+"""Ties ``core.timekeeping`` to the workers' steps and the store. The simulator uses the same code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from elasticd.core.ports import Listing, Put, Store
 from elasticd.core.ports import Seen as News
 
 LOOK_S = 0.5
-FAREWELL_S = 2.0  # for the last write, and for what the other nodes write last
+FAREWELL_S = 2.0  # for this node's last write, and for the other nodes' last writes
 
 
 class Timekeeper:
-    """Call ``begin``, then ``attend`` after each event and at ``wake_at``. ``progress`` returns the
-    heartbeats of a round's workers. ``step_times`` returns the times of a slot's steps in the round after a
-    given step, oldest first, perhaps not all."""
+    """Call ``begin``, then ``attend`` after each event and at ``wake_at``.
+
+    ``progress`` returns the heartbeats of a round's workers. ``step_times`` returns the times of a slot's
+    steps in the round after a given step, oldest first; some may be missing.
+    """
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Timekeeper:
         self._store.watch(self._key, self._own_seen)
 
     def attend(self, state: State, hung: tuple[int, float], now: float) -> Put | None:
-        """Return the record if it is to be written. ``hung``: see ``timekeeping.keep_time``."""
+        """Return the write of the record if it is due. ``hung``: see ``timekeeping.keep_time``."""
         if now < self.wake_at and self._seen is not None and self._seen[0] is state and self._seen[1] == hung:
             return None
         self._seen, self.wake_at = (state, hung), now + LOOK_S
@@ -60,9 +62,9 @@ class Timekeeper:
         return Put(self._key, record) if record is not None else None
 
     def farewell(self, state: State, now: float, *, alone: bool) -> tuple[NodeLedger, ...]:
-        """Close the ledger and write the record. Return the records of all nodes that took part. Takes a few
-        seconds at most: the other nodes of a job that has ended are given time to write theirs. ``alone``:
-        etcd is this agent's own."""
+        """Close the ledger, write the record, and return the records of all nodes. ``alone``: etcd is this
+        agent's own. Blocks for a few seconds at most, until the other nodes of an ended job have written
+        their records."""
         self._known, mine = timekeeping.close(self._known, state, now)
         if alone:
             return (mine,)
@@ -73,7 +75,7 @@ class Timekeeper:
         return (mine, *_others(self._store, mine.node, state.round))
 
     def _first_step_at(self, beat: SlotProgress, round: int) -> float:
-        """Return when the worker made the first step of the round; 0 if nobody knows any more."""
+        """Return when the worker made the round's first step; 0 if its page no longer holds the time."""
         known_round, at = self._first_at.get(beat.slot, (0, 0.0))
         if known_round != round:
             times = self._step_times(beat.slot, 0)
@@ -88,8 +90,8 @@ class Timekeeper:
 
 
 def _others(store: Store, node: str, ended: Round | None) -> list[NodeLedger]:
-    """What the other nodes have written, once the members of the round that the job ended with have
-    done so since it ended; or what there is when the time is over."""
+    """Return the other nodes' records. If the job has ended, wait up to ``FAREWELL_S`` for the last records
+    of the last round's members."""
     known: dict[str, NodeLedger] = {}
     whole = threading.Event()
     over = ended is not None and ended.phase is Phase.ENDED
