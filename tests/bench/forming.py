@@ -23,8 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO
 
-from elasticd.core import agent as agents
-from elasticd.core.agent import Identity
+from elasticd.core.agent import AgentConfig, Identity, State
 from elasticd.core.facts import Exit, Limits, Policy, Spec
 from elasticd.core.messages import Tick
 from elasticd.core.ports import Assignment, WorkerNews
@@ -102,7 +101,7 @@ class _Fleet:
             me = Identity(name, uuid.uuid4().hex, "127.0.0.1", (0,), "bench", os.getpid())
             drivers.append(
                 Driver(
-                    agents.start(me, spec, 1, 600.0),
+                    State(me, spec, AgentConfig(etcd_grace_s=600.0), 1),
                     store=store,
                     procs=_NoWorkers(formed),
                     stores=_NoStore(),

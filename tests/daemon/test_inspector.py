@@ -31,8 +31,7 @@ class Setup:
         self.page = Page(folder / "slot0")
         self.times = [time.monotonic() - 3 + n for n in range(3)]
         ring = [0, *(int(at * 1e9) for at in self.times)] + [0] * 252
-        rest = (0,) * (LAYOUT.size // 8 - 6)  # of no interest here
-        head = LAYOUT.pack(MAGIC, 1, self.process.pid, 3, ring[3], 3, *rest)
+        head = LAYOUT.pack(MAGIC, 1, self.process.pid, 3, ring[3], 0, 0)
         self.page.path.write_bytes(head.ljust(PAGE_BYTES - TIMES.size, b"\0") + TIMES.pack(*ring))
         self.condemned: list[tuple[int, int, str]] = []
         procs = SimpleNamespace(
