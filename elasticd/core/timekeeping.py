@@ -69,7 +69,8 @@ def keep_time(
     at_work = {b.slot: _at_work(known, number, b, first_at.get(b.slot, 0.0)) for b in beats}
     ledger = known.ledger.see(_last_steps(known.ledger, at_work), now)
     slots = _slots(state, ledger)
-    ledger = ledger.see({slot: _seen(state, slot, at_work.get(slot), hung) for slot in slots}, now)
+    alive = state.crew.alive if state.crew is not None else frozenset()
+    ledger = ledger.see({slot: _seen(state, slot, alive, at_work.get(slot), hung) for slot in slots}, now)
     run = state.seen["spec"].created if state.spec is not None else known.run
     known = replace(known, ledger=ledger, run=run)
     if (
@@ -99,13 +100,14 @@ def close(known: Timekeeping, state: State, now: float) -> tuple[Timekeeping, No
     return known, known.ledger.record(state.me.node, now, known.run)
 
 
-def not_at_work(state: State, slot: int) -> Kind | None:
-    """Return what the slot's time is spent on while no worker is at work in it; None if one is."""
+def not_at_work(state: State, slot: int, alive: frozenset[int]) -> Kind | None:
+    """Return what the slot's time is spent on while no worker is at work in it; None if one is. ``alive``:
+    of the crew, if there is one."""
     crew, round = state.crew, state.round
     if round is not None and round.phase is Phase.ENDED and state.registration.joined:
-        return Kind.IDLE if crew is None or slot not in crew.alive else Kind.RESTARTING
-    if crew is not None and slot in crew.member.slots:
-        if slot in crew.alive and crew.order is None:
+        return Kind.RESTARTING if slot in alive else Kind.IDLE
+    if crew is not None and slot in crew.workers:
+        if slot in alive and crew.order is None:
             return None
         if slot in state.standbys:
             return Kind.RENDEZVOUS  # it has left the round, and keeps its process for the next
@@ -164,8 +166,10 @@ def _last_steps(ledger: Ledger, at_work: Mapping[int, AtWork]) -> dict[int, Seen
     }
 
 
-def _seen(state: State, slot: int, at_work: AtWork | None, hung: tuple[int, float]) -> Seen:
-    kind = not_at_work(state, slot)
+def _seen(
+    state: State, slot: int, alive: frozenset[int], at_work: AtWork | None, hung: tuple[int, float]
+) -> Seen:
+    kind = not_at_work(state, slot, alive)
     if kind is not None:
         return kind
     assert state.crew is not None

@@ -11,6 +11,7 @@ The batch is cut into virtual ranks, and the virtual ranks are dealt to the work
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +87,11 @@ def parts_of(
         Portion(v, piece, len(piece) / samples, opens, closes, last=i == len(cuts) - 1)
         for i, (v, piece, opens, closes) in enumerate(cuts)
     ]
+
+
+@lru_cache(maxsize=16)  # batches have one size, but for the last of an epoch
+def counts_of(world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1) -> frozenset[int]:
+    """Return the numbers of portions that workers of a world have of a batch: several if it is uneven, 0
+    among them if some workers have none."""
+    cut = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
+    return frozenset(len(parts_of(rank, world, **cut)) for rank in range(world))

@@ -399,6 +399,7 @@ class LocalProcs:
         for feed in worker.feeds:
             feed.ended.wait(_LAST_OUTPUT_S)
         if worker.line is not None:
+            worker.line.drain()  # such as the worker's word that its own exception ends it
             worker.line.hang_up()
         with self._lock:
             if end.code != 0:

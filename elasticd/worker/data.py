@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elasticd.core.page import Fatal, Use
-from elasticd.data.dealing import Batch, Portion, next_batch, parts_of
+from elasticd.data.dealing import Batch, Portion, counts_of, next_batch, parts_of
 from elasticd.worker import agentpage
 from elasticd.worker.gradients.rates import Rule, check, factor
 from elasticd.worker.samples import loading
@@ -236,9 +236,15 @@ class Data:
 
     def is_uneven(self, batch: Batch, world: int) -> bool:
         """Whether some workers of a world of this size have more parts of the batch than others."""
+        return len(self._counts(batch, world)) > 1
+
+    def leaves_out(self, batch: Batch, world: int) -> bool:
+        """Whether some workers of a world of this size have no part of the batch."""
+        return 0 in self._counts(batch, world)
+
+    def _counts(self, batch: Batch, world: int) -> frozenset[int]:
         ranks = self._virtual_ranks if self._global_batch else world
-        cut = {"samples": batch.samples, "virtual_ranks": ranks, "accumulate": self._accumulate}
-        return len({len(parts_of(rank, world, **cut)) for rank in range(world)}) > 1
+        return counts_of(world, samples=batch.samples, virtual_ranks=ranks, accumulate=self._accumulate)
 
     def advance(self, batch: Batch) -> None:
         """Note that this batch and all before it are used."""

@@ -124,14 +124,14 @@ class Node:
                         self.untold.append(self.now)
                         todo += [TakenBack(number)] if self.writes else []
 
-    def train(self, seconds: float) -> None:
+    def train(self, seconds: float, step_s: float = STEP_S) -> None:
         until = self.now + seconds
         while self.now < until:
             for worker in self.workers:
                 worker.times.append(self.now)
             if self.now >= self.due:
                 self.handle(Woke())
-            self.now += STEP_S
+            self.now += step_s
 
     def stand_still(self, seconds: float) -> None:
         until = self.now + seconds
@@ -526,3 +526,16 @@ def test_whose_time_has_not_come_hangs_at_no_node_and_a_verdict_is_of_one_stall_
     node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
     node.stand_still(2.0)
     assert [said.round for said in node.said] == [1, 2]
+
+
+def test_a_look_in_between_does_not_put_off_the_second_look_at_workers_that_wait_for_each_other() -> None:
+    """The step takes so long that the ordinary looks come more often than the second look is due."""
+    node = Node(Patience(fixed_s=60.0))
+    node.train(200.0, step_s=8.0)
+    for worker in node.workers:
+        worker.where = Whereabouts(At.COLLECTIVE, "job.py:1", "all_reduce")
+    began = node.workers[0].times[-1]
+    node.stand_still(300.0)
+    ((_, at),) = node.condemned[:1]
+    assert node.said[0].verdict.why is Why.DEADLOCK
+    assert at - began < 2 * 60.0 + 10.0

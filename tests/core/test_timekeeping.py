@@ -41,11 +41,12 @@ def state(phase: Phase, nodes: dict[str, int], **more: object) -> agent.State:
 def test_a_slot_without_a_worker_at_work_does_one_thing(
     phase: Phase, nodes: dict[str, int], more: dict[str, object], kind: Kind
 ) -> None:
-    assert not_at_work(state(phase, nodes, **more), 0) is kind
+    known = state(phase, nodes, **more)
+    assert not_at_work(known, 0, known.crew.alive if known.crew is not None else frozenset()) is kind
 
 
 def test_who_has_not_joined_yet_is_on_its_way() -> None:
-    assert not_at_work(NEW, 0) is Kind.RENDEZVOUS
+    assert not_at_work(NEW, 0, frozenset()) is Kind.RENDEZVOUS
 
 
 @dataclass

@@ -140,3 +140,15 @@ def test_who_waits_for_what_a_work_brings_waits_for_others_in_the_script_and_in_
     assert at(measured, ours) == ("collective", "job.py:40", "wait")
     assert at(ours) == ("own", "job.py:40", "")
     assert at((f"{where}/elasticd/checkpoint/protocol.py", 79, "receive")) == ("own", "job.py:40", "")
+
+
+@pytest.mark.parametrize("where", [SITE, "/home/me/elasticd"])
+def test_a_worker_without_a_part_waits_for_the_calls_of_another_rank_and_is_not_asleep(where: str) -> None:
+    group = f"{where}/elasticd/worker/world/group.py"
+    hears = [
+        (group, 330, "_await"),
+        (group, 196, "hear"),
+        (f"{where}/elasticd/worker/steps.py", 92, "__iter__"),
+    ]
+    assert at(*hears) == ("collective", "job.py:40", "wait")
+    assert at((group, 330, "_await"), (group, 172, "passed")) == ("own", "job.py:40", "")

@@ -324,7 +324,9 @@ class _Step:
         )
         alone, in_step = len(crew.round.members) == 1, self.w.in_step
         came = any(k.still_s >= allowed.waiting_s and k.there_s < allowed.settled_s for k in looks)
-        self.set(again_at=at + allowed.settled_s if came and self.w.again_at is None else None)
+        due = self.w.again_at is not None and at < self.w.again_at  # a look before that changes nothing
+        if not due:
+            self.set(again_at=at + allowed.settled_s if came and self.w.again_at is None else None)
         verdict = judge(
             looks if alone and in_step else [k for k in looks if k.doing is Doing.STOPPED], allowed
         )

@@ -24,7 +24,7 @@ class Reduction(Protocol):
     """How a step of a State with data reduces gradients; one object for each world. The calls come in this
     order:
 
-        reduction.begin(uneven)                 # whether some workers have more parts of the step than others
+        reduction.begin(leaves_out)             # whether some workers have no part of the step
         for part in parts:                      # this worker's, in order of virtual ranks; may be empty
             with reduction.part(part):
                 ...                             # the script computes the loss of that part,
@@ -40,7 +40,7 @@ class Reduction(Protocol):
 
     loss: torch.Tensor | None
 
-    def begin(self, uneven: Callable[[], bool]) -> None: ...
+    def begin(self, leaves_out: Callable[[], bool]) -> None: ...
 
     def part(self, part: Portion) -> contextlib.AbstractContextManager[None]: ...
 
@@ -74,18 +74,18 @@ class Averaged:
         self._silence = silence or Silence()
         self._wrap_anew = wrap_anew
         self._world = world
-        self._uneven_steps = 0
+        self._orders = 0
         self._order: CallOrder | None = None
 
     @property
     def _parallel(self) -> list[DistributedDataParallel]:
         return [model for model in self._models.values() if isinstance(model, DistributedDataParallel)]
 
-    def begin(self, uneven: Callable[[], bool]) -> None:
+    def begin(self, leaves_out: Callable[[], bool]) -> None:
         before, self._order = self._order, None
-        if self._world is not None and uneven():
-            self._order = CallOrder(self._world, self._uneven_steps, before)
-            self._uneven_steps += 1
+        if self._world is not None and leaves_out():
+            self._order = CallOrder(self._world, self._orders, before)
+            self._orders += 1
 
     def calls(self, name: str) -> None:
         """Note that the script is about to call a model."""
