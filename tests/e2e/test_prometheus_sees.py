@@ -106,9 +106,11 @@ def _steps_are_counted_exactly(prometheus: Prometheus, killed: Killed) -> None:
     made = {place: killed.steps(*place) for place in SLOTS}
     for query in ("elasticd_worker_resident_memory_bytes", "elasticd_worker_cpu_seconds_total > 0"):
         prometheus.until(query, lambda found: len(found.series) == 3)
-    prometheus.until(
-        "run_node:elasticd_etcd_request_seconds:p99_5m > 0", lambda found: len(found.series) == 2
-    )
+    for query in (
+        "run_node:elasticd_etcd_request_seconds:p99_5m > 0",
+        "rate(elasticd_agent_cpu_seconds_total[1m]) > 0",  # an agent samples its usage every five seconds
+    ):
+        prometheus.until(query, lambda found: len(found.series) == 2)
 
     def counted_all(found: Answer) -> Answer | None:
         return found if all(found.by("node", "slot")[place] >= made[place] for place in made) else None
