@@ -40,9 +40,15 @@ REPLACED: Final = (
         f"{_C10D}._world.group_count",
         "worker/world/group.py: set to 0 between worlds: groups find each other by names counted from it.",
     ),
-    Private("torch.distributed.ProcessGroup.send", "worker/messages.py: waits with the group's own timeout."),
-    Private("torch.distributed.ProcessGroup.recv", "worker/messages.py: the same."),
-    Private("torch.distributed.ProcessGroup.recv_anysource", "worker/messages.py: the same, in a thread."),
+    Private(
+        "torch.distributed.ProcessGroup.send",
+        "worker/world/message_timeouts.py: waits with the group's own timeout.",
+    ),
+    Private("torch.distributed.ProcessGroup.recv", "worker/world/message_timeouts.py: the same."),
+    Private(
+        "torch.distributed.ProcessGroup.recv_anysource",
+        "worker/world/message_timeouts.py: the same, in a thread.",
+    ),
     Private(f"{_BUILT}.Work.wait", "worker/boot/elasticd_waits.py: measures how long collectives wait."),
     Private(
         "torch.nn.parallel.DistributedDataParallel._run_ddp_forward",
@@ -74,9 +80,7 @@ USED: Final = (
     Private(
         "torch.utils.data._utils.worker.WorkerInfo", "worker/samples/loading.py: made for a dataset to go by."
     ),
-    Private(
-        "torch.distributed.ProcessGroup._get_backend", "worker/world/group.py, messages.py: gloo's or NCCL's."
-    ),
+    Private("torch.distributed.ProcessGroup._get_backend", "worker/world: gloo's or NCCL's."),
     Private(
         f"{_BUILT}.ProcessGroupGloo._set_default_timeout", "worker/world/group.py: how long collectives wait."
     ),

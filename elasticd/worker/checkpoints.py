@@ -23,7 +23,7 @@ from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.store import store_at
 from elasticd.core.age import Age
 from elasticd.core.page import Use
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.world.collectives import Together
 
 __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from elasticd.core.page import Fatal, Use
 from elasticd.data.dealing import Batch, Portion, counts_of, next_batch, parts_of
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.gradients.rates import Rule, check, factor
 from elasticd.worker.samples import loading
 from elasticd.worker.samples.loading import Fetched, Indexed, Requests, Share, Stream

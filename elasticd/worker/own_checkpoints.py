@@ -16,7 +16,7 @@ from elasticd.channel.worker_messages import (
     Leave,
 )
 from elasticd.core.page import Use
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.run import own_link
 
 

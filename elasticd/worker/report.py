@@ -11,7 +11,7 @@ import torch
 
 from elasticd.core import page
 from elasticd.core.page import Fatal
-from elasticd.worker.agentpage import AgentPage, fatal, own_page
+from elasticd.worker.agent.agentpage import AgentPage, fatal, own_page
 
 _POLICY = "ELASTICD_ON_NONFINITE"
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elasticd.channel.worker_messages import ADDRESS, Broken, Done, Enter, Entered, Hello, Holds, Waiting
-from elasticd.worker.link import Link
+from elasticd.worker.agent.link import Link
 from elasticd.worker.state import State
 from elasticd.worker.world.exchange import agree
 from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, what_led_to

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from elasticd.channel.worker_messages import Holds
 from elasticd.core.age import Age
 from elasticd.core.page import Fatal, Use
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.commit import divergence, randomness
 from elasticd.worker.commit.changes import Trace
+from elasticd.worker.commit.checkpointing import Lasting, Parts
 from elasticd.worker.commit.copies import LastCommit, Undo
 from elasticd.worker.commit.divergence import Alike
 from elasticd.worker.commit.plaindata import copied, require_sendable, unchanged, with_tensors
@@ -42,7 +43,6 @@ from elasticd.worker.gradients.wrapping import (
 from elasticd.worker.report import all_finite, not_finite, policy, report
 from elasticd.worker.samples.auditing import Recorder, recorder
 from elasticd.worker.samples.loading import Share
-from elasticd.worker.state_checkpoints import Lasting, Parts
 from elasticd.worker.steps import Ahead, Epoch, EpochProgress, Micro, Step
 from elasticd.worker.world.group import World, WorldChanged, rank, world_size
 

@@ -29,7 +29,7 @@ from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.world.group import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import PATIENCE_S, Crew

@@ -15,7 +15,7 @@ import torch
 from elasticd import worker
 from elasticd.core.page import VALUES_MAX, Fatal, Told
 from elasticd.procs.page import VARIABLE, Page
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.report import all_finite, any_nan
 
 

@@ -21,7 +21,7 @@ from elasticd.checkpoint.store.reading import fill, open_manifest
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page import Fatal
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)

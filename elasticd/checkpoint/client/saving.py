@@ -39,7 +39,7 @@ from elasticd.checkpoint.protocol import (
 from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.naming import folder_name
 from elasticd.core.page import Fatal
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.plaindata import require_dense
 from elasticd.worker.report import any_nan, not_finite, policy
 from elasticd.worker.world.collectives import Together

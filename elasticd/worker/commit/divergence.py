@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticd.core.page import Fatal
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.changes import Few, Sampled, is_plain
 from elasticd.worker.commit.shared import Shared
 from elasticd.worker.world.group import World

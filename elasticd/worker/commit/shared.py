@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from elasticd.core.page import Fatal
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.plaindata import plain_key
 from elasticd.worker.commit.randomness import Drawn
 from elasticd.worker.gradients.buffers import SMALL

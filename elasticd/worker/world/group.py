@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
-from elasticd.worker import messages
+from elasticd.worker.world import message_timeouts
 
 FORMING_S_MAX = 10.0  # all workers are there, and connect
 FORMING_S_MAX_EACH = 0.1  # more for each worker, as all connect to all
@@ -111,7 +111,7 @@ class World:
             if self._await("all") != "here" or self.over:  # over: too late to tell the others
                 raise WorldChanged
             self._know_groups()
-            messages.give_time()
+            message_timeouts.give_time()
             _survive_the_communicator()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -330,7 +330,7 @@ class World:
         c10d._new_process_group_helper = connecting
 
     def _cut(self) -> None:
-        messages.end()
+        message_timeouts.end()
         with self._lock:
             now = set(_sockets())
             mine = self._connections if self._others is None else self._connections | (now - self._others)

@@ -18,9 +18,9 @@ from elasticd.checkpoint.client.resuming import Kept
 from elasticd.checkpoint.client.schedule import EverySteps
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.core.age import Age
-from elasticd.worker import state_checkpoints
 from elasticd.worker.checkpoints import Checkpoints
-from elasticd.worker.state_checkpoints import Lasting
+from elasticd.worker.commit import checkpointing
+from elasticd.worker.commit.checkpointing import Lasting
 from elasticd.worker.world.group import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, Hand
@@ -85,12 +85,12 @@ def end_of(state: object, journal: Journal, accident: Accident, steps: int) -> N
 
 
 def test_the_last_step_is_saved_however_long_those_before_it_take(savers, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_checkpoints, "GOING_S_MAX", 0.01)
-    monkeypatch.setattr(state_checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpointing, "GOING_S_MAX", 0.01)
+    monkeypatch.setattr(checkpointing.dist, "get_rank", lambda: 0)
     monkeypatch.setenv("ELASTICD_SAVER", savers.saver(bytes_s=1e7)[0])  # a fifth of a second for each
     checkpoints = Checkpoints(tmp_path / "run")
-    last = state_checkpoints.Lasting(checkpoints)
-    parts = state_checkpoints.Parts({"w": torch.zeros(1 << 19)}, {}, {})
+    last = checkpointing.Lasting(checkpoints)
+    parts = checkpointing.Parts({"w": torch.zeros(1 << 19)}, {}, {})
     for parts.step in (1, 2):
         last.passed(parts, None, ends=False)
     assert not checkpoints.skipped
@@ -191,7 +191,7 @@ def test_whoever_was_not_in_the_last_world_goes_on_from_its_own_where_that_came_
     ],
 )
 def test_what_was_kept_is_newer_only_if_it_came_further_in_a_later_world(monkeypatch, kept, beyond):
-    monkeypatch.setattr("elasticd.worker.agentpage.has_checkpoints", lambda: None)
+    monkeypatch.setattr("elasticd.worker.agent.agentpage.has_checkpoints", lambda: None)
     checkpoints = SimpleNamespace(keep_in_step=lambda: None, newest_kept=lambda: kept)
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
     assert Lasting(checkpoints).has_beyond(Age(2, 25), World(Enter(4, env))) is beyond

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from elasticd.core.age import Age
-from elasticd.worker import agentpage
+from elasticd.worker.agent import agentpage
 from elasticd.worker.commit import randomness
 from elasticd.worker.steps import EpochProgress
 from elasticd.worker.world.group import World

@@ -1,0 +1,1 @@
+"""What a worker and its agent tell each other."""
