@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.worker.commit.shared import Local, Unlike
 from elasticd.worker.data import Data, DataChanged
-from elasticd.worker.own_checkpoints import checkpointed
-from elasticd.worker.report import NotFinite, report
+from elasticd.worker.report import NotFinite, checkpointed, report
 from elasticd.worker.run import run
 from elasticd.worker.state import State
 from elasticd.worker.steps import Epoch

@@ -1,17 +1,30 @@
-"""Report values of a training to the agent's metrics, and act on values that are not finite."""
+"""Report to the agent: values of a training for its metrics, and checkpoints that the script writes itself.
+Act on values that are not finite."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
 
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import Channel, close_all, connect
+from elasticd.channel.worker_messages import (
+    ADDRESS,
+    AGENT_TO_WORKER,
+    WORKER_TO_AGENT,
+    Checkpointed,
+    Leave,
+)
 from elasticd.core import page
-from elasticd.core.page import Fatal
-from elasticd.worker.agent.agentpage import AgentPage, fatal, own_page
+from elasticd.core.page import Fatal, Use
+from elasticd.worker.agent.agentpage import AgentPage, fatal, own_page, uses
+from elasticd.worker.agent.link import own_link
 
 _POLICY = "ELASTICD_ON_NONFINITE"
 
@@ -39,6 +52,36 @@ def report(*, loss: Any = None, samples: int = 0, **values: Any) -> None:
     if any(isinstance(value, torch.Tensor) and value.is_cuda for value in known.values()):
         known = _ripe(known)
     _tell(there, {name: _number(value) for name, value in known.items()})
+
+
+def checkpointed(path: str | os.PathLike[str] = "") -> None:
+    """Tell the agent that the script has written a whole checkpoint.
+
+    Call ``torch.save(...)``, then ``worker.checkpointed(path)``, in the worker that wrote the checkpoint, or
+    in one of them once all have.
+
+    If the world is about to grow or shrink, or a node leaves, the change has waited for this call and happens
+    now: no step is lost. The worker is then stopped in this call. The call returns only if the script handles
+    SIGTERM itself. Without a change, or without an agent, it returns at once.
+    """
+    address = os.environ.get(ADDRESS)
+    if not address:
+        return
+    uses(Use.CHECKPOINTED)
+    message = Checkpointed(os.fspath(path))
+    if own_link.cache_info().currsize:  # this worker keeps its process, and leaves worlds at commits
+        own_link(address).say(message)
+        return
+    try:
+        with closing(Channel(connect(address), WORKER_TO_AGENT, AGENT_TO_WORKER)) as agent:
+            agent.send(message)
+            while True:  # until the agent closes, or wants this worker to end and the script handles SIGTERM
+                answer, files = agent.receive()
+                close_all(files)
+                if isinstance(answer, Leave) and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                    return
+    except ChannelClosed:
+        return  # the agent is gone, or lets this worker go on
 
 
 def _number(value: Any) -> float:

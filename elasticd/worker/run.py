@@ -14,8 +14,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from elasticd.channel.worker_messages import ADDRESS, Broken, Done, Enter, Entered, Hello, Holds, Waiting
-from elasticd.worker.agent.link import Link
+from elasticd.channel.worker_messages import ADDRESS, Broken, Done, Enter, Entered, Holds, Waiting
+from elasticd.worker.agent.link import Link, own_link
 from elasticd.worker.state import State
 from elasticd.worker.world.exchange import agree
 from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, what_led_to
@@ -69,14 +69,6 @@ def run(
         return _run_in_rounds(state, call, own_link(address), timeout)
 
     return entered
-
-
-@functools.cache
-def own_link(address: str) -> Link:
-    """Return this process's link to its agent, made when the run function is first entered."""
-    link = Link(address)
-    link.say(Hello(os.getpid()))
-    return link
 
 
 def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:

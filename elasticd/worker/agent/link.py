@@ -4,12 +4,21 @@ agent's orders."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import threading
 from typing import assert_never
 
 from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import Channel, close_all, connect
-from elasticd.channel.worker_messages import AGENT_TO_WORKER, WORKER_TO_AGENT, Enter, Leave, WorkerToAgent
+from elasticd.channel.worker_messages import (
+    AGENT_TO_WORKER,
+    WORKER_TO_AGENT,
+    Enter,
+    Hello,
+    Leave,
+    WorkerToAgent,
+)
 from elasticd.worker.world.group import World
 
 
@@ -111,3 +120,11 @@ class Link:
             self._news.notify_all()
         if world is not None and world.number <= round:
             world.abort()
+
+
+@functools.cache
+def own_link(address: str) -> Link:
+    """Return this process's link to its agent, made when the run function is first entered."""
+    link = Link(address)
+    link.say(Hello(os.getpid()))
+    return link
