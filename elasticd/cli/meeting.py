@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, Said
+from elasticd.cli.values import MOST
 from elasticd.etcd import names
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 
@@ -51,7 +52,7 @@ class _Conf:
             value = float(text)
         except ValueError:
             raise Complaint(f"--rdzv-conf {said}={text} is not a number.") from None
-        if not 0 <= value < float("inf"):
+        if not 0 <= value <= MOST:
             raise Complaint(f"--rdzv-conf {said}={text} is not a length of time.")
         return value
 
@@ -90,7 +91,7 @@ def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
         timing={
             "join_timeout_s": conf.seconds("join_timeout", "timeout"),
             "settle_s": conf.seconds("last_call_timeout"),
-            "node_ttl_s": max(2.0, ttl) if interval is not None or attempts is not None else None,
+            "node_ttl_s": min(max(2.0, ttl), MOST) if interval is not None or attempts is not None else None,
         },
         notes=tuple(notes),
     )

@@ -60,7 +60,7 @@ def _check_writable(folder: Path) -> None:
 def _ranks(text: str | None) -> frozenset[int] | None:
     if not text:
         return None
-    if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", text):
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", text):
         raise Complaint(f"--local-ranks-filter {text!r} is not a list of numbers such as 0,1,2.")
     return frozenset(int(part) for part in text.split(","))
 

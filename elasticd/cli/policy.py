@@ -14,7 +14,7 @@ import click
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions
-from elasticd.cli.values import Ratio, Seconds, Unfit, Whole
+from elasticd.cli.values import MOST, Ratio, Seconds, Unfit, Whole
 from elasticd.core.facts import Policy, Resume
 from elasticd.core.hang import Patience
 
@@ -54,6 +54,8 @@ def settings_in(path: Path | None) -> Settings:
         raise Complaint(f"--policy {path}: {error.strerror}.") from error
     except ValueError as error:  # neither UTF-8 nor TOML
         raise Complaint(f"--policy {path} is no TOML: {error}.") from error
+    except RecursionError as error:
+        raise Complaint(f"--policy {path} is nested too deeply: each setting is a number.") from error
     return {name: _checked(path, name, value) for name, value in found.items()}
 
 
@@ -65,6 +67,8 @@ def _checked(path: Path, name: str, value: object) -> Any:
         raise Complaint(f"--policy {path}: no setting is called {name}{meant}.")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Complaint(f"--policy {path}: {name} is not a number.")
+    if isinstance(value, int) and abs(value) > MOST:  # it may have too many digits to be shown
+        raise Complaint(f"--policy {path}: {name} is not between -{MOST:,} and {MOST:,}.")
     try:
         return kind.convert(value, None, None)
     except Unfit as error:
@@ -122,7 +126,7 @@ def patience(options: RunOptions, settings: Settings) -> Patience | None:
         seconds = float(after)
     except ValueError:
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
+    if not 0 < seconds <= MOST:
         raise Complaint(f"--hang-after {after} is neither auto nor off nor a number of seconds above 0.")
     return Patience(fixed_s=seconds)
 
@@ -135,7 +139,7 @@ def _torch_shutdown_s(environ: Mapping[str, str]) -> float | None:
         seconds = int(text)
     except ValueError:
         seconds = -1
-    if seconds < 0:
+    if not 0 <= seconds <= MOST:
         raise Complaint(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT is {text!r}; expected a number of seconds.")
     return float(seconds)
 

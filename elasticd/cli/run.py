@@ -108,7 +108,7 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
 def _check_variables(environ: Mapping[str, str]) -> None:
     for option, setting in IN_THE_POLICY.items():
         name = f"ELASTICD_{option.replace('-', '_').upper()}"
-        if name in environ:
+        if environ.get(name):  # as for options, an empty variable counts as unset
             raise Complaint(
                 f"the environment variable {name} is read no more: set {setting} in a TOML file, and name "
                 "the file with --policy or ELASTICD_POLICY."

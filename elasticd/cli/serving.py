@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def http_place(asked: str | None) -> tuple[str, int] | None:
         return None
     host, _, port = asked.strip().rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise Complaint(f"--http {asked!r} is neither HOST:PORT (127.0.0.1:9408) nor off.")
     if not is_ours(host):
         raise Complaint(f"--http {asked}: {host} is not an address of this machine.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import Machine
 from elasticd.cli.options import RunOptions, Said
+from elasticd.cli.values import MOST
 from elasticd.core.facts import Limits
 
 SLOTS_MAX = 1024  # per node; a larger number is taken for a typing error
@@ -38,6 +39,8 @@ def nodes(options: RunOptions) -> tuple[int, int]:
         raise Complaint(f"--nnodes {options.nnodes!r} is neither a number nor MIN:MAX.") from None
     if low < 1 or high < low:
         raise Complaint(f"--nnodes {options.nnodes} must have 1 <= MIN <= MAX.")
+    if high > MOST:
+        raise Complaint(f"--nnodes {options.nnodes} is more than {MOST:,} nodes.")
     return low, high
 
 

@@ -11,6 +11,10 @@ import click
 from elasticd.etcd.names import check_name
 
 MOST = 1_000_000_000  # the largest number for any option: clocks and records have limits
+_SHOWN_MAX = 40  # characters of an invalid value
+
+
+_WHOLE = r"\s*[+-]?[0-9]+\s*"  # int() also accepts 1_0 and non-ASCII digits
 
 
 class Unfit(click.BadParameter):
@@ -20,7 +24,10 @@ class Unfit(click.BadParameter):
         self, value: Any, why: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> None:
         option = max(param.opts, key=len) if param is not None else "the value"
-        super().__init__(f"{option} {str(value) or repr(value)} {why}.", ctx, param)
+        shown = str(value) or repr(value)
+        if len(shown) > _SHOWN_MAX:
+            shown = f"{shown[:_SHOWN_MAX]}..."
+        super().__init__(f"{option} {shown} {why}.", ctx, param)
 
     def format_message(self) -> str:
         return self.message
@@ -51,14 +58,14 @@ class Whole(click.ParamType[int]):
         self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", str(value)):  # int() accepts 1_0 and non-ASCII digits
+        if not re.fullmatch(_WHOLE, str(value)):
             raise Unfit(value, "is not a whole number", param, ctx)
-        number = int(value)
+        number = float(value)  # int() raises for a string of thousands of digits
         if number > MOST:
             raise Unfit(value, f"is more than {MOST:,}", param, ctx)
         if number < self._least:
             raise Unfit(value, f"is less than {self._least}", param, ctx)
-        return number
+        return int(number)
 
 
 class Seconds(click.ParamType[float]):
@@ -102,6 +109,6 @@ class Switch(click.types.BoolParamType):
     """A flag. As in torchrun, a number from the environment means yes unless it is 0."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
-            return int(value) != 0
+        if isinstance(value, str) and re.fullmatch(_WHOLE, value):
+            return float(value) != 0
         return bool(super().convert(value, param, ctx))

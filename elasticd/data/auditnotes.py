@@ -134,7 +134,7 @@ def decode(line: bytes) -> Note:
                 return Weights(step, digest)
             case {"is": "gap", "step": int(step), "notes": int(notes), "why": str(why)}:
                 return Gap(step, notes, why)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         if isinstance(error, BadNote):
             raise
     raise BadNote(f"not a note for an audit: {line[:80]!r}")

@@ -202,7 +202,7 @@ def _parsed(data: bytes) -> list[Event]:
     """Return the valid lines. A crash may have left the last line half written."""
     found = []
     for line in data.splitlines():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             what = json.loads(line)
             if isinstance(what, dict) and isinstance(what.get("at"), int | float):
                 found.append(what)

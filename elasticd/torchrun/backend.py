@@ -78,7 +78,7 @@ def wrap(state: bytes) -> bytes:
         value = json.loads(state)
         if _canonical(value) == state:
             return _canonical({"state": value})
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return _canonical({"base64": base64.b64encode(state).decode()})
 
@@ -93,7 +93,7 @@ def unwrap(value: bytes, key: bytes) -> bytes:
                 return _canonical(state)
             case _:
                 raise ValueError("it is not what elasticd writes")
-    except (ValueError, binascii.Error) as error:
+    except (ValueError, RecursionError, binascii.Error) as error:
         raise RendezvousStateError(
             f"the state of the rendezvous, {key.decode(errors='replace')} in etcd, is corrupt: {error}"
         ) from error

@@ -12,9 +12,9 @@ import pytest
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import ThisMachine
 from elasticd.cli.main import _exit_code, _sentence
-from elasticd.cli.options import collect
+from elasticd.cli.options import IN_THE_POLICY, collect
 from elasticd.cli.planning import Planned, plan
-from elasticd.cli.run import run
+from elasticd.cli.run import _check_variables, run
 
 FILES = {
     "ok.py": b"print('ok')\n",
@@ -60,20 +60,28 @@ def refused(argv: Sequence[str]) -> str:
         (["--min", "1_0", "ok.py"], "--min 1_0 is not a whole number"),
         (["--max", "0x10", "ok.py"], "--max 0x10 is not a whole number"),
         (["--max-restarts", "9" * 23, "ok.py"], "is more than 1,000,000,000"),
+        (["--min", "9" * 5000, "ok.py"], f"--min {'9' * 40}... is more than 1,000,000,000"),
+        (["--min", "-" + "9" * 5000, "ok.py"], "is less than 1"),
         (["--slots", "1.5", "ok.py"], "neither a number nor auto"),
         (["--slots", "", "ok.py"], "neither a number nor auto"),
         (["--nnodes", ":", "ok.py"], "neither a number nor MIN:MAX"),
         (["--nnodes", "1:2:3", "ok.py"], "neither a number nor MIN:MAX"),
+        (["--nnodes", "1:" + "9" * 20, "--etcd", "http://a:1", "ok.py"], "is more than 1,000,000,000 nodes"),
         (["--spares", "10000", "ok.py"], "1024"),
         (["--local-ranks-filter", "-1", "ok.py"], "not a list of numbers"),
+        (["--local-ranks-filter", "9" * 5000, "ok.py"], "not a list of numbers"),
+        (["--http", "127.0.0.1:" + "9" * 5000, "ok.py"], "neither HOST:PORT"),
         # times
         (["--join-timeout", "inf", "ok.py"], "not a finite number"),
         (["--join-timeout", "1e300", "ok.py"], "as good as for ever"),
         (["--node-ttl", "1e12", "ok.py"], "as good as for ever"),
         (["--hang-after", "1e999", "ok.py"], "neither auto nor off"),
+        (["--hang-after", "1e300", "ok.py"], "neither auto nor off"),
+        (["--rdzv-conf", "join_timeout=1e300", "ok.py"], "is not a length of time"),
         (["--checkpoint-every", "0", "ok.py"], "--checkpoint-every"),
         (["--checkpoint-every", "-5m", "ok.py"], "--checkpoint-every"),
         (["--checkpoint-rate", "0", "ok.py"], "--checkpoint-rate"),
+        (["--checkpoint-rate", "9" * 400, "ok.py"], "--checkpoint-rate"),
         # places
         (["--checkpoints", "bogus://x", "ok.py"], "bogus"),
         (["--checkpoints", "s3://", "ok.py"], "s3:// names no place"),
@@ -138,6 +146,40 @@ def test_nonsense_in_the_environment_is_traced_to_it(
 ) -> None:
     monkeypatch.setenv(variable, "nonsense")
     assert f"from the environment variable {variable}" in refused(["ok.py"])
+
+
+@pytest.mark.parametrize("value", ["--5", "\u00b2"])
+def test_a_switch_that_is_neither_yes_nor_no_is_traced_to_its_variable(
+    value: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTICD_PLAIN", value)
+    assert "from the environment variable ELASTICD_PLAIN" in refused(["ok.py"])
+
+
+def test_a_switch_may_be_a_number_of_any_length(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICD_AUDIT", "9" * 5000)
+    assert planned(["ok.py"]).config.audit is not None
+
+
+def test_the_environment_of_torch_s_agent_is_checked_as_well(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9" * 400)
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in refused(["ok.py"])
+
+
+def test_an_empty_variable_counts_as_unset_for_every_option(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--job", "job", "ok.py"]
+    before = planned(argv).config
+    for option in run.params:
+        if isinstance(option.envvar, str):
+            monkeypatch.setenv(option.envvar, "")
+    for option in IN_THE_POLICY:
+        monkeypatch.setenv(f"ELASTICD_{option.replace('-', '_').upper()}", "")
+    _check_variables(os.environ)
+    assert planned(argv).config == before
 
 
 def test_a_rank_that_cannot_be_shown_is_noted(here: Path) -> None:

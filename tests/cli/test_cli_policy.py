@@ -86,6 +86,12 @@ def test_settings_that_were_not_given_make_room_for_those_that_were(tmp_path: Pa
         ("hang_floor_s = 10\nhang_ceiling_s = 5", "hang_ceiling_s, 5, is below hang_floor_s, 10"),
         ("settle_s", "policy.toml is no TOML"),
         (b"settle_s = \xff", "policy.toml is no TOML"),
+        ("settle_s = 1" + "0" * 400, "settle_s is not between -1,000,000,000 and 1,000,000,000"),
+        ("straggler_ratio = 1" + "0" * 400, "straggler_ratio is not between"),
+        ("futile_max = 0x" + "f" * 5000, "futile_max is not between"),
+        ("futile_max = -9999999999", "futile_max is not between"),
+        ("settle_s = 1" + "0" * 5000, "policy.toml is no TOML"),
+        ("settle_s = " + "[" * 9999, "policy.toml is nested too deeply: each setting is a number"),
     ],
 )
 def test_what_makes_no_sense_in_a_file_is_one_sentence(text: str | bytes, says: str, tmp_path: Path) -> None:

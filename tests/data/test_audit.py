@@ -438,6 +438,9 @@ def test_a_line_that_was_cut_off_is_passed_over_and_one_that_is_damaged_is_not()
         b'{"is":"committed","step":"1"}',
         b"\xff",
         b'{"is":"took","parts":[[1]]}',
+        b'{"is":"took","parts":[[0,1,"0x1p99999"]]}',
+        b'{"is":"took","parts":[[Infinity,1,"0x0p0"]]}',
+        b"[" * 100_000,
     ],
 )
 def test_what_is_no_note_is_said_to_be_none(line):

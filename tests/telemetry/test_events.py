@@ -47,12 +47,13 @@ def test_what_happened_before_there_was_a_folder_is_written_once_there_is_one(tm
     assert opened == [tmp_path]
 
 
-def test_the_course_lies_beside_the_events_and_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
+def test_the_course_lies_beside_the_events_and_a_damaged_line_is_passed_over(tmp_path: Path) -> None:
     with EventFile(lambda: tmp_path, lambda _: None) as file:
         file.write(formed(1))
         for at in (1, 2):
             file.note({"at": at, "round": 3})
     with (tmp_path / events.COURSE).open("a") as half:
+        half.write("[" * 100_000 + "\n")
         half.write('{"at": 3, "rou')
     assert [line["at"] for line in events.read_course(tmp_path)] == [1, 2]
     assert [e["event"] for e in events.read([tmp_path])] == ["round.formed"]

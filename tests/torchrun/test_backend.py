@@ -108,7 +108,8 @@ def test_no_connection_is_told(key: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [b"", b"x", b"\x00\xff", b'{"a":1}', b'{ "a": 1 }', b'"x"', b"null", "ü".encode()]
+    "state",
+    [b"", b"x", b"\x00\xff", b'{"a":1}', b'{ "a": 1 }', b'"x"', b"null", "ü".encode(), b"[" * 100_000],
 )
 def test_any_bytes_survive_and_the_value_is_json(state: bytes) -> None:
     assert unwrap(wrap(state), b"key") == state

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 _TIMES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _TIMES |= {f"{letter}I": 1 << 10 * n for n, letter in enumerate("KMGT", 1)}
+_BYTES_S_MAX = 1 << 60
 
 
 def parse_rate(text: str) -> int:
@@ -16,7 +17,7 @@ def parse_rate(text: str) -> int:
     a clause for people."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]I?)?B?", text.strip().upper())
     size = float(match[1]) * _TIMES[match[2] or ""] if match else 0
-    if size < 1:
+    if not 1 <= size < _BYTES_S_MAX:
         raise ValueError(f"{text!r} is no number of bytes a second, such as 200M")
     return int(size)
 
