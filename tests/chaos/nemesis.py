@@ -157,7 +157,6 @@ class Nemesis:
         self.job = f"chaos-{seed}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
         self._policy = self.folder / "policy.toml"
-        self._policy.write_text(POLICY)
         self.kept: Path | None = None
         self.slowness = slowness(os.getloadavg()[0], os.cpu_count() or 1)
         self.began = time.monotonic()
@@ -188,6 +187,7 @@ class Nemesis:
             undo.callback(subprocess.run, ["umount", "--recursive", "--lazy", str(self.folder)])
             for name in ("ledger", "snapshots", "etcd", "agents", "checkpoints", "reference/ledger"):
                 (self.folder / name).mkdir(parents=True)
+            self._policy.write_text(POLICY)
             _mount(self.folder / "checkpoints", DISK_BYTES)
             self.network = Network()
             undo.callback(self.network.close)
