@@ -22,21 +22,21 @@ from elasticd.procs.linux import hide_memory
 from elasticd.telemetry.termination import TerminationLog
 
 _COMMANDS = {
-    "run": "elasticd.cli.run:run",
-    "status": "elasticd.cli.status:status",
-    "ls": "elasticd.cli.status:ls",
-    "scale": "elasticd.cli.steer:scale",
-    "drain": "elasticd.cli.steer:drain",
-    "stop": "elasticd.cli.steer:stop",
-    "forget": "elasticd.cli.steer:forget",
-    "top": "elasticd.cli.top:top",
-    "events": "elasticd.cli.history:events",
-    "logs": "elasticd.cli.history:logs",
-    "report": "elasticd.cli.report:report",
-    "audit": "elasticd.cli.audit:audit",
-    "ckpt": "elasticd.cli.checkpoints:ckpt",
-    "etcd-role": "elasticd.cli.roles:etcd_role",
-    "doctor": "elasticd.cli.doctor.command:doctor",
+    "run": "elasticd.cli.run_command:run",
+    "status": "elasticd.cli.status_command:status",
+    "ls": "elasticd.cli.status_command:ls",
+    "scale": "elasticd.cli.job_commands:scale",
+    "drain": "elasticd.cli.job_commands:drain",
+    "stop": "elasticd.cli.job_commands:stop",
+    "forget": "elasticd.cli.job_commands:forget",
+    "top": "elasticd.cli.top_command:top",
+    "events": "elasticd.cli.history_commands:events",
+    "logs": "elasticd.cli.history_commands:logs",
+    "report": "elasticd.cli.report_command:report",
+    "audit": "elasticd.cli.audit_command:audit",
+    "ckpt": "elasticd.cli.ckpt_command:ckpt",
+    "etcd-role": "elasticd.cli.etcd_role_command:etcd_role",
+    "doctor": "elasticd.cli.doctor.doctor_command:doctor",
 }
 
 

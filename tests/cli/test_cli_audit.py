@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elasticd.cli.audit import audit
+from elasticd.cli.audit_command import audit
 from elasticd.cli.complaint import Complaint
 from elasticd.data.auditnotes import FOLDER, CommitNote, EntryNote, Note, Took, Weights, encode, pack
 from elasticd.data.order import Shuffled

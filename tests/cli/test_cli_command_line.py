@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, collect
 from elasticd.cli.planning import Planned, plan
-from elasticd.cli.run import run
+from elasticd.cli.run_command import run
 from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
@@ -850,7 +850,7 @@ def test_a_bad_value_in_the_environment_is_traced_to_it(job: str) -> None:
 def test_the_command_line_is_parsed_without_importing_torch_or_grpc() -> None:
     code = (
         "import sys\n"
-        "from elasticd.cli import main, run, status, steer\n"
+        "from elasticd.cli import job_commands, main, run_command, status_command\n"
         "from elasticd.cli.options import collect\n"
         "assert main._exit_code(['--help']) == 0\n"
         "assert main._exit_code(['run', '--help']) == 0\n"

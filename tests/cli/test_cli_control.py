@@ -23,7 +23,7 @@ import pyte
 import pytest
 from click.testing import CliRunner
 
-from elasticd.cli import steer
+from elasticd.cli import job_commands
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.control import Place
 from elasticd.cli.main import _exit_code
@@ -127,7 +127,7 @@ def test_an_edit_that_came_between_is_not_lost(etcd: Client, server: Embedded) -
             put(etcd, "j", spec=replace(spec, stop=True))
         return replace(spec, limits=Limits(1, 1))
 
-    steer._edit(Place(server.access, (), shared=True), "j", change)
+    job_commands._edit(Place(server.access, (), shared=True), "j", change)
     assert spec_of(etcd, "j") == replace(SPEC, stop=True, limits=Limits(1, 1))
 
 
@@ -396,7 +396,7 @@ def test_top_draws_on_the_whole_terminal_and_gives_it_back_when_it_is_interrupte
 
 
 def test_scale_by_the_click_runner_raises_a_complaint_and_no_traceback(etcd: Client) -> None:
-    result = CliRunner().invoke(steer.scale, ["nobody", "--max", "2"])
+    result = CliRunner().invoke(job_commands.scale, ["nobody", "--max", "2"])
     assert isinstance(result.exception, Complaint)
 
 
@@ -407,5 +407,5 @@ def test_a_standalone_run_that_ended_since_it_was_found_has_ended_and_is_not_out
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     gone = Place(EtcdAccess((f"unix:{tmp_path}/clients:1",), timeout_s=0.5), ("j",), shared=False)
     with pytest.raises(Complaint) as met:
-        steer._edit(gone, "j", lambda spec: spec)
+        job_commands._edit(gone, "j", lambda spec: spec)
     assert (met.value.sentence, met.value.code) == ("j has ended already.", 2)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.history import events, logs
+from elasticd.cli.history_commands import events, logs
 from elasticd.core.facts import Cause, Exit, Failure, Outcome
 from elasticd.core.reasons import (
     FailureCharged,

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.history import living
-from elasticd.cli.report import report
+from elasticd.cli.history_commands import living
+from elasticd.cli.report_command import report
 from elasticd.core.facts import Cause
 from elasticd.core.reasons import RoundFormed
 from elasticd.procs.linux import started_at

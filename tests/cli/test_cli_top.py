@@ -1,7 +1,7 @@
 from click.testing import CliRunner
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.top import top
+from elasticd.cli.top_command import top
 
 
 def test_without_a_terminal_it_says_what_to_use_instead() -> None:

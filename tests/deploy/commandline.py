@@ -8,7 +8,7 @@ from unittest import mock
 
 from elasticd.cli.options import collect
 from elasticd.cli.planning import Planned, plan
-from elasticd.cli.run import run
+from elasticd.cli.run_command import run
 
 VARIABLES = {v for p in run.params for v in ([p.envvar] if isinstance(p.envvar, str) else p.envvar or ())}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from elasticd.cli.doctor import judge
-from elasticd.cli.doctor.command import as_object, as_text, exit_code
+from elasticd.cli.doctor.doctor_command import as_object, as_text, exit_code
 from elasticd.cli.doctor.facts import (
     AddressFacts,
     DriverFacts,

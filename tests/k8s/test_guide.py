@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from elasticd.cli.main import cli
-from elasticd.cli.run import run
+from elasticd.cli.run_command import run
 from tests.deploy.commandline import VARIABLES
 from tests.k8s.kinds import KINDS
 from tests.k8s.manifests import K8S, OVERLAYS, ROOT, build, of_kind, overlay, pods

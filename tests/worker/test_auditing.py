@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.cli.audit import finding
+from elasticd.cli.audit_command import finding
 from elasticd.data.audit import judge
 from elasticd.data.auditnotes import (
     FOLDER,

@@ -1,4 +1,4 @@
-"""``elasticd scale``, ``drain`` and ``stop``: guarded changes of a job's spec, so that no concurrent change
+"""``elasticd scale``, ``drain``, ``stop`` and ``forget``: guarded changes of a job's spec, so that no concurrent change
 is lost."""
 
 from __future__ import annotations

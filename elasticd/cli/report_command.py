@@ -10,7 +10,7 @@ import click
 
 from elasticd import __version__
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.history import known_runs, last_run, living
+from elasticd.cli.history_commands import known_runs, last_run, living
 from elasticd.cli.say import on_screen, say
 from elasticd.telemetry import events as files
 from elasticd.telemetry import runreportpage, runreporttext
