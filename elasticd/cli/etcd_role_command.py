@@ -13,9 +13,9 @@ import click
 
 from elasticd.cli import passwords
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.control import answering, named_etcd
-from elasticd.cli.meeting import check_name
+from elasticd.cli.job_access import answering, named_etcd
 from elasticd.cli.options import etcd_options
+from elasticd.cli.rendezvous import check_name
 from elasticd.cli.say import say
 from elasticd.etcd.errors import NoLogins, StoreRefused
 from elasticd.etcd.names import job_prefix

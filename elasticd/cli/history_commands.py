@@ -15,8 +15,8 @@ from pathlib import Path
 import click
 
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.say import on_screen, say
-from elasticd.cli.values import Name, Whole
 from elasticd.procs.linux import started_at
 from elasticd.telemetry import describe, runs
 from elasticd.telemetry import events as files

@@ -1,5 +1,5 @@
-"""``elasticd scale``, ``drain``, ``stop`` and ``forget``: guarded changes of a job's spec, so that no concurrent change
-is lost."""
+"""``elasticd scale``, ``drain``, ``stop`` and ``forget``. They change a job's spec under a guard, so that no
+concurrent change is lost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.control import Place, find, places, reaching
+from elasticd.cli.job_access import Place, find, places, reaching
+from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
-from elasticd.cli.values import Name, Whole
 from elasticd.core.facts import Drained, Limits, Node, Phase, Round, Spec
 from elasticd.core.ports import Applied, Delete, Put, Refused, Unchanged
 from elasticd.telemetry import describe

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import click
 from click.core import ParameterSource
 
-from elasticd.cli.values import Seconds, Switch, Whole
+from elasticd.cli.option_types import Seconds, Switch, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 import click
 
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.option_types import MOST, Ratio, Seconds, Unfit, Whole
 from elasticd.cli.options import RunOptions
-from elasticd.cli.values import MOST, Ratio, Seconds, Unfit, Whole
 from elasticd.core.facts import Policy, Resume
 from elasticd.core.hang import Patience
 

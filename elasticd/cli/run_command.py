@@ -20,7 +20,7 @@ from elasticd.cli.begin import Stopped
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import ThisMachine, name_of_its_own, nowhere
 from elasticd.cli.options import CONTEXT_SETTINGS, IN_THE_POLICY, RunOptions, collect, run_options
-from elasticd.cli.planning import plan
+from elasticd.cli.run_configuration import plan
 from elasticd.daemon.config import RunConfig
 from elasticd.telemetry.termination import TerminationLog
 

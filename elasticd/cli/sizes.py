@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import Machine
+from elasticd.cli.option_types import MOST
 from elasticd.cli.options import RunOptions, Said
-from elasticd.cli.values import MOST
 from elasticd.core.facts import Limits
 
 SLOTS_MAX = 1024  # per node; a larger number is taken for a typing error

@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.control import Place, answering, facts_of, find, places, unusable
+from elasticd.cli.job_access import Place, answering, facts_of, find, places, unusable
+from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import on_screen, say
-from elasticd.cli.values import Name
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord, StoreRefused
 from elasticd.telemetry import describe, statustext

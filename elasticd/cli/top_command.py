@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.control import find, places
+from elasticd.cli.job_access import find, places
+from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
-from elasticd.cli.values import Name
 from elasticd.telemetry import describe
 from elasticd.telemetry.status import JobStatus
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.control import Place, facts_of, unusable
+from elasticd.cli.job_access import Place, facts_of, unusable
 from elasticd.cli.say import say
 from elasticd.core.facts import Fact, Round
 from elasticd.core.ports import Listing, Seen

@@ -13,8 +13,8 @@ from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import ThisMachine
 from elasticd.cli.main import _exit_code, _sentence
 from elasticd.cli.options import IN_THE_POLICY, collect
-from elasticd.cli.planning import Planned, plan
 from elasticd.cli.run_command import _check_variables, run
+from elasticd.cli.run_configuration import Planned, plan
 
 FILES = {
     "ok.py": b"print('ok')\n",

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import RunOptions, collect
-from elasticd.cli.planning import Planned, plan
 from elasticd.cli.run_command import run
+from elasticd.cli.run_configuration import Planned, plan
 from elasticd.core.facts import Limits, Policy, Resume
 from elasticd.core.hang import Patience
 from elasticd.daemon.config import CommandKind, LogOptions
@@ -241,7 +241,7 @@ def test_a_value_is_read_as_torchrun_reads_it(name: str, way: str, monkeypatch: 
 
 
 def planned_lists(text: str) -> tuple[str, ...]:
-    from elasticd.cli.outputs import _commas
+    from elasticd.cli.log_options import _commas
 
     return _commas(text)
 

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 from elasticd.cli import job_commands
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.control import Place
+from elasticd.cli.job_access import Place
 from elasticd.cli.main import _exit_code
 from elasticd.core.facts import Cause, Drained, Exit, Fact, Failure, Limits, Node, Outcome, Phase, Round, Spec
 from elasticd.core.ports import Applied, Put

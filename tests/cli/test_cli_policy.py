@@ -11,9 +11,9 @@ import pytest
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.options import IN_THE_POLICY, collect
-from elasticd.cli.planning import plan
 from elasticd.cli.policy import SETTINGS
 from elasticd.cli.run_command import run
+from elasticd.cli.run_configuration import plan
 from elasticd.core.facts import Policy
 from elasticd.core.hang import Patience
 from elasticd.daemon.config import RunConfig

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.cli import watch as watching
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.control import Place
+from elasticd.cli.job_access import Place
 from elasticd.core.facts import Cause, Fact, Node, Phase, Progress, Round, SlotProgress
 from elasticd.core.ports import Changes, Entry, Listing
 from elasticd.etcd.access import EtcdAccess

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 from elasticd.cli.options import collect
-from elasticd.cli.planning import Planned, plan
 from elasticd.cli.run_command import run
+from elasticd.cli.run_configuration import Planned, plan
 
 VARIABLES = {v for p in run.params for v in ([p.envvar] if isinstance(p.envvar, str) else p.envvar or ())}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.cli.planning import Planned
+from elasticd.cli.run_configuration import Planned
 from elasticd.etcd.embedded import find_etcd
 from tests.deploy import commandline
 from tests.k8s.manifests import (

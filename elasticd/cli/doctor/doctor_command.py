@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.control import named_etcd
 from elasticd.cli.doctor import judge
 from elasticd.cli.doctor.judge import Finding, Grade
 from elasticd.cli.doctor.machine_facts import (
@@ -26,13 +25,14 @@ from elasticd.cli.doctor.machine_facts import (
     look_at_shared_memory,
 )
 from elasticd.cli.doctor.worker_facts import ask_imports, ask_torch
+from elasticd.cli.http_options import http_place
 from elasticd.cli.interfaces import network_environment
+from elasticd.cli.job_access import named_etcd
 from elasticd.cli.machine import default_node_name, nowhere
-from elasticd.cli.meeting import check_name
+from elasticd.cli.option_types import Seconds
 from elasticd.cli.options import etcd_options
+from elasticd.cli.rendezvous import check_name
 from elasticd.cli.say import say
-from elasticd.cli.serving import http_place
-from elasticd.cli.values import Seconds
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports, routed_address
 from elasticd.etcd.errors import StoreError

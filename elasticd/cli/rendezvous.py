@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.option_types import MOST
 from elasticd.cli.options import RunOptions, Said
-from elasticd.cli.values import MOST
 from elasticd.etcd import names
 from elasticd.etcd.access import EtcdAccess, parse_endpoints
 
@@ -18,7 +18,7 @@ _HOW = "give --etcd http://HOST:2379 on each node"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the job's nodes meet. ``etcd``: None for a standalone run; ``job``: None if the user gave no
     name. ``timing``: settings of the policy from torchrun's --rdzv-conf, in seconds; None if not given."""
 
@@ -72,7 +72,7 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
-def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
+def rendezvous(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Rendezvous:
     """Choose the meeting point. ``nodes_min`` and ``nodes_max`` come from torchrun's --nnodes. Raises
     Complaint."""
     notes: list[str] = []
@@ -85,7 +85,7 @@ def meeting(options: RunOptions, *, nodes_max: int, nodes_min: int) -> Meeting:
         conf.seconds("keep_alive_max_attempt"),
     )
     ttl = (5 if interval is None else interval) * (3 if attempts is None else attempts)
-    result = Meeting(
+    result = Rendezvous(
         etcd=etcd,
         job=_job(options, notes),
         timing={

@@ -14,13 +14,13 @@ from elasticd.checkpoint.store import BadStore, store_at
 from elasticd.checkpoint.store.rate_limit import parse_rate
 from elasticd.cli import script as scripts
 from elasticd.cli.complaint import Complaint
+from elasticd.cli.http_options import http_note, http_place, http_tls, http_token
 from elasticd.cli.interfaces import network_environment
+from elasticd.cli.log_options import logs, signals
 from elasticd.cli.machine import Machine, default_node_name, is_ours
-from elasticd.cli.meeting import check_name, meeting
 from elasticd.cli.options import RunOptions, Said, flag
-from elasticd.cli.outputs import logs, signals
 from elasticd.cli.policy import first, patience, policy, settings_in
-from elasticd.cli.serving import http_note, http_place, http_tls, http_token
+from elasticd.cli.rendezvous import check_name, rendezvous
 from elasticd.cli.sizes import nodes, sizes
 from elasticd.core.facts import Limits, Resume
 from elasticd.daemon.config import CommandKind, RunConfig
@@ -54,7 +54,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
     _check_together(options)
     _check_programs(options, environ)
     low, high = nodes(options)
-    met = meeting(options, nodes_min=low, nodes_max=high)
+    met = rendezvous(options, nodes_min=low, nodes_max=high)
     size = sizes(options, machine, standalone=met.etcd is None)
     settings = settings_in(options.policy)
     script = scripts.find(
