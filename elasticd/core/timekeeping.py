@@ -88,6 +88,14 @@ def keep_time(
     return known, known.ledger.record(state.me.node, now, known.run) if known.resumed else None
 
 
+def concerned(state: State) -> tuple[object, ...]:
+    """Return the part of the state that ``keep_time`` depends on. It changes seldom."""
+    crew = state.crew
+    its = (crew.round.number, crew.member, crew.workers, crew.order) if crew is not None else ()
+    seen = state.seen
+    return its, state.standbys, state.registration.joined, seen.get("round"), seen.get("spec")
+
+
 def find(known: Timekeeping, kept: NodeLedger | None) -> Timekeeping:
     """Return what is known after the node's record was read. Once the ledger goes on from there, the record
     is this agent's own."""

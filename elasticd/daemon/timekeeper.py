@@ -36,7 +36,7 @@ class Timekeeper:
         self._store = store
         self._progress = progress
         self._step_times = step_times
-        self._seen: tuple[State, tuple[int, float]] | None = None
+        self._seen: tuple[object, ...] = ()
         self._first_at: dict[int, tuple[int, float]] = {}  # the round, and the time of its first step
         self._found: tuple[NodeLedger | None] | None = None  # the record in etcd, once it has been read
         self._known = timekeeping.start(state, began_at)
@@ -49,10 +49,14 @@ class Timekeeper:
         self._store.watch(self._key, self._own_seen)
 
     def attend(self, state: State, hung: tuple[int, float], now: float) -> Put | None:
-        """Return the write of the record if it is due. ``hung``: see ``timekeeping.keep_time``."""
-        if now < self.wake_at and self._seen is not None and self._seen[0] is state and self._seen[1] == hung:
+        """Return the write of the record if it is due. ``hung``: see ``timekeeping.keep_time``.
+
+        Reading all workers' pages costs milliseconds, so most events lead to no look.
+        """
+        seen = (timekeeping.concerned(state), hung, self._found is not None)
+        if now < self.wake_at and seen == self._seen:
             return None
-        self._seen, self.wake_at = (state, hung), now + LOOK_S
+        self._seen, self.wake_at = seen, now + LOOK_S
         if self._found is not None:
             self._known = timekeeping.find(self._known, *self._found)
         number = state.crew.round.number if state.crew is not None else 0
