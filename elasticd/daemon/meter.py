@@ -34,7 +34,7 @@ from elasticd.procs.usage import Usage
 from elasticd.telemetry.catalog import BY_NAME
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.metrics import Metrics
-from elasticd.telemetry.status import JobStatus, SlotState
+from elasticd.telemetry.status import JobStatus, SlotState, SlotStatus
 
 # Returns the times of a slot's steps after a given step, in seconds since the epoch; some may be missing.
 StepTimes = Callable[[int, int], tuple[float, ...]]
@@ -124,6 +124,7 @@ class Meter:
         ):
             metrics.start(name)
         self._slots: set[int] = set()
+        self._shown: set[int] = set()  # slots that a status has had
         self._begin(driver.state.me.slots[: config.limits.max])
 
     def _begin(self, slots: Iterable[int]) -> None:
@@ -228,9 +229,11 @@ class Meter:
             self.metrics.set("elasticd_worker_slowdown_ratio", ratio, slot)
 
     def _update_slots(self, status: JobStatus) -> None:
-        own = status.own
-        for line in own.slots if own is not None else ():
-            slot, has_worker = line.slot, line.state in _HAS_WORKER
+        lines = {line.slot: line for line in status.own.slots} if status.own is not None else {}
+        self._shown |= lines.keys()
+        for slot in self._shown:  # a slot above a lowered --max is not in the status any more
+            line = lines.get(slot, SlotStatus(slot, SlotState.IDLE))
+            has_worker = line.state in _HAS_WORKER
             self.metrics.set("elasticd_worker_up", has_worker, slot)
             if not has_worker:
                 self.metrics.set("elasticd_worker_hung", 0, slot)

@@ -285,3 +285,23 @@ def test_who_does_not_know_what_is_left_of_the_budget_does_not_tell() -> None:
     assert value(made.metrics, "restart_budget_left") == 3
     made.update(told(), (), Ledger(), 2.0)
     assert value(made.metrics, "restart_budget_left") is None
+
+
+def test_a_slot_that_the_status_leaves_out_is_idle() -> None:
+    """As one above a lowered --max."""
+    made, _ = meter()
+    made._workers[1] = cast(Any, SimpleNamespace(at=50.0, since=40.0))
+    made.update(
+        told(SlotStatus(0, SlotState.RUNNING, 0), SlotStatus(1, SlotState.RUNNING, 1)), (), Ledger(), 61.0
+    )
+    assert value(made.metrics, "worker_up", 1) == 1 == value(made.metrics, "worker_rank", 1)
+    made.metrics.set("elasticd_worker_hung", 1, 1)
+    made.update(told(SlotStatus(0, SlotState.RUNNING, 0)), (), Ledger(), 62.0)
+    assert value(made.metrics, "worker_up", 1) == 0 == value(made.metrics, "worker_hung", 1)
+    assert value(made.metrics, "slot_state", 1, "idle") == 1
+    assert (
+        value(made.metrics, "worker_rank", 1)
+        is value(made.metrics, "worker_last_step_age_seconds", 1)
+        is None
+    )
+    assert value(made.metrics, "worker_up", 0) == 1
