@@ -245,6 +245,34 @@ def test_nobody_is_blamed_while_one_of_those_that_wait_may_have_come_a_moment_ag
     assert judged([replace(look, there_s=1.0) for look in looks], Patience(fixed_s=600)) is not None
 
 
+def test_past_the_ceiling_all_are_blamed_that_wait_though_their_places_change() -> None:
+    looks = [replace(look, there_s=0.0) for look in world("waiting", "waiting", "waiting", still_s=3600.0)]
+    assert judged(looks) is None, "each may have come a moment ago"
+    looks[2] = replace(looks[2], what="barrier")
+    looks = [replace(look, waits_s=1.0) for look in looks]
+    assert blamed(judged(looks)) == (Why.DEADLOCK, [0, 1, 2]), "and none for the place where it was seen"
+    assert judged([replace(look, still_s=3599.0) for look in looks]) is None
+    looks[1] = replace(looks[1], waits_s=0.9)
+    assert judged(looks) is None
+
+
+def test_the_cost_of_a_verdict_grows_with_the_number_of_workers_and_not_with_its_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = 0
+    equals = Look.__eq__
+
+    def count(one: Look, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return equals(one, other)
+
+    monkeypatch.setattr(Look, "__eq__", count)
+    for kinds in (["waiting"] * 500, ["waiting"] * 250 + ["asleep"] * 250):
+        assert judged(world(*kinds)) is not None
+    assert compared < 2000
+
+
 def test_who_waits_a_step_ahead_of_the_others_is_to_blame() -> None:
     looks = world("waiting", "waiting", "waiting")
     looks[0] = replace(looks[0], step=101)

@@ -21,6 +21,12 @@ class Illness(StrEnum):
     ASLEEP = "asleep"  # in code of its own
     BUSY = "busy"  # the same, but it computes
     APART = "apart"  # in another collective than the rest
+    POLLING = "polling"  # the same, at one of two lines
+
+    @property
+    def waits(self) -> bool:
+        """Whether the worker is in a collective."""
+        return self in (Illness.APART, Illness.POLLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +121,10 @@ def where(worker: SimWorker) -> Whereabouts | None:
     ill, world = worker.ill, worker.world
     if ill is not None and ill.illness is Illness.STOPPED:
         return None  # it answers no signal
-    if ill is not None and ill.illness is Illness.APART:
-        return Whereabouts(At.COLLECTIVE, f"job.py:{ill.line}", "all_gather")
+    if ill is not None and ill.illness.waits:
+        now = worker.procs.host.clock.now()
+        line = ill.line if ill.illness is Illness.APART else f"{ill.line}.{int(1000 * now) % 2}"
+        return Whereabouts(At.COLLECTIVE, f"job.py:{line}", "all_gather")
     if ill is not None:
         return Whereabouts(At.OWN, f"job.py:{ill.line}")
     if world is not None and world.held and worker.rank == 0:

@@ -207,7 +207,7 @@ class Invariants:
         ill, world = worker.ill, worker.world
         of_world = list(world.workers.values()) if world is not None else []
         of_world += [w for w, _ in self.condemned if w.round == worker.round]  # it may be dead already
-        apart = [w for w in of_world if w.ill is not None and w.ill.illness is Illness.APART]
+        apart = [w for w in of_world if w.ill is not None and w.ill.illness.waits]
         if verdict.why is Why.DEADLOCK and apart:
             return  # who left what out cannot be told from the outside
         if ill is not None and ill.illness is not Illness.BUSY:

@@ -369,7 +369,7 @@ class SimWorker:
     @property
     def deaf(self) -> bool:
         """Whether it is where it hears of nothing; one in a collective would."""
-        return self.ill is not None and self.ill.illness is not Illness.APART
+        return self.ill is not None and not self.ill.illness.waits
 
     def fall_ill(self, illness: Illness) -> None:
         procs = self.procs

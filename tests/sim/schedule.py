@@ -233,6 +233,7 @@ HANGS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn ap
     "asleep": (2.0, _ill(Illness.ASLEEP)),
     "busy": (1.0, _ill(Illness.BUSY)),
     "apart": (1.0, _ill(Illness.APART)),
+    "polling": (1.0, _ill(Illness.POLLING)),
     "blind": (1.5, _on_node(_blind)),
 }
 SLOWNESS: dict[str, tuple[float, Callable[[Cluster, Fault], None]]] = {  # drawn apart, too

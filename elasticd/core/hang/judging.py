@@ -68,7 +68,8 @@ class Allowance:
     ``unasked_s``: busy, and no other worker waits. ``leaving_s``: told to leave a world that others have
     left. ``first_s``: before the first step of a round, for a worker with steps in an earlier round.
     ``settled_s``: where all wait, the time that each must have been seen at its place: the last one may have
-    come a moment ago, and the step then ends.
+    come a moment ago, and the step then ends. Past ``busy_s`` each must have been seen to wait for so long,
+    at whatever place.
     """
 
     stopped_s: float
@@ -79,6 +80,17 @@ class Allowance:
     leaving_s: float = FOREVER_S
     first_s: float = FOREVER_S
     settled_s: float = 0.0
+
+    @property
+    def first_look_s(self) -> float:
+        """The standstill at which to look first, so that a second look at workers that all wait is over by
+        their limit."""
+        return min(self.asleep_s, self.waiting_s - 2 * self.settled_s)
+
+    def next_s(self, still_s: float) -> float:
+        """Return the next limit above this standstill."""
+        limits = (self.stopped_s, self.asleep_s, self.waiting_s, self.busy_s, self.unasked_s)
+        return min((limit for limit in limits if limit > still_s), default=FOREVER_S)
 
 
 def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowance | None:
@@ -99,16 +111,18 @@ def allowance(gaps: Sequence[float], steps: int, patience: Patience) -> Allowanc
 
     stopped_s, fixed_s = bounded(10 * usual_s), patience.fixed_s
     if fixed_s is not None:
-        return Allowance(*(fixed_s,) * 6, first_s=max(fixed_s, FIRST_S), settled_s=min(fixed_s, stopped_s))
+        settled_s = min(stopped_s, fixed_s / 4)
+        return Allowance(*(fixed_s,) * 6, first_s=max(fixed_s, FIRST_S), settled_s=settled_s)
+    waiting_s = bounded(max(60 * usual_s, 10 * largest_s, 120 * floor_s))
     return Allowance(
         stopped_s=stopped_s,
         asleep_s=bounded(max(30 * usual_s, 5 * largest_s, 60 * floor_s)),
-        waiting_s=bounded(max(60 * usual_s, 10 * largest_s, 120 * floor_s)),
+        waiting_s=waiting_s,
         busy_s=ceiling_s,
         unasked_s=FOREVER_S,  # perhaps an evaluation of hours, of which each rank does a part
         leaving_s=bounded(max(10 * usual_s, 2 * largest_s, 10 * floor_s)),  # others have the state as well
         first_s=bounded(max(30 * usual_s, 5 * largest_s, FIRST_S * floor_s)),
-        settled_s=stopped_s,
+        settled_s=min(stopped_s, waiting_s / 4),
     )
 
 
@@ -169,6 +183,7 @@ class Look:
 
     ``step``: its steps in this round; its process may have made more. ``still_s``: the time since its last
     step. ``place`` and ``what``: see ``Whereabouts``. ``there_s``: how long it has been seen to stay there.
+    ``waits_s``: how long it has been seen in collectives, at whatever place.
     """
 
     node: str
@@ -180,6 +195,7 @@ class Look:
     place: str = ""
     what: str = ""
     there_s: float = 0.0
+    waits_s: float = 0.0
 
 
 # ---------------------------------------------------------------- the verdict
@@ -237,10 +253,12 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         return found(Why.ASLEEP, asleep, allowed.asleep_s)
     if silent:
         return found(Why.SILENT, silent, allowed.waiting_s)
-    if any(look.there_s < allowed.settled_s for look in waiting):
-        return None  # one may have come a moment ago, and all go on
-    apart = _apart(waiting)
-    return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
+    if all(look.there_s >= allowed.settled_s for look in waiting):
+        apart = _apart(waiting)
+        return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
+    if all(look.waits_s >= allowed.settled_s for look in waiting):
+        return found(Why.DEADLOCK, waiting, allowed.busy_s)  # their places change, and so say nothing
+    return None  # one may have come a moment ago, and all go on
 
 
 def judge_first(looks: Sequence[Look], experienced: Collection[int], allowed: Allowance) -> Verdict | None:
@@ -266,7 +284,8 @@ def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
 
 
 def _verdict(why: Why, guilty: tuple[Look, ...], looks: Sequence[Look]) -> Verdict:
-    others = [look for look in looks if look not in guilty]
+    ranks = {look.rank for look in guilty}
+    others = [look for look in looks if look.rank not in ranks]
     waits = Counter((look.what, look.place) for look in others if look.doing is Doing.WAITING)
     what, place = waits.most_common(1)[0][0] if waits else ("", "")
     return Verdict(why, guilty, len(others), what, place)

@@ -56,7 +56,8 @@ class Inspected:
 class Worker:
     """What is known of a worker. ``since``: when it was first seen in this round. ``last_at``: the time of
     its last step. ``sampled``: its figures, with their times. ``where``: its place in the code since
-    ``there_since``, as it was seen last; ``there_s``: how long it has been seen to stay there."""
+    ``there_since``, as it was seen last; ``there_s``: how long it has been seen to stay there.
+    ``waits_since``, ``waits_s``: the same of collectives, at whatever place."""
 
     slot: int
     rank: int
@@ -69,6 +70,13 @@ class Worker:
     where: Whereabouts | None = None
     there_since: float = 0.0
     there_s: float = 0.0
+    waits_since: float = 0.0
+    waits_s: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was last seen in a collective."""
+        return self.where is not None and self.where.at is At.COLLECTIVE
 
     @property
     def made(self) -> int:
@@ -114,9 +122,7 @@ class Standstill:
                 known = (worker.last_at, *beat.times) if whole else beat.times
                 gaps = [b - a for a, b in itertools.pairwise(known) if b >= a]
                 recent = (*recent, *gaps)[-GAPS_KEPT:]
-                worker = replace(
-                    worker, steps=beat.steps, last_at=beat.times[-1], sampled=(), where=None, there_s=0.0
-                )
+                worker = replace(_unseen(worker), steps=beat.steps, last_at=beat.times[-1])
                 if worker.made - len(gaps) >= FIRST_STEPS:
                     largest_s = max([largest_s, *gaps])
             workers[beat.slot] = worker
@@ -141,15 +147,19 @@ class Standstill:
             worker = workers.get(seen.slot)
             if worker is None:
                 continue
-            since = max(worker.there_since, self.aware_since) if seen.where == worker.where else at
-            stays_s = max(0.0, asked_at - since)
-            workers[seen.slot] = replace(worker, where=seen.where, there_since=since, there_s=stays_s)
+            there_since = max(worker.there_since, self.aware_since) if seen.where == worker.where else at
+            waits_since = max(worker.waits_since, self.aware_since) if worker.waits else at
+            worker = replace(worker, where=seen.where, there_since=there_since, waits_since=waits_since)
+            workers[seen.slot] = replace(
+                worker,
+                there_s=max(0.0, asked_at - there_since),
+                waits_s=max(0.0, asked_at - waits_since) if worker.waits else 0.0,
+            )
         return replace(self, workers=workers)
 
     def calm(self) -> Standstill:
         """Forget the figures and the places: the workers make steps."""
-        workers = {s: replace(w, sampled=(), where=None, there_s=0.0) for s, w in self.workers.items()}
-        return replace(self, workers=workers)
+        return replace(self, workers={slot: _unseen(worker) for slot, worker in self.workers.items()})
 
     def forget(self) -> Standstill:
         """Forget everything except the times of steps, which are the job's, whichever workers make them."""
@@ -198,11 +208,13 @@ class Standstill:
         elif still_s < allowed.stopped_s:
             kind = Doing.MOVING
         place, what = (where.place, where.doing) if where else ("", "")
-        return Look(node, seen.slot, seen.rank, worker.made, still_s, kind, place, what, worker.there_s)
+        there_s, waits_s = worker.there_s, worker.waits_s
+        return Look(node, seen.slot, seen.rank, worker.made, still_s, kind, place, what, there_s, waits_s)
 
-    def as_it_was(self, look: Look) -> bool:
+    def as_it_was(self, look: Look, allowed: Allowance | None) -> bool:
         """Whether the worker is in the state of the look, as far as was seen since: it has made no step, and
-        a worker that was stopped or waited or slept still does, at the same place."""
+        a worker that was stopped or waited or was in its own code still is. One that waits is at the same
+        place, or past the limit of a busy one."""
         worker = self.workers.get(look.slot)
         if worker is None or worker.made != look.step:
             return False
@@ -210,5 +222,12 @@ class Standstill:
             return not worker.sampled or worker.sampled[-1][1].state is ProcessState.STOPPED
         if worker.where is None:
             return True
-        same = (worker.where.place, worker.where.doing) == (look.place, look.what)
-        return same or (look.doing is Doing.BUSY and worker.where.at is not At.COLLECTIVE)
+        if (worker.where.place, worker.where.doing) == (look.place, look.what):
+            return True
+        if look.doing is Doing.WAITING:
+            return worker.waits and allowed is not None and look.still_s >= allowed.busy_s
+        return look.doing in (Doing.BUSY, Doing.ASLEEP) and not worker.waits
+
+
+def _unseen(worker: Worker) -> Worker:
+    return replace(worker, sampled=(), where=None, there_s=0.0, waits_s=0.0)

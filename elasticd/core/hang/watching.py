@@ -280,8 +280,9 @@ class _Step:
             if verdict is not None:
                 return self.keep(verdict)
             return self.conclude(crew, allowed) if self.w.sights else STALLED_S
-        if still_s < allowed.stopped_s:
-            return min(STALLED_S, allowed.stopped_s - still_s)
+        soonest_s = min(allowed.stopped_s, allowed.first_look_s)
+        if still_s < soonest_s:
+            return min(STALLED_S, soonest_s - still_s)
         late = self.is_late(allowed)
         late_to_begin = len(crew.round.members) == 1 and still_s >= allowed.first_s
         if not self.w.in_step and not (stopped or late or late_to_begin):
@@ -297,13 +298,14 @@ class _Step:
                 return min(ANSWER_S, until - at)
             self.set(certain=None)  # the worker goes on
         if self.w.look_at_s is None:
-            self.set(look_at_s=allowed.asleep_s)
+            self.set(look_at_s=allowed.first_look_s)
         look_at_s = self.w.look_at_s
         assert look_at_s is not None
         again = self.w.again_at is not None and at >= self.w.again_at
         if stopped or late or still_s >= look_at_s or again or self.is_asked():
             number = self.w.number + 1
-            self.set(look_at_s=max(look_at_s, still_s * AGAIN), number=number, looking=Looking(number, at))
+            next_s = max(look_at_s, min(still_s * AGAIN, allowed.next_s(still_s)))
+            self.set(look_at_s=next_s, number=number, looking=Looking(number, at))
             self.actions.append(LookAt(number, tuple(sorted(self.w.still.workers))))
             return STALLED_S
         return min(STALLED_S, look_at_s - still_s)
@@ -369,7 +371,7 @@ class _Step:
         still_s = self.w.still.longest_s(self.at)
         verdict, workers = keeping.verdict, self.w.still.workers
         mine = self.mine(verdict)
-        if any(look.slot in workers and not self.w.still.as_it_was(look) for look in mine):
+        if any(look.slot in workers and not self.is_as(look) for look in mine):
             return IDLE_S  # the worker goes on after all
         self.reasons.append(WorkersHung(keeping.round, verdict, keeping.place))
         killed = {(verdict.why, look.place): still_s for look in verdict.guilty}
@@ -414,7 +416,10 @@ class _Step:
 
     def is_as_it_was(self, verdict: Verdict) -> bool:
         """Whether this node's workers in the verdict are in the state that was judged."""
-        return all(self.w.still.as_it_was(look) for look in self.mine(verdict))
+        return all(self.is_as(look) for look in self.mine(verdict))
+
+    def is_as(self, look: Look) -> bool:
+        return self.w.still.as_it_was(look, self.w.allowed)
 
     def are_awaited(self, crew: Crew) -> bool:
         """Whether other workers have left the round with the whole state, and want to go on. In a planned
