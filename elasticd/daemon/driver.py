@@ -59,6 +59,7 @@ from elasticd.daemon.timekeeper import Timekeeper
 
 LEADER_SCOPES = ("nodes/", "reports/", "budget", "stalls/", "hang", "paces/", "stragglers")
 LEADER_RETRY_S = 0.2
+JUDGE_S = 0.1  # all nodes report a standstill at about the same time, and are judged together
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,9 @@ class Driver:
                 before, self._term.view = self._term.view, leader.see(self._term.view, seen, scope, now)
                 if scope == "paces/" and self._term.view.comparison.found is before.comparison.found:
                     return  # the new paces change no finding
+                if scope == "stalls/":
+                    self._wake_by(now + JUDGE_S)
+                    return
             case LeaderAnswered(term, answer):
                 if self._term and self._term.number == term:
                     self._leader_answered(self._term, answer, now)

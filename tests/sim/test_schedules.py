@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from elasticd.core.facts import Limits, Outcome
+from elasticd.core.hang import Allowance, Look, Verdict
+from elasticd.core.leader import hanging
 from tests.sim.__main__ import replay_command
 from tests.sim.clock import START
 from tests.sim.cluster import POLICY, Cluster, Setup
@@ -152,7 +155,7 @@ def test_a_new_leader_that_saw_no_outage_does_not_replace_who_is_only_late() -> 
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("kind", ["stopped", "asleep", "apart"])
+@pytest.mark.parametrize("kind", ["stopped", "asleep", "apart", "polling"])
 def test_one_that_hangs_is_replaced_and_charged_once(kind: str, inplace: bool) -> None:
     job = Job(total_steps=200, step_s=0.25, inplace=inplace)
     result = _run(Fault(20.0, kind, "n1"), setup=Setup((1, 1, 1), Limits(3, 3), job=job))
@@ -160,6 +163,21 @@ def test_one_that_hangs_is_replaced_and_charged_once(kind: str, inplace: bool) -
     assert worker.procs.host.name == "n1" and worker.ill is not None
     assert [end.restarts for end in result.invariants.ends] == [1]
     assert result.invariants.ends[-1].outcome is Outcome.SUCCEEDED
+
+
+def test_the_reports_of_many_nodes_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, judged = hanging.judge, 0
+
+    def count(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
+        nonlocal judged
+        judged += 1
+        return judge(looks, allowed)
+
+    monkeypatch.setattr(hanging, "judge", count)
+    setup = Setup((1,) * 20, Limits(20, 20), job=Job(total_steps=60, step_s=0.25))
+    result = _run(Fault(10.0, "asleep", "n1"), setup=setup)
+    assert len(result.invariants.condemned) == 1
+    assert 0 < judged < 20
 
 
 def test_one_that_is_busy_for_a_while_is_left_alone_though_looks_come_late() -> None:

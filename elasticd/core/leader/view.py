@@ -113,6 +113,7 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
     kinds = {e.key.partition("/")[0] for e in entries}  # what there is no news of is not copied
     nodes = dict(view.nodes) if view.nodes is not None and "nodes" in kinds else None
     reports = dict(view.reports) if view.reports is not None and "reports" in kinds else None
+    stalls = dict(view.stalls) if "stalls" in kinds else None
     for e in entries:
         revision = e.revision if e.fact is not None else 0
         kind, _, name = e.key.partition("/")
@@ -137,30 +138,32 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
             case "reports", None:
                 if reports is not None:
                     reports.pop(name, None)
+            case "stalls", Stall() as stall if stalls is not None:
+                known = stalls.get(name)
+                if known is None or known.stall != stall:
+                    stalls[name] = Heard(stall, now)
+            case "stalls", None if stalls is not None:
+                stalls.pop(name, None)
             case _:
                 view = _apply_finding(view, e, name, now)
     if nodes is not None:
         view = replace(view, nodes=nodes)
     if reports is not None:
         view = replace(view, reports=reports)
+    if stalls is not None:
+        view = replace(view, stalls=stalls)
     if view.spec is None:
         return view
     return replace(view, comparison=comparing.follow(view.comparison, view.round, view.spec.policy))
 
 
 def _apply_finding(view: View, e: Entry, name: str, now: float) -> View:
-    """Return the view after news of workers that stand still or lag behind.
+    """Return the view after news of what the leader found, or of paces.
 
     The leader knows its own writes before the watch reports them, so an older verdict may arrive after a
     newer one.
     """
     match e.key.partition("/")[0], e.fact:
-        case "stalls", Stall() as stall:
-            known = view.stalls.get(name)
-            if known is None or known.stall != stall:
-                return replace(view, stalls={**view.stalls, name: Heard(stall, now)})
-        case "stalls", None:
-            return replace(view, stalls={n: heard for n, heard in view.stalls.items() if n != name})
         case "hang", (Hang() | None) as hang:
             if e.revision > view.hang_revision:
                 return replace(view, hang=hang, hang_at=now, hang_revision=e.revision)
