@@ -70,6 +70,12 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         notes.append("--replicate has no effect on a standalone run: no other node is there to hold a copy")
     if beyond := sorted(rank for rank in logs(options, environ).local_ranks or () if rank >= size.slots):
         notes.append(f"--local-ranks-filter names {beyond[0]}, but local ranks here end at {size.slots - 1}")
+    if options.hang_after not in (None, "auto"):
+        notes += [
+            f"{name} in the file of --policy has no effect beside --hang-after {options.hang_after}"
+            for name in ("hang_floor_s", "hang_ceiling_s")
+            if name in settings
+        ]
     notes += _went_to_the_script(options)
     env: dict[str, str] = {}
     if size.slots > 1 and "OMP_NUM_THREADS" not in environ:

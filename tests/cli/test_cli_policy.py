@@ -68,6 +68,24 @@ def test_settings_that_were_not_given_make_room_for_those_that_were(tmp_path: Pa
     assert configured(tmp_path, "futile_max = 2", "--max-restarts", "5").policy.futile_max == 2
 
 
+def test_bounds_of_hangs_that_one_limit_for_all_outweighs_are_named(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text("hang_floor_s = 2\nhang_ceiling_s = 600")
+
+    def notes(*argv: str) -> list[str]:
+        (tmp_path / "job.py").touch()
+        argv = ("--policy", str(tmp_path / "policy.toml"), *argv, str(tmp_path / "job.py"))
+        with run.make_context("run", [*argv]) as ctx:
+            planned = plan(collect(ctx, None), {"OMP_NUM_THREADS": "1"}, Machine())
+        return [note for note in planned.notes if "hang" in note]
+
+    assert notes() == notes("--hang-after", "auto") == []
+    assert notes("--hang-after", "60") == [
+        "hang_floor_s in the file of --policy has no effect beside --hang-after 60",
+        "hang_ceiling_s in the file of --policy has no effect beside --hang-after 60",
+    ]
+    assert len(notes("--hang-after", "off")) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
