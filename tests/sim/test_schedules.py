@@ -17,7 +17,7 @@ from tests.sim.invariants import Invariants
 from tests.sim.procs import Job
 from tests.sim.schedule import Fault, Run, Schedule, draw, run
 
-BATCH = 50  # schedules to a test, so that they spread over the cores
+BATCH = 10  # schedules to a test: on a busy machine, too, a test ends within its time
 
 
 def _hold(result: Run, replay: str) -> None:
@@ -26,7 +26,7 @@ def _hold(result: Run, replay: str) -> None:
         pytest.fail("\n".join([*last, "", result.broken, f"replay: {replay}"]), pytrace=False)
 
 
-@pytest.mark.parametrize("batch", range(8))
+@pytest.mark.parametrize("batch", range(40))
 def test_the_invariants_hold_under_any_schedule_of_faults(batch: int) -> None:
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         _hold(run(seed, draw(seed)), replay_command(seed))
