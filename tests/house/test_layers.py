@@ -46,14 +46,14 @@ def test_what_is_pure_imports_only_the_standard_library_and_itself(package):
         assert not {i for i in foreign if not i.startswith(f"elasticd.{package}")}, name(module)
 
 
-@pytest.mark.parametrize("module", [*within("core"), *within("data")], ids=name)
-def test_what_is_pure_is_handed_time_and_chance_and_touches_nothing(module):
+def test_what_is_pure_is_handed_time_and_chance_and_touches_nothing():
     effects = {
         "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random",
         "secrets", "select", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time",
         "uuid",
     }  # fmt: skip
-    assert not roots(module) & effects
+    found = {name(module): roots(module) & effects for module in [*within("core"), *within("data")]}
+    assert not {module: used for module, used in found.items() if used}
 
 
 def test_one_file_alone_imports_etcd3():
@@ -65,16 +65,19 @@ def may_wait_for_torch(module: Path) -> bool:
     return parts[0] in {"daemon", "torchrun", "worker"} or parts[:2] == ("checkpoint", "client")
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not may_wait_for_torch(m)], ids=name)
-def test_torch_is_imported_late_where_people_wait_for_an_answer(module):
-    """It costs 1.5 s, which ``elasticd status`` must not pay."""
+def imports_torch_at_once(module: Path) -> bool:
     at_import = ast.parse(module.read_text()).body
     names = {alias.name for node in at_import if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in at_import if isinstance(node, ast.ImportFrom)}
-    assert "torch" not in {n.partition(".")[0] for n in names}
+    return "torch" in {n.partition(".")[0] for n in names}
 
 
-@pytest.mark.parametrize("program", sorted((ROOT / "workers").glob("*.py")), ids=name)
-def test_starting_points_are_plain_torchrun_scripts_but_for_those_that_need_more(program):
+def test_torch_is_imported_late_where_people_wait_for_an_answer():
+    """It costs 1.5 s, which ``elasticd status`` must not pay."""
+    assert not [name(m) for m in MODULES if imports_torch_at_once(m) and not may_wait_for_torch(m)]
+
+
+def test_starting_points_are_plain_torchrun_scripts_but_for_those_that_need_more():
     """Which is to keep their process, or to save what no worker has the whole of."""
-    assert ("elasticd" in roots(program)) == program.stem.endswith(("_in_place", "_fsdp"))
+    for program in (ROOT / "workers").glob("*.py"):
+        assert ("elasticd" in roots(program)) == program.stem.endswith(("_in_place", "_fsdp")), name(program)
