@@ -18,6 +18,7 @@ from tests.sim.procs import Job
 from tests.sim.schedule import Fault, Run, Schedule, draw, run
 
 BATCH = 10  # schedules to a test: on a busy machine, too, a test ends within its time
+OFTEN = 15  # batches for every run of the tests; the others are for -m slow
 
 
 def _hold(result: Run, replay: str) -> None:
@@ -26,7 +27,9 @@ def _hold(result: Run, replay: str) -> None:
         pytest.fail("\n".join([*last, "", result.broken, f"replay: {replay}"]), pytrace=False)
 
 
-@pytest.mark.parametrize("batch", range(40))
+@pytest.mark.parametrize(
+    "batch", [pytest.param(n, marks=[] if n < OFTEN else pytest.mark.slow) for n in range(40)]
+)
 def test_the_invariants_hold_under_any_schedule_of_faults(batch: int) -> None:
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         _hold(run(seed, draw(seed)), replay_command(seed))
