@@ -10,16 +10,6 @@ from torchrun_harness import Agents, gone, runs
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_second_node_grows_a_running_job_of_one(agents: Agents) -> None:
-    first = agents.start("1:2")
-    first.joins(world=1)
-    second = agents.start("1:2")
-    first.joins(world=2)
-    second.joins(world=2)
-    agents.stop.touch()
-    assert (first.ends(), second.ends()) == (0, 0)
-
-
 def test_a_node_that_is_not_rank_0_dies_and_comes_back(agents: Agents) -> None:
     pair = [agents.start("1:2"), agents.start("1:2")]
     for agent in pair:
