@@ -90,8 +90,7 @@ def parts_of(
 
 
 @lru_cache(maxsize=16)  # batches have one size, but for the last of an epoch
-def counts_of(world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1) -> frozenset[int]:
-    """Return the numbers of portions that workers of a world have of a batch: several if it is uneven, 0
-    among them if some workers have none."""
+def counts_of(world: int, *, samples: int, virtual_ranks: int, accumulate: int = 1) -> tuple[int, ...]:
+    """Return the number of portions that each worker of a world has of a batch, by rank."""
     cut = {"samples": samples, "virtual_ranks": virtual_ranks, "accumulate": accumulate}
-    return frozenset(len(parts_of(rank, world, **cut)) for rank in range(world))
+    return tuple(len(parts_of(rank, world, **cut)) for rank in range(world))

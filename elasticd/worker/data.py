@@ -236,13 +236,13 @@ class Data:
 
     def is_uneven(self, batch: Batch, world: int) -> bool:
         """Whether some workers of a world of this size have more parts of the batch than others."""
-        return len(self._counts(batch, world)) > 1
+        return len(set(self._counts(batch, world))) > 1
 
-    def leaves_out(self, batch: Batch, world: int) -> bool:
-        """Whether some workers of a world of this size have no part of the batch."""
-        return 0 in self._counts(batch, world)
+    def left_out(self, batch: Batch, world: int) -> int:
+        """Return how many workers of a world of this size have no part of the batch."""
+        return self._counts(batch, world).count(0)
 
-    def _counts(self, batch: Batch, world: int) -> frozenset[int]:
+    def _counts(self, batch: Batch, world: int) -> tuple[int, ...]:
         ranks = self._virtual_ranks if self._global_batch else world
         return counts_of(world, samples=batch.samples, virtual_ranks=ranks, accumulate=self._accumulate)
 

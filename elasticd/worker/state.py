@@ -432,10 +432,10 @@ class State:
                 self._used += self._open.used
             noted = self._recorder.took if self._recorder is not None else None
             uneven = functools.partial(self._data.is_uneven, share.batch, world_size())
-            leaves_out = functools.partial(self._data.leaves_out, share.batch, world_size())
+            left_out = functools.partial(self._data.left_out, share.batch, world_size())
             number = self._step + self._begun
             self._open = Step(
-                number, self._begun, share, self._reduction, noted, uneven, leaves_out, self._calls
+                number, self._begun, share, self._reduction, noted, uneven, left_out, self._calls
             )
             self._begun += 1
             yield self._open

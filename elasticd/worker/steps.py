@@ -34,7 +34,7 @@ class Step:
 
     ``turn``: the number of uncommitted steps before it. ``taken``: called with the used samples and losses
     before the last gradient is added up; the arguments are ``Recorder.took``'s. ``uneven``: whether some
-    workers have more batches in the step than others. ``leaves_out``: whether some have none. ``calls``: the
+    workers have more batches in the step than others. ``left_out``: how many have none. ``calls``: the
     number of collectives that this worker has called, without DistributedDataParallel's own before a forward
     pass.
     """
@@ -47,7 +47,7 @@ class Step:
         reduction: Reduction,
         taken: Callable[[int, int, Share, list[tuple[Fetched, torch.Tensor]]], None] | None = None,
         uneven: Callable[[], bool] = lambda: False,
-        leaves_out: Callable[[], bool] = lambda: False,
+        left_out: Callable[[], int] = lambda: 0,
         calls: Callable[[], int] = lambda: 0,
     ) -> None:
         self.number, self._turn = number, turn
@@ -57,7 +57,7 @@ class Step:
         self._share = share
         self._reduction = reduction
         self._taken = taken
-        self._uneven, self._leaves_out = uneven, leaves_out
+        self._uneven, self._left_out = uneven, left_out
         self._calls, self._called = calls, 0
         self._begun = False
         self._fetched: Fetched | None = None
@@ -75,7 +75,7 @@ class Step:
         if self._begun:
             raise RuntimeError(f"the batches of step {self.number} can be gone through once only")
         self._begun = True
-        self._reduction.begin(self._leaves_out)
+        self._reduction.begin(self._left_out)
         for fetched in self._share.fetch():
             part = fetched.part
             assert part is not None

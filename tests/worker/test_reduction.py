@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticd.data.dealing import parts_of
+from elasticd.channel.worker_messages import Enter
+from elasticd.data.dealing import Portion, parts_of
 from elasticd.worker.gradients.reduction import Averaged
+from elasticd.worker.world.group import World
 from tests.worker.worlds import in_world
 
 BATCHES = [24, 24, 5, 1]  # the last are too short to reach all workers
@@ -68,3 +71,71 @@ def test_all_workers_have_the_gradient_of_the_global_batch_also_those_without_a_
         assert sent == len(BATCHES), "once for each step, however many parts there are"
         for mine, reference in zip(found, alone, strict=True):
             assert mine == pytest.approx(reference, rel=1e-9, abs=1e-12)
+
+
+def this_world() -> World:
+    """Of the process group of ``in_world``, with its store."""
+    env = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    world = World(Enter(1, {**env, "MASTER_ADDR": "", "MASTER_PORT": "0"}))
+    world._store = dist.PrefixStore("round", c10d._get_default_store())
+    return world
+
+
+def several_parts_of(samples: int) -> list[Portion]:
+    """Of a batch in two virtual ranks, cut in two: one of three workers has none."""
+    return parts_of(dist.get_rank(), dist.get_world_size(), samples=samples, virtual_ranks=2, accumulate=2)
+
+
+def gradients_of_several(turning: bool) -> list[float]:
+    torch.manual_seed(3)
+    nets = {name: nn.Linear(1, 1, bias=False).double() for name in "ab"}
+    models = {name: DistributedDataParallel(net, init_sync=False) for name, net in nets.items()}
+    reduction = Averaged(models, world=this_world())
+    for model, name in [(models["a"], "a"), (models["b"], "b")]:
+        model.register_forward_pre_hook(lambda *_, name=name: reduction.calls(name))
+    x = torch.arange(8, dtype=torch.float64).reshape(8, 1)
+    reduction.begin(lambda: 1)
+    for number, part in enumerate(parts := several_parts_of(8)):
+        with reduction.part(part):
+            mine = x[part.samples.start : part.samples.stop]
+            order = "ba" if turning and number % 2 else "ab"
+            y = {name: models[name](mine) for name in order}
+            reduction.backward(y["a"].mean() + 100 * y["b"].mean(), part)
+    reduction.finish(parts)
+    return [net.weight.grad.item() for net in nets.values()]
+
+
+@pytest.mark.parametrize("turning", [False, True], ids=["the same", "another in the last part"])
+def test_a_worker_without_a_part_adds_up_in_the_order_of_the_calls_of_the_last_part(tmp_path, turning):
+    for found in in_world(3, tmp_path, gradients_of_several, turning):
+        assert found == pytest.approx([3.5, 350])
+
+
+def steps_without_a_sum(steps: int) -> tuple[list[list[str]], bool]:
+    """The models that a worker without a part hears of, by step, once the last worker has made all steps;
+    and whether the store still has the last of them."""
+    world = this_world()
+    reduction = Averaged({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}, world=world)
+    heard = []
+    if parts := parts_of(world.rank, world.size, samples=2, virtual_ranks=1):
+        for _ in range(steps):
+            reduction.begin(lambda: 2)
+            with reduction.part(parts[0]):
+                for name in "ab":
+                    reduction.calls(name)
+                reduction.backward(torch.zeros((), requires_grad=True), parts[0])
+        world.tell("all steps are made", "")
+    else:
+        world.hear("all steps are made")
+        for _ in range(steps):
+            reduction.begin(lambda: 2)
+            assert reduction._order is not None
+            heard.append(list(reduction._order.heard()))
+    dist.barrier()
+    return heard, world._store.check(["call 0 of 0"])
+
+
+def test_a_worker_without_a_part_hears_of_all_calls_however_far_the_others_are(tmp_path):
+    first, second, last = in_world(3, tmp_path, steps_without_a_sum, 3)
+    assert first == second == ([["a", "b"]] * 3, False)
+    assert last == ([], False)

@@ -57,7 +57,7 @@ class Consistent:
 
     # ------------------------------------------------------------ what a step asks for
 
-    def begin(self, leaves_out: Callable[[], bool]) -> None:
+    def begin(self, left_out: Callable[[], int]) -> None:
         """Sums here follow the parameters, in the same order in all workers."""
 
     @contextlib.contextmanager

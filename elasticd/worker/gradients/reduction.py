@@ -24,7 +24,7 @@ class Reduction(Protocol):
     """How a step of a State with data reduces gradients; one object for each world. The calls come in this
     order:
 
-        reduction.begin(leaves_out)             # whether some workers have no part of the step
+        reduction.begin(left_out)               # how many workers have no part of the step
         for part in parts:                      # this worker's, in order of virtual ranks; may be empty
             with reduction.part(part):
                 ...                             # the script computes the loss of that part,
@@ -40,7 +40,7 @@ class Reduction(Protocol):
 
     loss: torch.Tensor | None
 
-    def begin(self, leaves_out: Callable[[], bool]) -> None: ...
+    def begin(self, left_out: Callable[[], int]) -> None: ...
 
     def part(self, part: Portion) -> contextlib.AbstractContextManager[None]: ...
 
@@ -74,6 +74,7 @@ class Averaged:
         self._silence = silence or Silence()
         self._wrap_anew = wrap_anew
         self._world = world
+        self._adds_up = False  # the present part's backward pass adds gradients up
         self._orders = 0
         self._order: CallOrder | None = None
 
@@ -81,19 +82,20 @@ class Averaged:
     def _parallel(self) -> list[DistributedDataParallel]:
         return [model for model in self._models.values() if isinstance(model, DistributedDataParallel)]
 
-    def begin(self, leaves_out: Callable[[], bool]) -> None:
-        before, self._order = self._order, None
-        if self._world is not None and leaves_out():
-            self._order = CallOrder(self._world, self._orders, before)
+    def begin(self, left_out: Callable[[], int]) -> None:
+        self._order = None
+        if self._world is not None and (hearers := left_out()):
+            self._order = CallOrder(self._world, self._orders, hearers)
             self._orders += 1
 
     def calls(self, name: str) -> None:
         """Note that the script is about to call a model."""
-        if self._order is not None and torch.is_grad_enabled():
+        if self._order is not None and self._adds_up and torch.is_grad_enabled():
             self._order.tell(name)
 
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
+        self._adds_up = part.last
         with contextlib.nullcontext() if part.last else self._silence.over(self._parallel):
             yield
 
@@ -122,17 +124,15 @@ class CallOrder:
 
     DistributedDataParallel adds up the gradients of the models that were called, in the reverse order of the
     calls, and messages of one sum must meet those of the same sum. The last rank always has a part. It tells
-    each model, before the first call in the step, through the round's store.
+    each model, before the first call in its last part, through the round's store.
     """
 
-    def __init__(self, world: World, number: int, before: CallOrder | None) -> None:
-        """``number``: counts these objects in this world. ``before``: the one before. All workers have heard
-        of its calls if it had any, since they have added up gradients."""
-        self._world, self._number = world, number
+    def __init__(self, world: World, number: int, hearers: int) -> None:
+        """``number``: counts these objects in this world. ``hearers``: the number of workers without a
+        part."""
+        self._world, self._number, self._hearers = world, number, hearers
         self._told: list[str] = []
         self._ended = world.rank != world.size - 1
-        if not self._ended and before is not None and len(before._told) > 1:
-            world.forget_values(before._key(at) for at in range(len(before._told)))
 
     def tell(self, name: str) -> None:
         """Tell the other workers that the script is about to call a model, unless they know."""
@@ -149,6 +149,7 @@ class CallOrder:
         """Yield the names of the models, each as soon as the step calls it. Raises WorldChanged."""
         for at in itertools.count():
             if (name := self._world.hear(self._key(at))) == _NONE:
+                self._world.forget_values([self._key(i) for i in range(at + 1)], self._hearers)
                 return
             yield name
 

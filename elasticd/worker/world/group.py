@@ -17,7 +17,7 @@ import queue
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -201,11 +201,14 @@ class World:
             raise WorldChanged
         return value.removeprefix("=")
 
-    def forget_values(self, keys: Iterable[str]) -> None:
-        """Remove values that all workers have heard. Raises WorldChanged."""
+    def forget_values(self, keys: Sequence[str], hearers: int) -> None:
+        """Remove values that this worker has heard. The values go once ``hearers`` workers have called this
+        with the same keys: others may lag by many steps. Raises WorldChanged."""
+        heard = f"heard {keys[-1]}"
         with self.or_over():
-            for key in keys:
-                self._store.delete_key(key)
+            if self._store.add(heard, 1) == hearers:
+                for key in (*keys, heard):
+                    self._store.delete_key(key)
 
     # ------------------------------------------------------------ leaving
 
