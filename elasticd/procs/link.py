@@ -90,17 +90,13 @@ class WorkerLine:
         self._switchboard._warden.watch(sock, partial(self._readable, channel))
 
     def drain(self) -> None:
-        """Handle the messages that an ended worker has sent. Called in the warden client's thread."""
-        while (channel := self._channel) is not None:
-            try:
-                heard = channel.poll()
-            except ChannelClosed:
-                return
-            if heard is None:
-                return
-            message, files = heard
-            close_all(files)
-            self._heard(message)
+        """Handle the messages that an ended worker has sent, up to the first that is none. Called in the
+        warden client's thread."""
+        with contextlib.suppress(ChannelClosed):
+            while (channel := self._channel) is not None and (heard := channel.poll()) is not None:
+                message, files = heard
+                close_all(files)
+                self._heard(message)
 
     def _readable(self, channel: Channel[AgentToWorker, WorkerToAgent]) -> None:
         if channel is not self._channel:

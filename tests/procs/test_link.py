@@ -25,7 +25,7 @@ from elasticd.channel.worker_messages import (
     WorkerToAgent,
 )
 from elasticd.core.facts import Exit
-from elasticd.core.ports import Assignment
+from elasticd.core.ports import Assignment, WorkerCheckpointed
 from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import LogDest
 from elasticd.procs.warden_client import Warden
@@ -186,6 +186,46 @@ def test_a_worker_that_fails_has_as_long_to_end_as_others_have_who_are_stopped(
     party.procs.leave(False, SIGTERM, 0.0, LONG_S)
     party.until(lambda: party.exits)
     assert [exit.code for _, exit in party.exits] == [-SIGKILL]
+
+
+@pytest.mark.parametrize("last", ["Broken(1, True, 'its own')", "Waiting(7, 7, Holds.NONE)"])
+def test_all_that_a_worker_said_before_its_end_is_heard_though_both_are_there_at_once(
+    bench: Bench, last: str
+) -> None:
+    program = f"""{CALL}
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+link = call()
+link.send(Hello(os.getpid()))
+link.send(Waiting(0, 0, Holds.NONE))
+link.receive()
+print("up", flush=True)
+signal.sigwait([signal.SIGUSR1])
+link.send(Entered(1, 0, 0.0, 0.0))
+for number in range(99):
+    link.send(Checkpointed(str(number)))
+link.send({last})
+sys.exit(5)
+"""
+    party = Party(bench, [sys.executable, "-c", program])
+    party.start(1, "")
+    bench.console.wait_for(b"up")
+    busy, go_on = threading.Event(), threading.Event()
+
+    def keep_busy() -> None:
+        busy.set()
+        go_on.wait(PATIENCE_S)
+
+    bench.warden.call_soon(keep_busy)
+    assert busy.wait(PATIENCE_S)
+    pid = party.procs.pids()[10]
+    os.kill(pid, signal.SIGUSR1)
+    party.until(lambda: not Path(f"/proc/{pid}").exists())  # the warden tells of the end next
+    go_on.set()
+    party.until(lambda: party.exits)
+    assert [exit.code for _, exit in party.exits] == [5]
+    assert sum(isinstance(news, WorkerCheckpointed) for news in party.heard.news) == 99
+    assert party.heard.broke == ([(10, 1, True)] if "Broken" in last else [])
 
 
 def test_a_worker_that_is_being_stopped_is_not_said_to_wait(bench: Bench) -> None:
