@@ -227,6 +227,15 @@ class WorkersHung:
 
 
 @dataclass(frozen=True, slots=True)
+class VerdictDropped:
+    """This agent was late to act on a verdict, and judges its workers again. ``late_s``: by how much."""
+
+    round: int
+    verdict: Verdict
+    late_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WithoutEffect:
     """An option is for a part of elasticd.worker that the script does not use. ``option``: as the user typed
     it. ``wants``: that part."""
@@ -350,6 +359,7 @@ Reason = (
     | StandbyFailed
     | WorkerEnded
     | WorkersHung
+    | VerdictDropped
     | WithoutEffect
     | BatchesChanged
     | BeganAgain

@@ -38,7 +38,7 @@ class Hangs:
 
     def __init__(self, patience: Patience, inspector: Inspector, store: Store) -> None:
         self.wake_at: float | None = None
-        self.hung = (0, 0.0)  # the last round that hung, and the time of the verdict
+        self.hung = (0, 0.0)  # the last round that was found to hang, and the time of the verdict
         self._inspector = inspector
         self._store = store
         self._watching = watching.start(patience, inspector.now())
@@ -68,6 +68,8 @@ class Hangs:
             self.handle(Woke(), state, now, say)
 
     def handle(self, event: Event, state: State, now: float, say: Callable[[Reason], None]) -> None:
+        if isinstance(event, HangSaid) and event.hang is not None and not event.hang.asks:
+            self.hung = event.hang.round, now
         todo: list[Event] = [event]
         while todo:
             at = self._inspector.now()

@@ -266,6 +266,11 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.WorkersHung(number, verdict, evidence):
             seen = f"; what was seen is in {evidence}" if evidence else ""
             return f"round {number} hangs: {hang(verdict)}{seen}"
+        case r.VerdictDropped(number, verdict, late_s):
+            return (
+                f"round {number} seemed to hang: {hang(verdict)}; this agent was {span(late_s)} late to act, "
+                "so it kills no worker, and judges its workers again"
+            )
         case r.WithoutEffect(option, wants):
             return f"{option} has no effect: it is for scripts that use {_FOR[wants]}, and this one does not"
         case r.BatchesChanged(before, size):
@@ -452,6 +457,7 @@ _NAMES: dict[type, tuple[str, Level]] = {
     r.StandbyFailed: ("standby.failed", "warning"),
     r.WorkerEnded: ("worker.ended", "info"),
     r.WorkersHung: ("workers.hung", "warning"),
+    r.VerdictDropped: ("hang.dropped", "warning"),
     r.WithoutEffect: ("option.without_effect", "warning"),
     r.BatchesChanged: ("data.batches_changed", "warning"),
     r.BeganAgain: ("training.began_again", "warning"),

@@ -33,7 +33,7 @@ from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 from elasticd.core.hang.watching import ANSWERS_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S, leaving_s, start, step
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry
-from elasticd.core.reasons import WorkersHung
+from elasticd.core.reasons import VerdictDropped, WorkersHung
 from elasticd.core.whereabouts import At, Whereabouts
 from tests.core.build import crew
 
@@ -70,7 +70,7 @@ class Node:
         self.now = 100.0
         self.workers = [Worker(0), Worker(1)]
         self.looks = self.keeps = self.writes = True
-        self.said: list[WorkersHung] = []
+        self.said: list[Any] = []
         self.condemned: list[tuple[int, float]] = []
         self.told: list[tuple[Stall, float]] = []
         self.untold: list[float] = []
@@ -98,7 +98,7 @@ class Node:
             result = step(self.watching, todo.pop(), self.state, self.now)
             assert (result.wake_at is None) == any(isinstance(a, ReadSteps | Sample) for a in result.actions)
             self.watching, self.due = result.watching, result.wake_at or self.due
-            self.said += result.reasons  # type: ignore[arg-type]
+            self.said += result.reasons
             for action in result.actions:
                 match action:
                     case ReadSteps(known):
@@ -143,7 +143,7 @@ class Node:
     def next_round(self) -> None:
         """The same processes, in another world."""
         assert self.state.crew is not None
-        self.crew(round=replace(self.state.crew.round, number=2))
+        self.crew(round=replace(self.state.crew.round, number=self.state.crew.round.number + 1))
         for worker in self.workers:
             worker.steps_before = len(worker.times)
         self.handle(Woke())
@@ -413,9 +413,43 @@ def test_who_is_asked_looks_and_tells_though_nobody_here_hangs() -> None:
     assert [look.rank for look in stall.looks] == [0, 1]
     node.handle(HangSaid(Hang(1, Verdict(Why.STOPPED, (there,), 2))))
     node.stand_still(1.0)
+    assert not node.said, "the agent of that worker may still find that it goes on"
+    node.next_round()
     (said,) = node.said
-    assert said.verdict.guilty == (there,) and not node.condemned
+    assert (said.round, said.verdict.guilty) == (1, (there,)) and not node.condemned
     assert node.kept[0].look == 1
+
+
+def test_a_verdict_that_the_agent_of_the_worker_voids_is_told_by_nobody() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    node.stand_still(60.0)
+    there = Look("other-0", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7")
+    node.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (there,), 2))))
+    node.stand_still(10.0)
+    node.train(10.0)
+    node.next_round()
+    node.stand_still(10.0)
+    assert not node.said and not node.kept
+
+
+def test_an_agent_that_is_late_to_act_on_a_verdict_says_so_and_judges_again() -> None:
+    node = Node()
+    node.train(10.0)
+    node.stop()
+    node.keeps = False
+    node.stand_still(2.0)
+    assert node.kept and not node.said
+    node.now += 60.0
+    woken, node.keeps = node.now, True
+    node.handle(Woke())
+    (dropped,) = node.said
+    assert isinstance(dropped, VerdictDropped) and 50.0 < dropped.late_s < 60.0
+    assert dropped.verdict.guilty[0].rank == 1 and not node.condemned
+    node.stand_still(30.0)
+    ((slot, at),) = node.condemned
+    assert slot == 1 and 0.99 <= at - woken < 3.0
+    assert isinstance(node.said[1], WorkersHung)
 
 
 def test_what_the_leader_was_told_is_taken_back_until_that_is_done() -> None:
@@ -505,15 +539,14 @@ def test_a_look_without_an_answer_confirms_no_verdict() -> None:
     assert [slot for slot, _ in node.condemned] == [1]
 
 
-def test_whose_time_has_not_come_hangs_at_no_node_and_a_verdict_is_of_one_stall_only() -> None:
+def test_a_verdict_on_another_nodes_worker_is_told_once_its_round_ends_and_is_of_one_stall_only() -> None:
     node = Node(others=1)
     there = Look("other-0", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7")
     node.train(10.0)
     node.stand_still(60.0)
     node.handle(HangSaid(Hang(1, Verdict(Why.ASLEEP, (there,), 2))))
-    node.stand_still(2.0)
-    assert [said.round for said in node.said] == [1]
     node.next_round()
+    assert [said.round for said in node.said] == [1]
     node.train(10.0)
     node.stand_still(60.0)
     node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
@@ -524,7 +557,7 @@ def test_whose_time_has_not_come_hangs_at_no_node_and_a_verdict_is_of_one_stall_
     assert [said.round for said in node.said] == [1], "it has gone on since"
     assert node.told, "and is asked about anew"
     node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (there,), 2))))
-    node.stand_still(2.0)
+    node.next_round()
     assert [said.round for said in node.said] == [1, 2]
 
 

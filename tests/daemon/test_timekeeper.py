@@ -1,14 +1,18 @@
-"""When the timekeeper reads the workers' pages."""
+"""When the timekeeper reads the workers' pages, and which round it is told to count as hung."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 from elasticd.core import agent
-from elasticd.core.facts import Limits, Phase, SlotProgress, Spec
+from elasticd.core.facts import Hang, Limits, Phase, SlotProgress, Spec
+from elasticd.core.hang import Doing, Look, Patience, Verdict, Why
+from elasticd.core.hang.messages import HangSaid
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry
+from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.timekeeper import LOOK_S, Timekeeper
 from tests.core.build import crew, life, round
 
@@ -53,3 +57,15 @@ def test_the_pages_are_read_when_what_the_ledger_depends_on_changes_and_by_the_t
     assert pages.reads == before + 1, "the round hangs"
     keeper.attend(changed, (3, 1000.3), 1000.3 + LOOK_S)
     assert pages.reads == before + 2, "the time has come"
+
+
+def test_a_round_that_the_leader_finds_to_hang_counts_as_hung_on_every_node() -> None:
+    nothing = SimpleNamespace(now=lambda: 50.0, steps=lambda known: ())
+    hangs = Hangs(Patience(), cast(Any, nothing), cast(Any, None))
+    there = Verdict(Why.ASLEEP, (Look("b", 0, 2, 100, 60.0, Doing.ASLEEP, "job.py:7"),))
+    hangs.handle(HangSaid(Hang(3, there, asks=True)), NEW, 1000.0, lambda reason: None)
+    assert hangs.hung == (0, 0.0), "the leader only asks"
+    hangs.handle(HangSaid(Hang(3, there)), NEW, 1001.0, lambda reason: None)
+    assert hangs.hung == (3, 1001.0)
+    hangs.handle(HangSaid(None), NEW, 1002.0, lambda reason: None)
+    assert hangs.hung == (3, 1001.0)

@@ -59,6 +59,7 @@ EXAMPLES: dict[type, r.Reason] = {
         r.StandbyFailed(2, 1, "ImportError: no module named x", NOW + 1),
         r.WorkerEnded(7, 1, 3, -11, ""),
         r.WorkersHung(7, HUNG, "/logs/hang-of-round-7"),
+        r.VerdictDropped(7, HUNG, 12.0),
         r.WithoutEffect("--audit", Use.DATA),
         r.BatchesChanged(4, 3),
         r.BeganAgain(1234),

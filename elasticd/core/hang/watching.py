@@ -13,7 +13,8 @@ tells the leader at once, the leader asks the other agents, and the agent waits 
 moment.
 
 A worker moves while others judge. That all wait for each other takes two looks at each of them. An agent
-looks once more at a worker that the leader condemns, unless the worker is stopped.
+looks once more at a worker that the leader condemns, unless the worker is stopped. That agent alone can void
+the verdict, so the other agents tell of the hang once the round ends.
 
 A sleeping worker gets less time while workers are to leave a broken world. The shorter limit holds once
 others here have the whole state in memory and want to go on.
@@ -59,7 +60,7 @@ from elasticd.core.hang.messages import (
     Woke,
 )
 from elasticd.core.hang.standstill import Inspected, Standstill
-from elasticd.core.reasons import Reason, WorkersHung
+from elasticd.core.reasons import Reason, VerdictDropped, WorkersHung
 
 IDLE_S = 1.0  # between reads of pages while nothing is overdue; a page keeps the times of 250 steps
 STALLED_S = 0.5
@@ -233,7 +234,7 @@ class _Step:
             verdict = self.verdict()
             due = self.w.sights and at >= self.w.judged_at + REPEAT_S
             if verdict is not None and due and not (self.mine(verdict) and self.too_soon(verdict)):
-                return self.keep(verdict)  # another node was faster to act on the verdict
+                return self.keep(verdict)  # another node has acted on the verdict
             self.forget()
             self.set(round=crew.round.number if crew is not None else 0)
         if crew is None or not _at_work(crew):
@@ -366,11 +367,12 @@ class _Step:
         keeping = self.w.keeping
         assert keeping is not None
         self.set(keeping=None)
-        if self.at > keeping.until + LATE_S:
-            return IDLE_S  # this agent was stopped itself: the worker may have gone on meanwhile
-        still_s = self.w.still.longest_s(self.at)
         verdict, workers = keeping.verdict, self.w.still.workers
-        mine = self.mine(verdict)
+        mine, late_s = self.mine(verdict), self.at - keeping.until
+        if mine and late_s > LATE_S:  # this agent was stopped itself: the worker may have gone on meanwhile
+            self.reasons.append(VerdictDropped(keeping.round, verdict, late_s))
+            return IDLE_S
+        still_s = self.w.still.longest_s(self.at)
         if any(look.slot in workers and not self.is_as(look) for look in mine):
             return IDLE_S  # the worker goes on after all
         self.reasons.append(WorkersHung(keeping.round, verdict, keeping.place))
@@ -393,10 +395,10 @@ class _Step:
         return found.verdict if found is not None and known else None
 
     def verdict_to_keep(self) -> Verdict | None:
-        """Return the leader's verdict once it can be acted on. It may be about an old look: a worker here is
-        looked at again before, and the verdict is void if the worker is elsewhere by then."""
+        """Return the leader's verdict on workers here once it can be acted on. It may be about an old look: a
+        worker is looked at again before, and the verdict is void if the worker is elsewhere by then."""
         verdict = self.verdict()
-        if verdict is None or self.too_soon(verdict):
+        if verdict is None or not self.mine(verdict) or self.too_soon(verdict):
             return None
         if not self.is_as_it_was(verdict):
             self.set(hang=None)
