@@ -128,9 +128,9 @@ def show(store: CheckpointStore, which: str | None, as_json: bool) -> None:
         say(json.dumps({**told, "files": files, "tensors": tensors, "objects": sorted(index.blobs)}))
         return
     saved_by = f"{describe.count(manifest.world, 'worker')} (generation {manifest.round})"
-    say(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {_size(manifest.size)}")
+    say(f"{manifest.name}: step {manifest.step}, saved by {saved_by}, {describe.size(manifest.size)}")
     for file in manifest.files:
-        say(f"  {file.name:<24} {_size(file.size):>10}")
+        say(f"  {file.name:<24} {describe.size(file.size):>10}")
     say(f"{describe.count(len(index.tensors), 'tensor')}:")
     for key, tensor in sorted(index.tensors.items()):
         parts = f", in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
@@ -293,15 +293,7 @@ def _row(one: _Looked) -> tuple[str, ...]:
     s = one.saved
     age = describe.span(max(0.0, time.time() - s.at))
     whole = "no" if one.wrong else "yes"
-    return str(s.step), age, str(s.world), str(s.round), _size(s.size), whole, s.name
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
+    return str(s.step), age, str(s.world), str(s.round), describe.size(s.size), whole, s.name
 
 
 @contextmanager

@@ -26,19 +26,16 @@ if TYPE_CHECKING:
 
 SAMPLES, SAMPLES_FEWEST = 20, 3
 SAMPLING_S = 5.0  # for a slow etcd, fewer samples are enough
-_DATES = 5
-_BETWEEN_DATES_S = 0.17  # samples at different parts of a second narrow down the clock's offset
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """A certificate's owner and validity. ``of``: whose certificate it is, in words. Times in seconds since
-    the epoch; ``names``: the hosts it is valid for."""
+    the epoch."""
 
     of: str
     not_before: float
     not_after: float
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,6 @@ class Examined:
     """What was found at all endpoints. ``certificates``: our certificates, from files; ``open_key``: the path
     of our key if other users can read it."""
 
-    url: str
     endpoints: tuple[Endpoint, ...]
     certificates: tuple[Certificate, ...] = ()
     open_key: str = ""
@@ -78,7 +74,6 @@ def examine(access: EtcdAccess, wall: Callable[[], float] = time.time, key: byte
     own = [c for what, path in files if path is not None and (c := _from_file(what, path)) is not None]
     key_is_open = access.key is not None and access.key.stat().st_mode & 0o007
     return Examined(
-        url=access.url,
         endpoints=tuple(_endpoint(replace(access, endpoints=(e,)), e, wall, key) for e in access.endpoints),
         certificates=tuple(own),
         open_key=str(access.key) if key_is_open else "",
@@ -94,7 +89,7 @@ def _endpoint(access: EtcdAccess, endpoint: str, wall: Callable[[], float], key:
             reads, writes = _time(client, key)
     except StoreError as error:
         return Endpoint(endpoint, str(error), isinstance(error, StoreUnavailable))
-    ahead, certificate = _dates(access, endpoint, wall)
+    ahead, certificate = _greet(access, endpoint, wall)
     return Endpoint(
         endpoint, version=version, reads_s=reads, writes_s=writes, ahead_s=ahead, certificate=certificate
     )
@@ -117,47 +112,32 @@ def _time(client: Client, key: bytes) -> tuple[tuple[float, ...], tuple[float, .
     return tuple(reads), tuple(writes)
 
 
-def _dates(
+def _greet(
     access: EtcdAccess, endpoint: str, wall: Callable[[], float]
 ) -> tuple[tuple[float, float] | None, Certificate | None]:
-    """Return the clock's offset and the certificate, from HTTP responses. Their Date is cut to the second;
-    several responses narrow it down. An etcd behind a Unix socket has this machine's clock."""
+    """Return the clock's offset and the certificate, from an HTTP response, whose Date is cut to the second.
+    An etcd behind a Unix socket has this machine's clock."""
     if is_unix(endpoint):
         return None, None
-    host, port = host_and_port(endpoint)
-    plain = http.client.HTTPConnection(host, port, timeout=access.timeout_s)
-    context = None
+    place = host_and_port(endpoint)
+    connection = http.client.HTTPConnection(*place, timeout=access.timeout_s)
     if access.tls:
         context = tls_context(access)
         context.set_alpn_protocols(["http/1.1"])
-    connection = (
-        http.client.HTTPSConnection(host, port, timeout=access.timeout_s, context=context)
-        if context is not None
-        else plain
-    )
+        connection = http.client.HTTPSConnection(*place, timeout=access.timeout_s, context=context)
     certificate = None
-    low, high = float("-inf"), float("inf")
     try:
-        for number in range(_DATES):
-            if number:
-                time.sleep(_BETWEEN_DATES_S)
-            asked = wall()
-            connection.request("GET", "/version")
-            answer = connection.getresponse()
-            told = answer.headers["Date"]
-            answer.read()
-            heard = wall()
-            if isinstance(connection.sock, ssl.SSLSocket):
-                certificate = _certificate(f"the certificate of {endpoint}", connection.sock.getpeercert())
-            if told is None:
-                return None, certificate
-            at = parsedate_to_datetime(told).replace(tzinfo=UTC).timestamp()
-            low, high = max(low, at - heard), min(high, at + 1.0 - asked)
-    except (OSError, http.client.HTTPException, ValueError):  # this etcd serves gRPC only
+        asked = wall()
+        connection.request("GET", "/version")
+        if isinstance(connection.sock, ssl.SSLSocket):
+            certificate = _certificate(f"the certificate of {endpoint}", connection.sock.getpeercert())
+        told = connection.getresponse().headers["Date"] or ""
+        at = parsedate_to_datetime(told).replace(tzinfo=UTC).timestamp()
+        return (at - wall(), at + 1.0 - asked), certificate
+    except (OSError, http.client.HTTPException, ValueError):  # this etcd serves gRPC only, or tells no time
         return None, certificate
     finally:
         connection.close()
-    return (low, max(low, high)), certificate
 
 
 def _from_file(what: str, path: Path) -> Certificate | None:
@@ -173,10 +153,5 @@ def _from_file(what: str, path: Path) -> Certificate | None:
 def _certificate(of: str, decoded: Any) -> Certificate | None:
     if not decoded:
         return None
-    names = tuple(str(name) for _, name in decoded.get("subjectAltName", ()))
-    return Certificate(
-        of,
-        float(ssl.cert_time_to_seconds(decoded["notBefore"])),
-        float(ssl.cert_time_to_seconds(decoded["notAfter"])),
-        names,
-    )
+    first, last = (float(ssl.cert_time_to_seconds(decoded[name])) for name in ("notBefore", "notAfter"))
+    return Certificate(of, first, last)

@@ -127,6 +127,15 @@ def span(seconds: float) -> str:
     return f"{s} s"
 
 
+def size(count: float) -> str:
+    """Return a number of bytes in three digits: "512 B", "64 MB", "1.2 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
 KINDS: dict[Kind, str] = {
     Kind.PRODUCTIVE: "productive",
     Kind.REPLAYED: "repeating lost steps",

@@ -136,5 +136,5 @@ def test_the_doctor_uses_the_gpu_and_forms_a_group_of_one_on_it(cluster: Cluster
     told = json.loads(cluster.command("doctor", "--json", etcd=False).out)
     about = {f["check"]: f for f in told["findings"] if f["check"] in ("GPUs", "torch")}
     assert {f["grade"] for f in about.values()} == {"fine"}, about
-    assert about["GPUs"]["says"][0].isdigit() and "driver" in about["GPUs"]["says"]
-    assert "with gloo and NCCL" in about["torch"]["says"]
+    assert about["GPUs"]["says"][0].isdigit() and "CUDA" in about["GPUs"]["says"]
+    assert "with gloo and nccl" in about["torch"]["says"]

@@ -1,5 +1,5 @@
 """``elasticd doctor``: whether this machine or pod can run a job, and what is wrong if not.
 
-``command`` collects facts (``machine_facts``, ``worker_facts``, and ``elasticd.etcd.examine``), each a frozen
-dataclass, has them judged (``judge``, pure), and shows the findings.
+``checks`` is a table of checks, one function each; ``probe`` asks the workers' Python; ``doctor_command``
+shows the findings.
 """
