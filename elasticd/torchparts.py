@@ -133,7 +133,7 @@ USED: Final = (
     Private("torch._C._get_privateuse1_backend_name", "cli/machine.py: the name of another kind of device."),
     Private(
         "torch.numa.binding._maybe_wrap_command_args_with_numa_binding",
-        "daemon/command.py: --numa-binding, as torchrun does it.",
+        "daemon/worker_command.py: --numa-binding, as torchrun does it.",
         ("command_args",),
         since=(2, 10),
     ),

@@ -37,7 +37,7 @@ _IMPORTED: Final = (
     "elasticd.cli.begin",
     "elasticd.daemon.agent",
     "elasticd.daemon.logs",
-    "elasticd.daemon.main",
+    "elasticd.daemon.run_agent",
     "elasticd.torchrun.backend",
     "torch.distributed.run",
 )

@@ -19,8 +19,8 @@ from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, reading, 
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.say import say
+from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.naming import parse_folder
 from elasticd.telemetry import describe
 
 NOT_WHOLE = 5

@@ -102,7 +102,7 @@ def _wanted(job: str, user: str | None, password_file: Path | None, generate: bo
     if generate and (password_file is None or str(password_file) == "-"):
         raise Complaint("--generate needs --password-file FILE: where the password is to be written.")
     if torchrun:
-        from elasticd.torchrun.records import prefix_of
+        from elasticd.torchrun.rendezvous_records import prefix_of
 
         if job in ("", "none"):
             raise Complaint("torchrun's --rdzv-id is to be an id of the job's own.")

@@ -100,7 +100,7 @@ def _run(options: RunOptions, last_words: TerminationLog) -> int:
         for note in planned.notes:
             log.get().info("options.noted", text=note)
 
-        from elasticd.daemon.main import run as run_agent
+        from elasticd.daemon.run_agent import run as run_agent
 
         return run_agent(config, view, last_words)
 

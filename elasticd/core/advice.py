@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from elasticd.core.agent.state import Crew
-from elasticd.core.page import Told, Use
+from elasticd.core.agent.agent_state import Crew
+from elasticd.core.page_layout import Told, Use
 from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
 
 SEEN_AFTER = 5  # steps: by then a script has used all parts of the library that it trains with

@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import Final
 
 from elasticd.core.age import Age
+from elasticd.core.checkpoint_names import require_name
 from elasticd.core.hang import Allowance, Look, Verdict
-from elasticd.core.naming import require_name
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.state import Crew, State
+from elasticd.core.agent.agent_state import Crew, State
 from elasticd.core.facts import BadSlot, Paces, SlotPace, Stragglers
-from elasticd.core.page import Told
+from elasticd.core.page_layout import Told
 from elasticd.core.straggler import PERIODS, Strides, own_times
 
 PERIOD_S_MIN = 0.5

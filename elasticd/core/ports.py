@@ -13,8 +13,8 @@ from typing import Protocol
 
 from elasticd.core.age import Age
 from elasticd.core.facts import Exit, Fact
+from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import Verdict
-from elasticd.core.hang.messages import EvidenceKept, Looked
 from elasticd.core.hang.standstill import Beat, Vitals
 
 # ---------------------------------------------------------------- the store

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from elasticd.core.facts import Cause, Failure, Outcome
 from elasticd.core.hang import Verdict
-from elasticd.core.page import Use
+from elasticd.core.page_layout import Use
 
 # ---------------------------------------------------------------- why the leader waits
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.state import State
+from elasticd.core.agent.agent_state import State
 from elasticd.core.facts import NodeLedger, Phase, SlotProgress
 from elasticd.core.ledger import AtWork, Kind, Ledger, Seen, keep_every_s
 from elasticd.core.lifecycle import Life

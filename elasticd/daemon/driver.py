@@ -12,9 +12,7 @@ from functools import partial
 from typing import assert_never
 
 from elasticd.core import agent, leader
-from elasticd.core.facts import Exit, Member, Node, Round
-from elasticd.core.hang.messages import EvidenceKept, HangSaid, Looked, TakenBack
-from elasticd.core.messages import (
+from elasticd.core.agent_messages import (
     Action,
     Answered,
     CheckProcess,
@@ -36,6 +34,8 @@ from elasticd.core.messages import (
     Transact,
     WorkerExited,
 )
+from elasticd.core.facts import Exit, Member, Node, Round
+from elasticd.core.hang.hang_messages import EvidenceKept, HangSaid, Looked, TakenBack
 from elasticd.core.ports import (
     Answer,
     Applied,

@@ -7,14 +7,14 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from elasticd.core.agent_messages import StoreComplained, StoreFilled
 from elasticd.core.facts import Holder
-from elasticd.core.messages import StoreComplained, StoreFilled
-from elasticd.daemon.command import worker_command
 from elasticd.daemon.config import CommandKind, RunConfig
-from elasticd.daemon.door import Door
 from elasticd.daemon.errors import CannotStart
-from elasticd.daemon.pages import Pages
+from elasticd.daemon.http_pages import Pages
+from elasticd.daemon.master_port import Door
 from elasticd.daemon.saver import etcd_peers
+from elasticd.daemon.worker_command import worker_command
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
 from elasticd.etcd.store import EtcdLink, EtcdStore
 from elasticd.procs.logdest import Reify

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from elasticd.core.agent.state import State
+from elasticd.core.agent.agent_state import State
 from elasticd.core.facts import Hang
 from elasticd.core.hang import watching
-from elasticd.core.hang.judging import Allowance, Patience
-from elasticd.core.hang.messages import (
+from elasticd.core.hang.hang_messages import (
     Action,
     Condemn,
     Event,
@@ -27,6 +26,7 @@ from elasticd.core.hang.messages import (
     VitalsSampled,
     Woke,
 )
+from elasticd.core.hang.judging import Allowance, Patience
 from elasticd.core.ports import Answer, Applied, Delete, Inspector, Put, Seen, Store, Write
 from elasticd.core.reasons import Reason, WorkersHung
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
 
-from elasticd.core.messages import Signalled, Tick
+from elasticd.core.agent_messages import Signalled, Tick
 from elasticd.daemon.driver import Driver, Happening
 
 

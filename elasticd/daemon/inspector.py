@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import Verdict
-from elasticd.core.hang.messages import EvidenceKept, Looked
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
-from elasticd.procs import scene
-from elasticd.procs.scene import Scene, Subject
+from elasticd.procs import hang_evidence
+from elasticd.procs.hang_evidence import Scene, Subject
 from elasticd.procs.vitals import vitals
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import describe
@@ -52,7 +52,7 @@ class LocalInspector:
     def _look(self, number: int, subjects: Sequence[Subject]) -> None:
         scenes: tuple[Scene, ...] = ()
         with contextlib.suppress(OSError):
-            scenes = scene.look(subjects)
+            scenes = hang_evidence.look(subjects)
         self._found = (number, scenes)
         sights = (Inspected(s.subject.slot, s.subject.rank, s.vitals, s.where) for s in scenes)
         self._news(Looked(number, tuple(sights)))
@@ -68,7 +68,7 @@ class LocalInspector:
         with contextlib.suppress(OSError):
             if folder is not None:
                 with contextlib.suppress(OSError):
-                    scene.write(folder, conclusion, scenes)
+                    hang_evidence.write(folder, conclusion, scenes)
                 if (folder / "conclusion.txt").stat().st_size:  # the disk may be full
                     place = str(folder)
         self._news(EvidenceKept(number, place))

@@ -13,7 +13,7 @@ from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.measuring import SlotLag
 from elasticd.core.outage import Outage
-from elasticd.core.page import Told
+from elasticd.core.page_layout import Told
 from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
     CheckpointTold,

@@ -9,7 +9,7 @@ from elasticd.core.advice import Advice, advise
 from elasticd.core.agent import State
 from elasticd.core.facts import Stragglers
 from elasticd.core.measuring import Measuring, SlotLag, lags, measure
-from elasticd.core.page import Told, Use
+from elasticd.core.page_layout import Told, Use
 from elasticd.core.ports import Put, Seen, Store
 from elasticd.core.reasons import Reason
 from elasticd.telemetry.gpus import GpuReading, trouble

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from contextlib import suppress
 
-from elasticd.core.messages import Exhausted
+from elasticd.core.agent_messages import Exhausted
 from elasticd.daemon.errors import CannotStart
 
 RESERVE = 32  # enough for an agent to leave in order

@@ -14,11 +14,11 @@ from elasticd.core.reasons import Reason, WorkersStarted
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
+from elasticd.daemon.http_pages import Pages, Published
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.observer import Observer
-from elasticd.daemon.pages import Pages, Published
-from elasticd.daemon.sampler import Sampler, Samples
 from elasticd.daemon.timekeeper import Timekeeper
+from elasticd.daemon.usage_sampler import Sampler, Samples
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
 from elasticd.telemetry.liveview import TerminalView

@@ -24,7 +24,7 @@ from typing import Protocol
 from elasticd.procs.errorfile import TAIL_BYTES
 from elasticd.procs.linux import is_ready
 from elasticd.procs.logdest import STDERR, STDOUT
-from elasticd.procs.screen import Author, Screen
+from elasticd.procs.merged_console import Author, Screen
 
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES_MAX = 1 << 20  # the longest line to filter; a longer line is split

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd.core import page as at
-from elasticd.core.page import Told, Use
+from elasticd.core import page_layout as at
+from elasticd.core.page_layout import Told, Use
 from elasticd.procs.cleanup import make_owned_dir
 
 PAGE_BYTES = 4096  # the file continues with the worker's stacks, once they were asked for

@@ -12,14 +12,14 @@ from elasticd.channel.warden_messages import Ended
 from elasticd.channel.worker_messages import AgentToWorker
 from elasticd.core.facts import LAST_OUTPUT, Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.page import Told
+from elasticd.core.page_layout import Told
 from elasticd.core.ports import Assignment
-from elasticd.procs.conversation import Conversation
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
-from elasticd.procs.link import WorkerLine
+from elasticd.procs.link_protocol import Conversation
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
 from elasticd.procs.page import Heartbeat, Page
+from elasticd.procs.worker_links import WorkerLine
 
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # signals of a crash
 _NOTHING = Heartbeat(0, 0, 0.0)

@@ -16,7 +16,7 @@ from elasticd.channel import worker_messages as wire
 from elasticd.channel.warden_messages import Ended
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.page import Told
+from elasticd.core.page_layout import Told
 from elasticd.core.ports import (
     Assignment,
     WorkerBroke,
@@ -26,7 +26,6 @@ from elasticd.core.ports import (
     WorkerReturned,
     WorkerWaiting,
 )
-from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, Reify
 from elasticd.procs.output import Output
 from elasticd.procs.page import BOOT_DIR, VARIABLE, Page, shared_memory_dir
@@ -34,6 +33,7 @@ from elasticd.procs.preload import Preload, Say
 from elasticd.procs.standard_files import Outlets, StandardFiles
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.worker import Worker
+from elasticd.procs.worker_links import Switchboard
 
 _LAST_OUTPUT_S = 0.1  # the last output of a dead worker arrives in microseconds, unless the console is stuck
 

@@ -12,7 +12,7 @@ from elasticd.core import reasons as r
 from elasticd.core.facts import Cause, Exit, Failure, Laggard, Outcome
 from elasticd.core.hang import Look, Verdict, Why
 from elasticd.core.ledger import Kind, goodput, wanted
-from elasticd.core.page import Use
+from elasticd.core.page_layout import Use
 
 # ---------------------------------------------------------------- small words
 

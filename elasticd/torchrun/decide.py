@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elasticd.torchrun.records import NodeRecord, RendezvousRound, Seat
+from elasticd.torchrun.rendezvous_records import NodeRecord, RendezvousRound, Seat
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports, routed_address
 from elasticd.etcd.errors import StoreError, StoreUnavailable
 from elasticd.torchrun import BACKEND
+from elasticd.torchrun.c10d_store import Arrival, listen
 from elasticd.torchrun.decide import (
     EnterRound,
     Form,
@@ -46,10 +47,15 @@ from elasticd.torchrun.decide import (
     lost_members,
 )
 from elasticd.torchrun.guard import Guard, boot_time_s
-from elasticd.torchrun.membership import Membership, Sight
-from elasticd.torchrun.records import CorruptError, NodeRecord, RendezvousClosed, RendezvousRound, decode
+from elasticd.torchrun.node_membership import Membership, Sight
+from elasticd.torchrun.rendezvous_records import (
+    CorruptError,
+    NodeRecord,
+    RendezvousClosed,
+    RendezvousRound,
+    decode,
+)
 from elasticd.torchrun.settings import Settings
-from elasticd.torchrun.store import Arrival, listen
 
 log = logging.getLogger("elasticd.torchrun")
 

@@ -22,7 +22,7 @@ from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.store import store_at
 from elasticd.core.age import Age
-from elasticd.core.page import Use
+from elasticd.core.page_layout import Use
 from elasticd.worker.agent import agentpage
 from elasticd.worker.world.collectives import Together
 

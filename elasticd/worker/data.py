@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from elasticd.core.page import Fatal, Use
+from elasticd.core.page_layout import Fatal, Use
 from elasticd.data.dealing import Batch, Portion, counts_of, next_batch, parts_of
 from elasticd.worker.agent import agentpage
 from elasticd.worker.gradients.rates import Rule, check, factor

@@ -21,8 +21,8 @@ from elasticd.channel.worker_messages import (
     Checkpointed,
     Leave,
 )
-from elasticd.core import page
-from elasticd.core.page import Fatal, Use
+from elasticd.core import page_layout as layout
+from elasticd.core.page_layout import Fatal, Use
 from elasticd.worker.agent.agentpage import AgentPage, fatal, own_page, uses
 from elasticd.worker.agent.link import own_link
 
@@ -46,7 +46,7 @@ def report(*, loss: Any = None, samples: int = 0, **values: Any) -> None:
     """
     there = own_page()
     if samples:
-        there.add(page.SAMPLES, int(samples))
+        there.add(layout.SAMPLES, int(samples))
     told = {"loss": loss, **values} if loss is not None else values
     known = {name: value for name, value in told.items() if value is not None}
     if any(isinstance(value, torch.Tensor) and value.is_cuda for value in known.values()):
@@ -91,8 +91,8 @@ def _number(value: Any) -> float:
 def _tell(there: AgentPage, known: dict[str, float]) -> None:
     for name, value in known.items():
         if name == "loss":
-            there.doubles[page.LOSS] = value
-            there.add(page.LOSSES, 1)
+            there.doubles[layout.LOSS] = value
+            there.add(layout.LOSSES, 1)
         else:
             there.value(name, value)
     wrong = [name for name, value in known.items() if not math.isfinite(value)]
@@ -129,14 +129,16 @@ def policy() -> str:
 def not_finite(what: str) -> None:
     """Count a step that is not finite. Raises NotFinite unless the policy is "ignore"."""
     there = own_page()
-    there.add(page.NONFINITE, 1)
+    there.add(layout.NONFINITE, 1)
     act = policy()
     if act == "ignore":
         return
-    said = f"after step {there.words[page.COMMITTED] - 1}: {what}" if there.words[page.COMMITTED] else what
+    said = (
+        f"after step {there.words[layout.COMMITTED] - 1}: {what}" if there.words[layout.COMMITTED] else what
+    )
     if act == "rollback" and there.has_checkpoints:
-        base = there.words[page.BASE] - there.words[page.BASE_STEPS] if there.words[page.BASE] else 1
-        there.words[page.ASTRAY] = base + there.words[page.STEPS]
+        base = there.words[layout.BASE] - there.words[layout.BASE_STEPS] if there.words[layout.BASE] else 1
+        there.words[layout.ASTRAY] = base + there.words[layout.STEPS]
         raise NotFinite(f"{said}; going back to the last checkpoint (--on-nonfinite=rollback)")
     fatal(Fatal.NOT_FINITE)
     if act == "rollback":

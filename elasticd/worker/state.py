@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from elasticd.channel.worker_messages import Holds
 from elasticd.core.age import Age
-from elasticd.core.page import Fatal, Use
+from elasticd.core.page_layout import Fatal, Use
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit import divergence, randomness
 from elasticd.worker.commit.changes import Trace

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from elasticd.core.agent import AgentConfig, Identity, State
+from elasticd.core.agent_messages import Tick
 from elasticd.core.facts import Exit, Limits, Policy, Spec
-from elasticd.core.messages import Tick
 from elasticd.core.ports import Assignment, WorkerNews
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess

@@ -28,8 +28,8 @@ from elasticd.channel.warden_messages import (
     Spawned,
 )
 from elasticd.checkpoint import protocol
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Saved
-from elasticd.core.naming import folder_name
 
 DIRECTIONS: list[tuple[Codec[Any], Any]] = [
     (AGENT_TO_WARDEN, warden_messages.AgentToWarden),

@@ -26,9 +26,9 @@ from elasticd.checkpoint.store import reading
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.checkpoint.store.reading import open_manifest, verify
 from elasticd.core.age import Age
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.naming import folder_name
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.checkpoints import Checkpoints, NoCheckpoint
 from tests.checkpoint.conftest import assert_same, tensors_of, training

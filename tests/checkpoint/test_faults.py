@@ -40,7 +40,7 @@ from elasticd.checkpoint.server.save_report import Footprint
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import disk, reading
-from elasticd.core.naming import folder_name
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper, check, filled
 from tests.checkpoint.test_memory import held_by

@@ -24,8 +24,8 @@ from elasticd.checkpoint.format.manifest import (
     shard_name,
 )
 from elasticd.checkpoint.replication.replicas import Label
+from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.naming import folder_name, parse_folder
 from elasticd.etcd import records
 from elasticd.etcd.errors import BadRecord
 

@@ -27,7 +27,7 @@ from elasticd.checkpoint.server.shards import Gathering, SavingWorld
 from elasticd.checkpoint.store import CheckpointStore
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.checkpoint.store.remote import Remote
-from elasticd.core.naming import folder_name
+from elasticd.core.checkpoint_names import folder_name
 
 INDEX = encode_index(Index([shard_name(0)], {}, {}, {}))
 

@@ -20,7 +20,7 @@ from elasticd.checkpoint.protocol import Paper
 from elasticd.checkpoint.server.committing import Committing
 from elasticd.checkpoint.server.shards import Gathering, SavingWorld
 from elasticd.checkpoint.store import store_at
-from elasticd.core.naming import folder_name, parse_folder
+from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.worker.checkpoints import Checkpoints
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving, writes

@@ -33,8 +33,8 @@ from elasticd.checkpoint.server.replication import Replication
 from elasticd.checkpoint.server.saver import Saver
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import store_at
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Holder
-from elasticd.core.naming import folder_name
 from elasticd.daemon.saver import etcd_peers
 from tests.checkpoint.faults import Helper
 from tests.checkpoint.test_memory import held_by

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.checkpoint.commit.retention import CommitRefused, Keep, commit, kept
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.naming import folder_name
 
 
 def saved(step: int, round: int = 1) -> Saved:

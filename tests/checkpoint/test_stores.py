@@ -25,8 +25,8 @@ from elasticd.checkpoint.format.manifest import BLOCK, block_digest
 from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, remote, store_at
 from elasticd.checkpoint.store.disk import Disk, write_file
 from elasticd.checkpoint.store.remote import Remote
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import Saved
-from elasticd.core.naming import folder_name
 from tests.checkpoint.s3server import SECRET, S3Server, everything, parts, serving
 
 BIG = bytes(range(256)) * (24 << 12)  # 24 MiB: two parts on S3

@@ -99,7 +99,7 @@ def test_a_user_who_may_not_read_python_is_told_so(job: str, tmp_path: Path) -> 
 MOMENTS = {
     "at once": "elasticd.cli.main",
     "as options are read": "elasticd.cli.run_configuration",
-    "as the agent is imported": "elasticd.daemon.main",
+    "as the agent is imported": "elasticd.daemon.run_agent",
     "as torch is imported": "torch",
 }
 

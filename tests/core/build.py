@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elasticd.core.agent.state import Crew, Leaving, Stopping
+from elasticd.core.agent.agent_state import Crew, Leaving, Stopping
 from elasticd.core.facts import (
     Budget,
     Cause,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from elasticd.core import agent
-from elasticd.core.facts import Exit, Fact, Leadership, Round, Spec
-from elasticd.core.messages import (
+from elasticd.core.agent_messages import (
     Action,
     Answered,
     Event,
@@ -20,6 +19,7 @@ from elasticd.core.messages import (
     Transact,
     WorkerExited,
 )
+from elasticd.core.facts import Exit, Fact, Leadership, Round, Spec
 from elasticd.core.ports import Answer, Applied, Entry, Held, Put, Write
 from elasticd.core.reasons import Reason
 from tests.core.build import NOW, life, spec

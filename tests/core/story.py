@@ -18,9 +18,9 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
+from elasticd.core.agent_messages import KeeperLost, StoreComplained, StoreFilled
 from elasticd.core.facts import Limits, Policy
-from elasticd.core.messages import KeeperLost, StoreComplained, StoreFilled
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import (
     AwaitingCheckpoint,
     AwaitingHeirs,

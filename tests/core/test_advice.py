@@ -10,7 +10,7 @@ import pytest
 
 from elasticd.core.advice import FAR, SEEN_AFTER, Advice, advise
 from elasticd.core.facts import Limits, Policy, Resume
-from elasticd.core.page import Told, Use
+from elasticd.core.page_layout import Told, Use
 from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
 from elasticd.daemon.config import Command, CommandKind, RunConfig
 

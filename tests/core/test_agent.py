@@ -8,21 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.core.agent import RETRY_S
-from elasticd.core.facts import (
-    Cause,
-    Drained,
-    Exit,
-    Leadership,
-    Member,
-    Node,
-    Outcome,
-    Phase,
-    Policy,
-    Report,
-    Resume,
-    Round,
-)
-from elasticd.core.messages import (
+from elasticd.core.agent_messages import (
     CheckProcess,
     Fence,
     KeeperLost,
@@ -39,6 +25,20 @@ from elasticd.core.messages import (
     StoreComplained,
     Tag,
     Transact,
+)
+from elasticd.core.facts import (
+    Cause,
+    Drained,
+    Exit,
+    Leadership,
+    Member,
+    Node,
+    Outcome,
+    Phase,
+    Policy,
+    Report,
+    Resume,
+    Round,
 )
 from elasticd.core.ports import (
     Answer,

@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd.core.facts import Cause, Drained, Exit, Node, Outcome, Phase
-from elasticd.core.messages import (
+from elasticd.core.agent_messages import (
     CheckProcess,
     KeeperLost,
     LeaseChanged,
@@ -25,6 +24,7 @@ from elasticd.core.messages import (
     Tick,
     Transact,
 )
+from elasticd.core.facts import Cause, Drained, Exit, Node, Outcome, Phase
 from elasticd.core.ports import Answer, Applied, Held, LeaseNews, Lost, Put, Refused, Silent, Unknown
 from tests.core.build import life, node, round, spec
 from tests.core.by_hand import OTHER_LEADER, Agent

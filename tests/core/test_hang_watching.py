@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from elasticd.core import agent
-from elasticd.core.agent.state import Leaving, Stopping
+from elasticd.core.agent.agent_state import Leaving, Stopping
 from elasticd.core.facts import Cause, Hang, Limits, Member, Phase, Report, Round, Spec, Stall
 from elasticd.core.hang import Doing, Look, Patience, ProcessState, Verdict, Why, judge
-from elasticd.core.hang.messages import (
+from elasticd.core.hang.hang_messages import (
     Condemn,
     Event,
     EvidenceKept,

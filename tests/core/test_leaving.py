@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.age import Age
-from elasticd.core.agent.state import SIGKILL, SIGTERM
+from elasticd.core.agent.agent_state import SIGKILL, SIGTERM
+from elasticd.core.agent_messages import LeaveRound, Signalled, StopWorkers, Tag
 from elasticd.core.facts import Apart, Budget, Cause, Failure, Node, Outcome, Phase, Policy, Report
 from elasticd.core.leader import Plan, View, decide
 from elasticd.core.leader.members import REPORT_S
-from elasticd.core.messages import LeaveRound, Signalled, StopWorkers, Tag
 from elasticd.core.ports import WorkerBroke, WorkerWaiting
 from elasticd.core.reasons import AwaitingRelease, WorkerEnded
 from tests.core.build import NOW, exit, life, next_round, node, report, round, spec, view, written

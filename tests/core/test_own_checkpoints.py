@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.agent.hearing import HELD_S
-from elasticd.core.messages import GoOn, LeaseChanged, Tag
+from elasticd.core.agent_messages import GoOn, LeaseChanged, Tag
 from elasticd.core.ports import Silent, WorkerCheckpointed
 from tests.core.build import NOW, report, round
 from tests.core.by_hand import Agent, put

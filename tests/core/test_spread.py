@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.spread import PARTS, Spread
+from elasticd.core.persistent_map import PARTS, Spread
 
 changes = st.lists(st.tuples(st.sampled_from([f"n{i}" for i in range(2 * PARTS)]), st.none() | st.integers()))
 

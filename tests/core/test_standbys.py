@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from elasticd.core import leader, world
 from elasticd.core.age import Age
-from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
-from elasticd.core.lifecycle import Life
-from elasticd.core.messages import (
+from elasticd.core.agent_messages import (
     LeaveRound,
     StartStandbys,
     StartWorkers,
     StopWorkers,
     Tag,
 )
+from elasticd.core.facts import Cause, Limits, Node, Outcome, Phase, Report, Round
+from elasticd.core.lifecycle import Life
 from elasticd.core.ports import WorkerLinked, WorkerWaiting
 from tests.core.build import NOW, exit, members, node, report, round, spec, view, written
 from tests.core.by_hand import Agent, put

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from elasticd.core import agent
-from elasticd.core.agent.state import Registration
+from elasticd.core.agent.agent_state import Registration
 from elasticd.core.facts import Limits, NodeLedger, Phase, SlotProgress, Spec
 from elasticd.core.ledger import Kind
 from elasticd.core.lifecycle import Life

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
+from elasticd.core.agent_messages import Leave
 from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
-from elasticd.core.messages import Leave
 from elasticd.daemon.config import Command, CommandKind, RunConfig
-from elasticd.daemon.lastwords import began_at, kept, last_words, why_silent
+from elasticd.daemon.run_summary import began_at, kept, last_words, why_silent
 from elasticd.etcd.access import parse_endpoints
 from elasticd.telemetry.liveview import _write_all
 

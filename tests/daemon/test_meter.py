@@ -11,6 +11,7 @@ import pytest
 
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
 from elasticd.core import agent
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import (
     Cause,
     Checkpoint,
@@ -30,8 +31,7 @@ from elasticd.core.hang import Doing, Look, Verdict, Why
 from elasticd.core.ledger import Kind, Ledger
 from elasticd.core.lifecycle import Life
 from elasticd.core.measuring import SlotLag
-from elasticd.core.naming import folder_name
-from elasticd.core.page import Told
+from elasticd.core.page_layout import Told
 from elasticd.core.ports import Changes, Entry, Listing, Seen
 from elasticd.core.reasons import StandbysStarted, WorkersHung, WorkersStarted, WorkersStopping
 from elasticd.daemon.config import Command, CommandKind, RunConfig

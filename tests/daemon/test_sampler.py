@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticd.daemon import sampler
+from elasticd.daemon import usage_sampler
 from elasticd.telemetry.gpus import GpuReading
 
 
@@ -31,8 +31,8 @@ class Stuck:
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     gpus = Stuck()
-    monkeypatch.setattr(sampler, "EVERY_S", 0.01)
-    monkeypatch.setattr(sampler.Gpus, "open", lambda: gpus)
+    monkeypatch.setattr(usage_sampler, "EVERY_S", 0.01)
+    monkeypatch.setattr(usage_sampler.Gpus, "open", lambda: gpus)
     yield gpus
     gpus.let_go.set()
 
@@ -40,13 +40,13 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 def test_a_driver_that_does_not_answer_keeps_no_worker_from_being_looked_at(
     stuck: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = sampler.Sampler(["0", "1"])
+    made = usage_sampler.Sampler(["0", "1"])
     made.pids = {0: os.getpid()}
     asks = made._threads[1]
     asks.start()
     made._said.put(made._said.get())  # the first answer is there
     assert made.sample().gpus == {0: GpuReading(utilization=0.5, xids=(79,))}
-    monkeypatch.setattr(sampler, "GPUS_S", 0.01)
+    monkeypatch.setattr(usage_sampler, "GPUS_S", 0.01)
     later = made.sample()
     assert later.gpus == {0: GpuReading(), 1: GpuReading()}, "rather nothing than what was"
     assert later.workers[0][0] == os.getpid() and later.itself is not None

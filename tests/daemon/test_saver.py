@@ -53,8 +53,8 @@ from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore, disk
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.checkpoint.store.reading import open_manifest
+from elasticd.core.checkpoint_names import folder_name, parse_folder
 from elasticd.core.facts import Cause, Checkpoint, Phase, Round, Saved
-from elasticd.core.naming import folder_name, parse_folder
 from elasticd.core.ports import Answer, Applied, Entry, Put, Unknown
 from elasticd.daemon.saver import saver_service
 from elasticd.daemon.saver.etcd_pointer import EtcdPointer, settle

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.core.facts import Limits
-from elasticd.daemon.pages import Pages, Published
+from elasticd.daemon.http_pages import Pages, Published
 from elasticd.telemetry.http import HttpServer, Site
 from elasticd.telemetry.metrics import Metrics
 from elasticd.telemetry.status import FailureStatus, JobStatus, Note, SlotState, SlotStatus

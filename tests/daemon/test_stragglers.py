@@ -20,7 +20,7 @@ from elasticd.core.facts import (
     Stragglers,
 )
 from elasticd.core.measuring import FIRST_STEPS, SlotLag
-from elasticd.core.page import Told
+from elasticd.core.page_layout import Told
 from elasticd.core.ports import Changes, Entry, Put, Seen, StillThere
 from elasticd.core.reasons import Reason, SlotBad, WorkerKeepsUp, WorkerStraggling
 from elasticd.core.straggler import PERIODS

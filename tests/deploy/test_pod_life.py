@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from elasticd.core.agent import AgentConfig, Identity, State, step
-from elasticd.core.agent.state import Registration
+from elasticd.core.agent.agent_state import Registration
+from elasticd.core.agent_messages import Signalled
 from elasticd.core.facts import Limits, Node, Spec
-from elasticd.core.messages import Signalled
 from elasticd.core.ports import Entry
-from elasticd.daemon.service import Manager, Service
+from elasticd.daemon.service_manager import Manager, Service
 from elasticd.telemetry.termination import BYTES_MAX, KILLED, TerminationLog, shortened
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.core import facts
-from elasticd.core.naming import WORLD_MAX, folder_name
+from elasticd.core.checkpoint_names import WORLD_MAX, folder_name
 from elasticd.etcd import records
 from elasticd.etcd.errors import BadRecord, NewerRecord
 

@@ -21,10 +21,10 @@ REASONS = "elasticd.core.reasons"
 
 # Functions of the core that other modules of the daemon call.
 CALLED = {
-    ("lastwords.py", "elasticd.core.ledger.totals"),
-    ("main.py", "elasticd.core.environment.assignments"),
-    ("main.py", "elasticd.core.environment.standbys"),
-    ("main.py", "elasticd.core.ledger.totals"),
+    ("run_summary.py", "elasticd.core.ledger.totals"),
+    ("run_agent.py", "elasticd.core.environment.assignments"),
+    ("run_agent.py", "elasticd.core.environment.standbys"),
+    ("run_agent.py", "elasticd.core.ledger.totals"),
 }
 # What belongs to checkpoints or views, and is in the core only because it is pure. It is to get less.
 ELSEWHERE = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.procs import recorder
+from elasticd.procs import flight_recorder
 from elasticd.procs.page import Page, recorder_of
 from tests.procs.conftest import Bench
 from tests.procs.test_heartbeat import FAKE
@@ -40,7 +40,7 @@ def test_a_worker_with_a_process_group_gives_all_it_has_as_often_as_it_is_asked(
     bench.console.wait_for(b"1 False")
     page = the_one_watched(procs).page.path
     for _ in range(2):
-        assert recorder.ask(page) == b"all there is" * 100_000
+        assert flight_recorder.ask(page) == b"all there is" * 100_000
     procs.stop(signal.SIGKILL, 0.0)
     bench.wait()
     procs.close()
@@ -51,7 +51,7 @@ def test_one_without_a_process_group_has_no_thread_for_it(bench: Bench) -> None:
     procs = bench.procs([sys.executable, "-c", FAKE + "import os" + DISTRIBUTED])
     bench.start(procs)
     bench.console.wait_for(b"0 False")
-    assert recorder.ask(the_one_watched(procs).page.path) == b""
+    assert flight_recorder.ask(the_one_watched(procs).page.path) == b""
     procs.stop(signal.SIGKILL, 0.0)
     bench.wait()
 
@@ -62,7 +62,7 @@ def test_the_newest_calls_are_told_in_their_order_whatever_the_ring_began_with()
         {**gloo, "record_id": n, "collective_seq_id": n + 1, "retired": n < 29}
         for n in (*range(20, 30), *range(20))
     ]
-    told = recorder.last_calls(json.dumps({"entries": calls}).encode())
+    told = flight_recorder.last_calls(json.dumps({"entries": calls}).encode())
     assert len(told) == 10
     assert told[0] == "21 gloo:all_reduce of [[4]]: over"
     assert told[-1] == "30 gloo:all_reduce of [[4]]: not over"
@@ -72,18 +72,18 @@ def test_the_newest_calls_are_told_in_their_order_whatever_the_ring_began_with()
     "answer", [b"", b"half an ans", b"[]", b"{}", b'{"entries": [{}]}', b'{"entries": 7}']
 )
 def test_of_what_cannot_be_read_nothing_is_told(answer: bytes) -> None:
-    assert recorder.last_calls(answer) == []
+    assert flight_recorder.last_calls(answer) == []
 
 
 def test_who_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "ANSWER_S", 0.05)
+    monkeypatch.setattr(flight_recorder, "ANSWER_S", 0.05)
     page = Page(tmp_path / "page")
-    assert recorder.ask(page.path) == b""
+    assert flight_recorder.ask(page.path) == b""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(recorder_of(page.path)))
         silent.listen()
         began = time.monotonic()
-        assert recorder.ask(page.path) == b""
+        assert flight_recorder.ask(page.path) == b""
         assert time.monotonic() - began < 30
     page.close()
     assert os.listdir(tmp_path) == []

@@ -26,9 +26,9 @@ from elasticd.channel.worker_messages import (
 )
 from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment, WorkerCheckpointed
-from elasticd.procs.link import Switchboard
 from elasticd.procs.logdest import LogDest
 from elasticd.procs.warden_client import Warden
+from elasticd.procs.worker_links import Switchboard
 from elasticd.procs.workers import LocalProcs
 from tests.contract.heard import Heard
 from tests.procs.agents import CALL, PATIENCE_S, PROGRAMS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.procs.screen import Author, Screen
+from elasticd.procs.merged_console import Author, Screen
 
 
 def test_only_whole_lines_are_shown_at_once() -> None:

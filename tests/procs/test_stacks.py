@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from elasticd.core.hang import ProcessState
-from elasticd.procs import scene, stacks
-from elasticd.procs.scene import Subject
+from elasticd.procs import hang_evidence, stacks
+from elasticd.procs.hang_evidence import Subject
 from elasticd.procs.vitals import vitals
 from elasticd.procs.workers import LocalProcs, Watched
 from tests.procs.conftest import Bench
@@ -110,9 +110,9 @@ def test_a_stopped_worker_is_seen_to_be_stopped_and_the_folder_says_so(bench: Be
     subject = _started(bench, tmp_path, "sleep")
     os.kill(subject.pid, signal.SIGSTOP)
     _wait_until(subject, ProcessState.STOPPED)
-    (seen,) = scene.look([subject])
+    (seen,) = hang_evidence.look([subject])
     assert seen.vitals.state is ProcessState.STOPPED
-    scene.write(tmp_path / "hang", "rank 0 is stopped", [seen])
+    hang_evidence.write(tmp_path / "hang", "rank 0 is stopped", [seen])
     text = (tmp_path / "hang" / "rank-0.txt").read_text()
     assert "process state T" in text and "T (stopped)" in text
     assert (tmp_path / "hang" / "conclusion.txt").read_text() == "rank 0 is stopped\n"
@@ -129,7 +129,7 @@ def test_py_spy_sees_where_a_stopped_worker_is(
     subject = _started(bench, tmp_path, "sleep")
     os.kill(subject.pid, signal.SIGSTOP)
     _wait_until(subject, ProcessState.STOPPED)
-    (seen,) = scene.look([subject])
+    (seen,) = hang_evidence.look([subject])
     os.kill(subject.pid, signal.SIGKILL)
     bench.wait()
     if "could not look" in seen.stacks:

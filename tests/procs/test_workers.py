@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.core.page import ASTRAY
+from elasticd.core.page_layout import ASTRAY
 from elasticd.procs.linux import children
 from elasticd.procs.logdest import LogDest
 from elasticd.procs.warden_client import WardenError

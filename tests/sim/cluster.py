@@ -9,9 +9,9 @@ from functools import partial
 from random import Random
 
 from elasticd.core import agent, environment
+from elasticd.core.agent_messages import Leave, Signalled, Tick
 from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
 from elasticd.core.hang import Patience
-from elasticd.core.messages import Leave, Signalled, Tick
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Reason
 from elasticd.daemon.driver import Driver, Happening

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import ProcessState, Verdict
-from elasticd.core.hang.messages import EvidenceKept, Looked
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 from elasticd.core.whereabouts import At, Whereabouts
 

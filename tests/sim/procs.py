@@ -15,7 +15,7 @@ from typing import Any
 from elasticd.core.age import Age
 from elasticd.core.environment import HANDOVER
 from elasticd.core.facts import Exit, SlotProgress
-from elasticd.core.page import Told, Use
+from elasticd.core.page_layout import Told, Use
 from elasticd.core.ports import (
     Assignment,
     WorkerBroke,

@@ -10,11 +10,11 @@ import pytest
 
 from elasticd.core import agent, budget, straggler, world
 from elasticd.core.agent import leaving, stepping
+from elasticd.core.agent_messages import Leave
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
 from elasticd.core.leader import deciding, forming, hanging, settling
 from elasticd.core.ledger import Account, Kind
-from elasticd.core.messages import Leave
 from elasticd.core.ports import Put, StillThere, Unchanged
 from elasticd.daemon.driver import Driver
 from tests.sim import schedule as schedules

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from elasticd.core import leader
+from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.facts import (
     Budget,
     Cause,
@@ -38,7 +39,6 @@ from elasticd.core.facts import (
     Spec,
     Stragglers,
 )
-from elasticd.core.naming import folder_name
 from elasticd.core.ports import Entry, Listing
 from elasticd.core.reasons import BelowMinimum
 from elasticd.telemetry import describe

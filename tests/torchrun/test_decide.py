@@ -20,7 +20,7 @@ from elasticd.torchrun.decide import (
     decide,
     lost_members,
 )
-from elasticd.torchrun.records import NodeRecord, RendezvousClosed, RendezvousRound, Seat
+from elasticd.torchrun.rendezvous_records import NodeRecord, RendezvousClosed, RendezvousRound, Seat
 
 ADDRESS = "10.0.0.1"
 NOW = 100.0

@@ -22,7 +22,7 @@ from torchrun_harness import PATIENCE_S, Nodes, until
 from elasticd.etcd.client import Client
 from elasticd.etcd.embedded import Embedded
 from elasticd.torchrun import create
-from elasticd.torchrun.records import prefix_of
+from elasticd.torchrun.rendezvous_records import prefix_of
 from tests.etcd.cluster import EtcdOnPorts
 
 pytestmark = pytest.mark.timeout(240)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.torchrun.records import (
+from elasticd.torchrun.rendezvous_records import (
     CorruptError,
     NodeRecord,
     RendezvousClosed,

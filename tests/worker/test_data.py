@@ -16,7 +16,7 @@ from torch.distributed import all_reduce
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from elasticd import worker
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.samples.loading import Share
 from tests.worker.worlds import in_world

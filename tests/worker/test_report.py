@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elasticd import worker
-from elasticd.core.page import VALUES_MAX, Fatal, Told
+from elasticd.core.page_layout import VALUES_MAX, Fatal, Told
 from elasticd.procs.page import VARIABLE, Page
 from elasticd.worker.agent import agentpage
 from elasticd.worker.report import all_finite, any_nan

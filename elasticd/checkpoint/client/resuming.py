@@ -20,7 +20,7 @@ from elasticd.checkpoint.store import CheckpointStore
 from elasticd.checkpoint.store.reading import fill, open_manifest
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.world.collectives import Together
 

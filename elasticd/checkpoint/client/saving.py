@@ -37,8 +37,8 @@ from elasticd.checkpoint.protocol import (
     SkipSave,
 )
 from elasticd.checkpoint.store import CheckpointStore
-from elasticd.core.naming import folder_name
-from elasticd.core.page import Fatal
+from elasticd.core.checkpoint_names import folder_name
+from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.plaindata import require_dense
 from elasticd.worker.report import any_nan, not_finite, policy

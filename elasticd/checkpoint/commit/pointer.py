@@ -17,8 +17,8 @@ from elasticd.checkpoint.commit.retention import Commit, CommitRefused, Keep, co
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable, digest, is_fresh
 from elasticd.checkpoint.store import CheckpointStore, Overtaken, store_at, told
 from elasticd.checkpoint.store.reading import finished_in, whole_in
+from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Checkpoint, Saved
-from elasticd.core.naming import parse_folder
 
 POINTER: Final = "committed.json"
 VERSION: Final = 1

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from elasticd.core.naming import WORLD_MAX
+from elasticd.core.checkpoint_names import WORLD_MAX
 
 VERSION: Final = 1
 MANIFEST: Final = "elasticd.json"

@@ -13,8 +13,8 @@ from elasticd.checkpoint.replication.replicas import Label, Offer, Replica
 from elasticd.checkpoint.replication.wire import Message, PeerGone, Wire
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store.reading import Wish
+from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Holder
-from elasticd.core.naming import require_name
 
 WAIT: Final[Message] = {"wait": True}  # sent from time to time to a caller that must wait for its turn
 _RANGES_MAX: Final = 4096  # byte ranges of a shard in one request

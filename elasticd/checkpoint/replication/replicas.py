@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.core.naming import require_name
+from elasticd.core.checkpoint_names import require_name
 
 _EACH: Final = 2
 

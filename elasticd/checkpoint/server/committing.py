@@ -25,8 +25,8 @@ from elasticd.checkpoint.format.manifest import (
 from elasticd.checkpoint.server.shards import Gathering, SavingWorld
 from elasticd.checkpoint.store import CheckpointStore, told
 from elasticd.checkpoint.store.reading import is_finished
+from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Saved
-from elasticd.core.naming import parse_folder
 
 _RECEIPT: Final = ".receipt"
 _READERS: Final = 16

@@ -61,8 +61,8 @@ from elasticd.checkpoint.server.shards import SavingWorld, ShardPlan
 from elasticd.checkpoint.shared_memory import Memory
 from elasticd.checkpoint.store import CheckpointStore, store_at, told
 from elasticd.checkpoint.store.rate_limit import RateLimit
+from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Checkpoint, Holder
-from elasticd.core.naming import require_name
 
 _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have reached the newest
 

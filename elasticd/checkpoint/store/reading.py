@@ -25,8 +25,8 @@ from elasticd.checkpoint.format.manifest import (
     is_intact,
 )
 from elasticd.checkpoint.store import CheckpointStore, Opened
+from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Saved
-from elasticd.core.naming import parse_folder
 
 _THREADS_MAX: Final = 8
 _PATIENCE_S: Final = 5.0

@@ -5,10 +5,10 @@ of the next wake-up. The agent is level-triggered: an event only changes what is
 follow from the whole state. Lost, late and repeated answers therefore do no harm.
 """
 
+from elasticd.core.agent.agent_state import AgentConfig, Crew, Departure, Identity, State, Step
 from elasticd.core.agent.hearing import RETRY_S
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import CONNECT_PATIENCE_S
-from elasticd.core.agent.state import AgentConfig, Crew, Departure, Identity, State, Step
 from elasticd.core.agent.stepping import step, watched
 
 __all__ = [

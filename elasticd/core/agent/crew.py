@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elasticd.core.agent.agent_state import (
+    SIGKILL,
+    SIGTERM,
+    Crew,
+    Decisions,
+    Leaving,
+    Released,
+    State,
+    Stopping,
+)
 from elasticd.core.agent.standbys import dismiss_holders
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Crew, Decisions, Leaving, Released, State, Stopping
+from elasticd.core.agent_messages import GoOn, LeaveRound, RenewStore, StartWorkers, StopWorkers, Tag
 from elasticd.core.facts import Cause, Phase, Report, Round
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.messages import GoOn, LeaveRound, RenewStore, StartWorkers, StopWorkers, Tag
 from elasticd.core.ports import Put, Unchanged
 from elasticd.core.reasons import Expelled, WorkersLeaving, WorkersStarted, WorkersStopping
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
+from elasticd.core.agent.agent_state import SIGKILL, SIGTERM, Decisions, Departure, Leaving, Stopping
 from elasticd.core.agent.crew import leave, stop
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import succeed
 from elasticd.core.agent.standbys import lose_standby
-from elasticd.core.agent.state import SIGKILL, SIGTERM, Decisions, Departure, Leaving, Stopping
-from elasticd.core.facts import Node, Report
-from elasticd.core.lifecycle import Life, become
-from elasticd.core.messages import (
+from elasticd.core.agent_messages import (
     Answered,
     Event,
     Exhausted,
@@ -31,6 +29,8 @@ from elasticd.core.messages import (
     Tick,
     WorkerExited,
 )
+from elasticd.core.facts import Node, Report
+from elasticd.core.lifecycle import Life, become
 from elasticd.core.ports import (
     Answer,
     Applied,

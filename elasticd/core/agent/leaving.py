@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from elasticd.core.agent.agent_state import SIGTERM, Decisions, Departure
 from elasticd.core.agent.crew import stop, unreported
 from elasticd.core.agent.standbys import dismiss
-from elasticd.core.agent.state import SIGTERM, Decisions, Departure
+from elasticd.core.agent_messages import Leave, Tag
 from elasticd.core.facts import Drained, Outcome, Round
-from elasticd.core.messages import Leave, Tag
 from elasticd.core.reasons import Draining
 
 DRAIN_PATIENCE_S = 5.0  # how long a leaving node waits for the leader to end the round

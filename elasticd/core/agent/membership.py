@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elasticd.core.agent.agent_state import Decisions, State
 from elasticd.core.agent.crew import unreported
-from elasticd.core.agent.state import Decisions, State
+from elasticd.core.agent_messages import CheckProcess, Fence, Leave, LookAround, Tag
 from elasticd.core.facts import Leadership, Node, Outcome, Resume, Round, Spec
-from elasticd.core.messages import CheckProcess, Fence, Leave, LookAround, Tag
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
 from elasticd.core.reasons import NameTaken, PolicyDiffers
 

@@ -6,10 +6,10 @@ process to start: survivors go on at once, and replacements join at a later comm
 
 from __future__ import annotations
 
-from elasticd.core.agent.state import SIGTERM, Decisions, Setback, State
+from elasticd.core.agent.agent_state import SIGTERM, Decisions, Setback, State
+from elasticd.core.agent_messages import StartStandbys, StopWorkers
 from elasticd.core.facts import Exit, Phase
 from elasticd.core.lifecycle import Life, become
-from elasticd.core.messages import StartStandbys, StopWorkers
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
 
 RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never becomes ready harms no world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elasticd.core.agent.agent_state import Decisions, Identity, State, Step
 from elasticd.core.agent.crew import follow_the_round, let_go_on, note_report, release, report
 from elasticd.core.agent.hearing import absorb
 from elasticd.core.agent.leaving import (
@@ -21,8 +22,7 @@ from elasticd.core.agent.membership import (
     tell_of_workers,
 )
 from elasticd.core.agent.standbys import keep_standbys
-from elasticd.core.agent.state import Decisions, Identity, State, Step
-from elasticd.core.messages import Event
+from elasticd.core.agent_messages import Event
 
 
 def watched(me: Identity) -> tuple[str, ...]:

@@ -25,23 +25,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.state import Crew, Leaving, State
+from elasticd.core.agent.agent_state import Crew, Leaving, State
 from elasticd.core.facts import Hang, Stall
-from elasticd.core.hang.judging import (
-    REPEAT_S,
-    Allowance,
-    Doing,
-    Look,
-    Patience,
-    ProcessState,
-    Verdict,
-    Why,
-    allowance,
-    judge,
-    judge_first,
-    judge_leaving,
-)
-from elasticd.core.hang.messages import (
+from elasticd.core.hang.hang_messages import (
     Action,
     Condemn,
     Event,
@@ -58,6 +44,20 @@ from elasticd.core.hang.messages import (
     Untell,
     VitalsSampled,
     Woke,
+)
+from elasticd.core.hang.judging import (
+    REPEAT_S,
+    Allowance,
+    Doing,
+    Look,
+    Patience,
+    ProcessState,
+    Verdict,
+    Why,
+    allowance,
+    judge,
+    judge_first,
+    judge_leaving,
 )
 from elasticd.core.hang.standstill import Inspected, Standstill
 from elasticd.core.reasons import Reason, VerdictDropped, WorkersHung

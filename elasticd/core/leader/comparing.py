@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
-from elasticd.core.spread import Spread
+from elasticd.core.persistent_map import Spread
 from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
 
 

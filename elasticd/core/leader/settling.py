@@ -21,7 +21,7 @@ from elasticd.core.leader.members import (
 )
 from elasticd.core.leader.plan import Plan, end, write
 from elasticd.core.leader.view import View
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 from elasticd.core.reasons import AwaitingRelease, AwaitingReturn, FailureCharged, Reason, SlotQuarantined
 
 _OUTCOMES = {

@@ -18,8 +18,8 @@ from traceback import format_exception
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from elasticd.core import page
-from elasticd.core.page import Fatal
+from elasticd.core import page_layout as layout
+from elasticd.core.page_layout import Fatal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,8 +34,8 @@ class AgentPage:
     def __init__(self, path: str | None) -> None:
         self._memory: Any = self._open(path) if path else None
         if self._memory is None:
-            self._memory = bytearray(page.WORDS * 8)
-        whole = memoryview(self._memory)[: page.WORDS * 8]
+            self._memory = bytearray(layout.WORDS * 8)
+        whole = memoryview(self._memory)[: layout.WORDS * 8]
         self.words = whole.cast("Q")
         self.doubles = whole.cast("d")
         self.bytes = whole
@@ -54,8 +54,8 @@ class AgentPage:
             return None
         finally:
             os.close(fd)
-        with memoryview(memory)[: page.WORDS * 8] as whole, whole.cast("Q") as words:
-            mine = words[page.PID] == os.getpid()
+        with memoryview(memory)[: layout.WORDS * 8] as whole, whole.cast("Q") as words:
+            mine = words[layout.PID] == os.getpid()
         return memory if mine else None  # a child of the worker inherits only the variable
 
     def add(self, word: int, amount: int) -> None:
@@ -65,17 +65,17 @@ class AgentPage:
         at = self.names.get(name)
         if at is None:
             text = name.encode()
-            room = page.NAME_WORDS * 8
-            if len(self.names) >= page.VALUES_MAX:
+            room = layout.NAME_WORDS * 8
+            if len(self.names) >= layout.VALUES_MAX:
                 raise ValueError(
-                    f"{name!r} is one name too many: a script may tell {page.VALUES_MAX} values of its own"
+                    f"{name!r} is one name too many: a script may tell {layout.VALUES_MAX} values of its own"
                 )
             if not name.isidentifier() or len(text) > room:
                 raise ValueError(f"{name!r} cannot be told: a name is a Python name of at most {room} bytes")
-            at = self.names[name] = page.VALUES + len(self.names) * page.VALUE_WORDS
-            self.doubles[at + page.NAME_WORDS] = value
+            at = self.names[name] = layout.VALUES + len(self.names) * layout.VALUE_WORDS
+            self.doubles[at + layout.NAME_WORDS] = value
             self.bytes[at * 8 : at * 8 + room] = text.ljust(room, b"\0")
-        self.doubles[at + page.NAME_WORDS] = value
+        self.doubles[at + layout.NAME_WORDS] = value
 
 
 @functools.cache
@@ -87,27 +87,27 @@ def own_page() -> AgentPage:
     return _page_of(os.getpid())
 
 
-def uses(what: page.Use) -> None:
+def uses(what: layout.Use) -> None:
     """Tell the agent that the script uses this part of the library."""
-    own_page().words[page.USES] |= what
+    own_page().words[layout.USES] |= what
 
 
 def samples(number: int) -> None:
     """Count samples that were trained on."""
-    own_page().add(page.SAMPLES, number)
+    own_page().add(layout.SAMPLES, number)
 
 
 def committed(step: int) -> None:
     there = own_page()
-    there.words[page.COMMITTED] = 1 + step
-    there.add(page.COMMITS, 1)
+    there.words[layout.COMMITTED] = 1 + step
+    there.add(layout.COMMITS, 1)
 
 
 def begins_after(step: int) -> None:
     """Tell the agent that this worker continues after this step of the job."""
     there = own_page()
-    there.words[page.BASE_STEPS] = there.words[page.STEPS]
-    there.words[page.BASE] = 1 + step
+    there.words[layout.BASE_STEPS] = there.words[layout.STEPS]
+    there.words[layout.BASE] = 1 + step
 
 
 @contextlib.contextmanager
@@ -118,8 +118,8 @@ def held_up() -> Iterator[None]:
         yield
     finally:
         there = own_page()
-        there.add(page.HELD_NS, time.monotonic_ns() - began)
-        there.add(page.HELD, 1)
+        there.add(layout.HELD_NS, time.monotonic_ns() - began)
+        there.add(layout.HELD, 1)
 
 
 def has_checkpoints() -> None:
@@ -156,7 +156,7 @@ def holds_up(function: Callable[P, T]) -> Callable[P, T]:
 
 def fatal(why: Fatal) -> None:
     """Tell the agent that this process ends now, and that the job is to end with it."""
-    own_page().words[page.FATAL] = page.FATALS.index(why)
+    own_page().words[layout.FATAL] = layout.FATALS.index(why)
 
 
 def end_job_if_uncaught(error: BaseException, why: Fatal) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HOOKED = "torch.optim.optimizer"
 # Words of 8 bytes, each stored by one instruction.
 _PID, _STEPS, _LAST_NS, _STACKS, _ENDED_WELL = 2, 3, 4, 6, 7
-_WAIT_NS, _WAITS, _MADE, _DELAY_NS = 17, 18, 23, 24  # see elasticd/core/page.py
+_WAIT_NS, _WAITS, _MADE, _DELAY_NS = 17, 18, 23, 24  # see elasticd/core/page_layout.py
 _TIMES, _TIMES_MASK = 256, 255  # the times of the last 256 steps: the second half of the page
 _SIGNAL = 47  # a real-time signal, which programs do not use; see elasticd/procs/stacks.py
 

@@ -3,7 +3,7 @@ hangs.
 
 torch itself writes them only after its own timeout, which is far too late.
 
-Standard library only, and self-contained. The reader is elasticd/procs/recorder.py.
+Standard library only, and self-contained. The reader is elasticd/procs/flight_recorder.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.changes import Few, Sampled, is_plain
 from elasticd.worker.commit.shared import Shared

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from elasticd.core.page import Fatal
+from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.plaindata import plain_key
 from elasticd.worker.commit.randomness import Drawn

@@ -27,7 +27,7 @@ from elasticd.channel.worker_messages import (
     Source,
     Waiting,
 )
-from elasticd.core import page
+from elasticd.core import page_layout as layout
 
 with open(os.environ["ELASTICD_PAGE"], "r+b") as file:
     there = memoryview(mmap.mmap(file.fileno(), 4096)).cast("Q")
@@ -79,7 +79,7 @@ try:
             optimizer.step()
             step += 1
             if how != "never commits":
-                there[page.COMMITS] += 1
+                there[layout.COMMITS] += 1
             if how in ("fails", "alone") and step == 1:
                 link.send(Broken(round, how == "fails", "the others are gone"))
                 if how == "fails":

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.age import Age
+from elasticd.core.agent_messages import Action, Leave, Tag, Transact
 from elasticd.core.facts import Leadership, Member, Phase, Report, Round, Spec
 from elasticd.core.lifecycle import Life
-from elasticd.core.messages import Action, Leave, Tag, Transact
 from elasticd.core.ports import Entry, Guard, Silent, StillThere, Write
 from elasticd.core.reasons import Reason
 

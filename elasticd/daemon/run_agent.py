@@ -9,31 +9,31 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from elasticd.core.agent_messages import KeeperLost, Leave
 from elasticd.core.environment import assignments, standbys
 from elasticd.core.facts import Member, Round
 from elasticd.core.ledger import totals
-from elasticd.core.messages import KeeperLost, Leave
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
-from elasticd.daemon import edges, identity, lastwords, openfiles
+from elasticd.daemon import edges, identity, openfiles, run_summary
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.hangs import Hangs
+from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.inbox import Inbox, Signals
 from elasticd.daemon.inspector import LocalInspector
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.observer import Observer
-from elasticd.daemon.pages import Pages
 from elasticd.daemon.publish import Publisher
-from elasticd.daemon.sampler import Sampler
 from elasticd.daemon.saver import etcd_peers
 from elasticd.daemon.saver.saver_service import FINISH_S, FINISH_S_MAX, SaverService
-from elasticd.daemon.service import Manager, Service
-from elasticd.daemon.standalone import Standalone
+from elasticd.daemon.service_manager import Manager, Service
+from elasticd.daemon.standalone_etcd import Standalone
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
+from elasticd.daemon.usage_sampler import Sampler
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import EtcdLink
 from elasticd.procs.quota import throttled_s
@@ -182,7 +182,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
 
         served_at = edges.serve_pages(config, pages, cleanup)
         warden.on_lost(lambda: inbox.post(KeeperLost()))
-        events.write(lastwords.started(config, access, began_at))
+        events.write(run_summary.started(config, access, began_at))
         logger.info(
             "agent.started", etcd=access.url, slots=config.slots, address=config.address, http=served_at
         )
@@ -201,10 +201,10 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         assert left is not None
         service.ends(left.why)
         if not driver.state.registration.joined and driver.state.etcd.silent is not None:
-            left = replace(left, why=lastwords.why_silent(left.why, access))
-        last = lastwords.ended_round(driver, left)
+            left = replace(left, why=run_summary.why_silent(left.why, access))
+        last = run_summary.ended_round(driver, left)
         if last is not None:
-            lastwords.pass_on_error_file(config, last, procs.error_file)
+            run_summary.pass_on_error_file(config, last, procs.error_file)
         ended_at = clock()
         ledgers = timekeeper.farewell(driver.state, ended_at, alone=config.etcd is None)
         with Signals(handled, saver.hurry):
@@ -213,12 +213,12 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         publisher.farewell(ended_at)
         spent = totals(ledgers)
         seen = driver.state.round if driver.state.registration.joined else None
-        lasted_s = ended_at - lastwords.began_at(last, began_at)
-        said = lastwords.last_words(config, last, left, lasted_s, spent, saver.unsaved, seen)
+        lasted_s = ended_at - run_summary.began_at(last, began_at)
+        said = run_summary.last_words(config, last, left, lasted_s, spent, saver.unsaved, seen)
         if left.code == 0:
-            kept = lastwords.kept(config, destinations.run_folder(), saver.newest, snapshot)
+            kept = run_summary.kept(config, destinations.run_folder(), saver.newest, snapshot)
             said = "\n".join([said, *kept])
-        events.write(lastwords.ended(config, last, left, said, ledgers, ended_at))
+        events.write(run_summary.ended(config, last, left, said, ledgers, ended_at))
     return left.code, said
 
 

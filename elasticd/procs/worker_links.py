@@ -2,7 +2,7 @@
 
 Workers connect to an abstract Unix socket, which every user of the machine can find in /proc/net/unix. The
 agent therefore admits only processes that the warden started as workers, by the credentials that the kernel
-reports. Their children are refused. ``conversation`` checks the order of the messages.
+reports. Their children are refused. ``link_protocol`` checks the order of the messages.
 """
 
 from __future__ import annotations

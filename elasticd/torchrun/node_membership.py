@@ -22,7 +22,14 @@ from elasticd.etcd.watcher import Events
 from elasticd.torchrun.backend import EtcdV3RendezvousBackend, unwrap
 from elasticd.torchrun.decide import RendezvousView, Seen
 from elasticd.torchrun.guard import boot_time_s
-from elasticd.torchrun.records import CorruptError, NodeRecord, RendezvousRound, decode, encode, prefix_of
+from elasticd.torchrun.rendezvous_records import (
+    CorruptError,
+    NodeRecord,
+    RendezvousRound,
+    decode,
+    encode,
+    prefix_of,
+)
 
 log = logging.getLogger("elasticd.torchrun")
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
-from elasticd.torchrun.records import RendezvousRound
+from elasticd.torchrun.rendezvous_records import RendezvousRound
 
 _ARRIVED = "elasticd/arrived"
 _VERDICT = "elasticd/verdict"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from elasticd import __version__
 from elasticd.checkpoint.server.save_report import SaveReport
+from elasticd.core.agent_messages import Leave
 from elasticd.core.facts import NodeLedger, Phase, Round
 from elasticd.core.ledger import totals
-from elasticd.core.messages import Leave
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess

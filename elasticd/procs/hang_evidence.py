@@ -10,7 +10,7 @@ from pathlib import Path
 from elasticd.core.hang import ProcessState
 from elasticd.core.hang.standstill import Vitals
 from elasticd.core.whereabouts import Whereabouts, whereabouts
-from elasticd.procs import recorder, stacks
+from elasticd.procs import flight_recorder, stacks
 from elasticd.procs.vitals import thread_report, vitals
 
 
@@ -28,7 +28,7 @@ class Subject:
 class Scene:
     """What was seen of one worker. ``stacks``: the stacks of all threads as text, or why there are none.
     ``threads``: one line per thread, from the kernel. ``recorded``: torch's flight recorder, see
-    ``recorder.ask``."""
+    ``flight_recorder.ask``."""
 
     subject: Subject
     vitals: Vitals
@@ -51,7 +51,7 @@ def _look(subject: Subject) -> Scene:
     seen = vitals(subject.pid)
     answers = seen.state not in (ProcessState.STOPPED, ProcessState.GONE)
     text = stacks.ask(subject.page) if answers else ""
-    recorded = recorder.ask(subject.page) if answers else b""
+    recorded = flight_recorder.ask(subject.page) if answers else b""
     where = whereabouts(stacks.main_thread(text))
     if not text:
         text = stacks.from_outside(subject.pid)
@@ -65,7 +65,7 @@ def write(folder: Path, conclusion: str, scenes: Sequence[Scene]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conclusion.txt").write_text(conclusion + "\n", encoding="utf-8")
     for scene in scenes:
-        of, calls = scene.subject, recorder.last_calls(scene.recorded)
+        of, calls = scene.subject, flight_recorder.last_calls(scene.recorded)
         text = "\n".join(
             [
                 f"rank {of.rank}, slot {of.slot}, pid {of.pid}: {_in_words(scene)}",

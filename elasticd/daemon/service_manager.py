@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, MutableMapping
 
-from elasticd.core.agent.state import State
+from elasticd.core.agent.agent_state import State
 from elasticd.core.facts import Phase
 
 IDLE_S = 3600.0
