@@ -1,4 +1,5 @@
-"""The configuration of an agent. ``elasticd.cli`` checks and makes it."""
+"""The configuration of an agent, and the error of an agent that cannot start with it. ``elasticd.cli`` checks and
+makes the configuration."""
 
 from __future__ import annotations
 
@@ -12,6 +13,11 @@ from elasticd.core.hang import Patience
 from elasticd.core.page_layout import Use
 from elasticd.etcd.access import EtcdAccess
 from elasticd.telemetry.http import Tls
+
+
+class CannotStart(Exception):
+    """The input or the machine does not let the agent start. The message is one sentence that says what to
+    do. The exit code is 2."""
 
 
 class CommandKind(StrEnum):

@@ -9,8 +9,7 @@ from contextlib import ExitStack
 
 from elasticd.core.agent_messages import StoreComplained, StoreFilled
 from elasticd.core.facts import Holder
-from elasticd.daemon.config import CommandKind, RunConfig
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart, CommandKind, RunConfig
 from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.master_port import Door
 from elasticd.daemon.saver import etcd_peers

@@ -16,8 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import (
     Std,
 )
 
-from elasticd.daemon.config import LogOptions
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart, LogOptions
 from elasticd.data.auditnotes import FOLDER, VARIABLE
 from elasticd.procs.logdest import LogDest
 from elasticd.telemetry.runs import state_dir

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elasticd.core.agent_messages import Exhausted
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart
 
 RESERVE = 32  # enough for an agent to leave in order
 MARGIN = 16  # with fewer, a round's store, a worker's pipes or gRPC fails; gRPC aborts the process

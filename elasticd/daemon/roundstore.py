@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart
 
 CLIENT_TIMEOUT_S = 300.0
 

@@ -16,10 +16,9 @@ from elasticd.core.ledger import totals
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
 from elasticd.daemon import edges, identity, openfiles, run_summary
-from elasticd.daemon.config import RunConfig
+from elasticd.daemon.config import CannotStart, RunConfig
 from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
-from elasticd.daemon.errors import CannotStart
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.http_pages import Pages
 from elasticd.daemon.inbox import Inbox, Signals

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from elasticd.channel.warden_messages import Ended
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart
 from elasticd.etcd import registry
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.embedded import Embedded, fault_of

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable
 
 from elasticd.core.ports import Assignment
-from elasticd.daemon.config import CommandKind, RunConfig
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart, CommandKind, RunConfig
 
 LOCAL_RANK_MACRO = "${local_rank}"  # torch.distributed.elastic.utils.macros
 

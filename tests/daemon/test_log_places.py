@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
 
-from elasticd.daemon.config import LogOptions
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart, LogOptions
 from elasticd.daemon.logs import Destinations, logs_specs
 from elasticd.procs.logdest import LogDest
 

@@ -16,7 +16,7 @@ PATIENCE_S = 60.0
 SAY = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
 ASK = """
 import resource, sys
-from elasticd.daemon.errors import CannotStart
+from elasticd.daemon.config import CannotStart
 from elasticd.daemon.openfiles import raise_limit
 soft, hard, slots, workers = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

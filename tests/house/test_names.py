@@ -15,8 +15,6 @@ TWICE = {
     "Step",
     "Worker",
 }
-# Still used twice. The list only shrinks.
-MODULES_TWICE = {"errors"}
 
 
 def test_a_class_name_is_defined_once() -> None:
@@ -35,5 +33,4 @@ def test_a_module_name_is_used_once() -> None:
     count = Counter(file.stem for file in PACKAGE.rglob("*.py") if file.stem != "__init__")
     assert len(count) > 200
     twice = {name for name, modules in count.items() if modules > 1}
-    assert twice - MODULES_TWICE == set(), "two modules have the same name: name each after what it holds"
-    assert MODULES_TWICE - twice == set(), "these names are used once by now: take them off the list"
+    assert twice == set(), "two modules have the same name: name each after what it holds"
