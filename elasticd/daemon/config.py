@@ -1,5 +1,5 @@
-"""The configuration of an agent, and the error of an agent that cannot start with it. ``elasticd.cli`` checks and
-makes the configuration."""
+"""The configuration of an agent, and the error of an agent that cannot start with it. ``elasticd.cli``
+makes the configuration and checks it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from elasticd.daemon.publish import Publisher
 from elasticd.daemon.saver import etcd_peers
 from elasticd.daemon.saver.saver_service import FINISH_S, FINISH_S_MAX, SaverService
 from elasticd.daemon.service_manager import Manager, Service
-from elasticd.daemon.standalone_etcd import Standalone
+from elasticd.daemon.standalone_etcd import StandaloneEtcd
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.daemon.usage_sampler import Sampler
@@ -77,7 +77,9 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
         reserve = openfiles.Reserve(inbox.post)
         cleanup.callback(reserve.close)
         cleanup.enter_context(Signals(handled, inbox.post))
-        standalone = cleanup.enter_context(Standalone(config.job, warden)) if config.etcd is None else None
+        standalone = (
+            cleanup.enter_context(StandaloneEtcd(config.job, warden)) if config.etcd is None else None
+        )
 
         # Torch takes seconds to import; etcd starts meanwhile.
         from elasticd.daemon.agent import Agent, worker_spec

@@ -21,7 +21,7 @@ from elasticd.procs.warden_client import Warden, WardenError
 from elasticd.telemetry import log, runs
 
 
-class Standalone:
+class StandaloneEtcd:
     """A context manager that runs the server. The warden stops the server if the agent is killed.
 
     Raises CannotStart if a standalone run of this name is running, or no etcd is found.

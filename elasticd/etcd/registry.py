@@ -26,7 +26,7 @@ _DATA_PREFIX = "elasticd-etcd-"  # of embedded.Embedded's folders; no other fold
 
 
 @dataclass(frozen=True, slots=True)
-class Standalone:
+class StandaloneRun:
     """A standalone run. ``pid``: its etcd, which may be restarted. ``owner``: the process that registered the
     run, and whose end is the run's end. ``owner_started`` (clock ticks since boot) distinguishes it from a
     later process with the same pid. ``started``: seconds since the epoch. ``folder``: the data of its
@@ -45,7 +45,7 @@ class Standalone:
         return EtcdAccess(endpoints=(self.endpoint,))
 
 
-_STANDALONES = msgspec.json.Decoder(Standalone)
+_STANDALONES = msgspec.json.Decoder(StandaloneRun)
 
 
 def registry_folder() -> Path:
@@ -83,7 +83,7 @@ def register(
     if other is not None and other.folder != str(folder):
         raise FileExistsError(f"a standalone run named {job!r} is running on this machine already")
     owner = os.getpid() if owner is None else owner
-    run = Standalone(job, endpoint, pid, started, str(folder), owner, _start_of(owner))
+    run = StandaloneRun(job, endpoint, pid, started, str(folder), owner, _start_of(owner))
     path = _path(job)
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.touch(mode=0o600)
@@ -98,12 +98,12 @@ def unregister(job: str, folder: Path) -> None:
         _path(job).unlink(missing_ok=True)
 
 
-def find(job: str) -> Standalone | None:
+def find(job: str) -> StandaloneRun | None:
     """Return the live standalone run of that name, or None."""
     return next((run for run in standalone_runs() if run.job == job), None)
 
 
-def standalone_runs() -> list[Standalone]:
+def standalone_runs() -> list[StandaloneRun]:
     """Return all live runs of this user on this machine (in this container), oldest first."""
     found = []
     for path in registry_folder().glob(f"{_namespace()}-*.json"):
@@ -130,7 +130,7 @@ def _namespace() -> int:
         return 0
 
 
-def _read(path: Path) -> Standalone | None:
+def _read(path: Path) -> StandaloneRun | None:
     try:
         return _STANDALONES.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError):

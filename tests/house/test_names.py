@@ -10,7 +10,6 @@ PACKAGE = Path(__file__).parents[2] / "elasticd"
 # Still defined twice. The lists only shrink.
 TWICE = {
     "Leave",
-    "Standalone",
     "State",
     "Step",
     "Worker",
