@@ -212,7 +212,7 @@ class CheckProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class LeaveJob:
     """Revoke the lease and end with this exit code. ``why``: a sentence for people."""
 
     code: int
@@ -230,5 +230,5 @@ Action = (
     | Fence
     | LookAround
     | CheckProcess
-    | Leave
+    | LeaveJob
 )

@@ -20,7 +20,7 @@ from elasticd.core.agent_messages import (
     Fence,
     GoOn,
     LeaseChanged,
-    Leave,
+    LeaveJob,
     LeaveRound,
     LookAround,
     PortReserved,
@@ -122,7 +122,7 @@ class Driver:
         timekeeper: Timekeeper | None = None,
     ) -> None:
         self.state = state
-        self.left: Leave | None = None
+        self.left: LeaveJob | None = None
         self.wake_at: float | None = None
         self._store = store
         self._procs = procs
@@ -278,7 +278,7 @@ class Driver:
             case CheckProcess(pid, incarnation):
                 if not self._process_alive(pid):
                     self._post(ProcessGone(incarnation))
-            case Leave():
+            case LeaveJob():
                 self._stop_leading()
                 self.left = action
             case _:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from elasticd.core.agent_messages import KeeperLost, Leave
+from elasticd.core.agent_messages import KeeperLost, LeaveJob
 from elasticd.core.environment import assignments, standbys
 from elasticd.core.facts import Member, Round
 from elasticd.core.ledger import totals
@@ -196,7 +196,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             if not reserve.explains(error):
                 raise
             reserve.give()
-            driver.left = Leave(3, reserve.why)
+            driver.left = LeaveJob(3, reserve.why)
             _end_workers(procs, config.policy.broken_s)
         left = driver.left
         assert left is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elasticd import __version__
 from elasticd.checkpoint.server.save_report import SaveReport
-from elasticd.core.agent_messages import Leave
+from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import NodeLedger, Phase, Round
 from elasticd.core.ledger import totals
 from elasticd.daemon.config import RunConfig
@@ -43,7 +43,7 @@ def started(config: RunConfig, access: EtcdAccess, at: float) -> Event:
 
 
 def ended(
-    config: RunConfig, last: Round | None, left: Leave, said: str, ledgers: Sequence[NodeLedger], at: float
+    config: RunConfig, last: Round | None, left: LeaveJob, said: str, ledgers: Sequence[NodeLedger], at: float
 ) -> Event:
     """Return the event of the agent's end. ``time`` has seconds by kind for each node in ``ledgers``. If the
     job has ended, ``outcome`` is the job's outcome."""
@@ -61,7 +61,7 @@ def ended(
     )
 
 
-def ended_round(driver: Driver, left: Leave) -> Round | None:
+def ended_round(driver: Driver, left: LeaveJob) -> Round | None:
     """Return the job's last round; None if the job goes on, or if this agent had not joined the job."""
     round = driver.state.round
     over = round is not None and round.phase is Phase.ENDED and driver.state.registration.joined
@@ -83,7 +83,7 @@ def why_silent(why: str, access: EtcdAccess) -> str:
 def last_words(
     config: RunConfig,
     last: Round | None,
-    left: Leave,
+    left: LeaveJob,
     lasted_s: float,
     spent: Mapping[str, float],
     unsaved: str = "",

@@ -13,7 +13,7 @@ from elasticd.core.agent_messages import (
     Fence,
     KeeperLost,
     LeaseChanged,
-    Leave,
+    LeaveJob,
     LeaveRound,
     LookAround,
     PortReserved,
@@ -120,7 +120,7 @@ def test_an_agent_that_was_beaten_to_it_looks_around_again_before_it_takes_a_job
     one.at(NOW + 10)
     assert not one.all_of(Transact)
     one.told(SawOthers(1))
-    assert one.one(Leave).code == 2
+    assert one.one(LeaveJob).code == 2
 
 
 def test_an_agent_that_joined_by_the_spec_of_a_job_that_just_ended_joins_again() -> None:
@@ -397,8 +397,8 @@ def test_a_store_that_lost_its_memory_is_left_and_one_that_grumbles_is_not(
 ) -> None:
     one = Agent.registered()
     one.told(StoreComplained("it has been wiped", forgot))
-    assert [a.code for a in one.all_of(Leave)] == codes
-    assert all("start the job again" in a.why for a in one.all_of(Leave))
+    assert [a.code for a in one.all_of(LeaveJob)] == codes
+    assert all("start the job again" in a.why for a in one.all_of(LeaveJob))
 
 
 def test_nothing_is_written_while_the_store_is_silent() -> None:
@@ -492,10 +492,10 @@ def test_a_drain_of_an_earlier_incarnation_does_not_concern_this_one() -> None:
 def test_no_agent_leaves_before_its_workers_have() -> None:
     one = Agent.working(SECOND)
     one.sees("round", ended(SECOND, Outcome.FAILED))
-    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s) and not one.all_of(Leave)
+    assert one.one(StopWorkers) == StopWorkers(SIGTERM, POLICY.broken_s) and not one.all_of(LeaveJob)
     one.exits(1, exit(0, 2, code=-15))
     one.exits(1, Exit(1, 3, -9, NOW))
-    assert one.one(Leave).code == 1
+    assert one.one(LeaveJob).code == 1
 
 
 def test_an_agent_that_has_left_does_nothing_any_more() -> None:

@@ -11,7 +11,7 @@ from elasticd.core.agent_messages import (
     CheckProcess,
     KeeperLost,
     LeaseChanged,
-    Leave,
+    LeaveJob,
     LookAround,
     PortReserved,
     ProcessGone,
@@ -80,7 +80,7 @@ class Watched(Agent):
                 case RenewStore():
                     assert self.store_open and not self.running, "workers still use it"
                     self.store_open = False
-                case Leave():
+                case LeaveJob():
                     assert not self.running, "orphans"
                     assert not self.left
                     self.left = True

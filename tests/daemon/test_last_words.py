@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.checkpoint.server.save_report import Fate, SaveReport
-from elasticd.core.agent_messages import Leave
+from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Cause, Limits, Phase, Round
 from elasticd.core.ledger import Kind
 from elasticd.daemon.config import Command, CommandKind, RunConfig
@@ -63,9 +63,9 @@ def test_a_node_that_leaves_is_named_whatever_signal_it_was(code: int) -> None:
     config = RunConfig(
         "j", "n", "127.0.0.1", Limits(1, 1), 1, Command(CommandKind.SCRIPT, "job.py"), fingerprint="f"
     )
-    assert last_words(config, None, Leave(code, "drained"), 65.0, {}) == "j: n drained, after 1 min 5 s."
+    assert last_words(config, None, LeaveJob(code, "drained"), 65.0, {}) == "j: n drained, after 1 min 5 s."
     seen = Round(2, Phase.LIVE, (), "x:1", Cause.WORKER_FAILED, 0.0, restarts=1)
-    said = last_words(config, None, Leave(code, "drained"), 65.0, {Kind.PRODUCTIVE: 60.0}, "", seen)
+    said = last_words(config, None, LeaveJob(code, "drained"), 65.0, {Kind.PRODUCTIVE: 60.0}, "", seen)
     assert said.splitlines() == [
         "j: n drained, after 1 min 5 s in 2 rounds, 1 restart on the way.",
         "Time: 100.0 % productive of 1 min of worker time.",

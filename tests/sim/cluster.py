@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 
 from elasticd.core import agent, environment
-from elasticd.core.agent_messages import Leave, Signalled, Tick
+from elasticd.core.agent_messages import LeaveJob, Signalled, Tick
 from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
 from elasticd.core.hang import Patience
 from elasticd.core.ports import Put, Unchanged
@@ -104,7 +104,7 @@ class SimAgent:
         self.inspector = SimInspector(self.procs)
         self.hangs = Hangs(PATIENCE, self.inspector, self.store)
         self.observer = Observer(self.procs.told, lambda: 0.0)
-        self.left: Leave | None = None
+        self.left: LeaveJob | None = None
         self.signalled = False
         slots += setup.job.spares  # which are beside those to train on, as on the command line
         machine = machine or f"machine-{name}"
@@ -200,7 +200,7 @@ class SimAgent:
     def _say(self, reason: Reason) -> None:
         self.clock.note(self.name, reason)
 
-    def _leave(self, left: Leave) -> None:
+    def _leave(self, left: LeaveJob) -> None:
         self.left = left
         self.clock.note(self.name, f"leaves with {left.code}: {left.why}")
         if self.procs.workers:

@@ -10,7 +10,7 @@ import pytest
 
 from elasticd.core import agent, budget, straggler, world
 from elasticd.core.agent import leaving, stepping
-from elasticd.core.agent_messages import Leave
+from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import Round
 from elasticd.core.hang import judging, watching
 from elasticd.core.leader import deciding, forming, hanging, settling
@@ -89,7 +89,7 @@ def _one_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def _always_well(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(leaving, "epitaph", lambda round: Leave(5, round.why))
+    patch.setattr(leaving, "epitaph", lambda round: LeaveJob(5, round.why))
 
 
 def _finished_too_early(patch: pytest.MonkeyPatch) -> None:

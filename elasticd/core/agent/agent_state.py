@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.age import Age
-from elasticd.core.agent_messages import Action, Leave, Tag, Transact
+from elasticd.core.agent_messages import Action, LeaveJob, Tag, Transact
 from elasticd.core.facts import Leadership, Member, Phase, Report, Round, Spec
 from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Entry, Guard, Silent, StillThere, Write
@@ -203,7 +203,7 @@ class State:
     released: Released = Released()
     report: Report | None = None
     departure: Departure | None = None
-    exiting: Leave | None = None
+    exiting: LeaveJob | None = None
 
     @property
     def registered(self) -> bool:

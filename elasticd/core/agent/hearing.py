@@ -17,7 +17,7 @@ from elasticd.core.agent_messages import (
     GoOn,
     KeeperLost,
     LeaseChanged,
-    Leave,
+    LeaveJob,
     PortReserved,
     ProcessGone,
     Saw,
@@ -93,9 +93,11 @@ def absorb(do: Decisions, event: Event) -> None:
             do.set(store_port=port, renewing_store=False)
         case StoreComplained(why, forgot):
             if not state.registration.joined:  # after joining, an error of the store is only logged
-                do.set(exiting=state.exiting or Leave(2, why))
+                do.set(exiting=state.exiting or LeaveJob(2, why))
             elif forgot:  # the store may give out round numbers again, and they fence everything
-                do.set(exiting=state.exiting or Leave(4, f"{why}; start the job again on each of its nodes"))
+                do.set(
+                    exiting=state.exiting or LeaveJob(4, f"{why}; start the job again on each of its nodes")
+                )
         case StoreFilled(why):
             if why and not state.etcd.full:
                 do.etcd(full_since=do.now)
@@ -110,7 +112,7 @@ def absorb(do: Decisions, event: Event) -> None:
             if key and isinstance(key.fact, Node) and key.fact.incarnation == incarnation:
                 succeed(do, key, key.fact)
         case Exhausted(why):
-            do.set(exiting=state.exiting or Leave(3, why))
+            do.set(exiting=state.exiting or LeaveJob(3, why))
         case KeeperLost():
             if state.crew:
                 workers = state.crew.workers
@@ -118,7 +120,7 @@ def absorb(do: Decisions, event: Event) -> None:
                 do.crew(workers={**workers, **fenced})
             do.set(standbys={})
             why = "leaves, as the process that keeps its workers was killed"
-            do.set(exiting=state.exiting or Leave(128 + SIGTERM, why))
+            do.set(exiting=state.exiting or LeaveJob(128 + SIGTERM, why))
         case Tick():
             pass
         case _:

@@ -7,7 +7,7 @@ from typing import assert_never
 from elasticd.core.agent.agent_state import SIGTERM, Decisions, Departure
 from elasticd.core.agent.crew import stop, unreported
 from elasticd.core.agent.standbys import dismiss
-from elasticd.core.agent_messages import Leave, Tag
+from elasticd.core.agent_messages import LeaveJob, Tag
 from elasticd.core.facts import Drained, Outcome, Round
 from elasticd.core.reasons import Draining
 
@@ -31,22 +31,22 @@ def heed_the_end(do: Decisions) -> None:
         do.set(exiting=epitaph(round))
 
 
-def epitaph(round: Round) -> Leave:
+def epitaph(round: Round) -> LeaveJob:
     match round.outcome:
         case Outcome.SUCCEEDED:
-            return Leave(0, round.why)
+            return LeaveJob(0, round.why)
         case Outcome.FAILED | None:
-            return Leave(1, round.why)
+            return LeaveJob(1, round.why)
         case Outcome.REFUSED:
-            return Leave(2, round.why)
+            return LeaveJob(2, round.why)
         case Outcome.SHORT:
-            return Leave(3, round.why)
+            return LeaveJob(3, round.why)
         case Outcome.NOWHERE:
-            return Leave(5, round.why)
+            return LeaveJob(5, round.why)
         case Outcome.DIVERGED:
-            return Leave(6, round.why)
+            return LeaveJob(6, round.why)
         case Outcome.STOPPED:
-            return Leave(128 + SIGTERM, round.why)
+            return LeaveJob(128 + SIGTERM, round.why)
         case _:
             assert_never(round.outcome)
 
@@ -70,7 +70,7 @@ def depart(do: Decisions) -> None:
         return
     elif _has_yet_to_tell(do):
         return
-    do.set(exiting=Leave(128 + (departure.signal or SIGTERM), "drained"))
+    do.set(exiting=LeaveJob(128 + (departure.signal or SIGTERM), "drained"))
 
 
 def hands_over(do: Decisions) -> bool:

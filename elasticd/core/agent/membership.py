@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elasticd.core.agent.agent_state import Decisions, State
 from elasticd.core.agent.crew import unreported
-from elasticd.core.agent_messages import CheckProcess, Fence, Leave, LookAround, Tag
+from elasticd.core.agent_messages import CheckProcess, Fence, LeaveJob, LookAround, Tag
 from elasticd.core.facts import Leadership, Node, Outcome, Resume, Round, Spec
 from elasticd.core.ports import Delete, Entry, Guard, Put, StillThere, Unchanged, Write
 from elasticd.core.reasons import NameTaken, PolicyDiffers
@@ -28,7 +28,7 @@ def outlast_the_store(do: Decisions) -> None:
         grace_s, code = min(grace_s, CONNECT_PATIENCE_S), 2  # etcd never answered: probably a wrong address
     until = silent.since + grace_s
     if do.now >= until:
-        do.set(exiting=Leave(code, f"{do.state.config.store_name} has not answered for {grace_s:g} s"))
+        do.set(exiting=LeaveJob(code, f"{do.state.config.store_name} has not answered for {grace_s:g} s"))
     else:
         do.wakes.append(until)
 
@@ -42,7 +42,7 @@ def _outlast_a_full_store(do: Decisions) -> None:
     grace_s = state.config.etcd_grace_s if state.config.etcd_wait_s is None else state.config.etcd_wait_s
     until = state.etcd.full_since + grace_s
     if do.now >= until:
-        do.set(exiting=Leave(4, f"{state.etcd.full}; it has had no room for {grace_s:g} s"))
+        do.set(exiting=LeaveJob(4, f"{state.etcd.full}; it has had no room for {grace_s:g} s"))
     else:
         do.wakes.append(until)
 
@@ -121,18 +121,18 @@ def join(do: Decisions) -> None:
             ),
         )
     elif state.registration.others > 0:
-        do.set(exiting=Leave(2, difference))
+        do.set(exiting=LeaveJob(2, difference))
 
 
-def _finished_before(round: Round, began_at: float) -> Leave:
+def _finished_before(round: Round, began_at: float) -> LeaveJob:
     """Return the exit of a node that finds the job finished.
 
     The node does not train again: otherwise each node that is merely late would. The exit is a success only
     if the job finished after this node was started.
     """
     if round.since >= began_at:
-        return Leave(0, "the job finished before this node could take part in it")
-    return Leave(
+        return LeaveJob(0, "the job finished before this node could take part in it")
+    return LeaveJob(
         7,
         "a job of this name has finished before, so nothing was done; to train again, give another --job, or "
         "run `elasticd forget` with this one's name first",
@@ -251,7 +251,7 @@ def _wait_for_name(do: Decisions, holder: Node) -> None:
             do.actions.append(CheckProcess(holder.pid, holder.incarnation))
     elif do.now >= state.registration.name_taken_until:
         why = f"another agent of this job is already called {state.me.node}; give this one another --node"
-        do.set(exiting=Leave(2, why))
+        do.set(exiting=LeaveJob(2, why))
         return
     assert do.state.registration.name_taken_until is not None
     do.wakes.append(do.state.registration.name_taken_until)
