@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.agent_state import Crew, State
+from elasticd.core.agent.agent_state import AgentState, Crew
 from elasticd.core.facts import BadSlot, Paces, SlotPace, Stragglers
 from elasticd.core.page_layout import Told
 from elasticd.core.straggler import PERIODS, Strides, own_times
@@ -40,7 +40,7 @@ class SlotLag:
 
 def measure(
     known: Measuring,
-    state: State,
+    state: AgentState,
     told: Mapping[int, Told],
     throttled_s: float,
     bad: Mapping[int, str],

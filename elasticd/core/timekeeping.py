@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.agent_state import State
+from elasticd.core.agent.agent_state import AgentState
 from elasticd.core.facts import NodeLedger, Phase, SlotProgress
 from elasticd.core.ledger import AtWork, Kind, Ledger, Seen, keep_every_s
 from elasticd.core.lifecycle import Life
@@ -44,14 +44,14 @@ class Timekeeping:
     held: Mapping[int, HeldUp] = field(default_factory=dict)
 
 
-def start(state: State, began_at: float) -> Timekeeping:
+def start(state: AgentState, began_at: float) -> Timekeeping:
     ledger = Ledger().see(dict.fromkeys(_slots(state, Ledger()), Kind.RENDEZVOUS), began_at)
     return Timekeeping(began_at, ledger, write_due=began_at)
 
 
 def keep_time(
     known: Timekeeping,
-    state: State,
+    state: AgentState,
     beats: Sequence[SlotProgress],
     first_at: Mapping[int, float],
     hung: tuple[int, float],
@@ -88,7 +88,7 @@ def keep_time(
     return known, known.ledger.record(state.me.node, now, known.run) if known.resumed else None
 
 
-def concerned(state: State) -> tuple[object, ...]:
+def concerned(state: AgentState) -> tuple[object, ...]:
     """Return the part of the state that ``keep_time`` depends on. It changes seldom."""
     crew = state.crew
     its = (crew.round.number, crew.member, crew.workers, crew.order) if crew is not None else ()
@@ -102,13 +102,13 @@ def find(known: Timekeeping, kept: NodeLedger | None) -> Timekeeping:
     return known if known.resumed else replace(known, kept=kept, listed=True)
 
 
-def close(known: Timekeeping, state: State, now: float) -> tuple[Timekeeping, NodeLedger]:
+def close(known: Timekeeping, state: AgentState, now: float) -> tuple[Timekeeping, NodeLedger]:
     """Return the ledger with all time up to now, and its record: the agent ends."""
     known = replace(known, ledger=known.ledger.close(now))
     return known, known.ledger.record(state.me.node, now, known.run)
 
 
-def not_at_work(state: State, slot: int, alive: frozenset[int]) -> Kind | None:
+def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | None:
     """Return what the slot's time is spent on while no worker is at work in it; None if one is. ``alive``:
     of the crew, if there is one."""
     crew, round = state.crew, state.round
@@ -133,14 +133,14 @@ def not_at_work(state: State, slot: int, alive: frozenset[int]) -> Kind | None:
     return Kind.IDLE
 
 
-def _slots(state: State, ledger: Ledger) -> list[int]:
+def _slots(state: AgentState, ledger: Ledger) -> list[int]:
     """Return as many slots as the job may have workers, and any other that has had a worker."""
     most = (state.spec or state.wanted).limits.max
     used = {*ledger.slots, *(state.crew.member.slots if state.crew is not None else ())}
     return [slot for n, slot in enumerate(state.me.slots) if n < most or slot in used]
 
 
-def _resume(known: Timekeeping, state: State, now: float) -> Timekeeping:
+def _resume(known: Timekeeping, state: AgentState, now: float) -> Timekeeping:
     kept, ledger = known.kept, known.ledger
     if kept is not None and kept.run == known.run:
         back = {time.slot for time in kept.slots}.intersection(state.me.slots)
@@ -175,7 +175,7 @@ def _last_steps(ledger: Ledger, at_work: Mapping[int, AtWork]) -> dict[int, Seen
 
 
 def _seen(
-    state: State, slot: int, alive: frozenset[int], at_work: AtWork | None, hung: tuple[int, float]
+    state: AgentState, slot: int, alive: frozenset[int], at_work: AtWork | None, hung: tuple[int, float]
 ) -> Seen:
     kind = not_at_work(state, slot, alive)
     if kind is not None:

@@ -107,7 +107,7 @@ class Driver:
 
     def __init__(
         self,
-        state: agent.State,
+        state: agent.AgentState,
         *,
         store: Store,
         procs: Procs,
@@ -231,7 +231,7 @@ class Driver:
         for action in result.actions:
             self._perform(action)
 
-    def _note_absences(self, before: agent.State, event: Event, now: float) -> None:
+    def _note_absences(self, before: agent.AgentState, event: Event, now: float) -> None:
         """Trust no absence for one TTL after an outage, and after this agent registers: other agents may be
         about to register."""
         returned = before.etcd.silent is not None and self.state.etcd.silent is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from elasticd.core.agent.agent_state import State
+from elasticd.core.agent.agent_state import AgentState
 from elasticd.core.facts import Hang
 from elasticd.core.hang import watching
 from elasticd.core.hang.hang_messages import (
@@ -59,15 +59,15 @@ class Hangs:
         """How long workers may make no step, learned from the job's steps."""
         return self._watching.allowed
 
-    def leaving_s(self, state: State) -> float:
+    def leaving_s(self, state: AgentState) -> float:
         """Return the least time, in seconds, that workers get to leave a round."""
         return watching.leaving_s(self._watching) if state.crew is not None else 0.0
 
-    def attend(self, state: State, now: float, say: Callable[[Reason], None]) -> None:
+    def attend(self, state: AgentState, now: float, say: Callable[[Reason], None]) -> None:
         if self.wake_at is None or now >= self.wake_at:
             self.handle(Woke(), state, now, say)
 
-    def handle(self, event: Event, state: State, now: float, say: Callable[[Reason], None]) -> None:
+    def handle(self, event: Event, state: AgentState, now: float, say: Callable[[Reason], None]) -> None:
         if isinstance(event, HangSaid) and event.hang is not None and not event.hang.asks:
             self.hung = event.hang.round, now
         todo: list[Event] = [event]
@@ -84,7 +84,7 @@ class Hangs:
             for action in result.actions:
                 todo += self._perform(action, state)
 
-    def _perform(self, action: Action, state: State) -> tuple[Event, ...]:
+    def _perform(self, action: Action, state: AgentState) -> tuple[Event, ...]:
         """Perform the action and return the events that follow at once."""
         match action:
             case ReadSteps(known):
@@ -105,7 +105,7 @@ class Hangs:
                 assert_never(action)
         return ()
 
-    def _write(self, write: Write, state: State, done: News | None = None) -> None:
+    def _write(self, write: Write, state: AgentState, done: News | None = None) -> None:
         """Write a key, and post ``done`` once the write is applied. The next look replaces a lost write."""
 
         def answered(answer: Answer) -> None:

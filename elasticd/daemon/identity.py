@@ -7,7 +7,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from elasticd.core.agent import AgentConfig, Identity, State
+from elasticd.core.agent import AgentConfig, AgentState, Identity
 from elasticd.core.environment import Setting
 from elasticd.core.facts import Spec
 from elasticd.daemon.config import RunConfig
@@ -15,10 +15,10 @@ from elasticd.data import auditnotes
 from elasticd.procs.linux import started_at
 
 
-def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float) -> State:
+def state_of(config: RunConfig, store_port: int, etcd_url: str, began_at: float) -> AgentState:
     """Return the first state of a new incarnation. ``store_port``: the port of the first round's store that
     this node hosts."""
-    return State(
+    return AgentState(
         Identity(
             node=config.node,
             incarnation=uuid.uuid4().hex,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd.checkpoint.server.save_report import Fate, Footprint, SaveReport
-from elasticd.core.agent import State
+from elasticd.core.agent import AgentState
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.measuring import SlotLag
@@ -422,7 +422,7 @@ class Meter:
             self.metrics.add("elasticd_etcd_lease_renewals_total", 1, self._store.leases.popleft())
 
 
-def _why(state: State) -> Cause:
+def _why(state: AgentState) -> Cause:
     """Return the cause of a standby's start. A standby starts once the slot's last process has ended, so the
     round may not be closed yet."""
     crew, round = state.crew, state.round

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elasticd.core.advice import Advice, advise
-from elasticd.core.agent import State
+from elasticd.core.agent import AgentState
 from elasticd.core.facts import Stragglers
 from elasticd.core.measuring import Measuring, SlotLag, lags, measure
 from elasticd.core.page_layout import Told, Use
@@ -56,7 +56,7 @@ class Observer:
         if why and slot not in self.bad:
             self.bad = {**self.bad, slot: why}
 
-    def attend(self, state: State, now: float, say: Callable[[Reason], None]) -> Put | None:
+    def attend(self, state: AgentState, now: float, say: Callable[[Reason], None]) -> Put | None:
         """Return this node's paces for the leader, if a period has ended."""
         if now < self.wake_at:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, MutableMapping
 
-from elasticd.core.agent.agent_state import State
+from elasticd.core.agent.agent_state import AgentState
 from elasticd.core.facts import Phase
 
 IDLE_S = 3600.0
@@ -61,7 +61,7 @@ class Service:
     ``state`` returns the agent's state. The agent is ready once it is registered in etcd.
     """
 
-    def __init__(self, manager: Manager, state: Callable[[], State]) -> None:
+    def __init__(self, manager: Manager, state: Callable[[], AgentState]) -> None:
         self._manager = manager
         self._state = state
         self._ready = self._stopping = False
@@ -96,7 +96,7 @@ class Service:
         self._manager.tell("STOPPING=1", f"STATUS=ends: {why}")
 
 
-def describe(state: State) -> str:
+def describe(state: AgentState) -> str:
     """Return the agent's state in one line, for ``systemctl status``."""
     if state.exiting is not None:
         return f"ends: {state.exiting.why}"

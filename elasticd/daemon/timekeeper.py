@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from elasticd.core import timekeeping
-from elasticd.core.agent import State
+from elasticd.core.agent import AgentState
 from elasticd.core.facts import NodeLedger, Phase, Round, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.ports import Listing, Put, Store
@@ -25,7 +25,7 @@ class Timekeeper:
 
     def __init__(
         self,
-        state: State,
+        state: AgentState,
         began_at: float,
         store: Store,
         progress: Callable[[int], Sequence[SlotProgress]],
@@ -48,7 +48,7 @@ class Timekeeper:
     def begin(self) -> None:
         self._store.watch(self._key, self._own_seen)
 
-    def attend(self, state: State, hung: tuple[int, float], now: float) -> Put | None:
+    def attend(self, state: AgentState, hung: tuple[int, float], now: float) -> Put | None:
         """Return the write of the record if it is due. ``hung``: see ``timekeeping.keep_time``.
 
         Reading all workers' pages costs milliseconds, so most events lead to no look.
@@ -65,7 +65,7 @@ class Timekeeper:
         self._known, record = timekeeping.keep_time(self._known, state, beats, first_at, hung, now)
         return Put(self._key, record) if record is not None else None
 
-    def farewell(self, state: State, now: float, *, alone: bool) -> tuple[NodeLedger, ...]:
+    def farewell(self, state: AgentState, now: float, *, alone: bool) -> tuple[NodeLedger, ...]:
         """Close the ledger, write the record, and return the records of all nodes. ``alone``: etcd is this
         agent's own. Blocks for a few seconds at most, until the other nodes of an ended job have written
         their records."""

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO
 
-from elasticd.core.agent import AgentConfig, Identity, State
+from elasticd.core.agent import AgentConfig, AgentState, Identity
 from elasticd.core.agent_messages import Tick
 from elasticd.core.facts import Exit, Limits, Policy, Spec
 from elasticd.core.ports import Assignment, WorkerNews
@@ -101,7 +101,7 @@ class _Fleet:
             me = Identity(name, uuid.uuid4().hex, "127.0.0.1", (0,), "bench", os.getpid())
             drivers.append(
                 Driver(
-                    State(me, spec, AgentConfig(etcd_grace_s=600.0), 1),
+                    AgentState(me, spec, AgentConfig(etcd_grace_s=600.0), 1),
                     store=store,
                     procs=_NoWorkers(formed),
                     stores=_NoStore(),

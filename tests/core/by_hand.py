@@ -43,7 +43,7 @@ class Agent:
         alone: bool = False,
     ) -> None:
         self.me = agent.Identity("a", life("a"), "a.example", tuple(range(slots)), "machine of a", 99)
-        self.state = agent.State(
+        self.state = agent.AgentState(
             self.me,
             wanted or spec(),
             agent.AgentConfig(etcd_grace_s, etcd_wait_s, alone=alone, began_at=began_at),

@@ -81,7 +81,7 @@ class Node:
         more = tuple(Member(f"other-{n}", "i", (0,), 2 + n) for n in range(others))
         live = Round(1, Phase.LIVE, (member, *more), "s:1", Cause.START, 0.0)
         self.state = replace(
-            agent.State(me, Spec(LIMITS, LIMITS, "job.py", "f"), agent.AgentConfig(60.0), 1),
+            agent.AgentState(me, Spec(LIMITS, LIMITS, "job.py", "f"), agent.AgentConfig(60.0), 1),
             crew=crew(live),
             seen={"round": Entry("round", live, 1, 1)},
         )

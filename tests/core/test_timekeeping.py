@@ -16,10 +16,10 @@ from elasticd.core.timekeeping import Timekeeping, find, keep_time, not_at_work,
 from tests.core.build import crew, life, round
 
 ME = agent.Identity("a", life("a"), "127.0.0.1", (0, 1), "host", 1)
-NEW = agent.State(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
+NEW = agent.AgentState(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
 
 
-def state(phase: Phase, nodes: dict[str, int], **more: object) -> agent.State:
+def state(phase: Phase, nodes: dict[str, int], **more: object) -> agent.AgentState:
     seen = {"round": Entry("round", round(3, nodes, phase), 1, 2)}
     joined = replace(NEW, registration=Registration(joined=True), seen=seen)
     return replace(joined, **more)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_who_has_not_joined_yet_is_on_its_way() -> None:
 class Node:
     """One agent, whose workers all make their steps together."""
 
-    state: agent.State
+    state: agent.AgentState
     began_at: float = 1000.0
     hung: tuple[int, float] = (0, 0.0)
     written: list[NodeLedger] = field(default_factory=list)

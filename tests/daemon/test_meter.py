@@ -61,7 +61,7 @@ class Store:
 
 
 def meter(*, leads: bool = True) -> tuple[Meter, Store]:
-    new = agent.State(ME, Spec(Limits(1, 2), Limits(1, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
+    new = agent.AgentState(ME, Spec(Limits(1, 2), Limits(1, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
     state = SimpleNamespace(
         me=new.me,
         leads=Leadership("a", "a#1") if leads else None,

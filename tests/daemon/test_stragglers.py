@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elasticd.core import leader
-from elasticd.core.agent import State
+from elasticd.core.agent import AgentState
 from elasticd.core.facts import (
     Cause,
     Member,
@@ -110,7 +110,7 @@ class Agent:
 
     def look(self, now: float) -> None:
         """What the workers tell is read, and the leader is told."""
-        paces = self.of.attend(cast(State, self.state), now, self.said.append)
+        paces = self.of.attend(cast(AgentState, self.state), now, self.said.append)
         if paces is not None:
             self.store.transact((), (paces,), None)
 

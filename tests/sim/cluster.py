@@ -114,7 +114,7 @@ class SimAgent:
         config = agent.AgentConfig(
             setup.etcd_grace_s, setup.etcd_wait_s, spares=setup.job.spares, alone=setup.alone
         )
-        state = agent.State(me, wanted, config, self.stores.port)
+        state = agent.AgentState(me, wanted, config, self.stores.port)
         began_at, procs = self.host.now(), self.procs
         self.timekeeper = Timekeeper(state, began_at, self.store, procs.progress, procs.step_times)
         self.driver = Driver(

@@ -170,7 +170,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class AgentState:
     """All that an agent knows.
 
     ``wanted``: the spec of its command line. ``seen``: the watched keys, as etcd last had them.
@@ -291,7 +291,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    state: State
+    state: AgentState
     actions: tuple[Action, ...] = ()
     reasons: tuple[Reason, ...] = ()
     wake_at: float | None = None
@@ -301,7 +301,7 @@ class Step:
 class Decisions:
     """The decisions of one step so far. It lives no longer than the step."""
 
-    state: State
+    state: AgentState
     now: float
     actions: list[Action] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from elasticd.core.agent.agent_state import (
     SIGKILL,
     SIGTERM,
+    AgentState,
     Crew,
     Decisions,
     Leaving,
     Released,
-    State,
     Stopping,
 )
 from elasticd.core.agent.standbys import dismiss_holders
@@ -124,7 +124,7 @@ def _told(crew: Crew, order: Life) -> dict[int, Life]:
     }
 
 
-def _outlived(state: State, crew: Crew) -> bool:
+def _outlived(state: AgentState, crew: Crew) -> bool:
     """Whether other workers, here or on another node, already hold the state."""
     round = state.round
     return state.outlived or (round is not None and round.number == crew.round.number and round.outlived)
@@ -208,7 +208,7 @@ def report(do: Decisions) -> None:
         do.registration(reported=state.report)
 
 
-def unreported(state: State) -> tuple[Put, ...]:
+def unreported(state: AgentState) -> tuple[Put, ...]:
     if state.report is None or state.report == state.registration.reported:
         return ()
     return (Put(f"reports/{state.me.node}", state.report),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd.core.agent.agent_state import Decisions, State
+from elasticd.core.agent.agent_state import AgentState, Decisions
 from elasticd.core.agent.crew import unreported
 from elasticd.core.agent_messages import CheckProcess, Fence, LeaveJob, LookAround, Tag
 from elasticd.core.facts import Leadership, Node, Outcome, Resume, Round, Spec
@@ -180,12 +180,12 @@ def register(do: Decisions) -> None:
             do.registration(reported=state.report)
 
 
-def _guards_of_crew(state: State) -> tuple[Guard, ...]:
+def _guards_of_crew(state: AgentState) -> tuple[Guard, ...]:
     """Return the guard of a new registration while workers run: they may only run in the present round."""
     return (Unchanged("round", state.seen["round"].revision),) if state.crew is not None else ()
 
 
-def _record(state: State) -> Node:
+def _record(state: AgentState) -> Node:
     me, ready = state.me, _ready(state)
     ages = {slot: state.ages[slot] for slot in ready if slot in state.ages}
     newest = max(ages.values(), default=None)
@@ -208,7 +208,7 @@ def _record(state: State) -> Node:
     )
 
 
-def _ready(state: State) -> tuple[int, ...]:
+def _ready(state: AgentState) -> tuple[int, ...]:
     """Return the slots with a waiting worker. Workers that leave a round one by one are added together, with
     its release."""
     told = state.registration.own.fact if state.registration.own else None

@@ -6,7 +6,7 @@ process to start: survivors go on at once, and replacements join at a later comm
 
 from __future__ import annotations
 
-from elasticd.core.agent.agent_state import SIGTERM, Decisions, Setback, State
+from elasticd.core.agent.agent_state import SIGTERM, AgentState, Decisions, Setback
 from elasticd.core.agent_messages import StartStandbys, StopWorkers
 from elasticd.core.facts import Exit, Phase
 from elasticd.core.lifecycle import Life, become
@@ -46,7 +46,7 @@ def keep_standbys(do: Decisions, stays: bool) -> None:
         do.reasons.append(StandbysStarted(tuple(chosen)))
 
 
-def _wanted_at_all(state: State) -> bool:
+def _wanted_at_all(state: AgentState) -> bool:
     return (
         state.inplace
         and state.registration.joined
@@ -61,7 +61,7 @@ def _wanted_at_all(state: State) -> bool:
     )
 
 
-def _wanted(state: State) -> tuple[int, bool]:
+def _wanted(state: AgentState) -> tuple[int, bool]:
     """Return the wanted number of standbys, and whether the world is as large as it may be.
 
     A worker that ended here counts as missing at once, before its round closes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd.core.agent.agent_state import Decisions, Identity, State, Step
+from elasticd.core.agent.agent_state import AgentState, Decisions, Identity, Step
 from elasticd.core.agent.crew import follow_the_round, let_go_on, note_report, release, report
 from elasticd.core.agent.hearing import absorb
 from elasticd.core.agent.leaving import (
@@ -30,7 +30,7 @@ def watched(me: Identity) -> tuple[str, ...]:
     return ("spec", "round", "leader", me.key)
 
 
-def step(state: State, event: Event, now: float) -> Step:
+def step(state: AgentState, event: Event, now: float) -> Step:
     """Process one event. Never blocks, and never fails on a possible event."""
     do = Decisions(state, now)
     if not state.gone:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticd.core.agent.agent_state import Crew, Leaving, State
+from elasticd.core.agent.agent_state import AgentState, Crew, Leaving
 from elasticd.core.facts import Hang, Stall
 from elasticd.core.hang.hang_messages import (
     Action,
@@ -164,7 +164,7 @@ def leaving_s(watching: Watching) -> float:
     return allowed.leaving_s if allowed is not None else 0.0
 
 
-def step(watching: Watching, event: Event, state: State, at: float) -> Step:
+def step(watching: Watching, event: Event, state: AgentState, at: float) -> Step:
     """Process one event. ``at``: by the clock that workers' steps use."""
     do = _Step(watching, state, at)
     if at > watching.due + LATE_S:
@@ -209,7 +209,7 @@ class _Step:
     """The decisions of one step so far. Most methods return how long to wait, or None where an action brings
     the next event at once."""
 
-    def __init__(self, watching: Watching, state: State, at: float) -> None:
+    def __init__(self, watching: Watching, state: AgentState, at: float) -> None:
         self.w = watching
         self.state = state
         self.at = at
