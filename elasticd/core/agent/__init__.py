@@ -5,7 +5,7 @@ of the next wake-up. The agent is level-triggered: an event only changes what is
 follow from the whole state. Lost, late and repeated answers therefore do no harm.
 """
 
-from elasticd.core.agent.agent_state import AgentConfig, AgentState, Crew, Departure, Identity, Step
+from elasticd.core.agent.agent_state import AgentConfig, AgentState, AgentStep, Crew, Departure, Identity
 from elasticd.core.agent.hearing import RETRY_S
 from elasticd.core.agent.leaving import DRAIN_PATIENCE_S
 from elasticd.core.agent.membership import CONNECT_PATIENCE_S
@@ -17,10 +17,10 @@ __all__ = [
     "RETRY_S",
     "AgentConfig",
     "AgentState",
+    "AgentStep",
     "Crew",
     "Departure",
     "Identity",
-    "Step",
     "step",
     "watched",
 ]

@@ -290,7 +290,7 @@ class AgentState:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AgentStep:
     state: AgentState
     actions: tuple[Action, ...] = ()
     reasons: tuple[Reason, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd.core.agent.agent_state import AgentState, Decisions, Identity, Step
+from elasticd.core.agent.agent_state import AgentState, AgentStep, Decisions, Identity
 from elasticd.core.agent.crew import follow_the_round, let_go_on, note_report, release, report
 from elasticd.core.agent.hearing import absorb
 from elasticd.core.agent.leaving import (
@@ -30,13 +30,13 @@ def watched(me: Identity) -> tuple[str, ...]:
     return ("spec", "round", "leader", me.key)
 
 
-def step(state: AgentState, event: Event, now: float) -> Step:
+def step(state: AgentState, event: Event, now: float) -> AgentStep:
     """Process one event. Never blocks, and never fails on a possible event."""
     do = Decisions(state, now)
     if not state.gone:
         absorb(do, event)
         decide(do)
-    return Step(do.state, tuple(do.actions), tuple(do.reasons), min(do.wakes, default=None))
+    return AgentStep(do.state, tuple(do.actions), tuple(do.reasons), min(do.wakes, default=None))
 
 
 def decide(do: Decisions) -> None:

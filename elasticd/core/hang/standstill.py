@@ -53,7 +53,7 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WatchedWorker:
     """What is known of a worker. ``since``: when it was first seen in this round. ``last_at``: the time of
     its last step. ``sampled``: its figures, with their times. ``where``: its place in the code since
     ``there_since``, as it was seen last; ``there_s``: how long it has been seen to stay there.
@@ -102,7 +102,7 @@ class Standstill:
     time was not watched and does not count. All times are of the clock that workers' steps use."""
 
     aware_since: float
-    workers: Mapping[int, Worker] = field(default_factory=dict)
+    workers: Mapping[int, WatchedWorker] = field(default_factory=dict)
     recent: tuple[float, ...] = ()
     largest_s: float = 0.0
 
@@ -116,7 +116,7 @@ class Standstill:
             worker = workers.get(beat.slot)
             if worker is None or worker.pid != beat.pid:
                 before = beat.steps_before
-                worker = Worker(beat.slot, beat.rank, beat.pid, before, at, before)
+                worker = WatchedWorker(beat.slot, beat.rank, beat.pid, before, at, before)
             if beat.times:
                 whole = worker.last_at > 0 and worker.steps == beat.steps - len(beat.times)
                 known = (worker.last_at, *beat.times) if whole else beat.times
@@ -185,11 +185,11 @@ class Standstill:
         """Return the longest time that a worker has been stopped."""
         return max((self.stopped_s(worker, at) for worker in self.workers.values()), default=0.0)
 
-    def still_s(self, worker: Worker, at: float) -> float:
+    def still_s(self, worker: WatchedWorker, at: float) -> float:
         """Return how long the worker has made no step."""
         return at - max(worker.last_at if worker.made else worker.since, self.aware_since)
 
-    def stopped_s(self, worker: Worker, at: float) -> float:
+    def stopped_s(self, worker: WatchedWorker, at: float) -> float:
         """Return how long the worker has been stopped: since it was last seen in another state, at most since
         its last step."""
         still_s = self.still_s(worker, at)

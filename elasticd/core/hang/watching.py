@@ -145,7 +145,7 @@ class Watching:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class HangStep:
     """The result of one step. ``wake_at`` is None only where an event follows at once."""
 
     watching: Watching
@@ -164,9 +164,9 @@ def leaving_s(watching: Watching) -> float:
     return allowed.leaving_s if allowed is not None else 0.0
 
 
-def step(watching: Watching, event: Event, state: AgentState, at: float) -> Step:
+def step(watching: Watching, event: Event, state: AgentState, at: float) -> HangStep:
     """Process one event. ``at``: by the clock that workers' steps use."""
-    do = _Step(watching, state, at)
+    do = _Decisions(watching, state, at)
     if at > watching.due + LATE_S:
         do.set(still=replace(watching.still, aware_since=at))
     delay_s: float | None
@@ -183,29 +183,29 @@ def step(watching: Watching, event: Event, state: AgentState, at: float) -> Step
         case Looked(number, sights):
             looking = watching.looking
             if looking is None or looking.number != number:
-                return Step(watching, wake_at=watching.due)  # an answer to an old look
+                return HangStep(watching, wake_at=watching.due)  # an answer to an old look
             do.set(looking=replace(looking, over=True), sights=sights, seen=number)
             delay_s = do.attend()
         case EvidenceKept(number, place):
             keeping = watching.keeping
             if keeping is None or keeping.number != number:
-                return Step(watching, wake_at=watching.due)
+                return HangStep(watching, wake_at=watching.due)
             do.set(keeping=replace(keeping, over=True, place=place))
             delay_s = do.attend()
         case TakenBack(number):
             if watching.told == number:
                 do.set(told=0)
-            return Step(do.w, wake_at=watching.due)
+            return HangStep(do.w, wake_at=watching.due)
         case HangSaid(hang):
             do.set(hang=hang, said=watching.number)
             delay_s = do.attend()
     if delay_s is None:
-        return Step(do.w, tuple(do.actions), tuple(do.reasons))
+        return HangStep(do.w, tuple(do.actions), tuple(do.reasons))
     do.set(due=at + max(BRIEF_S, delay_s))
-    return Step(do.w, tuple(do.actions), tuple(do.reasons), do.w.due)
+    return HangStep(do.w, tuple(do.actions), tuple(do.reasons), do.w.due)
 
 
-class _Step:
+class _Decisions:
     """The decisions of one step so far. Most methods return how long to wait, or None where an action brings
     the next event at once."""
 
