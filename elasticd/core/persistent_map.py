@@ -1,5 +1,5 @@
-"""A mapping that never changes, of which a changed copy costs little however many keys there are: the leader
-keeps one record per node and hears of one node at a time."""
+"""A persistent map: a mapping that never changes. A changed copy shares most of its memory with the original.
+The leader keeps one record per node, and hears of one node at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PARTS = 128  # of 10,000 keys, 80 to a part
 V = TypeVar("V")
 
 
-class Spread(Mapping[str, V]):
-    """``put`` and ``without`` copy one part of the keys. The order of the keys depends on nothing but the
-    keys themselves and the order in which they came."""
+class PersistentMap(Mapping[str, V]):
+    """``put`` and ``without`` copy one part of the keys. The order of the keys depends on nothing but the keys
+    themselves and the order in which they came."""
 
     __slots__ = ("_parts",)
 
@@ -31,16 +31,16 @@ class Spread(Mapping[str, V]):
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
-    def put(self, key: str, value: V) -> Spread[V]:
+    def put(self, key: str, value: V) -> PersistentMap[V]:
         n = _part(key)
         return self._with(n, {**self._parts[n], key: value})
 
-    def without(self, key: str) -> Spread[V]:
+    def without(self, key: str) -> PersistentMap[V]:
         n = _part(key)
         return self._with(n, {k: v for k, v in self._parts[n].items() if k != key})
 
-    def _with(self, n: int, part: Mapping[str, V]) -> Spread[V]:
-        return Spread((*self._parts[:n], part, *self._parts[n + 1 :]))
+    def _with(self, n: int, part: Mapping[str, V]) -> PersistentMap[V]:
+        return PersistentMap((*self._parts[:n], part, *self._parts[n + 1 :]))
 
 
 def _part(key: str) -> int:

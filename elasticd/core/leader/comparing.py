@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
-from elasticd.core.persistent_map import Spread
+from elasticd.core.persistent_map import PersistentMap
 from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
 
 
@@ -18,7 +18,7 @@ class PaceComparison:
     of each node's paces in the last period. ``found``: the stragglers of ``round``, as ``watch`` judges.
     """
 
-    paces: Spread[Paces] = field(default_factory=Spread)
+    paces: PersistentMap[Paces] = field(default_factory=PersistentMap)
     round: int = 0
     fresh: int = 0
     taken: Mapping[str, int] = field(default_factory=dict)

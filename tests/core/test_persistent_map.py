@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.persistent_map import PARTS, Spread
+from elasticd.core.persistent_map import PARTS, PersistentMap
 
 changes = st.lists(st.tuples(st.sampled_from([f"n{i}" for i in range(2 * PARTS)]), st.none() | st.integers()))
 
@@ -13,7 +13,7 @@ changes = st.lists(st.tuples(st.sampled_from([f"n{i}" for i in range(2 * PARTS)]
 @given(changes)
 def test_it_holds_what_a_dict_would(changes: list[tuple[str, int | None]]) -> None:
     plain: dict[str, int] = {}
-    spread: Spread[int] = Spread()
+    spread: PersistentMap[int] = PersistentMap()
     for key, value in changes:
         before = dict(spread)
         if value is None:
