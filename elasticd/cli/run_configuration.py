@@ -112,7 +112,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         http_token=http_token(options),
         patience=patience(options, settings),
         audit=_audit(options),
-        door=_door(options, address),
+        master_port=_master_port(options, address),
         env=env,
     )
     if met.job is None and met.etcd is not None and config.limits.max > config.slots:
@@ -225,7 +225,7 @@ def _address(options: RunOptions, etcd: EtcdAccess | None) -> str:
     return routed_address(places) or default_node_name()
 
 
-def _door(options: RunOptions, address: str) -> tuple[tuple[str, ...], int] | None:
+def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], int] | None:
     """Return the addresses and the port of --master-port, where a script may look for its store as under
     torchrun."""
     port = options.master_port

@@ -13,8 +13,8 @@ V = TypeVar("V")
 
 
 class PersistentMap(Mapping[str, V]):
-    """``put`` and ``without`` copy one part of the keys. The order of the keys depends on nothing but the keys
-    themselves and the order in which they came."""
+    """``put`` and ``without`` copy one part of the keys. The order of the keys depends only on the keys and
+    on the order in which they came."""
 
     __slots__ = ("_parts",)
 

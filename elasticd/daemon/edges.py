@@ -11,7 +11,7 @@ from elasticd.core.agent_messages import StoreComplained, StoreFilled
 from elasticd.core.facts import Holder
 from elasticd.daemon.config import CannotStart, CommandKind, RunConfig
 from elasticd.daemon.http_pages import Pages
-from elasticd.daemon.master_port import Door
+from elasticd.daemon.master_port import MasterPort
 from elasticd.daemon.saver import etcd_peers
 from elasticd.daemon.worker_command import worker_command
 from elasticd.etcd.errors import BadRecord, HistoryLost, NewerRecord, StoreError
@@ -105,14 +105,14 @@ def serve_pages(config: RunConfig, pages: Pages, cleanup: ExitStack) -> str:
     return server.url
 
 
-def open_door(config: RunConfig, cleanup: ExitStack) -> Door | None:
-    """Open the door if the user named a port. A failure is logged, since a script that reads MASTER_PORT
-    needs no door."""
-    if config.door is None:
+def open_master_port(config: RunConfig, cleanup: ExitStack) -> MasterPort | None:
+    """Open the port of ``--master-port``, if the user named one. A failure is only logged: a script that
+    reads MASTER_PORT needs no such port."""
+    if config.master_port is None:
         return None
-    hosts, port = config.door
+    hosts, port = config.master_port
     try:
-        return cleanup.enter_context(Door(hosts, port))
+        return cleanup.enter_context(MasterPort(hosts, port))
     except OSError as error:
         log.get("elasticd.agent").warning("master_port.off", port=port, why=error.strerror or str(error))
         return None

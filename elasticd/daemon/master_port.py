@@ -1,7 +1,7 @@
 """``--master-port``: a port that the user chooses and that leads to the store of the present round.
 
 Each round has its own store, at a new port, and MASTER_PORT names that port. A script may instead name a
-fixed port, as in ``init_method="tcp://HOST:PORT"``. The door forwards connections to the fixed port to the
+fixed port, as in ``init_method="tcp://HOST:PORT"``. elasticd forwards connections to the fixed port to the
 store of the round that this node's workers are in.
 """
 
@@ -17,7 +17,7 @@ from typing import Self
 _CHUNK_BYTES = 1 << 16
 
 
-class Door:
+class MasterPort:
     """Listens until ``close``. The constructor raises OSError if it cannot listen."""
 
     def __init__(self, hosts: Iterable[str], port: int) -> None:
@@ -32,7 +32,7 @@ class Door:
             raise
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="elasticd-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="elasticd-master-port", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:

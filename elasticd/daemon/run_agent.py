@@ -111,11 +111,11 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             log.reason(logger, reason)
             publisher.note(reason, clock())
 
-        door = edges.open_door(config, cleanup)
+        master_port = edges.open_master_port(config, cleanup)
 
         def assign(round: Round, member: Member) -> tuple[Assignment, ...]:
-            if door is not None:
-                door.leads_to(round.store)
+            if master_port is not None:
+                master_port.leads_to(round.store)
             return assignments(round, member, setting)
 
         setting = identity.setting_of(config, saver.name, began_at, holds=held is not None)

@@ -31,7 +31,7 @@ AFTER: Final[Mapping[type[WorkerToAgent], tuple[type[WorkerToAgent | Enter] | No
 }
 
 
-class Conversation:
+class LinkProtocol:
     """The state of one worker's link. ``last``: the kind of the last message, but for those that change
     nothing in the order. ``round``: the round that the worker was last told to enter; 0 before."""
 

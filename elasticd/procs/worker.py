@@ -15,7 +15,7 @@ from elasticd.core.lifecycle import Life, become
 from elasticd.core.page_layout import Told
 from elasticd.core.ports import Assignment
 from elasticd.procs.errorfile import read_error_file, read_tail, tail_of
-from elasticd.procs.link_protocol import Conversation
+from elasticd.procs.link_protocol import LinkProtocol
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
 from elasticd.procs.page import Heartbeat, Page
@@ -49,7 +49,7 @@ class Worker:
     id: int = 0
     pid: int = 0
     line: WorkerLine | None = None
-    talk: Conversation = field(default_factory=Conversation)
+    talk: LinkProtocol = field(default_factory=LinkProtocol)
     hung: str = ""
     held: bool = False
 
