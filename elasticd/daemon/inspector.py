@@ -12,7 +12,7 @@ from elasticd.core.hang.hang_messages import EvidenceKept, Looked
 from elasticd.core.hang.judging import Verdict
 from elasticd.core.hang.standstill import Beat, Inspected, Vitals
 from elasticd.procs import hang_evidence
-from elasticd.procs.hang_evidence import Scene, Subject
+from elasticd.procs.hang_evidence import Evidence, Subject
 from elasticd.procs.vitals import vitals
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import describe
@@ -26,7 +26,7 @@ class LocalInspector:
         self._procs = procs
         self._folder = folder
         self._news: Callable[[Looked | EvidenceKept], None] = lambda news: None
-        self._found: tuple[int, tuple[Scene, ...]] = (0, ())
+        self._found: tuple[int, tuple[Evidence, ...]] = (0, ())
 
     def now(self) -> float:
         return time.monotonic()
@@ -50,25 +50,25 @@ class LocalInspector:
         self._in_a_thread(lambda: self._look(number, subjects))
 
     def _look(self, number: int, subjects: Sequence[Subject]) -> None:
-        scenes: tuple[Scene, ...] = ()
+        evidence: tuple[Evidence, ...] = ()
         with contextlib.suppress(OSError):
-            scenes = hang_evidence.look(subjects)
-        self._found = (number, scenes)
-        sights = (Inspected(s.subject.slot, s.subject.rank, s.vitals, s.where) for s in scenes)
-        self._news(Looked(number, tuple(sights)))
+            evidence = hang_evidence.look(subjects)
+        self._found = (number, evidence)
+        inspected = (Inspected(s.subject.slot, s.subject.rank, s.vitals, s.where) for s in evidence)
+        self._news(Looked(number, tuple(inspected)))
 
     def keep(self, number: int, round: int, verdict: Verdict, look: int) -> None:
-        base, (found, scenes) = self._folder(), self._found
+        base, (found, evidence) = self._folder(), self._found
         folder = base / f"hang-of-round-{round}" if base is not None else None
-        shown = scenes if found == look else ()
+        shown = evidence if found == look else ()
         self._in_a_thread(lambda: self._keep(number, folder, describe.hang(verdict), shown))
 
-    def _keep(self, number: int, folder: Path | None, conclusion: str, scenes: Sequence[Scene]) -> None:
+    def _keep(self, number: int, folder: Path | None, conclusion: str, evidence: Sequence[Evidence]) -> None:
         place = ""
         with contextlib.suppress(OSError):
             if folder is not None:
                 with contextlib.suppress(OSError):
-                    hang_evidence.write(folder, conclusion, scenes)
+                    hang_evidence.write(folder, conclusion, evidence)
                 if (folder / "conclusion.txt").stat().st_size:  # the disk may be full
                     place = str(folder)
         self._news(EvidenceKept(number, place))

@@ -25,7 +25,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Evidence:
     """What was seen of one worker. ``stacks``: the stacks of all threads as text, or why there are none.
     ``threads``: one line per thread, from the kernel. ``recorded``: torch's flight recorder, see
     ``flight_recorder.ask``."""
@@ -38,7 +38,7 @@ class Scene:
     recorded: bytes = b""
 
 
-def look(subjects: Sequence[Subject]) -> tuple[Scene, ...]:
+def look(subjects: Sequence[Subject]) -> tuple[Evidence, ...]:
     """Look at all workers in parallel. Takes tens of milliseconds, or some seconds if a worker does not
     answer."""
     if not subjects:
@@ -47,7 +47,7 @@ def look(subjects: Sequence[Subject]) -> tuple[Scene, ...]:
         return tuple(pool.map(_look, subjects))
 
 
-def _look(subject: Subject) -> Scene:
+def _look(subject: Subject) -> Evidence:
     seen = vitals(subject.pid)
     answers = seen.state not in (ProcessState.STOPPED, ProcessState.GONE)
     text = stacks.ask(subject.page) if answers else ""
@@ -56,33 +56,33 @@ def _look(subject: Subject) -> Scene:
     if not text:
         text = stacks.from_outside(subject.pid)
         where = whereabouts(stacks.seen_from_outside(text, subject.pid))
-    return Scene(subject, seen, where, text, thread_report(subject.pid), recorded)
+    return Evidence(subject, seen, where, text, thread_report(subject.pid), recorded)
 
 
-def write(folder: Path, conclusion: str, scenes: Sequence[Scene]) -> None:
+def write(folder: Path, conclusion: str, evidence: Sequence[Evidence]) -> None:
     """Write the folder of a hang: ``conclusion.txt``, and for each rank ``rank-N.txt`` and, if recorded,
     ``flight-recorder-N.json``. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conclusion.txt").write_text(conclusion + "\n", encoding="utf-8")
-    for scene in scenes:
-        of, calls = scene.subject, flight_recorder.last_calls(scene.recorded)
+    for one in evidence:
+        of, calls = one.subject, flight_recorder.last_calls(one.recorded)
         text = "\n".join(
             [
-                f"rank {of.rank}, slot {of.slot}, pid {of.pid}: {_in_words(scene)}",
+                f"rank {of.rank}, slot {of.slot}, pid {of.pid}: {_in_words(one)}",
                 "",
                 "Threads, as the kernel sees them:",
-                scene.threads,
+                one.threads,
                 "Stacks, most recent call first:",
-                scene.stacks,
+                one.stacks,
                 *(("Collectives, most recent call last:", *calls, "") if calls else ()),
             ]
         )
         (folder / f"rank-{of.rank}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
-        if scene.recorded:
-            (folder / f"flight-recorder-{of.rank}.json").write_bytes(scene.recorded)
+        if one.recorded:
+            (folder / f"flight-recorder-{of.rank}.json").write_bytes(one.recorded)
 
 
-def _in_words(scene: Scene) -> str:
-    where = scene.where
+def _in_words(one: Evidence) -> str:
+    where = one.where
     at = f", in {where.place}" + (f" ({where.doing})" if where.doing else "") if where else ""
-    return f"process state {scene.vitals.state}, {scene.vitals.cpu_s:.1f} s of CPU used{at}"
+    return f"process state {one.vitals.state}, {one.vitals.cpu_s:.1f} s of CPU used{at}"

@@ -14,7 +14,7 @@ _ERASE_LINE = b"\r\x1b[K"
 
 
 @dataclass(slots=True, eq=False)
-class Author:
+class WorkerStream:
     """One stream of one worker. ``held``: the start of a line that is not yet on the console.
 
     ``mid_line``: its last output did not end with a line break.
@@ -25,45 +25,45 @@ class Author:
     mid_line: bool = False
 
 
-class Screen:
+class MergedConsole:
     """One console. ``terminal``: whether the console can erase a line, as progress bars need."""
 
     def __init__(self, *, terminal: bool) -> None:
         self._terminal = terminal
-        self._open: Author | None = None
+        self._open: WorkerStream | None = None
         self._open_is_bar = False
 
-    def feed(self, author: Author, data: bytes) -> bytes:
+    def feed(self, stream: WorkerStream, data: bytes) -> bytes:
         """Return the bytes to write now: whole lines. The rest is held until its line ends, or until
         ``flush``."""
-        author.held += data
-        end = author.held.rfind(b"\n") + 1
-        whole, author.held = author.held[:end], author.held[end:]
-        out = self._put(author, whole)
-        if len(author.held) > _HELD_BYTES_MAX:
-            out += self.flush(author)
+        stream.held += data
+        end = stream.held.rfind(b"\n") + 1
+        whole, stream.held = stream.held[:end], stream.held[end:]
+        out = self._put(stream, whole)
+        if len(stream.held) > _HELD_BYTES_MAX:
+            out += self.flush(stream)
         return out
 
-    def flush(self, author: Author) -> bytes:
+    def flush(self, stream: WorkerStream) -> bytes:
         """Return the bytes of an unfinished line, such as a prompt or a progress bar."""
-        rest, author.held = author.held, b""
-        return self._put(author, rest)
+        rest, stream.held = stream.held, b""
+        return self._put(stream, rest)
 
-    def _put(self, author: Author, chunk: bytes) -> bytes:
+    def _put(self, stream: WorkerStream, chunk: bytes) -> bytes:
         if not chunk:
             return b""
         out = b""
-        if self._open is not None and self._open is not author:
+        if self._open is not None and self._open is not stream:
             out = _ERASE_LINE if self._terminal and self._open_is_bar else b"\n"
             self._open.mid_line = False
-        out += self._prefixed(author, chunk)
-        author.mid_line = not chunk.endswith(b"\n")
-        self._open = author if author.mid_line else None
-        self._open_is_bar = author.mid_line and b"\r" in chunk[chunk.rfind(b"\n") + 1 :]
+        out += self._prefixed(stream, chunk)
+        stream.mid_line = not chunk.endswith(b"\n")
+        self._open = stream if stream.mid_line else None
+        self._open_is_bar = stream.mid_line and b"\r" in chunk[chunk.rfind(b"\n") + 1 :]
         return out
 
-    def _prefixed(self, author: Author, chunk: bytes) -> bytes:
-        if not author.prefix:
+    def _prefixed(self, stream: WorkerStream, chunk: bytes) -> bytes:
+        if not stream.prefix:
             return chunk
-        starts = _LATER_LINE_STARTS if author.mid_line else _LINE_STARTS
-        return starts.sub(lambda start: start[0] + author.prefix, chunk)
+        starts = _LATER_LINE_STARTS if stream.mid_line else _LINE_STARTS
+        return starts.sub(lambda start: start[0] + stream.prefix, chunk)

@@ -24,7 +24,7 @@ from typing import Protocol
 from elasticd.procs.errorfile import TAIL_BYTES
 from elasticd.procs.linux import is_ready
 from elasticd.procs.logdest import STDERR, STDOUT
-from elasticd.procs.merged_console import Author, Screen
+from elasticd.procs.merged_console import MergedConsole, WorkerStream
 
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES_MAX = 1 << 20  # the longest line to filter; a longer line is split
@@ -83,7 +83,7 @@ class Feed:
 
     stream: int
     source: int
-    author: Author
+    console_stream: WorkerStream
     copies: list[int]
     filtered: Filtered | None = None
     tail: bytes = b""
@@ -105,8 +105,8 @@ class Output:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or StdConsole()
         shared = _same_file(STDOUT, STDERR)
-        out = Screen(terminal=self._console.is_terminal(STDOUT))
-        err = out if shared else Screen(terminal=self._console.is_terminal(STDERR))
+        out = MergedConsole(terminal=self._console.is_terminal(STDOUT))
+        err = out if shared else MergedConsole(terminal=self._console.is_terminal(STDERR))
         self._screens = {STDOUT: out, STDERR: err}
         self._feeds: dict[int, Feed] = {}
         self._added: list[Feed] = []
@@ -123,7 +123,7 @@ class Output:
         ``terminal``: open a pseudo-terminal if the console is a terminal.
         """
         source, target = _open_pipe_or_terminal(stream if terminal and self._is_terminal(stream) else None)
-        return target, Feed(stream, source, Author(prefix), list(copies))
+        return target, Feed(stream, source, WorkerStream(prefix), list(copies))
 
     def carry(self, feeds: Sequence[Feed]) -> None:
         """Start to pass on the output of the feeds."""
@@ -215,17 +215,17 @@ class Output:
         return True
 
     def _show(self, feed: Feed, data: bytes) -> None:
-        out = self._screens[feed.stream].feed(feed.author, data)
+        out = self._screens[feed.stream].feed(feed.console_stream, data)
         if out:
             self._console.write(feed.stream, out)
-        if not feed.author.held:
+        if not feed.console_stream.held:
             feed.partial_since = None
         elif feed.partial_since is None:
             feed.partial_since = time.monotonic()
 
     def _flush(self, feed: Feed) -> None:
         feed.partial_since = None
-        if out := self._screens[feed.stream].flush(feed.author):
+        if out := self._screens[feed.stream].flush(feed.console_stream):
             self._console.write(feed.stream, out)
 
     def _filter(self, feed: Feed, data: bytes) -> None:
@@ -236,7 +236,7 @@ class Output:
         if len(feed.unfiltered) > _LINE_BYTES_MAX:
             lines.append(feed.unfiltered)
             feed.unfiltered = b""
-        feed.filtered.write(lines, feed.author.prefix)
+        feed.filtered.write(lines, feed.console_stream.prefix)
 
     def _finish(self, feed: Feed) -> None:
         self._flush(feed)

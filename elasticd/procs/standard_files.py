@@ -84,8 +84,8 @@ class StandardFiles:
     def relabel(self, worker: Worker) -> None:
         """Update the prefix of the worker's lines after a change of its rank."""
         for feed in worker.feeds:
-            if feed.author.prefix:
-                feed.author.prefix = self._prefix(worker.assignment)
+            if feed.console_stream.prefix:
+                feed.console_stream.prefix = self._prefix(worker.assignment)
 
     def close(self) -> None:
         """Pass on the last output."""
