@@ -17,7 +17,7 @@ from elasticd.daemon.timekeeper import LOOK_S, Timekeeper
 from tests.core.build import crew, life, round
 
 ME = agent.Identity("a", life("a"), "127.0.0.1", (0, 1), "host", 1)
-NEW = agent.State(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
+NEW = agent.AgentState(ME, Spec(Limits(2, 2), Limits(2, 2), "job.py", "f"), agent.AgentConfig(600.0), 0)
 
 
 class Pages:

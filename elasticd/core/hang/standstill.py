@@ -229,5 +229,5 @@ class Standstill:
         return look.doing in (Doing.BUSY, Doing.ASLEEP) and not worker.waits
 
 
-def _unseen(worker: Worker) -> Worker:
+def _unseen(worker: WatchedWorker) -> WatchedWorker:
     return replace(worker, sampled=(), where=None, there_s=0.0, waits_s=0.0)
