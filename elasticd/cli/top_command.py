@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from typing import Any
 
@@ -29,6 +30,9 @@ def top(job: str | None, **etcd: Any) -> None:
     """
     if not sys.stdout.isatty():
         raise Complaint("top needs a terminal; elsewhere use `elasticd status --watch`")
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where a script starts it in the background
     if job is None:
         jobs = [name for place in places(etcd) for name in place.jobs]
         if len(jobs) != 1:

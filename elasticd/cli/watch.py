@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.job_access import Place, facts_of, unusable
@@ -30,7 +32,7 @@ def watch(place: Place, job: str, show: Callable[[JobStatus], None]) -> None:
 class _Watch:
     def __init__(self, place: Place, job: str, show: Callable[[JobStatus], None]) -> None:
         self._place, self._job, self._show = place, job, show
-        self._news: queue.SimpleQueue[Seen | StoreError] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Seen | StoreError | KeyboardInterrupt] = queue.SimpleQueue()
         self._facts: dict[str, Fact] = {}
         self._rates = StepRates()
         self._begun = place.shared  # a standalone run is registered before it writes facts
@@ -44,6 +46,9 @@ class _Watch:
         from elasticd.etcd.store import EtcdStore
 
         store = EtcdStore(self._place.access, self._job, problems=self._news.put)
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._interrupt)
         try:
             end = store.watch("", self._news.put, prefix=True)
             while True:
@@ -57,14 +62,23 @@ class _Watch:
                 if self._is_due() and self._look():
                     return
         finally:
+            signal.signal(signal.SIGINT, before)
             store.close()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """End the watch. Python drops an exception that a handler raises while a destructor runs, and the
+        queue keeps it."""
+        self._news.put(KeyboardInterrupt())
+        raise KeyboardInterrupt
 
     def _patience_s(self) -> float:
         if self._changed:
             return max(0.0, self._shown_at + EVERY_S - time.monotonic())
         return AWAY_S if self._away else QUIET_S
 
-    def _take(self, seen: Seen | StoreError) -> None:
+    def _take(self, seen: Seen | StoreError | KeyboardInterrupt) -> None:
+        if isinstance(seen, KeyboardInterrupt):
+            raise seen
         if isinstance(seen, BadRecord):
             if complaint := unusable(self._job, [seen]):
                 raise complaint from seen

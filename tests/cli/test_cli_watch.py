@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -91,3 +93,29 @@ def test_the_first_news_after_an_outage_are_shown_at_once(watched: Watched) -> N
     assert watched._patience_s() == watching.AWAY_S
     watched._take(Listing((Entry("round", LIVE, 1, 1),), 1))
     assert watched._is_due() and not watched._away
+
+
+class InterruptedAtItsEnd:
+    """Ctrl-C is pressed while Python destroys this object."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_ends_a_watch_though_python_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def show(_: JobStatus) -> None:
+        InterruptedAtItsEnd()
+
+    watched = watching._Watch(Place(EtcdAccess(("127.0.0.1:1",)), ("j",), shared=False), "j", show)
+    watched._news.put(Listing((Entry("round", LIVE, 1, 1), Entry("nodes/a", NODE, 1, 1)), 1))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            watched.run()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert dropped == [KeyboardInterrupt]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +31,6 @@ from .cluster import Authority, Cluster, Member, await_serving
 from .conftest import Heard
 
 PATIENCE_S = 240.0
-PRESSED_AGAIN_S = 20.0  # Python drops an interrupt that comes while a destructor or a callback runs
 
 
 @pytest.fixture
@@ -253,23 +249,21 @@ class ShellJob:
         return done.returncode, done.stdout + done.stderr
 
     def screen(self, *argv: str, wanted: tuple[str, ...]) -> None:
-        """What the command draws on a terminal, until all of that is there; then Ctrl-C."""
+        """Press Ctrl-C once the command has drawn all that is wanted on a terminal. The command begins with
+        that signal ignored, as one in the background of a script."""
         master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (40, 120))
-        process = subprocess.Popen(self.command(*argv), env=self._env, stdout=slave, stderr=slave)
+        command = ["env", "--ignore-signal=INT", *self.command(*argv)]
+        process = subprocess.Popen(command, env=self._env, stdout=slave, stderr=slave)
         os.close(slave)
         drawn = b""
         try:
             while not all(text.encode() in drawn for text in wanted):
                 drawn += os.read(master, 65536)  # raises where the command has ended
-            pressed_at = -math.inf
+            process.send_signal(signal.SIGINT)
             while process.poll() is None:
-                if time.monotonic() > pressed_at + PRESSED_AGAIN_S:
-                    process.send_signal(signal.SIGINT)
-                    pressed_at = time.monotonic()
-                if select.select([master], [], [], 1.0)[0]:
-                    with contextlib.suppress(OSError):
-                        os.read(master, 65536)
+                with contextlib.suppress(OSError):
+                    os.read(master, 65536)
         finally:
             process.kill()
             process.wait()
