@@ -26,28 +26,37 @@ from elasticd.worker.world.group import World
 
 T = TypeVar("T")
 FEW = 4096  # elements of a large tensor that are compared
-FLOATS_MAX = 2 * SMALL  # numbers of a value that may differ by rounding; all others count to the bit
+NUMBERS_MAX = 2 * SMALL  # numbers of a value that may differ by rounding; all others count to the bit
+EXACT_MAX = 1 << 53  # a larger whole number may have no double of its own
 SHOWN_MAX = 40  # characters of a shown value
 ROUNDING = 1e-4  # of a number: smaller differences come from rounding, as on machines of several kinds
 
 
 class ValueSummary(NamedTuple):
-    """A value in short. ``shown``: the value, if it is short. ``floats``: its first ``FLOATS_MAX``
-    floating-point numbers, as doubles. ``coarse``: a digest of all else. The last two are empty in a summary
-    that is only made for its digest."""
+    """A value in short. ``shown``: the value, if it is short. ``numbers``: its first ``NUMBERS_MAX``
+    numbers, as doubles. ``counts``: the positions of those that are whole by their type. ``coarse``: a digest
+    of all else. The last three are empty in a summary that is only made for its digest."""
 
     digest: int = 0
     shown: str = ""
     coarse: int = 0
-    floats: bytes = b""
+    numbers: bytes = b""
+    counts: tuple[int, ...] = ()
 
     def is_close(self, other: ValueSummary) -> bool:
-        """Whether only floating-point numbers differ, and those by rounding."""
-        mine, its = array("d", self.floats), array("d", other.floats)
+        """Whether only floating-point numbers differ, and those by rounding. A count is exact, also where it
+        is a floating-point number in one of the two."""
+        mine, its = array("d", self.numbers), array("d", other.numbers)
+        counts = {*self.counts, *other.counts}
         alike = self.coarse == other.coarse and len(mine) == len(its) and len(mine) > 0
         return alike and all(
-            math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
-            for a, b in zip(mine, its, strict=True)
+            a == b
+            or (math.isnan(a) and math.isnan(b))
+            or (
+                math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-12)
+                and not (at in counts and a.is_integer() and b.is_integer())
+            )
+            for at, (a, b) in enumerate(zip(mine, its, strict=True))
         )
 
 
@@ -92,7 +101,7 @@ class Shared:
         parameters that are not the same yet, and objects, which may contain such tensors."""
         drawn = {n: s.state_dict() for n, s in self._stateful.items() if isinstance(s, Drawn)}
         plain = {n: v for n, v in self._plain.items() if n not in self._own}
-        begins = {n: _summary_of(v, contents=False, floats=True) for n, v in plain.items()}
+        begins = {n: _summary_of(v, contents=False, numbers=True) for n, v in plain.items()}
         self._began = begins | {n: _summary_of(s) for n, s in drawn.items() if n not in self._own}
 
     def digest_of_beginning(self) -> int:
@@ -101,7 +110,7 @@ class Shared:
     def digest(self) -> int:
         return _digest_of(self._summary())
 
-    def _summary(self, *, floats: bool = False) -> Summary:
+    def _summary(self, *, numbers: bool = False) -> Summary:
         """Return the summary of the present values."""
         settings = {
             f"{name}.param_groups": [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
@@ -109,7 +118,7 @@ class Shared:
         }
         shared = {**self._plain, **{n: s.state_dict() for n, s in self._stateful.items()}, **settings}
         return {
-            n: _summary_of(v, floats=floats)
+            n: _summary_of(v, numbers=numbers)
             for n, v in shared.items()
             if n not in self._own and not n.startswith("_")
         }
@@ -118,7 +127,7 @@ class Shared:
         """Compare the present values on all workers together, when the digests of these ranks differ. Raises
         Unlike, and WorldChanged. ``exact``: to the bit. Otherwise floating-point numbers may differ by
         rounding, with one warning."""
-        heard = _heard(self._summary(floats=True), world)
+        heard = _heard(self._summary(numbers=True), world)
         if differs := difference(heard, ranks, exact=exact):
             raise _unlike(
                 f"{differs}. What a State keeps goes from worker to worker: make it the same in all, as by "
@@ -182,38 +191,58 @@ def difference(heard: Sequence[Summary], ranks: Sequence[int], *, exact: bool = 
     return ""
 
 
-def _summary_of(value: Any, *, contents: bool = True, floats: bool = False) -> ValueSummary:
-    """``floats``: for ``ValueSummary.is_close`` as well."""
+def _summary_of(value: Any, *, contents: bool = True, numbers: bool = False) -> ValueSummary:
+    """``numbers``: for ``ValueSummary.is_close`` as well."""
     found = hashlib.blake2b(digest_size=8)
     _feed(found, value, contents)
     shown = repr(value) if isinstance(value, int | float | str | None) else ""
     if len(shown) > SHOWN_MAX:
         shown = f"{shown[:SHOWN_MAX]}..."
-    if not floats:
+    if not numbers:
         return ValueSummary(_number(found), shown)
-    coarse, numbers = hashlib.blake2b(digest_size=8), array("d")
-    _feed(coarse, value, contents, numbers)
-    return ValueSummary(_number(found), shown, _number(coarse), numbers.tobytes())
+    coarse, apart = hashlib.blake2b(digest_size=8), _Numbers()
+    _feed(coarse, value, contents, apart)
+    return ValueSummary(_number(found), shown, _number(coarse), apart.doubles.tobytes(), tuple(apart.counts))
 
 
-def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[float] | None = None) -> None:
+class _Numbers:
+    """The numbers of a value, as in ``ValueSummary``."""
+
+    def __init__(self) -> None:
+        self.doubles = array("d")
+        self.counts: list[int] = []
+
+    def takes(self, number: float) -> bool:
+        """Take a number, and return whether it was taken."""
+        whole = isinstance(number, int)
+        if len(self.doubles) >= NUMBERS_MAX or (whole and abs(number) > EXACT_MAX):
+            return False
+        if whole:
+            self.counts.append(len(self.doubles))
+        self.doubles.append(number)
+        return True
+
+
+def _feed(summary: hashlib.blake2b, value: Any, contents: bool, numbers: _Numbers | None = None) -> None:
     """Feed the value into the digest. Equal data gives equal digests, wherever it came from. Equal numbers do
-    so whatever their type.
+    so whatever their type, numpy's included.
 
-    ``floats``: takes the floating-point numbers, which then do not count in the digest.
+    ``numbers``: takes numbers, and those of tensors of floating-point numbers, which then do not count in the
+    digest.
     """
-    if floats is not None and isinstance(value, float) and len(floats) < FLOATS_MAX:
-        summary.update(b"float;")
-        floats.append(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and value.shape == ():
+        value = value.item()
+    if numbers is not None and isinstance(value, int | float) and numbers.takes(value):
+        summary.update(b"number;")
     elif isinstance(value, torch.Tensor):
         summary.update(f"{value.dtype} {[*value.shape]};".encode())
         if contents:
             flat = value.detach().reshape(-1)
             few = flat if len(flat) <= SMALL else flat[:: len(flat) // FEW]
             plain = few.cpu().resolve_conj().resolve_neg().contiguous()
-            if floats is not None and plain.is_floating_point():
-                room = FLOATS_MAX - len(floats)
-                floats.extend(plain[:room].double().tolist())
+            if numbers is not None and plain.is_floating_point():
+                room = NUMBERS_MAX - len(numbers.doubles)
+                numbers.doubles.extend(plain[:room].double().tolist())
                 plain = plain[room:]
             summary.update(plain.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
@@ -221,11 +250,11 @@ def _feed(summary: hashlib.blake2b, value: Any, contents: bool, floats: array[fl
         items = {plain_key(key, "it"): item for key, item in value.items()}
         for key in sorted(items, key=repr):
             summary.update(f"{key!r}:".encode())
-            _feed(summary, items[key], contents, floats)
+            _feed(summary, items[key], contents, numbers)
     elif isinstance(value, list | tuple):
         summary.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value:
-            _feed(summary, item, contents, floats)
+            _feed(summary, item, contents, numbers)
     elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         summary.update(f"number {int(value)};".encode())
     elif isinstance(value, set):
