@@ -18,7 +18,7 @@ from elasticd.checkpoint.format.manifest import BadCheckpoint, Manifest
 from elasticd.checkpoint.store import BadStore, CheckpointStore, disk, reading, store_at
 from elasticd.checkpoint.store.disk import Disk
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.say import say
+from elasticd.cli.say import say, table
 from elasticd.core.checkpoint_names import parse_folder
 from elasticd.core.facts import Checkpoint, Saved
 from elasticd.telemetry import describe
@@ -90,10 +90,7 @@ def ls(store: CheckpointStore, as_json: bool) -> None:
             say(json.dumps(one.as_json()))
         return
     if looked:
-        rows = [("STEP", "AGE", "WORLD", "GENERATION", "SIZE", "WHOLE", "NAME"), *map(_row, looked)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        say(*table([("STEP", "AGE", "WORLD", "GENERATION", "SIZE", "WHOLE", "NAME"), *map(_row, looked)]))
     else:
         say(f"There is no committed checkpoint in {store.url}.", err=True)
     for one in looked:

@@ -3,7 +3,7 @@ machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,23 @@ def find(options: Mapping[str, Any], job: str) -> Place:
     for place in there:
         if job in place.jobs:
             return place
-    raise Complaint(_no_such("job", job, sorted({j for p in there for j in p.jobs}), there))
+    raise Complaint(_no_such(job, there))
+
+
+def only_job(known: Sequence[Place], who: str) -> tuple[Place, str]:
+    """Return the only job, and where it is. ``who``: what needs a job. Raises Complaint if there are
+    several, or none."""
+    jobs = [(place, name) for place in known for name in place.jobs]
+    if len(jobs) != 1:
+        raise Complaint(f"{who} needs a job: {there_are([name for _, name in jobs])}.")
+    return jobs[0]
+
+
+def there_are(names: Iterable[str]) -> str:
+    """Return the names after "there is" or "there are"."""
+    known = sorted(set(names))
+    verb = "are" if len(known) > 1 else "is"
+    return f"there {verb} {describe.listing(known, most=10) or 'none'}"
 
 
 def _check_name(job: str) -> None:
@@ -96,18 +112,12 @@ def _jobs(client: Client, job: str | None) -> tuple[str, ...]:
         return ()
 
 
-def _no_such(what: str, name: str, known: list[str], there: list[Place]) -> str:
-    shared = any(p.shared for p in there)
-    where = "in this etcd" if shared else "on this machine"
-    hint = "" if shared else " (for others give --etcd)"
-    if what == "job" and not shared and _ran_here(name):
-        hint += f"; `elasticd report {name}` tells what became of it"
-    have = (
-        f"there {'is' if len(known) == 1 else 'are'} {describe.listing(known, most=10)}"
-        if known
-        else f"there is no {what}"
-    )
-    return f"no {what} named {name} {where}: {have}{hint}."
+def _no_such(job: str, there: list[Place]) -> str:
+    known = there_are([name for place in there for name in place.jobs])
+    if any(place.shared for place in there):
+        return f"no job named {job} in this etcd: {known}."
+    hint = f"; `elasticd report {job}` tells what became of it" if _ran_here(job) else ""
+    return f"no job named {job} on this machine: {known} (for others give --etcd){hint}."
 
 
 def _ran_here(job: str) -> bool:

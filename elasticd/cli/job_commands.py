@@ -3,14 +3,14 @@ concurrent change is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.job_access import Place, find, places, reaching
+from elasticd.cli.job_access import Place, find, places, reaching, there_are
 from elasticd.cli.option_types import Name, Whole
 from elasticd.cli.options import etcd_options
 from elasticd.cli.say import say
@@ -159,14 +159,5 @@ def _locate(node: str, job: str | None, etcd: Any) -> tuple[Place, str, str]:
             f"{node} takes part in {describe.listing([j for _, j, _ in hits])}: say which with --job."
         )
     if not hits:
-        raise Complaint(f"no node is named {node}{f' in {job}' if job else ''}: {_known(known)}.")
+        raise Complaint(f"no node is named {node}{f' in {job}' if job else ''}: {there_are(known)}.")
     return hits[0]
-
-
-def _known(names: Sequence[str]) -> str:
-    distinct = sorted(set(names))
-    return (
-        f"there {'is' if len(distinct) == 1 else 'are'} {describe.listing(distinct, most=10)}"
-        if distinct
-        else "there is none"
-    )

@@ -21,6 +21,14 @@ def say(*lines: str, err: bool = False, **style: Any) -> None:
     click.echo(click.style(text, **style) if any(style.values()) else text, err=err)
 
 
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
 def on_screen(lines: Sequence[str]) -> list[str]:
     """Wrap the lines to the terminal's width. If stdout is not a terminal, return them unchanged."""
     return fitted(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else list(lines)

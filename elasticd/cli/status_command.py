@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import ETCD_UNREACHABLE, Complaint
-from elasticd.cli.job_access import Place, answering, facts_of, find, places, unusable
+from elasticd.cli.job_access import Place, answering, facts_of, find, only_job, places, unusable
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
-from elasticd.cli.say import on_screen, say
+from elasticd.cli.say import on_screen, say, table
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.errors import BadRecord, StoreRefused
-from elasticd.telemetry import describe, statustext
+from elasticd.telemetry import statustext
 from elasticd.telemetry.status import JobStatus, job_status
 
 
@@ -32,14 +32,11 @@ def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
     Without JOB: the only one, or a list of them all.
     """
     if job is None:
-        there = places(etcd)
-        jobs = [(p, name) for p in there for name in p.jobs]
-        if len(jobs) != 1:
-            if watch:
-                raise Complaint(f"--watch needs a job: {_which([name for _, name in jobs])}.")
-            _show_list(there, as_json)
+        found = places(etcd)
+        if not watch and sum(len(place.jobs) for place in found) != 1:
+            _show_list(found, as_json)
             return
-        place, job = jobs[0]
+        place, job = only_job(found, "--watch")
     else:
         place = find(etcd, job)
     if watch:
@@ -56,10 +53,6 @@ def status(job: str | None, as_json: bool, watch: bool, **etcd: Any) -> None:
 def ls(as_json: bool, **etcd: Any) -> None:
     """List the jobs in etcd, or those of this machine's standalone runs."""
     _show_list(places(etcd), as_json)
-
-
-def _which(names: list[str]) -> str:
-    return f"there are {describe.listing(names, most=10)}" if names else "there is none"
 
 
 def _look(access: EtcdAccess, job: str) -> JobStatus:
@@ -110,10 +103,7 @@ def _show_list(there: list[Place], as_json: bool) -> None:
         where = "in this etcd" if any(p.shared for p in there) else "on this machine; for others give --etcd"
         say(f"There is no job {where}.", err=True)
         return
-    rows = [("JOB", "PHASE", "ROUND", "WORLD", "STEP", "NODES", "SCRIPT"), *(_row(s) for s in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    say(*table([("JOB", "PHASE", "ROUND", "WORLD", "STEP", "NODES", "SCRIPT"), *map(_row, found)]))
 
 
 def _row(s: JobStatus) -> tuple[str, ...]:

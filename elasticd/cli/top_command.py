@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from elasticd.cli.complaint import Complaint
-from elasticd.cli.job_access import find, places
+from elasticd.cli.job_access import find, only_job, places
 from elasticd.cli.option_types import Name
 from elasticd.cli.options import etcd_options
-from elasticd.telemetry import describe
 from elasticd.telemetry.status import JobStatus
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -33,13 +32,7 @@ def top(job: str | None, **etcd: Any) -> None:
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # ignored where a script starts it in the background
-    if job is None:
-        jobs = [name for place in places(etcd) for name in place.jobs]
-        if len(jobs) != 1:
-            there = f"there are {describe.listing(jobs, most=10)}" if jobs else "there is none"
-            raise Complaint(f"top needs a job: {there}.")
-        job = jobs[0]
-    place = find(etcd, job)
+    place, job = only_job(places(etcd), "top") if job is None else (find(etcd, job), job)
 
     from elasticd.cli.watch import watch
 

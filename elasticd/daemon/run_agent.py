@@ -35,7 +35,7 @@ from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.daemon.usage_sampler import Sampler
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import EtcdLink
-from elasticd.procs.quota import throttled_s
+from elasticd.procs.usage import throttled_s
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log, runs

@@ -92,13 +92,13 @@ def _children_the_long_way(parent: int) -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            fields = _stat(int(entry))
+            fields = stat_of(int(entry))
             if fields and int(fields[1]) == parent:
                 found.append(int(entry))
     return found
 
 
-def _stat(pid: int) -> list[bytes]:
+def stat_of(pid: int) -> list[bytes]:
     """Return the fields of /proc/pid/stat after the command name: state, ppid, pgrp, session, …"""
     try:
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
@@ -108,14 +108,14 @@ def _stat(pid: int) -> list[bytes]:
 
 def session_of(pid: int) -> int:
     """Return the session of a process, or of a zombie; 0 if the process is gone."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return int(fields[3]) if len(fields) > 3 else 0
 
 
 def started_at(pid: int) -> int:
     """Return when a process started, in clock ticks since boot, to recognise a reused pid; 0 if the process
     is gone or a zombie."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else 0
 
 

@@ -1,4 +1,4 @@
-"""Memory and processor time of a process and its descendants.
+"""Memory and processor time of a process and its descendants, and the time that a quota has withheld.
 
 ``linux.children`` finds the descendants: psutil's ``children(recursive=True)`` reads the files of every
 process of the machine, which takes 3 ms for each worker beside 170 processes, in place of 0.03 ms.
@@ -7,7 +7,9 @@ process of the machine, which takes 3 ms for each worker beside 170 processes, i
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -53,3 +55,33 @@ def _own(pid: int) -> Usage | None:
             return Usage(process.memory_info().rss, times.user + times.system + reaped_s)
     except psutil.Error:
         return None
+
+
+def throttled_s(groups: str | None = None, root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return how long the processor quotas of control groups have stopped their processes, in seconds: in
+    this process's groups and their parents, added up over processors.
+    ``groups``: the content of /proc/self/cgroup; ``root``: where the groups are mounted."""
+    if groups is None:
+        try:
+            groups = Path("/proc/self/cgroup").read_text()
+        except OSError:
+            groups = ""
+    return sum(_each(groups, root))
+
+
+def _each(groups: str, root: Path) -> Iterator[float]:
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            top, key, unit_s = root, "throttled_usec", 1e-6
+        elif "cpu" in controllers.split(","):
+            top, key, unit_s = root / "cpu", "throttled_time", 1e-9
+        else:
+            continue
+        here = top / path.lstrip("/")
+        for group in (here, *here.parents[: len(here.parts) - len(top.parts)]):
+            try:
+                stat = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+                yield int(stat.get(key, 0)) * unit_s
+            except (OSError, ValueError):
+                continue  # a container may not see its parent groups

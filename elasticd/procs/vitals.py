@@ -10,17 +10,17 @@ from collections.abc import Iterable
 
 from elasticd.core.hang import ProcessState
 from elasticd.core.hang.standstill import Vitals
-from elasticd.procs.linux import children
+from elasticd.procs.linux import children, stat_of
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _DESCENDANTS_MAX = 256
 
 
 def vitals(pid: int) -> Vitals:
-    fields = _stat(pid)
+    fields = stat_of(pid)
     if not fields:
         return Vitals(ProcessState.GONE, 0.0)
-    cpu_s = _cpu_s(fields) + sum(_cpu_s(_stat(p)) for p in _below(pid))
+    cpu_s = _cpu_s(fields) + sum(_cpu_s(stat_of(p)) for p in _below(pid))
     wakes = {task: _wakes(f"/proc/{pid}/task/{task}/status") for task in _tasks(pid)}
     return Vitals(_state(fields[0]), cpu_s, wakes.get(pid, 0), sum(wakes.values()))
 
@@ -35,22 +35,13 @@ def _below(pid: int) -> Iterable[int]:
         todo += children(child)
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/pid/stat, from the state on."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _cpu_s(fields: list[str]) -> float:
+def _cpu_s(fields: list[bytes]) -> float:
     return sum(map(int, fields[11:15])) * _TICK_S if len(fields) > 14 else 0.0
 
 
-def _state(letter: str) -> ProcessState:
+def _state(letter: bytes) -> ProcessState:
     try:
-        return ProcessState(letter)
+        return ProcessState(letter.decode())
     except ValueError:  # a parked or idle kernel thread, or a state of a newer kernel
         return ProcessState.SLEEPING
 

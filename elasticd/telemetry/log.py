@@ -35,11 +35,6 @@ def bind(**fields: object) -> None:
     _Context.fields = {**_Context.fields, **fields}
 
 
-def unbind_all() -> None:
-    """Remove all bound fields."""
-    _Context.fields = {}
-
-
 def get(name: str = "elasticd") -> FilteringBoundLogger:
     """Return a logger. ``name``: the part of elasticd that logs."""
     logger: FilteringBoundLogger = structlog.get_logger(name)

@@ -10,8 +10,8 @@ from elasticd.core.ledger import Kind
 from elasticd.telemetry import charts, describe
 from elasticd.telemetry.events import Event
 from elasticd.telemetry.lines import cleaned
-from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.runreport import FailurePart, RoundPart, RunReport, SlotPart
+from elasticd.telemetry.statuspage import TILES_NOTES_TABLES
 
 ROWS_MAX = 200  # of a table; the middle rows of a longer one are left out
 _COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)")

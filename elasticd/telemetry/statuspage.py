@@ -8,10 +8,20 @@ from html import escape
 from elasticd.telemetry import describe
 from elasticd.telemetry.lines import cleaned
 from elasticd.telemetry.nodenames import told_apart
-from elasticd.telemetry.pagestyle import TILES_NOTES_TABLES
 from elasticd.telemetry.status import JobStatus, SlotStatus
 
 REFRESH_S = 2
+
+# CSS that the report of a run uses, too.
+TILES_NOTES_TABLES = """\
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:1rem 0}
+.tile{border:1px solid var(--line);border-radius:.5rem;padding:.45rem .7rem}
+.tile b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
+.tile span{color:var(--dim);font-size:.8rem}
+.note{border-left:.25rem solid var(--warn);padding:.3rem .8rem;margin:.8rem 0}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th,td{text-align:right;padding:.25rem .6rem;border-bottom:1px solid var(--line);white-space:nowrap}
+"""
 
 _STYLE = (
     """

@@ -48,8 +48,8 @@ def lines(s: JobStatus) -> list[str]:
         told.append(f"  {node.node}{where}: {node.state}, {describe.count(len(node.slots), 'slot')}")
         if node.own_bytes or node.replica_bytes:
             told.append(
-                f"    memory  {node.own_bytes / 1e6:.1f} MB of its checkpoints, "
-                f"{node.replica_bytes / 1e6:.1f} MB of other nodes'"
+                f"    memory  {describe.size(node.own_bytes)} of its checkpoints, "
+                f"{describe.size(node.replica_bytes)} of other nodes'"
             )
         told += [f"    {_slot(slot, s.at)}" for slot in node.slots]
     if not s.nodes and not s.ended:

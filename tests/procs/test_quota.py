@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elasticd.procs.quota import throttled_s
+from elasticd.procs.usage import throttled_s
 
 V1 = "nr_periods 33\nnr_throttled 31\nthrottled_time 2240163710\nnr_bursts 0\nburst_time 0\n"
 V2 = "usage_usec 5\nuser_usec 4\nsystem_usec 1\nnr_periods 3\nnr_throttled 2\nthrottled_usec 1500000\n"

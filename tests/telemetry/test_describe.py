@@ -213,7 +213,7 @@ def lines() -> Iterator[list[str]]:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     yield []
-    log.unbind_all()
+    log._Context.fields = {}
     structlog.reset_defaults()
     root.handlers[:] = before
     root.setLevel(level)
