@@ -51,9 +51,7 @@ class RunOptions:
     join_timeout: float | None = None
     grow_cooldown: float | None = None
     node_ttl: float | None = None
-    etcd_grace: float | None = None
     etcd_wait: float | None = None
-    restart_window: float | None = None
     policy: Path | None = None
     hang_after: str | None = None
     stragglers: str | None = None
@@ -63,7 +61,6 @@ class RunOptions:
     checkpoints: str | None = None
     replicate: int = 0
     audit: bool = False
-    audit_every: int | None = None
     checkpoint_every: str | None = None
     checkpoint_rate: str | None = None
     resume: str = "auto"
@@ -190,12 +187,10 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         Seconds(2.0, ", and etcd keeps no lease shorter than that"),
         "Seconds after which a silent node counts as lost.  [5]",
     ),
-    _ours("--etcd-grace", Seconds(), "Seconds etcd may be away before giving up (exit code 4).  [600]"),
     _ours(
         "--etcd-wait", Seconds(), "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]"
     ),
     # failures
-    _ours("--restart-window", Seconds(), "Seconds over which --max-restarts counts.  [3600]"),
     _ours("--policy", _FILE, "TOML file that tunes all of this, and hangs and stragglers: docs/policy.md"),
     # hangs
     _ours(
@@ -264,7 +259,6 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _our_switch(
         "--audit", "Have workers note which samples they use, for `elasticd audit`; see elasticd.worker.Data."
     ),
-    _ours("--audit-every", _COUNT, "With --audit, a digest of the weights after every so many steps.  [100]"),
     _ours(
         "--http",
         help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",
@@ -293,7 +287,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns("--rdzv-id", help="Name of the job, as --job."),
     _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
     _torchruns_switch("--standalone", help="One node, without a shared etcd."),
-    _torchruns("--max-restarts", type=Whole(0), help="Failures to survive in --restart-window.  [10]"),
+    _torchruns("--max-restarts", type=Whole(0), help="Failures to survive within an hour.  [10]"),
     _torchruns("--monitor-interval", type=float, help="Means nothing here.", hidden=True),
     _torchruns(
         "--start-method",
@@ -345,6 +339,9 @@ IN_THE_POLICY: Final = {
     "hang-ceiling": "hang_ceiling_s",
     "straggler-window": "straggler_window_s",
     "straggler-ratio": "straggler_ratio",
+    "etcd-grace": "etcd_grace_s",
+    "restart-window": "restart_window_s",
+    "audit-every": "audit_every",
 }
 """Options that there were once, and the settings in the file of --policy that replace them."""
 

@@ -38,6 +38,8 @@ SETTINGS: Final[Mapping[str, click.ParamType[Any]]] = {
     "quarantine_max_s": Seconds(),
     "straggler_window_s": Seconds(),
     "straggler_ratio": Ratio(),
+    "etcd_grace_s": Seconds(),
+    "audit_every": Whole(1),
     "hang_floor_s": Seconds(),
     "hang_ceiling_s": Seconds(),
 }
@@ -87,7 +89,6 @@ def policy(
         "shutdown_s": options.shutdown_timeout,
         "node_ttl_s": options.node_ttl,
         "restarts_max": options.max_restarts,
-        "restart_window_s": options.restart_window,
     }
     layers = ({"shutdown_s": _torch_shutdown_s(environ)}, torchruns, settings, ours)
     given: dict[str, Any] = {

@@ -19,7 +19,7 @@ from elasticd.cli.interfaces import network_environment
 from elasticd.cli.log_options import logs, signals
 from elasticd.cli.machine import Machine, default_node_name, is_ours
 from elasticd.cli.options import RunOptions, Said, flag
-from elasticd.cli.policy import first, patience, policy, settings_in
+from elasticd.cli.policy import Settings, patience, policy, settings_in
 from elasticd.cli.rendezvous import check_name, rendezvous
 from elasticd.cli.sizes import nodes, sizes
 from elasticd.core.facts import Limits, Resume
@@ -96,7 +96,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         fingerprint=script.fingerprint,
         policy=policy(options, settings, environ, met.timing),
         etcd=met.etcd,
-        etcd_grace_s=first(options.etcd_grace, 600.0),
+        etcd_grace_s=settings.get("etcd_grace_s", 600.0),
         etcd_wait_s=options.etcd_wait,
         role=options.role or "default",
         logs=logs(options, environ),
@@ -111,7 +111,7 @@ def plan(options: RunOptions, environ: Mapping[str, str], machine: Machine) -> P
         http_tls=http_tls(options),
         http_token=http_token(options),
         patience=patience(options, settings),
-        audit=_audit(options),
+        audit=_audit(options, settings),
         master_port=_master_port(options, address),
         env=env,
     )
@@ -237,11 +237,9 @@ def _master_port(options: RunOptions, address: str) -> tuple[tuple[str, ...], in
     return tuple({address, "127.0.0.1", named if is_ours(named) else address}), port
 
 
-def _audit(options: RunOptions) -> int | None:
+def _audit(options: RunOptions, settings: Settings) -> int | None:
     if not options.audit:
-        if options.said("audit_every") is Said.COMMAND_LINE:
-            raise Complaint("--audit-every says how often to note the weights: give --audit, too.")
         return None
     if options.logs_specs is not None:
         raise Complaint("--audit notes beside the logs, in torch's layout of them: leave out --logs-specs.")
-    return first(options.audit_every, 100)
+    return int(settings.get("audit_every", 100))

@@ -67,11 +67,17 @@ PACE: Final = {
     "--join-timeout": "36000",
     "--shutdown-timeout": "10",
     "--etcd-wait": "600",
-    "--etcd-grace": "36000",
     "--max-restarts": "1000000",
     "--http": "off",
 }
-POLICY: Final = "settle_s = 0.3\nbroken_s = 1\npart_s = 10\nquarantine_after = 0\nfutile_max = 0\n"
+POLICY: Final = """\
+etcd_grace_s = 36000
+settle_s = 0.3
+broken_s = 1
+part_s = 10
+quarantine_after = 0
+futile_max = 0
+"""
 LEFT_ON_REQUEST: Final = 143
 
 

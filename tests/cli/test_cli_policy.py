@@ -34,13 +34,13 @@ def config_of(folder: Path, *argv: str) -> RunConfig:
         return plan(collect(ctx, None), {"OMP_NUM_THREADS": "1"}, Machine()).config
 
 
-def test_a_file_may_set_all_of_the_policy_and_the_bounds_of_hangs(tmp_path: Path) -> None:
-    assert {*SETTINGS, *OF_OPTIONS_ALONE} == {f.name for f in fields(Policy)} | {
-        "hang_floor_s",
-        "hang_ceiling_s",
-    }
+def test_a_file_may_set_all_of_the_policy_and_what_an_agent_goes_by(tmp_path: Path) -> None:
+    of_agents = {"hang_floor_s", "hang_ceiling_s", "etcd_grace_s", "audit_every"}
+    assert {*SETTINGS, *OF_OPTIONS_ALONE} == {f.name for f in fields(Policy)} | of_agents
     wanted = {name: 11 + n for n, name in enumerate(SETTINGS)}
-    config = configured(tmp_path, "".join(f"{name} = {value}\n" for name, value in wanted.items()))
+    text = "".join(f"{name} = {value}\n" for name, value in wanted.items())
+    config = configured(tmp_path, text, "--audit")
+    assert (config.etcd_grace_s, config.audit) == (wanted.pop("etcd_grace_s"), wanted.pop("audit_every"))
     assert config.patience == Patience(wanted.pop("hang_floor_s"), wanted.pop("hang_ceiling_s"))
     assert {name: getattr(config.policy, name) for name in wanted} == wanted
 

@@ -67,9 +67,8 @@ def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     prometheus = serve(hastened(HASTE))
     alerts, run = prometheus.alerts, cluster.job
     cluster.limits = (2, 3)
-    cluster.policy |= {"broken_s": 6, "quarantine_after": 5, "quarantine_s": 5}
-    options = ["--max-restarts=7", "--restart-window=25"]
-    (a,) = cluster.start("a", slots=3, options=options)
+    cluster.policy |= {"broken_s": 6, "quarantine_after": 5, "quarantine_s": 5, "restart_window_s": 25}
+    (a,) = cluster.start("a", slots=3, options=["--max-restarts=7"])
     begin(prometheus, cluster, a)
     world = cluster.world(3)
     for kill in range(1, 6):

@@ -16,7 +16,8 @@ import pytest
 from tests.e2e.harness import PATIENCE_S, Agent, Cluster
 
 AUDITED = str(Path(__file__).parent / "programs" / "audited.py")
-AUDIT = ("--audit", "--audit-every=5")
+AUDIT = ("--audit",)
+EVERY = {"audit_every": 5}
 STOPPED = 143  # an agent's exit code
 pytestmark = pytest.mark.timeout(240)
 
@@ -46,6 +47,7 @@ def test_each_sample_is_used_once_through_kills_and_resizes(cluster: Cluster, se
     epochs = 8
     cluster.limits = (1, 3)
     program = (AUDITED, str(epochs), "1", "0.05")
+    cluster.policy |= EVERY
     [a] = cluster.start("a", slots=2, options=AUDIT, program=program)
     [b] = cluster.start("b", slots=1, options=AUDIT, program=program)
     cluster.until(lambda: step_of(a) and step_of(b), "both train")
@@ -78,6 +80,7 @@ def test_a_run_that_takes_other_samples_than_it_should_is_found_out(cluster: Clu
     """It fetches sample 1 where it was told to fetch sample 0."""
     cluster.limits = (1, 1)
     program = (AUDITED, "2", "0", "0")
+    cluster.policy |= EVERY
     (a,) = cluster.start("a", options=AUDIT, program=program, env={"E2E_BREAK": "take another"})
     assert a.end() == 0
     said = cluster.command("audit", cluster.job, etcd=False)
@@ -99,6 +102,7 @@ def test_learning_rates_follow_a_batch_that_grows_with_the_world_and_nothing_is_
 ) -> None:
     cluster.limits = (1, 1)
     program = (AUDITED, "1000", "0", "0.02", "grows")
+    cluster.policy |= EVERY
     (a,) = cluster.start("a", slots=2, options=AUDIT, program=program)
     for size, times in ((1, 1), (2, 2), (1, 2)):
         if times > 1:
@@ -125,6 +129,7 @@ def test_what_a_crashed_run_has_committed_is_proved_and_compared_with_an_undistu
     """All that there is of it is killed at once. The other run goes wrong after the eighth step."""
     cluster.limits = (2, 2)
     program = (AUDITED, "40", "0", "0.02", "consistent")
+    cluster.policy |= EVERY
     (a,) = cluster.start("a", slots=2, options=(*AUDIT, "--fresh-start"), program=program)
     cluster.until(lambda: step_of(a) >= 16, "they train")
     for pid in [*workers_of(a), a.pid]:

@@ -196,7 +196,8 @@ def test_an_agent_gives_up_with_4_when_etcd_stays_away_beyond_its_grace(
     clusters: MakeCluster, etcd: Etcd
 ) -> None:
     cluster = clusters(etcd.url)
-    (a,) = cluster.start("a", options=["--etcd-grace=2"])
+    cluster.policy["etcd_grace_s"] = 2
+    (a,) = cluster.start("a")
     world = cluster.world(1)
     etcd.kill()
     assert a.end() == 4

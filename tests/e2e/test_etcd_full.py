@@ -44,7 +44,8 @@ def test_a_full_etcd_is_told_and_a_worker_that_died_meanwhile_is_replaced_once_t
 
         first.players[1].tell("exit", code=5)
         cluster.until_gone(first.players[1:])
-        late, *_ = cluster.start("late", options=["--etcd-grace=1"])
+        cluster.policy["etcd_grace_s"] = 1
+        late, *_ = cluster.start("late")
         assert late.end() == 4 and "is full" in late.screen
         etcds.make_room(cluster.access)
         second = cluster.world(2, after=first)

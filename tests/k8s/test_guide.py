@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from elasticd.cli.main import cli
+from elasticd.cli.policy import SETTINGS
 from elasticd.cli.run_command import run
 from tests.deploy.commandline import VARIABLES
 from tests.k8s.kinds import KINDS
@@ -86,8 +87,8 @@ def test_what_is_run_in_pods_are_real_commands() -> None:
 def test_flags_and_variables_are_real() -> None:
     assert set(re.findall(r"\b(?:ELASTICD|PET)_[A-Z_]+\b", GUIDE)) <= VARIABLES
     ours = {option for p in run.params for option in p.opts}
-    for flag in ("--node-ttl", "--etcd-grace"):
-        assert f"`{flag}`" in GUIDE and flag in ours
+    assert "`--node-ttl`" in GUIDE and "--node-ttl" in ours
+    assert "`etcd_grace_s`" in GUIDE and "etcd_grace_s" in SETTINGS
 
 
 def test_growing_is_a_change_that_kubernetes_takes() -> None:
