@@ -23,6 +23,7 @@ from elasticd.cli.doctor.checks import Candidate, Finding, Grade, ask_python
 from elasticd.cli.doctor.doctor_command import as_object, as_text, exit_code
 from elasticd.core.facts import Node
 from elasticd.core.ports import Applied, Put
+from elasticd.etcd import embedded
 from elasticd.etcd.access import EtcdAccess
 from elasticd.etcd.client import Client
 from elasticd.etcd.examine import Certificate, Endpoint, Examined, examine
@@ -677,10 +678,10 @@ def test_people_are_told_what_to_do_and_programs_get_the_same() -> None:
 def test_the_etcd_of_standalone_runs_is_told_with_what_is_wrong_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checks, "find_etcd", lambda: Path("/bin/etcd"))
-    monkeypatch.setattr(checks, "version_of", lambda _: (3, 5, 30))
+    monkeypatch.setattr(embedded, "find_etcd", lambda: Path("/bin/etcd"))
+    monkeypatch.setattr(embedded, "version_of", lambda _: (3, 5, 30))
     assert worst(checks.etcd(candidate())).says == "standalone runs use /bin/etcd"
-    monkeypatch.setattr(checks, "version_of", lambda _: (3, 5, 1))
+    monkeypatch.setattr(embedded, "version_of", lambda _: (3, 5, 1))
     old = worst(checks.etcd(candidate()))
     assert old.grade is Grade.ADVICE
     assert old.says == (
@@ -690,5 +691,5 @@ def test_the_etcd_of_standalone_runs_is_told_with_what_is_wrong_with_it(
     def none() -> Path:
         raise FileNotFoundError("no etcd server was found")
 
-    monkeypatch.setattr(checks, "find_etcd", none)
+    monkeypatch.setattr(embedded, "find_etcd", none)
     assert worst(checks.etcd(candidate())).says == "no standalone run is possible: no etcd server was found"

@@ -24,7 +24,6 @@ from elasticd import torchparts
 from elasticd.cli.interfaces import host_addresses, host_is_loopback, is_loopback
 from elasticd.core.facts import Node
 from elasticd.etcd.access import EtcdAccess, hosts_and_ports
-from elasticd.etcd.embedded import fault_of, find_etcd, version_of
 from elasticd.etcd.errors import StoreError
 from elasticd.etcd.examine import Certificate, Endpoint, Examined
 from elasticd.telemetry import describe
@@ -126,6 +125,8 @@ def etcd(candidate: Candidate) -> Iterator[Finding]:
 
 def _embedded() -> Finding:
     """Judge the etcd that a standalone run starts."""
+    from elasticd.etcd.embedded import fault_of, find_etcd, version_of  # late: grpc is slow to import
+
     try:
         binary = find_etcd()
     except FileNotFoundError as error:
@@ -280,7 +281,7 @@ def other_nodes(candidate: Candidate) -> Iterator[Finding]:
 def _nodes(candidate: Candidate) -> list[Node]:
     if candidate.access is None or candidate.job is None:
         return []
-    from elasticd.etcd.client import Client  # late: grpc is slow to import
+    from elasticd.etcd.client import Client  # late, as above
 
     try:
         with Client(candidate.access) as client:
