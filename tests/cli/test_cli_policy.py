@@ -141,7 +141,7 @@ def test_an_option_that_became_a_setting_says_so(
         run.main([str(tmp_path / "job.py")], standalone_mode=False)
 
 
-def test_the_guide_has_every_setting_with_its_option_and_its_default() -> None:
+def test_the_guide_has_every_setting_with_its_option_and_its_default(tmp_path: Path) -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| (?:`--([\w-]+)`)? *\| ([\d.]+) \|",
         (ROOT / "docs/policy.md").read_text(),
@@ -151,7 +151,13 @@ def test_the_guide_has_every_setting_with_its_option_and_its_default() -> None:
     options = {option for p in run.params for option in p.opts}
     assert all(f"--{option}" in options for _, option, _ in rows if option)
     default, patience = Policy(), Patience()
-    of_hangs = {"hang_floor_s": patience.floor_s, "hang_ceiling_s": patience.ceiling_s}
+    config = config_of(tmp_path, "--audit")
+    of_agents = {
+        "hang_floor_s": patience.floor_s,
+        "hang_ceiling_s": patience.ceiling_s,
+        "etcd_grace_s": config.etcd_grace_s,
+        "audit_every": config.audit,
+    }
     assert {name: float(told) for name, _, told in rows} == {
-        name: of_hangs[name] if name in of_hangs else getattr(default, name) for name in SETTINGS
+        name: of_agents[name] if name in of_agents else getattr(default, name) for name in SETTINGS
     }
