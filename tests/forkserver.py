@@ -4,8 +4,8 @@ A start of Python with these imports takes about two and a half seconds of CPU t
 start two or three agents. A command that is forked is a process of its own in every other respect: it has its
 own session, folder, environment, files and signals, and runs ``elasticd.cli.begin`` as the script does.
 
-Variables that are read before the first line of Python (``PYTHONPATH``, ``LD_PRELOAD``) have no effect on a
-fork, and /proc/PID/environ and /proc/PID/cmdline show those of the server.
+``LD_PRELOAD`` and other variables that are read before the first line of Python have no effect on a fork, but
+``PYTHONPATH`` has. /proc/PID/environ and /proc/PID/cmdline show those of the server.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class Forked:
         cwd: Path,
         stdout: int,
         stderr: int,
+        stdin: int | None = None,
         entry: str = ELASTICD,
     ) -> None:
-        """``stdout`` and ``stderr`` are files that the caller keeps; stdin is empty."""
+        """``stdin``, ``stdout`` and ``stderr`` are files that the caller keeps; stdin may be empty."""
         self._line, theirs = socket.socketpair()
         request = {"entry": entry, "argv": list(argv), "env": dict(env), "cwd": str(cwd)}
         with theirs, open(os.devnull) as nothing:
-            given = [nothing.fileno(), stdout, stderr, theirs.fileno()]
+            given = [nothing.fileno() if stdin is None else stdin, stdout, stderr, theirs.fileno()]
             socket.send_fds(_server(), [json.dumps(request).encode()], given)
         self.returncode: int | None = None
         self.pid = self._number()
@@ -180,7 +181,8 @@ def main() -> None:
     os.environ.update(request["env"])
     tempfile.tempdir = None  # imports may have asked for it
     sys.argv = request["argv"]
-    sys.path[0] = str(Path(sys.executable).parent)  # as in the script
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [str(Path(sys.executable).parent), *given]  # as in the script
     module, _, name = request["entry"].partition(":")
     sys.exit(getattr(sys.modules[module], name)())
 

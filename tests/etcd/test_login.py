@@ -171,28 +171,30 @@ def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_s
     go_on = tmp_path / "go_on"
     os.mkfifo(go_on)
 
-    def elasticd(*argv: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(Path(sys.executable).with_name("elasticd")), argv[0], *options, *argv[1:]],
-            env=os.environ | secrets | state,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def command(*argv: str) -> list[str]:
+        return [str(Path(sys.executable).with_name("elasticd")), argv[0], *options, *argv[1:]]
+
+    env = {**os.environ, **secrets, **state}
 
     def said(*argv: str) -> tuple[int, str, str]:
-        process = elasticd(*argv)
-        out, err = process.communicate(timeout=240)
-        return process.returncode, out, err
+        done = forkserver.run(command(*argv), env=env, cwd=tmp_path, timeout_s=PATIENCE_S)
+        return done.returncode, done.stdout, done.stderr
 
     script = f"env; echo started > {go_on}; exec sleep 600"
-    job = elasticd("run", "--job=a", "--min=1", "--max=1", "--http=off", "--no-python", "sh", "-c", script)
+    limits = ("--min=1", "--max=1", "--http=off", "--no-python")
+    job = subprocess.Popen(
+        command("run", "--job=a", *limits, "sh", "-c", script),
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert go_on.read_text() == "started\n"
         code, out, err = said("status", "a", "--json")
         assert (code, json.loads(out)["world_size"]) == (0, 1), err
         assert said("stop", "a")[0] == 0
-        out, err = job.communicate(timeout=240)
+        out, err = job.communicate(timeout=PATIENCE_S)
     finally:
         job.kill()
         job.wait()
@@ -206,8 +208,7 @@ def test_within_a_role_of_one_job_that_job_runs_and_is_steered_and_no_other_is_s
     for argv in (("ls",), ("status", "b"), ("stop", "b")):
         code, out, err = said(*argv)
         assert code == 2 and "denies access" in err and len(err.splitlines()) == 1, (argv, out, err)
-    other = ("run", "--job=b", "--min=1", "--max=1", "--http=off", "--no-python", "true")
-    code, out, err = said(*other)
+    code, out, err = said("run", "--job=b", *limits, "true")
     assert code == 2 and "denies access" in err.splitlines()[-1] and "Traceback" not in err, err
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from tests.forkserver import ELASTICD, TORCHRUN, Forked
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 100
@@ -15,7 +17,7 @@ PATIENCE_S = 100
 
 @dataclass
 class Running:
-    process: subprocess.Popen[bytes]
+    process: Forked
     out: Path
     err: Path
 
@@ -57,8 +59,8 @@ class Launcher:
 
     def command(self) -> list[str]:
         if self.name == "torchrun":  # which leaves a folder in the temporary one unless it is told another
-            return [sys.executable, "-m", "torch.distributed.run", f"--log-dir={self.folder / 'logs'}"]
-        return [sys.executable, "-m", "elasticd.cli.main", "run"]
+            return ["torchrun", f"--log-dir={self.folder / 'logs'}"]
+        return ["elasticd", "run"]
 
     def environment(self, more: Mapping[str, str]) -> dict[str, str]:
         ours = ("PET_", "ELASTICD_", "TORCHELASTIC_", "OMP_", "PYTEST_", "COV_")
@@ -82,13 +84,14 @@ class Launcher:
         fed, out, err = (self.folder / f"{self.name}-{number}.{kind}" for kind in ("in", "out", "err"))
         fed.write_bytes(stdin)
         with fed.open("rb") as i, out.open("wb") as o, err.open("wb") as e:
-            process = subprocess.Popen(
+            process = Forked(
                 [*self.command(), *limits, *map(str, arguments)],
                 cwd=self.folder,
                 env=self.environment(env or {}),
-                stdin=i,
-                stdout=o,
-                stderr=e,
+                stdin=i.fileno(),
+                stdout=o.fileno(),
+                stderr=e.fileno(),
+                entry=TORCHRUN if self.name == "torchrun" else ELASTICD,
             )
         running = Running(process, out, err)
         self.started.append(running)
@@ -100,7 +103,7 @@ class Launcher:
     def close(self) -> None:
         for running in self.started:
             if running.process.poll() is None:
-                running.process.terminate()
+                running.process.send_signal(signal.SIGTERM)
                 try:
                     running.process.wait(40)
                 except subprocess.TimeoutExpired:

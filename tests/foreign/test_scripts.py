@@ -1,6 +1,7 @@
 """Scripts in the style of the public tutorials, and some that come inside packages."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -64,7 +65,7 @@ def test_sigterm_to_the_launcher_reaches_the_scripts_own_handler(launcher: Launc
         assert running.process.poll() is None, running.err.read_text()
         assert time.monotonic() < deadline, running.err.read_text()
         time.sleep(0.05)
-    running.process.terminate()
+    running.process.send_signal(signal.SIGTERM)
     assert running.end().status != 0
     assert [(launcher.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
 
@@ -104,8 +105,7 @@ def test_accelerates_own_training_checks_pass(launcher: Launcher) -> None:
     assert "DistributedType.MULTI_CPU" in ended.out
 
 
-@pytest.mark.parametrize("way", ["path", "module"])
-@pytest.mark.parametrize("script", ["test_ops", "test_sync"])
+@pytest.mark.parametrize(("script", "way"), [("test_ops", "path"), ("test_sync", "module")])
 def test_accelerates_other_checks_pass(launcher: Launcher, script: str, way: str) -> None:
     """Without a GPU these join a gloo group and leave it without a word, sometimes before the other
     has joined: a restart is theirs to ask for, also under torchrun."""
@@ -130,9 +130,7 @@ def test_a_scripts_flags_are_its_own_whatever_they_are_called(elasticd: Launcher
     assert ended.out == alone("own_flags.py", *OWN_FLAGS)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--", "a"], ["a", "--", "b"], ["--help"], ["", "two words", "ü"]], ids=str
-)
+@pytest.mark.parametrize("arguments", [["--", "a", "--", "", "two words", "ü"], ["--help"]], ids=str)
 def test_arguments_arrive_to_the_letter(elasticd: Launcher, arguments: list[str]) -> None:
     """torchrun swallows a leading -- and answers --help itself."""
     ended = elasticd.run(PROGRAMS / "argv.py", *arguments, nproc=1)
