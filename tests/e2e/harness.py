@@ -224,8 +224,7 @@ class Cluster:
         argv += [part for option in self.pace.items() for part in option]
         argv += [f"--policy={self._policy_file()}"]
         argv += [*options, *program]
-        # A fork has the /proc entries of its server, and ignores variables that Python reads at its start.
-        fork = self.etcd is not None and not any(variable.startswith(("LD_", "PYTHON")) for variable in env)
+        fork = not any(variable.startswith("LD_") for variable in env)  # which have no effect on a fork
         agent = Agent(name, argv, self.environment(name) | env, self.folder, self.news, fork=fork)
         self.agents.append(agent)
         return agent

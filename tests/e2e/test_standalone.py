@@ -61,7 +61,7 @@ def test_nobody_else_reaches_its_etcd_and_its_ports_are_on_loopback_only(
         said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
         assert said == "PermissionError\n"
     at: dict[str, set[str]] = {}
-    for pid in marked(alone.mark):
+    for pid in (a.pid, *marked(alone.mark)):
         process = psutil.Process(pid)
         heard = at.setdefault(process.name(), set())
         heard.update(c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN)

@@ -18,16 +18,16 @@ def free_port() -> int:
 
 def test_ranks_meet_at_the_master_port_in_every_round(cluster: Cluster) -> None:
     """Though each round's store has a port of its own, and some other node hosts it."""
-    cluster.limits = (3, 3)
+    cluster.limits = (2, 2)
     port = free_port()
     where = f"--init-method=tcp://localhost:{port}"
     program = [BY_ADDRESS, where, "--fail-first"]
-    (a,) = cluster.start("a", slots=2, options=[f"--master-port={port}"], program=program)
+    (a,) = cluster.start("a", options=[f"--master-port={port}"], program=program)
     (b,) = cluster.start("b", program=program)
     assert [a.end(), b.end()] == [0, 0], cluster.state()
     assert cluster.round.number == 2
     assert sorted(line for line in a.out + b.out if "counted" in line) == [
-        f"rank {rank} counted 3" for rank in range(3)
+        f"rank {rank} counted 2" for rank in range(2)
     ]
 
 
