@@ -24,24 +24,6 @@ def _steps(bench: Bench) -> int:
     return bench._made[-1].steps()[10]
 
 
-def test_steps_of_an_unmodified_torch_script_are_counted(bench: Bench) -> None:
-    program = """
-import torch
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(17):
-    optimizer.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-"""
-    before = time.time()
-    (exit,) = bench.run(program, env={"OMP_NUM_THREADS": "1"})
-    assert exit.code == 0, exit.message
-    (progress,) = bench._made[-1].progress()
-    assert (progress.slot, progress.rank, progress.step) == (10, 0, 17)
-    assert before - 1 < progress.at < time.time() + 1
-
-
 @pytest.mark.parametrize(
     ("optimizer", "made"),
     [
@@ -50,7 +32,7 @@ for _ in range(17):
         ("resumed(torch.optim.Adam(model.parameters()))", 7),
     ],
 )
-def test_what_an_optimizer_made_before_is_known_where_it_counts(
+def test_the_steps_of_an_unmodified_torch_script_are_counted_and_those_made_before_if_it_counts_them(
     bench: Bench, optimizer: str, made: int | None
 ) -> None:
     program = f"""
@@ -68,10 +50,12 @@ def resumed(optimizer):
     return optimizer
 train({optimizer}, 3)
 """
+    before = time.time()
     (exit,) = bench.run(program, env={"OMP_NUM_THREADS": "1"})
     assert exit.code == 0, exit.traceback
     (progress,) = bench._made[-1].progress()
-    assert (progress.step, progress.base) == (3, made)
+    assert (progress.slot, progress.rank, progress.step, progress.base) == (10, 0, 3, made)
+    assert before - 1 < progress.at < time.time() + 1
 
 
 def test_a_compiled_step_is_counted_and_compiled_once(bench: Bench) -> None:
