@@ -152,7 +152,7 @@ def _resume(known: Timekeeping, state: AgentState, now: float) -> Timekeeping:
 def _hold(before: HeldUp | None, beat: SlotProgress, round: int) -> HeldUp:
     same = before is not None and before.pid == beat.pid
     if before is not None and same and before.round == round:
-        return replace(before, so_far_s=beat.held_s)
+        return before if before.so_far_s == beat.held_s else replace(before, so_far_s=beat.held_s)
     return HeldUp(beat.pid, round, before.so_far_s if before is not None and same else 0.0, beat.held_s)
 
 

@@ -75,17 +75,20 @@ def form(
     chosen: dict[str, list[int]] = {node.name: [] for node in ordered}
     places = limits.max
     holding = newest_holders(ordered)
+    merits = {
+        node.name: [
+            (slot, _merit(node, slot, holding, last)) for slot in usable_slots(node, quarantines, now)
+        ]
+        for node in ordered
+    }
     for merit in reversed(_Merit):
         for node in ordered:
             mine = chosen[node.name]
-            usable = [
-                slot
-                for slot in usable_slots(node, quarantines, now)
-                if _merit(node, slot, holding, last) is merit
-            ]
+            usable = [slot for slot, its in merits[node.name] if its is merit]
             room = min(places, (node.most or len(node.slots)) - len(mine))
-            mine += usable[: max(0, room)]
-            places = limits.max - sum(map(len, chosen.values()))
+            taken = usable[: max(0, room)]
+            mine += taken
+            places -= len(taken)
     return seat((node.name, node.incarnation, chosen[node.name]) for node in ordered if chosen[node.name])
 
 

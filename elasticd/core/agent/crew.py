@@ -186,11 +186,11 @@ def note_report(do: Decisions) -> None:
     crew, before = do.state.crew, do.state.report
     if crew is None:
         return
-    report = replace(crew.report, finished=crew.finished)
-    unsaid = before is None or before.round != report.round
-    of_note = report if not crew.alive else replace(report, steps=0)
-    if unsaid and of_note == Report(report.node, report.incarnation, report.round):
-        return  # steps alone are of note once no worker is left to make more
+    report = replace(crew.report, finished=True) if crew.finished else crew.report
+    if before is None or before.round != report.round:
+        of_note = replace(report, steps=0) if crew.alive else report
+        if of_note == Report(report.node, report.incarnation, report.round):
+            return  # steps alone are of note once no worker is left to make more
     if report != before:
         do.set(report=report)
 

@@ -225,15 +225,12 @@ def tell_of_workers(do: Decisions) -> None:
     state, spec = do.state, do.state.spec
     if not state.registration.joined or spec is None:
         return
-    if spec.inplace:
+    if spec.inplace and not state.inplace:
         do.set(inplace=True)
-    known = replace(
-        spec,
-        inplace=spec.inplace or state.inplace,
-        checkpointed=spec.checkpointed or state.checkpointed,
-    )
-    if known != spec and state.registered:
+    inplace, checkpointed = spec.inplace or state.inplace, spec.checkpointed or state.checkpointed
+    if (inplace, checkpointed) != (spec.inplace, spec.checkpointed) and state.registered:
         guard = Unchanged("spec", state.seen["spec"].revision)
+        known = replace(spec, inplace=inplace, checkpointed=checkpointed)
         do.transact(Tag.INPLACE, (guard,), (Put("spec", known),))
 
 
