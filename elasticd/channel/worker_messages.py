@@ -35,6 +35,7 @@ from elasticd.core.age import Age
 
 VERSION = 2
 ADDRESS = "ELASTICD_LINK"
+HANDOVER = "ELASTICD_HANDOVER"  # in the environment of a handover round, which only passes the state on
 
 
 class Source(StrEnum):

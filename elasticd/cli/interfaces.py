@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 import psutil
 
-from elasticd.core.environment import over_interface
-
 
 def interface_of(address: str) -> str:
     """Return the name of the interface with this address; empty for a host name, and for loopback, which no
@@ -53,3 +51,22 @@ def network_environment(address: str, environ: Mapping[str, str], *, asked: bool
     # ``host_addresses`` is called last: without a name server, it takes seconds.
     named = asked or "GLOO_SOCKET_IFNAME" in environ or not all(map(is_loopback, host_addresses()))
     return over_interface(interface, environ, asked=asked, host_is_named=named)
+
+
+def over_interface(
+    name: str, inherited: Mapping[str, str], *, asked: bool, host_is_named: bool
+) -> dict[str, str]:
+    """Return the variables that bind gloo and NCCL to this network interface, except those that are already
+    set.
+
+    By default gloo uses the address of the host's name. With ``host_is_named`` other nodes can reach that
+    address; otherwise it is loopback, and gloo would never connect. NCCL uses the fastest interface. So if
+    the user ``asked`` for this interface's address, both are bound. Otherwise only gloo is bound, and only if
+    the host is not named.
+    """
+    told = {}
+    if asked or not host_is_named:
+        told["GLOO_SOCKET_IFNAME"] = name
+    if asked:
+        told["NCCL_SOCKET_IFNAME"] = f"={name}"  # "=": exactly this name, not every name with this prefix
+    return {variable: value for variable, value in told.items() if variable not in inherited}

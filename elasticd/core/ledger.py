@@ -11,7 +11,7 @@ between steps on training. The time after its last step is lost, unless the work
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -107,7 +107,7 @@ class Account:
         same = isinstance(before, AtWork) and before.round == what.round
         last = before if isinstance(before, AtWork) and same else AtWork(what.round)
         if what.step <= last.step:
-            return replace(self, seen=what)
+            return self if what == self.seen else replace(self, seen=what)
         account = self
         done = last.step
         if done == 0:
@@ -196,26 +196,3 @@ def keep_every_s(lived_s: float) -> float:
     """Return how often to write the record, for an agent of this age. Time that is not written when the agent
     is killed counts as restarting."""
     return min(max(KEPT_SHARE * lived_s, KEPT_FIRST_S), KEPT_MOST_S)
-
-
-def totals(records: Iterable[NodeLedger]) -> dict[str, float]:
-    """Return the seconds of all slots of all records together, with an entry for every kind."""
-    sums = dict.fromkeys(map(str, Kind), 0.0)
-    for record in records:
-        for time in record.slots:
-            for kind, seconds in time.spent.items():
-                if kind in sums:  # a newer elasticd may write further kinds
-                    sums[kind] += seconds
-    return sums
-
-
-def wanted(spent: Mapping[str, float]) -> float:
-    """Return the seconds in which a worker was wanted."""
-    return sum(seconds for kind, seconds in spent.items() if kind != Kind.IDLE)
-
-
-def goodput(spent: Mapping[str, float]) -> float | None:
-    """Return the share of the wanted time that was productive. None without a seen step, for example for
-    scripts without an optimizer."""
-    trained_s = sum(spent.get(kind, 0.0) for kind in (Kind.PRODUCTIVE, Kind.REPLAYED, Kind.CHECKPOINT))
-    return spent.get(Kind.PRODUCTIVE, 0.0) / wanted(spent) if trained_s > 0 else None

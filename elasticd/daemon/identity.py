@@ -8,10 +8,10 @@ import uuid
 from pathlib import Path
 
 from elasticd.core.agent import AgentConfig, AgentState, Identity
-from elasticd.core.environment import Setting
 from elasticd.core.facts import Spec
 from elasticd.daemon.config import RunConfig
 from elasticd.data import auditnotes
+from elasticd.procs.environment import Setting
 from elasticd.procs.linux import started_at
 
 

@@ -12,7 +12,6 @@ from elasticd.core.agent import AgentState
 from elasticd.core.facts import Cause, Checkpoint, Phase, SlotProgress
 from elasticd.core.ledger import Ledger
 from elasticd.core.measuring import SlotLag
-from elasticd.core.outage import Outage
 from elasticd.core.page_layout import Told
 from elasticd.core.ports import Seen
 from elasticd.core.reasons import (
@@ -34,6 +33,7 @@ from elasticd.procs.usage import Usage
 from elasticd.telemetry.catalog import BY_NAME
 from elasticd.telemetry.gpus import GpuReading
 from elasticd.telemetry.metrics import Metrics
+from elasticd.telemetry.outage import Outage
 from elasticd.telemetry.status import JobStatus, SlotState, SlotStatus
 
 # Returns the times of a slot's steps after a given step, in seconds since the epoch; some may be missing.

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticd.core.agent_messages import KeeperLost, LeaveJob
-from elasticd.core.environment import assignments, standbys
 from elasticd.core.facts import Member, Round
-from elasticd.core.ledger import totals
 from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
 from elasticd.daemon import edges, identity, openfiles, run_summary
@@ -35,11 +33,13 @@ from elasticd.daemon.timekeeper import Timekeeper
 from elasticd.daemon.usage_sampler import Sampler
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import EtcdLink
+from elasticd.procs.environment import assignments, standbys
 from elasticd.procs.usage import throttled_s
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.workers import LocalProcs
 from elasticd.telemetry import log, runs
 from elasticd.telemetry.events import EventFile
+from elasticd.telemetry.goodput import totals
 from elasticd.telemetry.lines import clean
 from elasticd.telemetry.liveview import PlainView, TerminalView
 from elasticd.telemetry.termination import TerminationLog

@@ -11,7 +11,6 @@ from elasticd import __version__
 from elasticd.checkpoint.server.save_report import SaveReport
 from elasticd.core.agent_messages import LeaveJob
 from elasticd.core.facts import NodeLedger, Phase, Round
-from elasticd.core.ledger import totals
 from elasticd.daemon.config import RunConfig
 from elasticd.daemon.driver import Driver
 from elasticd.etcd.access import EtcdAccess
@@ -19,6 +18,7 @@ from elasticd.etcd.diagnose import diagnose
 from elasticd.procs.linux import started_at
 from elasticd.telemetry import describe, summary
 from elasticd.telemetry.events import ENDED, STARTED, Event, of_agent
+from elasticd.telemetry.goodput import totals
 
 
 def started(config: RunConfig, access: EtcdAccess, at: float) -> Event:

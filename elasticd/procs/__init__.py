@@ -2,5 +2,6 @@
 
 ``warden`` is a small process that is the parent of all workers. ``warden_client`` is the agent's end of its
 channel. ``workers`` implements the core's ``Procs``. ``output`` carries what workers print. ``page`` reads
-their heartbeats. ``errorfile`` says why a worker failed. Linux only.
+their heartbeats. ``environment`` has the variables that workers get. ``errorfile`` says why a worker failed.
+Linux only.
 """

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticd.core.facts import Cause
-from elasticd.core.ledger import Kind, goodput
+from elasticd.core.ledger import Kind
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import ENDED, STARTED, Event
+from elasticd.telemetry.goodput import goodput
 
 Line = Mapping[str, Any]
 BINS_MAX = 80  # of a plot over time

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from elasticd import __version__
 from elasticd.core import budget as budgets
-from elasticd.core import ledger, world
+from elasticd.core import world
 from elasticd.core.facts import (
     Budget,
     Checkpoint,
@@ -38,6 +38,7 @@ from elasticd.core.facts import (
 )
 from elasticd.core.reasons import BelowMinimum
 from elasticd.telemetry import describe
+from elasticd.telemetry.goodput import goodput, totals
 from elasticd.telemetry.steprate import StepRates
 
 SCHEMA = 2
@@ -279,7 +280,7 @@ class _Picture:
         nodes = tuple(map(self._node, self._listed()))
         beats = [beat for of_node in self.beats.values() for beat in of_node.values()]
         rates = [s.steps_per_s for n in nodes for s in n.slots if s.steps_per_s is not None]
-        spent = ledger.totals(self.ledgers.values()) if self.ledgers and self.complete else None
+        spent = totals(self.ledgers.values()) if self.ledgers and self.complete else None
         lag, live = self.stragglers, self.live
         return JobStatus(
             job=job,
@@ -308,7 +309,7 @@ class _Picture:
             stragglers=lag.slow if lag and live and lag.round == live.number else (),
             etcd_full=etcd_full,
             time=spent,
-            goodput=ledger.goodput(spent) if spent else None,
+            goodput=goodput(spent) if spent else None,
             nodes=nodes,
             complete=self.complete,
             agent=self.local.agent if self.local else None,
@@ -342,7 +343,7 @@ class _Picture:
             tuple(self._slots(name, node, member)),
             kept.own_bytes if kept else 0,
             kept.replica_bytes if kept else 0,
-            ledger.totals([told]) if told else None,
+            totals([told]) if told else None,
         )
 
     def _slots(self, name: str, node: Node | None, member: Member | None) -> Iterator[SlotStatus]:

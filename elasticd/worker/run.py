@@ -14,16 +14,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from elasticd.channel.worker_messages import ADDRESS, Broken, Done, Enter, Entered, Holds, Waiting
+from elasticd.channel.worker_messages import ADDRESS, HANDOVER, Broken, Done, Enter, Entered, Holds, Waiting
 from elasticd.worker.agent.link import Link, own_link
 from elasticd.worker.state import State
 from elasticd.worker.world.exchange import agree
 from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, what_led_to
 
 _log = logging.getLogger(__name__)
-HANDOVER = (
-    "ELASTICD_HANDOVER"  # as in elasticd.core.environment, which imports much that a worker never needs
-)
 NEWS_S = 5.0  # how long to wait for Leave after a failed collective
 NEWS_S_MAX = 15.0  # the same for a worker that has no state yet, and ends then
 WHY_MAX = 1000  # characters of an error to send

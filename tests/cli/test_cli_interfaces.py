@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticd.cli import interfaces
-from elasticd.cli.interfaces import network_environment
+from elasticd.cli.interfaces import network_environment, over_interface
 
 ROOT = Path(__file__).parents[2]
 APART = ("unshare", "--net", "--mount")
@@ -100,3 +100,20 @@ def test_the_host_is_asked_for_no_name_where_that_decides_nothing(monkeypatch: p
         "GLOO_SOCKET_IFNAME": "eth0"
     }
     assert network_environment("10.0.0.7", {"GLOO_SOCKET_IFNAME": "ib0"}, asked=False) == {}
+
+
+def test_gloo_and_nccl_use_the_interface_of_the_address_that_somebody_named() -> None:
+    told = over_interface("eth0", {}, asked=True, host_is_named=True)
+    assert told == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+def test_where_the_address_was_guessed_gloo_is_told_only_where_it_would_use_loopback() -> None:
+    assert over_interface("eth0", {}, asked=False, host_is_named=True) == {}
+    assert over_interface("eth0", {}, asked=False, host_is_named=False) == {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+@pytest.mark.parametrize("value", ["ib0", ""])
+def test_what_the_user_says_of_interfaces_stands_be_it_nothing(variable: str, value: str) -> None:
+    told = over_interface("eth0", {variable: value}, asked=True, host_is_named=False)
+    assert variable not in told and len(told) == 1

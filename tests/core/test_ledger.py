@@ -10,9 +10,7 @@ from elasticd.core.ledger import (
     Kind,
     Ledger,
     Seen,
-    goodput,
     keep_every_s,
-    totals,
 )
 
 T0 = 1_000.0
@@ -184,18 +182,3 @@ def test_what_an_earlier_agent_has_kept_is_no_increase_of_this_ones_own_time() -
     assert sum(own.values()) == sum(before.values()) == 3.0 and own[Kind.RENDEZVOUS] == 3.0
     assert ledger.spent["productive"] == 36_000.0 and ledger.spent["restarting"] == 12.0
     assert sum(ledger.close(began_at + 5.0).slots[0].own.values()) == 5.0
-
-
-def test_goodput_is_the_productive_share_of_the_time_that_was_wanted() -> None:
-    record = NodeLedger(
-        "a", T0, (SlotTime(0, {"productive": 60.0, "idle": 500.0}), SlotTime(1, {"hung": 40.0}))
-    )
-    assert goodput(totals([record])) == pytest.approx(0.6)
-    assert goodput(totals([])) is None
-    assert goodput({"idle": 7.0}) is None
-    assert goodput({"restarting": 7.0, "rendezvous": 1.0}) is None, "no step was seen"
-    assert goodput({"replayed": 7.0, "rendezvous": 1.0}) == 0.0
-
-
-def test_a_kind_of_a_newer_version_is_passed_over() -> None:
-    assert sum(totals([NodeLedger("a", T0, (SlotTime(0, {"astral": 3.0, "idle": 1.0}),))]).values()) == 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from random import Random
 
-from elasticd.core import agent, environment
+from elasticd.core import agent
 from elasticd.core.agent_messages import LeaveJob, Signalled, Tick
 from elasticd.core.facts import Drained, Leadership, Limits, Node, Phase, Policy, Round, Spec
 from elasticd.core.hang import Patience
@@ -18,6 +18,7 @@ from elasticd.daemon.driver import Driver, Happening
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.timekeeper import Timekeeper
+from elasticd.procs import environment
 from tests.sim.clock import Clock, Timer
 from tests.sim.host import SimHost
 from tests.sim.inspector import SimInspector

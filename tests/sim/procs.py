@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from elasticd.channel.worker_messages import HANDOVER
 from elasticd.core.age import Age
-from elasticd.core.environment import HANDOVER
 from elasticd.core.facts import Exit, SlotProgress
 from elasticd.core.page_layout import Told, Use
 from elasticd.core.ports import (

@@ -22,6 +22,7 @@ from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import Channel, listen
 from elasticd.channel.worker_messages import (
     AGENT_TO_WORKER,
+    HANDOVER,
     WORKER_TO_AGENT,
     AgentToWorker,
     Broken,
@@ -33,7 +34,6 @@ from elasticd.channel.worker_messages import (
     Waiting,
     WorkerToAgent,
 )
-from elasticd.core.environment import HANDOVER
 from elasticd.procs.linux import kill_tree
 
 PATIENCE_S = float(os.environ.get("CREW_PATIENCE_S", "60"))

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.core.facts import Cause, Exit, Failure, Phase, Round
-from elasticd.core.outage import Outage, Recovery
+from elasticd.telemetry.outage import Outage, Recovery
 from tests.core import build
 
 NOW = build.NOW

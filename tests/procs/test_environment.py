@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.core.environment import Setting, assignments, over_interface, standbys
 from elasticd.core.facts import Member, Round
+from elasticd.procs.environment import Setting, assignments, standbys
 from tests.core.build import life, round
 
 WORLD = replace(round(7, {"a": 2, "b": 3}, restarts=4), began=1e9, failures=5)
@@ -125,20 +125,3 @@ def test_a_node_without_gpus_says_nothing_about_them() -> None:
 
 
 # ---------------------------------------------------------------- the network
-
-
-def test_gloo_and_nccl_use_the_interface_of_the_address_that_somebody_named() -> None:
-    told = over_interface("eth0", {}, asked=True, host_is_named=True)
-    assert told == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
-
-
-def test_where_the_address_was_guessed_gloo_is_told_only_where_it_would_use_loopback() -> None:
-    assert over_interface("eth0", {}, asked=False, host_is_named=True) == {}
-    assert over_interface("eth0", {}, asked=False, host_is_named=False) == {"GLOO_SOCKET_IFNAME": "eth0"}
-
-
-@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-@pytest.mark.parametrize("value", ["ib0", ""])
-def test_what_the_user_says_of_interfaces_stands_be_it_nothing(variable: str, value: str) -> None:
-    told = over_interface("eth0", {variable: value}, asked=True, host_is_named=False)
-    assert variable not in told and len(told) == 1

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from elasticd.channel.worker_messages import HANDOVER
 from elasticd.core.facts import Cause, Member, Phase, Round
 from elasticd.core.ports import Assignment
-
-HANDOVER = "ELASTICD_HANDOVER"  # in the environment of a handover round, which only passes the state on
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +104,3 @@ def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str
     if member.slots == tuple(range(len(member.slots))):
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-
-
-def over_interface(
-    name: str, inherited: Mapping[str, str], *, asked: bool, host_is_named: bool
-) -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to this network interface, except those that are already
-    set.
-
-    By default gloo uses the address of the host's name. With ``host_is_named`` other nodes can reach that
-    address; otherwise it is loopback, and gloo would never connect. NCCL uses the fastest interface. So if
-    the user ``asked`` for this interface's address, both are bound. Otherwise only gloo is bound, and only if
-    the host is not named.
-    """
-    told = {}
-    if asked or not host_is_named:
-        told["GLOO_SOCKET_IFNAME"] = name
-    if asked:
-        told["NCCL_SOCKET_IFNAME"] = f"={name}"  # "=": exactly this name, not every name with this prefix
-    return {variable: value for variable, value in told.items() if variable not in inherited}

@@ -1,0 +1,31 @@
+"""The sums of the ledgers' time, and the productive share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from elasticd.core.facts import NodeLedger
+from elasticd.core.ledger import Kind
+
+
+def totals(records: Iterable[NodeLedger]) -> dict[str, float]:
+    """Return the seconds of all slots of all records together, with an entry for every kind."""
+    sums = dict.fromkeys(map(str, Kind), 0.0)
+    for record in records:
+        for time in record.slots:
+            for kind, seconds in time.spent.items():
+                if kind in sums:  # a newer elasticd may write further kinds
+                    sums[kind] += seconds
+    return sums
+
+
+def wanted(spent: Mapping[str, float]) -> float:
+    """Return the seconds in which a worker was wanted."""
+    return sum(seconds for kind, seconds in spent.items() if kind != Kind.IDLE)
+
+
+def goodput(spent: Mapping[str, float]) -> float | None:
+    """Return the share of the wanted time that was productive. None without a seen step, for example for
+    scripts without an optimizer."""
+    trained_s = sum(spent.get(kind, 0.0) for kind in (Kind.PRODUCTIVE, Kind.REPLAYED, Kind.CHECKPOINT))
+    return spent.get(Kind.PRODUCTIVE, 0.0) / wanted(spent) if trained_s > 0 else None
