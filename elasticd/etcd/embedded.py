@@ -122,9 +122,9 @@ def ends_with_us(argv: Sequence[str]) -> list[str]:
 class Embedded:
     """One etcd server in a private folder, with its sockets and data. Not thread-safe."""
 
-    def __init__(self, spawn: Spawn = spawn_child, *, binary: Path | None = None) -> None:
+    def __init__(self, spawn: Spawn = spawn_child) -> None:
         self._spawn = spawn
-        self._binary = (binary or find_etcd()).absolute()
+        self._binary = find_etcd().absolute()
         self.version: Version | None = None  # known after ``start``
         self._pidfd: int | None = None
         self.folder = _private_folder()

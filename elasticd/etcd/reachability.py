@@ -55,9 +55,9 @@ def reachable(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> frozens
     return frozenset(found)
 
 
-def cut_off(endpoints: tuple[str, ...], timeout_s: float = PROBE_S) -> bool:
+def cut_off(endpoints: tuple[str, ...]) -> bool:
     """Return whether a majority of the endpoints cannot be reached. etcd may then still serve others."""
-    unreachable = len(endpoints) - len(reachable(endpoints, timeout_s))
+    unreachable = len(endpoints) - len(reachable(endpoints))
     return 2 * unreachable > len(endpoints)
 
 

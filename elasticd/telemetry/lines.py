@@ -35,10 +35,9 @@ class LineBuffer:
     ``partial`` is the open line as a terminal shows it now, for example the latest state of a progress bar.
     """
 
-    def __init__(self, *, colors: bool = True) -> None:
+    def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._open = ""
-        self._colors = colors
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that these bytes complete, ready to print, without line ends."""
@@ -51,22 +50,22 @@ class LineBuffer:
             else:
                 whole.append(self._open)
                 self._open = ""
-        return [shown(line, colors=self._colors) for line in whole]
+        return list(map(shown, whole))
 
     @property
     def partial(self) -> str:
-        return shown(self._open, colors=self._colors)
+        return shown(self._open)
 
     def close(self) -> str:
         """Return the open line, which its writer will not finish; empty when there is none."""
         rest = self._open + self._decoder.decode(b"", final=True)
         self._open = ""
-        return shown(rest, colors=self._colors)
+        return shown(rest)
 
 
-def shown(line: str, *, colors: bool = True) -> str:
+def shown(line: str) -> str:
     """Return the line as a terminal shows it in the end, without codes that move the cursor."""
-    text = _ESCAPE.sub(_keep_colors if colors else "", _last_state(line))
+    text = _ESCAPE.sub(_keep_colors, _last_state(line))
     text = _CONTROL.sub("", text).expandtabs()
     return text + _RESET if "\x1b" in text and not text.endswith(_RESET) else text
 

@@ -89,7 +89,6 @@ def test_of_a_progress_bar_the_latest_state_is_shown() -> None:
 def test_colours_stay_and_end_with_their_line() -> None:
     assert shown("\x1b[31mred") == "\x1b[31mred\x1b[0m"
     assert shown("\x1b[2A\x1b[31mred\x1b[K\x1b]0;title\x07") == "\x1b[31mred\x1b[0m"
-    assert shown("\x1b[31mred", colors=False) == "red"
 
 
 def test_a_line_without_end_does_not_fill_the_memory() -> None:
