@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elasticd.core.facts import Budget, Exit, Limits, NodeLedger, Outcome, Phase, Round, Spec, Stragglers
 from elasticd.core.hang import REPEAT_S, Verdict, Why
-from elasticd.core.hang.watching import AGAIN, LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
+from elasticd.core.hang.watching import LATE_S, LOOK_PATIENCE_S, WRITE_PATIENCE_S
 from elasticd.core.ports import Entry
 from elasticd.core.straggler import PERIODS, Place
 from tests.sim.cluster import PATIENCE, Broken, Cluster, SimAgent
@@ -52,6 +52,7 @@ class Invariants:
         cluster.training.fell_ill.append(self._fell_ill)
         cluster.joined.append(lambda agent: agent.inspector.condemned.append(self._condemned))
         self.condemned: list[tuple[SimWorker, Verdict]] = []
+        self.apart: set[SimWorker] = set()  # those that were in another collective than the rest
 
     # ---- 1, 2: one live round, numbers that only grow, sizes within the limits
 
@@ -204,10 +205,9 @@ class Invariants:
     def _condemned(self, worker: SimWorker, verdict: Verdict) -> None:
         now = self.cluster.clock.now()
         self.condemned.append((worker, verdict))
-        ill, world = worker.ill, worker.world
-        of_world = list(world.workers.values()) if world is not None else []
-        of_world += [w for w, _ in self.condemned if w.round == worker.round]  # it may be dead already
-        apart = [w for w in of_world if w.ill is not None and w.ill.illness.waits]
+        ill = worker.ill
+        apart = [w for w in self.apart if w.round == worker.round]
+        apart = [w for w in apart if w.ill is not None or now - w.well_since <= CARRIED_OUT_S]
         if verdict.why is Why.DEADLOCK and apart:
             return  # who left what out cannot be told from the outside
         if ill is not None and ill.illness is not Illness.BUSY:
@@ -221,6 +221,8 @@ class Invariants:
         )
 
     def _fell_ill(self, worker: SimWorker) -> None:
+        if worker.ill is not None and worker.ill.illness.waits:
+            self.apart.add(worker)
         self.cluster.clock.after(HANG_CHECK_S, lambda: self._check_hang(worker))
 
     def _check_hang(self, worker: SimWorker) -> None:
@@ -237,7 +239,7 @@ class Invariants:
         limit_s = max(
             (allowed.busy_s for allowed in known if allowed is not None), default=PATIENCE.ceiling_s
         )
-        return AGAIN * limit_s + REPEAT_S + LOOK_PATIENCE_S + WRITE_PATIENCE_S + NEWS_S
+        return limit_s + REPEAT_S + LOOK_PATIENCE_S + WRITE_PATIENCE_S + NEWS_S
 
     # ---- the ledger: every second of every slot is spent on one thing
 

@@ -458,8 +458,8 @@ class SimWorker:
         """Leave the world, if it is in one, and wait for the next."""
         if self.stopping or self.stuck or self.finishing:
             return
-        if not self.deaf:
-            self.ill = None  # it has left the collective that the others are not in
+        if self.ill is not None and not self.deaf:  # it leaves the collective that the others are not in
+            self.ill, self.well_since = None, self.procs.host.clock.now()
         self._leave_world()
         self.acts = False
         if self.leaving:
