@@ -21,7 +21,8 @@ in the world that it finds.
 
 from typing import TYPE_CHECKING, Any
 
-from elasticd.worker.commit.shared import Local, Unlike
+from elasticd.worker.commit.contents import Local
+from elasticd.worker.commit.shared import Unlike
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.report import NotFinite, checkpointed, report
 from elasticd.worker.run import run

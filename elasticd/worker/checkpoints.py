@@ -85,7 +85,7 @@ class Checkpoints:
         """The newest checkpoint that this rank knows to be committed."""
         return self._saving.newest
 
-    @agentpage.holds_up
+    @agentpage.held_up()
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Copy this rank's part of the state, to be written while training goes on.
 
@@ -121,7 +121,7 @@ class Checkpoints:
         """Promise that saves and loads happen only between steps, while no rank uses other collectives."""
         self._in_step = True
 
-    @agentpage.holds_up
+    @agentpage.held_up()
     def wait(self, timeout_s: float = 600.0) -> bool:
         """Wait until this rank's saves are committed or have failed, and their copies on another node are
         complete or have failed.

@@ -14,11 +14,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elasticd.core.page_layout import Fatal, Use
-from elasticd.data.dealing import Batch, Portion, counts_of, next_batch, parts_of
+from elasticd.data.dealing import Batch, next_batch
 from elasticd.worker.agent import agentpage
 from elasticd.worker.gradients.rates import Rule, check, factor
 from elasticd.worker.samples import loading
-from elasticd.worker.samples.loading import Fetched, Indexed, Requests, Share, Stream
+from elasticd.worker.samples.loading import Cutting, Fetched, Indexed, Requests, Share, Stream
 from elasticd.worker.samples.sampling import Listed, Sampler, order_of
 from elasticd.worker.world.group import world_size
 
@@ -219,10 +219,13 @@ class Data:
     def shares(self, rank: int, world: int) -> Iterator[Share]:
         """Yield a worker's share of each step, from the committed position on. A share that is not passed to
         ``advance`` comes again after a change of world."""
+        cutting = self._cutting(rank, world)
+        return self._shares_of_stream(cutting) if self._order is None else self._shares_of_indices(cutting)
+
+    def _cutting(self, rank: int, world: int) -> Cutting:
         size = self._global_batch or (self._worker_batch or 0) * world
         ranks = self._virtual_ranks if self._global_batch else world
-        following = self._shares_of_stream if self._order is None else self._shares_of_indices
-        return following(rank, world, size, ranks)
+        return Cutting(rank, world, size, ranks, self._accumulate, self._drop_last)
 
     @property
     def is_stream(self) -> bool:
@@ -234,17 +237,9 @@ class Data:
         have the same."""
         return self._read
 
-    def is_uneven(self, batch: Batch, world: int) -> bool:
-        """Whether some workers of a world of this size have more parts of the batch than others."""
-        return len(set(self._counts(batch, world))) > 1
-
-    def left_out(self, batch: Batch, world: int) -> int:
-        """Return how many workers of a world of this size have no part of the batch."""
-        return self._counts(batch, world).count(0)
-
-    def _counts(self, batch: Batch, world: int) -> tuple[int, ...]:
-        ranks = self._virtual_ranks if self._global_batch else world
-        return counts_of(world, samples=batch.samples, virtual_ranks=ranks, accumulate=self._accumulate)
+    def portions(self, batch: Batch, world: int) -> tuple[int, ...]:
+        """Return the number of parts of the batch that each worker of a world of this size has, by rank."""
+        return self._cutting(0, world).counts(batch.samples)
 
     def advance(self, batch: Batch) -> None:
         """Note that this batch and all before it are used."""
@@ -252,14 +247,13 @@ class Data:
 
     # ------------------------------------------------------------ batches
 
-    def _shares_of_indices(self, rank: int, world: int, size: int, ranks: int) -> Iterator[Share]:
-        order, epochs, drop_last = self._order, self._epochs, self._drop_last
-        epoch, position, accumulate = self._epoch, self._position, self._accumulate
+    def _shares_of_indices(self, cutting: Cutting) -> Iterator[Share]:
+        order, epochs, committed = self._order, self._epochs, self.committed
         assert order is not None
 
         # The loader calls these functions ahead of time and keeps them, so they must not refer to self.
         def batches() -> Iterator[Batch]:
-            at = epoch, position
+            at, size, drop_last = committed, cutting.size, cutting.drop_last
             while True:
                 batch = next_batch(*at, length=order.length, size=size, drop_last=drop_last)
                 if epochs is not None and batch.epoch >= epochs:
@@ -267,12 +261,9 @@ class Data:
                 yield batch
                 at = batch.epoch, batch.end
 
-        def parts(batch: Batch) -> list[Portion]:
-            return parts_of(rank, world, samples=batch.samples, virtual_ranks=ranks, accumulate=accumulate)
-
         def requests() -> Iterator[Fetched]:
             for batch in batches():
-                for part in parts(batch):
+                for part in cutting.parts(batch.samples):
                     positions = range(batch.first + part.samples.start, batch.first + part.samples.stop)
                     ids = order.at(batch.epoch, positions)
                     yield Fetched(batch.epoch, batch.first, batch.samples, part, ids)
@@ -283,10 +274,10 @@ class Data:
             self._loader = loading.loader_of_indexed(indexed, self._requests, self._options)
         loaded = iter(self._loader)
         for batch in batches():
-            yield Share(batch, parts(batch), loaded)
+            yield Share(batch, cutting.parts(batch.samples), loaded)
         self._loader = None  # its processes can end
 
-    def _shares_of_stream(self, rank: int, world: int, size: int, ranks: int) -> Iterator[Share]:
+    def _shares_of_stream(self, cutting: Cutting) -> Iterator[Share]:
         if self._epochs is not None and self._epoch >= self._epochs:
             return
         stream = Stream(
@@ -295,11 +286,7 @@ class Data:
             self._seed,
             epoch=self._epoch,
             position=self._position,
-            place=(rank, world),
-            size=size,
-            virtual_ranks=ranks,
-            accumulate=self._accumulate,
-            drop_last=self._drop_last,
+            cutting=cutting,
         )
         self._read = 0
         loaded = map(self._same_read, iter(loading.loader_of_stream(stream, self._options)))
@@ -308,10 +295,7 @@ class Data:
                 if self._epochs is not None and first.epoch + 1 >= self._epochs:
                     return
                 continue
-            parts = parts_of(
-                rank, world, samples=first.samples, virtual_ranks=ranks, accumulate=self._accumulate
-            )
-            yield Share(first.batch, parts, chain([first], loaded))
+            yield Share(first.batch, cutting.parts(first.samples), chain([first], loaded))
 
     def _same_read(self, fetched: Fetched) -> Fetched:
         if fetched.read and self._read and fetched.read != self._read:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from elasticd.channel.worker_messages import ADDRESS, HANDOVER, Broken, Done, Enter, Entered, Holds, Waiting
 from elasticd.worker.agent.link import Link, own_link
+from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.state import State
+from elasticd.worker.steps import StepLoop
 from elasticd.worker.world.exchange import agree
 from elasticd.worker.world.group import World, WorldChanged, is_of_the_group, what_led_to
 
@@ -52,7 +54,7 @@ def run(
         call = functools.partial(train, state, *args, **kwargs)
         address = os.environ.get(ADDRESS)
         if not address:
-            return _run_alone(state, call, timeout)
+            return _run_alone(state._loop, call, timeout)
         if own_link.cache_info().currsize:
             raise RuntimeError(
                 "a run function has returned already, and with it this worker's part in the job: have one "
@@ -63,12 +65,12 @@ def run(
                 "there is a process group already: elasticd.worker makes one for each world, so leave out "
                 "init_process_group()"
             )
-        return _run_in_rounds(state, call, own_link(address), timeout)
+        return _run_in_rounds(state._loop, call, own_link(address), timeout)
 
     return entered
 
 
-def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:
+def _run_alone(loop: StepLoop, call: Callable[[], T], timeout: timedelta) -> T:
     """Run in the only world there is: torchrun's, or this process alone."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -76,6 +78,7 @@ def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    state = loop.committed
     place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     try:
         agree(state, World(Enter(1, {**place, "MASTER_ADDR": "", "MASTER_PORT": "0"})))
@@ -86,12 +89,12 @@ def _run_alone(state: State, call: Callable[[], T], timeout: timedelta) -> T:
     if batch and dist.get_rank() == 0:
         _log.info("steps of %d samples; learning rates are multiplied by %g", batch, rates)
     result = call()
-    state.finish()
+    loop.finish()
     return result
 
 
-def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
-    round = 0
+def _run_in_rounds(loop: StepLoop, call: Callable[[], T], link: Link, timeout: timedelta) -> T:
+    state, round = loop.committed, 0
     link.say(Waiting(round, state.step, Holds.NONE))
     while True:
         enter = link.next_round(round)
@@ -114,7 +117,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             link.say(Entered(round, state.step, *took, *state.growth, source))
             result = call()
             world.check()  # a function that swallowed the end of its world has not finished
-            state.finish()
+            loop.finish()
             if world.end():
                 link.say(Done(round))
                 return result
@@ -130,7 +133,7 @@ def _run_in_rounds(state: State, call: Callable[[], T], link: Link, timeout: tim
             failure = error
             _clear_frames(error)
         world.close()
-        state.leave()
+        loop.leave()
         if not handover:
             _await_the_end(state, world, link, failure)
         del failure
@@ -157,7 +160,7 @@ def _is_of_the_world(error: BaseException, world: World) -> bool:
     return (ended and isinstance(error, Exception)) or is_of_the_group(error)
 
 
-def _await_the_end(state: State, world: World, link: Link, failure: BaseException | None) -> None:
+def _await_the_end(state: CommittedState, world: World, link: Link, failure: BaseException | None) -> None:
     """Wait until the agent closes the round.
 
     Raises ``failure`` if the agent sends nothing and this worker has no state to lose: the error then tells

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from elasticd.worker.commit.committed import CommittedState
+from elasticd.worker.data import Data
 from elasticd.worker.gradients.reduction import Reduction
+from elasticd.worker.report import report
 from elasticd.worker.samples.loading import Fetched, Share
+from elasticd.worker.world.group import WorldChanged, gathered, rank, world_size
 
+_log = logging.getLogger(__name__)
+LOOKS_DEEP = 3  # commits after which everything is checked for late changes, and then more and more rarely
+_CHANGED_LATE = (
+    "%s was changed between state.commit() and the next step, which is lost whenever the world changes: "
+    "change it before the commit (as by scheduler.step())"
+)
 T = TypeVar("T")
 
 
@@ -33,10 +46,9 @@ class Step:
     ``position`` in its epoch.
 
     ``turn``: the number of uncommitted steps before it. ``taken``: called with the used samples and losses
-    before the last gradient is added up; the arguments are ``Recorder.took``'s. ``uneven``: whether some
-    workers have more batches in the step than others. ``left_out``: how many have none. ``calls``: the
-    number of collectives that this worker has called, without DistributedDataParallel's own before a forward
-    pass.
+    before the last gradient is added up; the arguments are ``Recorder.took``'s. ``portions``: the number
+    of batches that each worker has in the step. ``calls``: the number of collectives that this worker has
+    called, without DistributedDataParallel's own before a forward pass.
     """
 
     def __init__(
@@ -45,10 +57,9 @@ class Step:
         turn: int,
         share: Share,
         reduction: Reduction,
-        taken: Callable[[int, int, Share, list[tuple[Fetched, torch.Tensor]]], None] | None = None,
-        uneven: Callable[[], bool] = lambda: False,
-        left_out: Callable[[], int] = lambda: 0,
-        calls: Callable[[], int] = lambda: 0,
+        taken: Callable[[int, int, Share, list[tuple[Fetched, torch.Tensor]]], None] | None,
+        portions: Callable[[], tuple[int, ...]],
+        calls: Callable[[], int],
     ) -> None:
         self.number, self._turn = number, turn
         self.batch = share.batch
@@ -57,11 +68,11 @@ class Step:
         self._share = share
         self._reduction = reduction
         self._taken = taken
-        self._uneven, self._left_out = uneven, left_out
+        self._portions = portions
         self._calls, self._called = calls, 0
         self._begun = False
         self._fetched: Fetched | None = None
-        self._lost: list[tuple[Fetched, torch.Tensor]] = []
+        self._losses: list[tuple[Fetched, torch.Tensor]] = []
 
     @property
     def used(self) -> int:
@@ -75,7 +86,7 @@ class Step:
         if self._begun:
             raise RuntimeError(f"the batches of step {self.number} can be gone through once only")
         self._begun = True
-        self._reduction.begin(self._left_out)
+        self._reduction.begin(lambda: self._portions().count(0))
         for fetched in self._share.fetch():
             part = fetched.part
             assert part is not None
@@ -113,7 +124,7 @@ class Step:
                 f"of shape {tuple(loss.shape)}"
             )
         assert fetched.part is not None
-        if self._calls() != self._called and self._uneven():
+        if self._calls() != self._called and len(set(self._portions())) > 1:
             raise RuntimeError(
                 "the model or its loss talks to the other workers for each batch (SyncBatchNorm, a "
                 f"contrastive loss), and not all of them have as many in step {self.number}: give Data "
@@ -121,14 +132,14 @@ class Step:
             )
         self._fetched = None
         if self._taken is not None:
-            self._lost.append((fetched._replace(values=None), loss.detach()))
+            self._losses.append((fetched._replace(values=None), loss.detach()))
             if fetched.part.last:
                 self._note_taken()
         self._reduction.backward(loss, fetched.part)
 
     def _note_taken(self) -> None:
         if self._taken is not None:
-            self._taken(self.number - self._turn + 1, self._turn, self._share, self._lost)
+            self._taken(self.number - self._turn + 1, self._turn, self._share, self._losses)
 
 
 class Epoch:
@@ -167,28 +178,6 @@ class Epoch:
         self.stops = True
 
 
-class EpochProgress:
-    """The progress of a training's epochs. ``ended``: the number of complete epochs, with the work after
-    their steps. ``began``: the step after which the present epoch began, if any. ``stopped``: no epoch
-    follows."""
-
-    def __init__(self) -> None:
-        self.ended = 0
-        self.began: int | None = None
-        self.stopped = False
-
-    @property
-    def marks(self) -> int:
-        """The number of commits without a step."""
-        return self.ended + self.stopped
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": (self.ended, self.began, self.stopped)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ended, self.began, self.stopped = state["at"]
-
-
 class Ahead(Generic[T]):
     """An iterator whose next item can be looked at before it is taken."""
 
@@ -206,3 +195,252 @@ class Ahead(Generic[T]):
 
     def take(self) -> None:
         self._next, self._looked = None, self.next is None
+
+
+class StepLoop:
+    """The steps and epochs that a State yields, and those that no commit covers yet."""
+
+    def __init__(self, committed: CommittedState, data: Data | None) -> None:
+        self.committed, self._data = committed, data
+        self._looked = 0  # how often late changes were looked for
+        self._warned: set[str] = set()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._begun = 0  # steps yielded since the last commit
+        self._used = 0  # this worker's samples of those, without the open step's
+        self._open: Step | None = None
+        self._numbered = False  # steps() is running, without data
+        self._micro: Micro | None = None
+        self._epoch: Epoch | None = None
+
+    def leave(self) -> None:
+        """Leave the world, and go back to the last commit."""
+        self._clear()
+        self.committed.leave()
+
+    # ------------------------------------------------------------ steps
+
+    def steps(self, until: int | None, accumulate: int) -> Iterator[Any]:
+        self._begin(accumulate)
+        if self._data is not None:
+            yield from self._of_data(self._shares(self._data), until)
+        elif until is None:
+            raise TypeError("state.steps() without a number needs State(..., data=worker.Data(...))")
+        else:
+            yield from self._of_numbers(until, accumulate)
+
+    def _begin(self, accumulate: int) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate is {accumulate}: give a number that is 1 or more")
+        if accumulate != 1 and self._data is not None:
+            raise TypeError("with data the batches are cut by Data: give accumulate= to it alone")
+        self._begun = self._used = 0
+
+    @property
+    def _number(self) -> int:
+        """The number of the next step."""
+        return self.committed.step + self._begun
+
+    def _shares(self, data: Data) -> Ahead[Share]:
+        """Return this worker's shares. All workers compare what they have read first of a stream."""
+
+        def compared() -> Iterator[Share]:
+            shares = data.shares(rank(), world_size())
+            first = next(shares, None)
+            if data.is_stream:
+                data.check_read([read for (read,) in gathered([data.read], self.committed.world)])
+            if first is not None:
+                yield first
+                yield from shares
+
+        return Ahead(compared())
+
+    def _of_data(self, shares: Ahead[Share], until: int | None, epoch: int | None = None) -> Iterator[Step]:
+        """Yield steps until ``until`` steps are made, or to the end of the given epoch."""
+        committed, data = self.committed, self._data
+        assert data is not None
+        while until is None or self._number < until:
+            self._check_world()
+            share = shares.next
+            if share is None or (epoch is not None and share.batch.epoch != epoch):
+                return
+            shares.take()
+            if self._begun and self._open is not None:  # which no commit has covered
+                self._used += self._open.used
+            taken = committed.recorder.took if committed.recorder is not None else None
+            portions = partial(data.portions, share.batch, world_size())
+            calls, number = committed.models.calls, self._number
+            self._open = Step(number, self._begun, share, committed.reduction, taken, portions, calls)
+            committed.place = share.batch.epoch, share.batch.first
+            self._begun += 1
+            yield self._open
+            self._close_step()
+            self._warn_of_late_changes()
+
+    def _of_numbers(self, until: int, accumulate: int) -> Iterator[Any]:
+        """Yield the steps' numbers; with ``accumulate`` above 1, a Micro for each micro-batch."""
+        self._numbered = True
+        try:
+            while self._number < until:
+                self._check_world()
+                number = self._number
+                self._begun += 1
+                if accumulate == 1:
+                    yield number
+                else:
+                    yield from self._micros(number, accumulate)
+                self._warn_of_late_changes()
+        finally:
+            self._numbered, self._micro = False, None
+
+    def _micros(self, number: int, accumulate: int) -> Iterator[Micro]:
+        for turn in range(accumulate):
+            self._micro = micro = Micro(number, turn, last=turn == accumulate - 1)
+            with contextlib.nullcontext() if micro.last else self.committed.models.without_sums():
+                yield micro
+
+    def _close_step(self) -> None:
+        if self._open is not None and not self._open.done:
+            raise RuntimeError(
+                f"the batches of step {self._open.number} were not all used: go through them, as in "
+                "`for batch in step`, before state.commit() and the next step"
+            )
+
+    def _check_world(self) -> None:
+        """Raise WorldChanged if no further step is possible in this world, even if the script has swallowed
+        the error of the last step."""
+        world = self.committed.world
+        if world is not None:
+            world.check()
+            if self._begun and world.sums != world.sums_begun:
+                raise WorldChanged
+
+    # ------------------------------------------------------------ epochs
+
+    def epochs(self, until: int | None, steps: int | None, accumulate: int) -> Iterator[Epoch]:
+        self._begin(accumulate)
+        data, progress = self._data, self.committed.progress
+        if steps is None:
+            if data is None:
+                raise TypeError("state.epochs() needs steps=, or State(..., data=worker.Data(...))")
+            if until is not None and data.epochs is not None and until > data.epochs:
+                raise ValueError(
+                    f"state.epochs({until}) asks for more epochs than Data has: give Data epochs={until}"
+                )
+        elif steps < 1:
+            raise ValueError(f"steps is {steps}: give a number that is 1 or more")
+        if progress.began is None and data is not None and steps is None:
+            progress.ended = max(progress.ended, data.committed[0])
+        shares = self._shares(data) if data is not None else None
+        epoch = None
+        try:
+            while not progress.stopped and (until is None or progress.ended < until):
+                self._check_world()
+                if (
+                    shares is not None
+                    and shares.next is None
+                    and progress.began in (None, self.committed.step)
+                ):
+                    return  # the data has ended
+                if progress.began is None:
+                    progress.began = self.committed.step
+                if steps is None and shares is not None and shares.next is not None:
+                    self._refuse_other_epochs(shares.next.batch.epoch)
+                last = None if steps is None else progress.began + steps
+                self._epoch = epoch = Epoch(progress.ended, self._of_epoch(shares, last, accumulate))
+                yield epoch
+                self._end_epoch(epoch)
+        finally:
+            if self._epoch is epoch:
+                self._epoch = None
+
+    def _refuse_other_epochs(self, epoch: int) -> None:
+        """Raise ValueError where the epochs of the data come after more epochs of so many steps: none of them
+        would have a step."""
+        if epoch < (ended := self.committed.progress.ended):
+            raise ValueError(
+                f"{ended} epochs are over, and the data is in its epoch {epoch}: give state.epochs() the "
+                "steps= that those were of"
+            )
+
+    def _of_epoch(self, shares: Ahead[Share] | None, until: int | None, accumulate: int) -> Iterator[Any]:
+        """Yield the steps of the present epoch, until ``until`` steps or to the end of the data's epoch."""
+        if shares is not None:
+            yield from self._of_data(shares, until, self.committed.progress.ended if until is None else None)
+        elif until is not None:
+            yield from self._of_numbers(until, accumulate)
+        if self._begun:  # so that the work after the steps can be repeated without them
+            self.commit()
+
+    def _end_epoch(self, epoch: Epoch) -> None:
+        """Commit the work after an epoch's steps. Raises WorldChanged."""
+        if not epoch.over and not epoch.stops:
+            raise RuntimeError(
+                f"epoch {epoch.number} was left before its end: go through all that `for step in epoch` "
+                "gives, or call epoch.stop() before leaving that loop for good"
+            )
+        if self._begun and self.committed.uncommitted.stepped:  # the script left the epoch after a step
+            self.commit()
+        self._check_world()
+        self.committed.commit_epoch(over=epoch.over, stops=epoch.stops)
+
+    # ------------------------------------------------------------ commits
+
+    def commit(self, **values: Any) -> None:
+        self._close_step()
+        if self._micro is not None and not self._micro.last:
+            raise RuntimeError(
+                f"state.commit() was called before the last micro-batch of step {self._micro.step}, so that "
+                "gradients would be lost with the world: have the optimizer step, and commit, if micro.last"
+            )
+        if self._numbered and not self._begun:
+            raise RuntimeError(
+                f"state.commit() was called a second time in step {self._number - 1}: what steps() yields is "
+                "a step, so commit once in each or in every k-th of them, after all that belongs to it"
+            )
+        if values:
+            report(**values)
+        if self._epoch is not None and not self._epoch.under_way and not self._begun:
+            self._warn_once(
+                "state.commit() outside of the steps of epoch %d commits nothing: what comes after its steps "
+                "is committed with its end, when the script asks for the next epoch",
+                self._epoch.number,
+            )
+            return
+        covers, used, batch = self._begun, self._used, None
+        if self._open is not None:
+            used, batch = used + self._open.used, self._open.batch
+        self._open = None
+        self._begun = self._used = 0
+        self.committed.commit(covers=covers, samples=used, batch=batch)
+
+    def finish(self) -> None:
+        """Commit and save the last steps, after the run functions of all workers have returned. Raises
+        WorldChanged."""
+        if self.committed.uncommitted.stepped and (self._open is None or self._open.done):
+            self._warn_once(
+                "what the script did after committed step %d is committed at its end: call state.commit() "
+                "after the last step, too",
+                self.committed.step,
+            )
+            self.commit()
+        self.committed.finish()
+
+    def _warn_of_late_changes(self) -> None:
+        """Warn once if the script has changed something after it committed a step.
+
+        Simple values are checked each time. Everything else is checked in the first steps, and then more and
+        more rarely.
+        """
+        if self._begun or _CHANGED_LATE in self._warned or rank() != 0:
+            return
+        self._looked += 1
+        deep = self._looked <= LOOKS_DEEP or self._looked.bit_count() == 1
+        if changed := self.committed.last.changed(deep=deep):
+            self._warn_once(_CHANGED_LATE, changed)
+
+    def _warn_once(self, sentence: str, about: object) -> None:
+        if sentence not in self._warned and rank() == 0:
+            _log.warning(sentence, about)
+        self._warned.add(sentence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticd.data.dealing import parts_of
 from elasticd.worker.gradients.consistent import Consistent
 from elasticd.worker.gradients.reduction import Averaged, Reduction
+from elasticd.worker.gradients.wrapping import WrappedModels
 from workers.gpt import GPT, Shape
 
 SHAPES = {  # layers, heads, width
@@ -51,9 +53,13 @@ class _Contestant:
         if name == CONSISTENT:
             self.reduction = Consistent([bare], virtual_ranks, 0, lambda: [self.steps])
         else:
-            self.model = DistributedDataParallel(bare, gradient_as_bucket_view=True)
+            wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
             if name == AVERAGED:
-                self.reduction = Averaged({"model": self.model})
+                models = WrappedModels({"model": bare}, ["model"], wrap)
+                models.enter(None)
+                self.model, self.reduction = models["model"], Averaged(models)
+            else:
+                self.model = wrap(bare)
 
     def step(self, batch: torch.Tensor) -> None:
         parts = parts_of(

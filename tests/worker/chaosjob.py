@@ -316,16 +316,16 @@ class Training:
         self.told, self.summed = True, torch.zeros(())
         register_optimizer_step_pre_hook(lambda *_: faults.at("in the optimizer", self.number))
         register_optimizer_step_post_hook(lambda *_: faults.at("after an optimizer", self.number))
-        keep = self.state._committed.keep
+        keep = self.state._committed.last.keep
 
         def kept() -> None:
             faults.at("in commit", self.number)
             keep()
 
-        self.state._committed.keep = kept  # type: ignore[method-assign]
+        self.state._committed.last.keep = kept  # type: ignore[method-assign]
 
     def loop(self, state: worker.State) -> None:
-        number = state._world.number if state._world is not None else 1
+        number = state._committed.world.number if state._committed.world is not None else 1
         self.ledger.write(entered=number, step=state.step, rank=worker.rank(), world=worker.world_size())
         if self.script.epochs:
             for epoch in state.epochs(EPOCHS, steps=STEPS if self.script.epochs == "steps" else None):
@@ -343,7 +343,11 @@ class Training:
         for step in steps:
             self.number = step if isinstance(step, int) else step.number
             self.faults.at("start", self.number)
-            if self.script.spoilt and state._world is not None and state._world.number > 1:
+            if (
+                self.script.spoilt
+                and state._committed.world is not None
+                and state._committed.world.number > 1
+            ):
                 self.spoil(state)
             commits = self.script.commits(self.number + 1)
             self.make(step, commits)
@@ -354,14 +358,14 @@ class Training:
     def spoil(self, state: worker.State) -> None:
         spoilt, self.script = self.script.spoilt, replace(self.script, spoilt="")
         if spoilt == "skips":
-            state._step += 1
+            state._committed.step += 1
         elif spoilt == "forgets":
             state.own.pop()
         elif spoilt == "repeats":
             self.ledger.write(took=self.number, ids=[0])
         else:
             with torch.no_grad():
-                next(iter(state._modules["model"].parameters())).add_(1e-4)
+                next(iter(state._contents.modules["model"].parameters())).add_(1e-4)
 
     def commit(self) -> None:
         before = self.state.step
@@ -404,7 +408,7 @@ class Training:
     @property
     def trained(self) -> Any:
         """The model as it is."""
-        return self.state._modules["model"]
+        return self.state._contents.modules["model"]
 
     def note(self) -> None:
         """Plain data, with all kinds of keys."""
@@ -417,7 +421,7 @@ class Training:
     def follow(self) -> None:
         with torch.no_grad():
             for mine, other in zip(
-                self.state._modules["follower"].parameters(), self.trained.parameters(), strict=True
+                self.state._contents.modules["follower"].parameters(), self.trained.parameters(), strict=True
             ):
                 mine.data.mul_(0.5).add_(other.data, alpha=0.5)
 
@@ -425,7 +429,9 @@ class Training:
         """With the averages in place of the weights."""
         parameters = list(self.trained.parameters())
         own = [p.data.clone() for p in parameters]
-        for mine, other in zip(parameters, self.state._modules["follower"].parameters(), strict=True):
+        for mine, other in zip(
+            parameters, self.state._contents.modules["follower"].parameters(), strict=True
+        ):
             mine.data.copy_(other.data)
         self.trained.eval()
         with torch.no_grad():
@@ -533,7 +539,7 @@ class Training:
     def outcome(self) -> dict[str, Any]:
         tensors: dict[str, list[float]] = {}
         exact = hashlib.sha256()
-        for name, module in self.state._modules.items():
+        for name, module in self.state._contents.modules.items():
             for key, tensor in module.state_dict().items():
                 tensors[f"{name}.{key}"] = tensor.double().flatten().tolist()
                 exact.update(tensor.contiguous().numpy().tobytes())

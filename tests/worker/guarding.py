@@ -60,7 +60,7 @@ class Apart(TwoModules):
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         state.optimizer.zero_grad()
-        state._modules["head"](state.model(batch + worker.rank()).tanh()).square().mean().backward()
+        state._contents.modules["head"](state.model(batch + worker.rank()).tanh()).square().mean().backward()
         state.optimizer.step()
 
 
@@ -135,7 +135,7 @@ class Momentum(Script):
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         with torch.no_grad():
             for mine, other in zip(
-                state.keys.parameters(), state._modules["model"].parameters(), strict=True
+                state.keys.parameters(), state._contents.modules["model"].parameters(), strict=True
             ):
                 mine.data.mul_(0.9).add_(other.data, alpha=0.1)
         state.optimizer.zero_grad()
@@ -156,12 +156,12 @@ class Swapped(Closure):
         return worker.State(model=model, optimizer=optimizer, undo=self.undo)
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        own = [p.data for p in state._modules["model"].parameters()]
-        for p in state._modules["model"].parameters():
+        own = [p.data for p in state._contents.modules["model"].parameters()]
+        for p in state._contents.modules["model"].parameters():
             p.data = p.data * 0.5
         at("forward")
         dist.all_reduce(torch.zeros(1))
-        for p, data in zip(state._modules["model"].parameters(), own, strict=True):
+        for p, data in zip(state._contents.modules["model"].parameters(), own, strict=True):
             p.data = data
         super().step(state, batch, lambda _: None)
 
@@ -177,7 +177,7 @@ class Averages(Closure):
         return worker.State(model=model, averages=averages, optimizer=optimizer)
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        mine, averages = (list(state._modules[name].parameters()) for name in ("model", "averages"))
+        mine, averages = (list(state._contents.modules[name].parameters()) for name in ("model", "averages"))
         if state.step % 2:
             copies = [p.data.clone() for p in mine]
             self.swap_in(mine, averages)
@@ -205,7 +205,7 @@ class Sharp(Script):
         return worker.State(model=model, optimizer=optimizer)
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        parameters = list(state._modules["model"].parameters())
+        parameters = list(state._contents.modules["model"].parameters())
         state.model(batch).square().mean().backward()
         away = [0.05 * p.grad / p.grad.norm() for p in parameters]
         with torch.no_grad():
@@ -233,7 +233,7 @@ class Scaled(Script):
         state.optimizer.zero_grad()
         state.scaler.scale(state.model(batch).square().mean()).backward()
         state.scaler.unscale_(state.optimizer)
-        gradients = [p.grad for p in state._modules["model"].parameters()]
+        gradients = [p.grad for p in state._contents.modules["model"].parameters()]
         norm = torch.stack([g.norm() for g in gradients]).norm()
         at("forward")
         dist.all_reduce(norm, dist.ReduceOp.MAX)
@@ -252,7 +252,7 @@ class Unfrozen(Script):
         return worker.State(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3))
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        state._modules["model"][0].requires_grad_(state.step >= 3)
+        state._contents.modules["model"][0].requires_grad_(state.step >= 3)
         state.optimizer.zero_grad()
         mine = self.model(state)(batch[worker.rank() :: worker.world_size()])
         loss = mine.square().sum() / len(batch) * worker.world_size()
@@ -275,7 +275,9 @@ class MomentumUnfrozen(Unfrozen):
         return worker.State(model=model, keys=keys, optimizer=optimizer)
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
-        for mine, other in zip(state.keys.parameters(), state._modules["model"].parameters(), strict=True):
+        for mine, other in zip(
+            state.keys.parameters(), state._contents.modules["model"].parameters(), strict=True
+        ):
             mine.data.mul_(0.9).add_(other.data, alpha=0.1)
         super().step(state, batch, at)
 
@@ -305,8 +307,8 @@ class Beginning(Script):
 
     def step(self, state: worker.State, batch: torch.Tensor, at: Callable[[str], None]) -> None:
         if state.step >= 3:
-            state._lasting._checkpoints.wait()  # type: ignore[union-attr]
-            state._modules["late"].requires_grad_(True)
+            state._committed.saves.checkpoints.wait()  # type: ignore[union-attr]
+            state._contents.modules["late"].requires_grad_(True)
             state.second.zero_grad()
             state.late(batch).square().mean().backward()
             state.second.step()
@@ -401,7 +403,7 @@ class UnfrozenParts(WithData):
         return worker.State(model, optimizer, data=state.data)
 
     def step(self, state: worker.State, batch: Any, at: Callable[[str], None]) -> None:
-        state._modules["model"][0].requires_grad_(state.step >= 3)
+        state._contents.modules["model"][0].requires_grad_(state.step >= 3)
         super().step(state, batch, at)
 
 
@@ -544,8 +546,10 @@ def guarded(address: str, folder: str, name: str, kind: str, accident: Accident,
             script.after(state)
 
     run(state)
-    tensors = [t for m in state._modules.values() for t in m.state_dict().values() if torch.is_tensor(t)]
-    for optimizer in state._optimizers.values():
+    tensors = [
+        t for m in state._contents.modules.values() for t in m.state_dict().values() if torch.is_tensor(t)
+    ]
+    for optimizer in state._contents.optimizers.values():
         for values in optimizer.state_dict()["state"].values():
             tensors += [t for t in values.values() if isinstance(t, torch.Tensor)]
     journal.write(weights=[t.double().flatten().tolist() for t in tensors])

@@ -81,7 +81,7 @@ def make(exact: bool = True, width: int = 64, compiled: bool = False, **more: An
 
 def outcome(state: worker.State) -> dict[str, Any]:
     """Everything that training has led to."""
-    tensors = [*state._modules["model"].state_dict().values()]
+    tensors = [*state._contents.modules["model"].state_dict().values()]
     tensors += [t for values in state.optimizer.state_dict()["state"].values() for t in values.values()]
     return {
         "weights": [t.double().flatten().tolist() for t in tensors],
@@ -206,7 +206,7 @@ def train(
         loss = model(batch).pow(2).mean()
         accident("forward", step)
         if accident.point == "backward" and accident.step == step:
-            weight = next(iter(state._modules["model"].parameters()))
+            weight = next(iter(state._contents.modules["model"].parameters()))
             weight.register_hook(lambda _, step=step: accident("backward", step))
         loss.backward()
         accident("summed", step)
@@ -446,7 +446,7 @@ def train_astray(state: worker.State, journal: Journal, accident: Accident, step
 
     def go_astray(what: Callable[[], None] = accident.what) -> None:
         what()
-        for parameter in state._modules["model"].parameters():
+        for parameter in state._contents.modules["model"].parameters():
             parameter.grad.fill_(100.0)
 
     accident.what = go_astray

@@ -111,9 +111,11 @@ def step(state: worker.State, number: int, at: Callable[[str], None]) -> None:
 
 def digests(state: worker.State) -> dict[str, str]:
     """Of each thing."""
-    things: dict[str, Any] = {name: [*state._modules[name].state_dict().values()] for name in MODULES}
+    things: dict[str, Any] = {
+        name: [*state._contents.modules[name].state_dict().values()] for name in MODULES
+    }
     for name in MODULES:
-        module, optimizer = state._modules[name], getattr(state, f"of_{name}")
+        module, optimizer = state._contents.modules[name], getattr(state, f"of_{name}")
         names = {p: key for key, p in module.named_parameters()}
         groups = [
             sorted((names[p], sorted((k, v) for k, v in g.items() if k != "params")) for p in g["params"])
@@ -164,7 +166,7 @@ def train(
             step(state, number, lambda point, number=number: accident(point, number))
             commit(state, journal)
             if accident.point == "saved" and state.step == SAVED:
-                state._lasting._checkpoints.wait()
+                state._committed.saves.checkpoints.wait()
             accident("saved", state.step)
 
     run(state)

@@ -32,6 +32,7 @@ from elasticd.data.auditnotes import (
 )
 from elasticd.worker.data import Data
 from elasticd.worker.samples.auditing import Recorder, digest, recorder
+from tests.worker.worlds import entered
 
 
 def may_mount() -> bool:
@@ -67,16 +68,14 @@ def train(data: Data, model: nn.Module | None = None, **how: Any) -> worker.Stat
     torch.manual_seed(1)
     model = model or nn.Linear(1, 1)
     state = worker.State(model, torch.optim.AdamW(model.parameters(), lr=0.01), data=data, **how)
-    state.begin()
-    state.agree(1)
-    state.enter(None)
+    entered(state)
     for step in state.steps():
         for batch in step:
             step.backward(state.model(batch).square().mean())
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.commit()
-    state.finish()
+    state._loop.finish()
     return state
 
 
@@ -112,9 +111,7 @@ def test_buffers_are_digested_too_where_all_workers_have_the_same(folder):
 def test_without_data_the_commits_are_noted(folder):
     model = nn.Linear(1, 1)
     state = worker.State(model, wrap=None)
-    state.begin()
-    state.agree(1)
-    state.enter(None)
+    entered(state)
     state.commit()
     assert [type(note) for note in noted(folder)] == [EntryNote, CommitNote]
 

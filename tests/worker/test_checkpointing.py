@@ -20,7 +20,7 @@ from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.core.age import Age
 from elasticd.worker.checkpoints import Checkpoints
 from elasticd.worker.commit import checkpointing
-from elasticd.worker.commit.checkpointing import Lasting
+from elasticd.worker.commit.checkpointing import CommitCheckpoints
 from elasticd.worker.world.group import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, Hand
@@ -80,7 +80,7 @@ def assert_undisturbed(crew: Crew, folder: Path, names: range, undisturbed: dict
 def end_of(state: object, journal: Journal, accident: Accident, steps: int) -> None:
     """Everybody dies at once, after so many steps, when what was handed over is on disk."""
     train(state, journal, accident, COMMITTED)
-    state._lasting._checkpoints.wait()
+    state._committed.saves.checkpoints.wait()
     os.kill(os.getpid(), 9)
 
 
@@ -89,7 +89,7 @@ def test_the_last_step_is_saved_however_long_those_before_it_take(savers, tmp_pa
     monkeypatch.setattr(checkpointing.dist, "get_rank", lambda: 0)
     monkeypatch.setenv("ELASTICD_SAVER", savers.saver(bytes_s=1e7)[0])  # a fifth of a second for each
     checkpoints = Checkpoints(tmp_path / "run")
-    last = checkpointing.Lasting(checkpoints)
+    last = CommitCheckpoints(checkpoints)
     parts = checkpointing.Parts({"w": torch.zeros(1 << 19)}, {}, {})
     for parts.step in (1, 2):
         last.passed(parts, None, ends=False)
@@ -194,11 +194,11 @@ def test_what_was_kept_is_newer_only_if_it_came_further_in_a_later_world(monkeyp
     monkeypatch.setattr("elasticd.worker.agent.agentpage.has_checkpoints", lambda: None)
     checkpoints = SimpleNamespace(keep_in_step=lambda: None, newest_kept=lambda: kept)
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
-    assert Lasting(checkpoints).has_beyond(Age(2, 25), World(Enter(4, env))) is beyond
+    assert CommitCheckpoints(checkpoints).has_newer(Age(2, 25), World(Enter(4, env))) is beyond
 
 
 def train_with_trouble_in_saving(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    checkpoints = state._lasting._checkpoints
+    checkpoints = state._committed.saves.checkpoints
     save = checkpoints.save
 
     def save_if_nothing_happens(parts: object, step: int) -> bool:
@@ -227,14 +227,14 @@ def test_a_worker_without_memory_to_save_the_state_dies_of_it_alone(crew, tmp_pa
 def train_in_two_parts(state: object, journal: Journal, accident: Accident, steps: int) -> None:
     """Between them, all is on disk."""
     train(state, journal, NOTHING, accident.step)
-    state._lasting._checkpoints.wait()
+    state._committed.saves.checkpoints.wait()
     train(state, journal, accident, steps)
 
 
 def train_astray_to_the_end(state: object, journal: Journal, accident: Accident, steps: int) -> None:
     train_astray(state, journal, accident, steps)
-    state._lasting._checkpoints.wait()
-    journal.write(complaint=state._lasting._checkpoints.last_error)
+    state._committed.saves.checkpoints.wait()
+    journal.write(complaint=state._committed.saves.checkpoints.last_error)
 
 
 @pytest.mark.slow
@@ -303,12 +303,12 @@ def test_a_world_sent_away_hands_every_step_to_a_newcomer(
 
 def train_and_wait_for_the_disk(state: object, journal: Journal, accident: Accident, steps: int) -> None:
     train(state, journal, accident, steps)
-    state._lasting._checkpoints.wait()
+    state._committed.saves.checkpoints.wait()
 
 
 def train_until_others_come(state: object, journal: Journal, accident: Accident, steps: int) -> None:
     train_until_told_to_leave(state, journal, accident, steps)
-    state._lasting._checkpoints.wait()
+    state._committed.saves.checkpoints.wait()
 
 
 def test_what_survivors_and_a_newcomer_hand_over_together_is_committed(crew, tmp_path, saver):
@@ -323,7 +323,7 @@ def test_what_survivors_and_a_newcomer_hand_over_together_is_committed(crew, tmp
 
 
 def train_seldom_saved(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    state._lasting._checkpoints._schedule.cadence = EverySteps(1000)
+    state._committed.saves.checkpoints._schedule.cadence = EverySteps(1000)
     train_and_wait_for_the_disk(state, journal, accident, steps)
 
 
@@ -353,8 +353,8 @@ def test_the_end_of_training_is_saved_and_a_job_that_is_run_again_has_nothing_le
 
 def end_on_disk(state: object, journal: Journal, accident: Accident, steps: int) -> None:
     train(state, journal, accident, steps)
-    state.finish()
-    state._lasting._checkpoints.wait()
+    state._loop.finish()
+    state._committed.saves.checkpoints.wait()
 
 
 def restored(state: object) -> int:
@@ -393,10 +393,10 @@ def test_restore_is_asked_where_no_checkpoint_is_whole_and_without_it_that_is_an
 def end_with_each_step_on_disk(state: object, journal: Journal, accident: Accident, steps: int) -> None:
     """In a round far on."""
     os.environ["ELASTICD_ROUND"] = "50"
-    state._lasting._checkpoints.close()  # it was asked for what there is in round 1
+    state._committed.saves.checkpoints.close()  # it was asked for what there is in round 1
     for step in range(1, COMMITTED + 1):
         train(state, journal, NOTHING, step)
-        state._lasting._checkpoints.wait()
+        state._committed.saves.checkpoints.wait()
     os.kill(os.getpid(), 9)
 
 

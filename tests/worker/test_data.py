@@ -19,7 +19,7 @@ from elasticd import worker
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.data import Data, DataChanged
 from elasticd.worker.samples.loading import Share
-from tests.worker.worlds import in_world
+from tests.worker.worlds import entered, in_world
 
 Loaded = tuple[int, list[int], list[float]]  # virtual rank, samples, what chance added to them
 
@@ -217,8 +217,7 @@ def read_by_rank(alike: bool) -> str:
     model = nn.Linear(1, 1)
     data = Data(Flow(40) if alike else Sharded(), global_batch=4, virtual_ranks=2)
     state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data)
-    state.begin()
-    state.enter(None)
+    entered(state)
     try:
         next(state.steps())
     except DataChanged as error:
@@ -237,8 +236,7 @@ def contrast(virtual_ranks: int, compares: bool = True) -> str:
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
     data = Data(Numbers(32), global_batch=16, virtual_ranks=virtual_ranks)
     state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data)
-    state.begin()
-    state.enter(None)
+    entered(state)
     try:
         for step in state.steps():
             for numbers, _ in step:
@@ -427,11 +425,12 @@ def test_a_training_that_finds_its_data_changed_has_its_job_end(monkeypatch):
     monkeypatch.setattr("elasticd.worker.agent.agentpage.fatal", said.append)
     state = state_of(Data(Numbers(9), global_batch=4, virtual_ranks=2))
     before = Data(Numbers(8), global_batch=4, virtual_ranks=2).state_dict()
-    state._lasting = SimpleNamespace(
-        resume=lambda *_, **__: state.data.load_state_dict(before), overwrote=False
+    state._committed.saves = SimpleNamespace(
+        resume=lambda *_, **__: state.data.load_state_dict(before),
+        checkpoints=SimpleNamespace(overwrote=False),
     )
     with pytest.raises(DataChanged):
-        state.resume(None)
+        state._committed.resume(None)
     assert said == [Fatal.BAD_DATA]
 
 
@@ -456,9 +455,7 @@ def test_weights_and_samplers_of_before_are_wanted_too():
 def state_of(data: Data) -> worker.State:
     model = nn.Linear(1, 1)
     made = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1), data=data, wrap=None)
-    made.begin()
-    made.agree(1)
-    made.enter(None)
+    entered(made)
     return made
 
 
@@ -478,10 +475,9 @@ def test_rates_follow_a_growing_batch_while_the_optimizer_steps_and_never_show(m
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     data = Data(Numbers(40), worker_batch=4, rate=rate, rate_batch=8)
     state = worker.State(model, optimizer, data=data, schedule=schedule, wrap=None)
-    monkeypatch.setattr("elasticd.worker.state.world_size", lambda: 3)
-    state.begin()
-    state.enter(None)
-    assert state.growth == (12, pytest.approx(times))
+    monkeypatch.setattr("elasticd.worker.commit.committed.world_size", lambda: 3)
+    entered(state)
+    assert state._committed.growth == (12, pytest.approx(times))
     for _ in range(2):
         optimizer.step()
         schedule.step()
@@ -513,8 +509,8 @@ def test_the_position_is_committed_with_the_state_and_goes_back_with_it():
     for step in state.steps():
         used.append([batch[0].tolist() for batch in step if not step.backward(loss_of(state, batch))])
         if step.number == 1:
-            state.leave()  # the world ends before that is committed
-            state.enter(None)
+            state._loop.leave()  # the world ends before that is committed
+            entered(state)
             break
         state.commit()
     for step in state.steps():

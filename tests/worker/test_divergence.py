@@ -59,7 +59,7 @@ def normalize(address: str, folder: str, name: str, saver: str, dies: bool) -> N
             note(step + 1)
             commit(state, journal)
         if dies:
-            state._lasting._checkpoints.wait()
+            state._committed.saves.checkpoints.wait()
             os.kill(os.getpid(), 9)
 
     train(state)
@@ -84,7 +84,7 @@ def collect(address: str, folder: str, name: str, saver: str) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = worker.State(model, optimizer, checkpoints=str(Path(folder, "run")), seen=torch.zeros(0))
-    state._lasting._checkpoints._schedule.cadence = EverySteps(1000)
+    state._committed.saves.checkpoints._schedule.cadence = EverySteps(1000)
 
     @worker.run
     def train(state: worker.State) -> None:

@@ -21,7 +21,7 @@ from elasticd.worker.world.group import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import PATIENCE_S, Crew
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, die, outcome, reads
-from tests.worker.worlds import in_world
+from tests.worker.worlds import entered, in_world
 
 SAMPLES, BATCH, HELD_OUT = 38, 8, 6
 STEPS = -(-SAMPLES // BATCH)  # of an epoch
@@ -80,8 +80,8 @@ def train(state: worker.State, journal: Journal, accident: Accident) -> None:
             state.seen.append(step.number)
             state.commit()
             journal.write(trained=step.number)
-            if state._lasting is not None:
-                state._lasting._checkpoints.wait()  # none is left out
+            if state._committed.saves is not None:
+                state._committed.saves.checkpoints.wait()  # none is left out
         loss = evaluate(state.model, accident, epoch.number)
         journal.write(evaluated=epoch.number, step=state.step, rank=worker.rank())
         state.drawn += torch.rand(1).item()
@@ -216,13 +216,6 @@ def test_a_job_started_again_evaluates_the_epoch_that_it_was_killed_in_and_ends_
     assert reads(tmp_path, "4", "evaluated") == reads(tmp_path, "4", "trained") == []
 
 
-def entered(state: worker.State) -> worker.State:
-    state.begin()
-    state.agree(1)
-    state.enter(None)
-    return state
-
-
 def counting() -> worker.State:
     return entered(worker.State(nn.Linear(1, 1), wrap=None, seen=[]))
 
@@ -251,8 +244,8 @@ def test_epochs_without_data_are_of_so_many_steps_and_go_on_where_they_were_left
                 break
             made.append(f"after {epoch.number} at {state.step}")
             state.seen.append(epoch.number)
-        state.leave()
-        state.enter(None)
+        state._loop.leave()
+        entered(state)
         made.append("left")
     first = [0, 1, 2, 3, "after 0 at 4", 4, 5, 6, 7]
     assert made[:9] == first and made[9:] == ["after 1 at 8", 8, 9, 10, 11, "after 2 at 12", "left", "left"]
@@ -269,8 +262,8 @@ def test_what_comes_after_the_steps_of_an_epoch_is_taken_back_where_the_world_ch
         state.seen.append(epoch.number)
         if epoch.number == 1:
             break
-    state.leave()
-    state.enter(None)
+    state._loop.leave()
+    entered(state)
     assert (state.seen, state.step, state.model.training) == ([0], 4, True)
     again = [(epoch.number, list(epoch), state.seen.append("again")) for epoch in state.epochs(2, steps=2)]
     assert again == [(1, [], None)] and state.seen == [0, "again"]
@@ -378,7 +371,7 @@ def test_samples_of_a_last_step_that_is_committed_at_the_end_are_counted_once(mo
         optimizer.zero_grad()
         if step.number < 3:
             state.commit()
-    state.finish()
+    state._loop.finish()
     assert sum(used) == 9
 
 

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticd.channel.worker_messages import Enter
 from elasticd.data.dealing import Portion, parts_of
 from elasticd.worker.gradients.reduction import Averaged
+from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel
 from elasticd.worker.world.group import World
 from tests.worker.worlds import in_world
 
@@ -28,14 +29,20 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.first(x)))).squeeze(-1)
 
 
+def wrapped_models(nets: dict[str, nn.Module], wrap: Wrap | None) -> WrappedModels:
+    models = WrappedModels(nets, [*nets], wrap)
+    models.enter(None)
+    return models
+
+
 def gradients(kind: dict[str, bool], wrapped: bool, accumulate: int) -> tuple[list[list[float]], int]:
     """Of each batch; and how often gradients were sent."""
     torch.manual_seed(3)
     net = Net(**kind).double()
     rank, world = dist.get_rank(), dist.get_world_size()
     sent = 0
-    model = net
-    if wrapped:
+
+    def wrap(net: nn.Module) -> nn.Module:
         model = DistributedDataParallel(
             net, init_sync=False, bucket_cap_mb=0.001, find_unused_parameters=kind["unused"]
         )
@@ -48,7 +55,11 @@ def gradients(kind: dict[str, bool], wrapped: bool, accumulate: int) -> tuple[li
 
         count.__annotations__.clear()
         model.register_comm_hook(None, count)
-    reduction = Averaged({"model": model})
+        return model
+
+    models = wrapped_models({"model": net}, wrap if wrapped else None)
+    model = models["model"]
+    reduction = Averaged(models)
     found = []
     for number, samples in enumerate(BATCHES):
         x = torch.randn(samples, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
@@ -89,10 +100,9 @@ def several_parts_of(samples: int) -> list[Portion]:
 def gradients_of_several(turning: bool) -> list[float]:
     torch.manual_seed(3)
     nets = {name: nn.Linear(1, 1, bias=False).double() for name in "ab"}
-    models = {name: DistributedDataParallel(net, init_sync=False) for name, net in nets.items()}
+    models = wrapped_models(nets, data_parallel)
     reduction = Averaged(models, world=this_world())
-    for model, name in [(models["a"], "a"), (models["b"], "b")]:
-        model.register_forward_pre_hook(lambda *_, name=name: reduction.calls(name))
+    models.before_forward = reduction.calls
     x = torch.arange(8, dtype=torch.float64).reshape(8, 1)
     reduction.begin(lambda: 1)
     for number, part in enumerate(parts := several_parts_of(8)):
@@ -115,7 +125,8 @@ def steps_without_a_sum(steps: int) -> tuple[list[list[str]], bool]:
     """The models that a worker without a part hears of, by step, once the last worker has made all steps;
     and whether the store still has the last of them."""
     world = this_world()
-    reduction = Averaged({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}, world=world)
+    models = wrapped_models({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}, lambda model: model)
+    reduction = Averaged(models, world=world)
     heard = []
     if parts := parts_of(world.rank, world.size, samples=2, virtual_ranks=1):
         for _ in range(steps):

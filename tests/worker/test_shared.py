@@ -18,7 +18,7 @@ from elasticd.worker.commit.plaindata import copied, loaded, outlined, with_tens
 from elasticd.worker.commit.shared import ValueSummary, _summary_of, difference
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, reads
-from tests.worker.worlds import in_world
+from tests.worker.worlds import entered, in_world
 
 STEPS = 9
 MANY = 1 << 16  # elements of a tensor that is looked at in full
@@ -156,16 +156,14 @@ def test_what_comes_of_parameters_that_are_not_alike_yet_may_begin_otherwise(cre
 
 def evaluate_apart() -> str:
     state = worker.State(nn.Linear(1, 1), wrap=None, best=9.0)
-    state.begin()
-    state.agree(1)
-    state.enter(None)
+    entered(state)
     try:
         for epoch in state.epochs(3, steps=2):
             list(epoch)
             if epoch.number == 1:
                 state.best = 1.0 + worker.rank()
     except worker.Unlike as error:
-        return f"{state._progress.ended} {error}"
+        return f"{state._committed.progress.ended} {error}"
     return ""
 
 
@@ -179,9 +177,7 @@ def evaluate_by_rounding() -> list[str]:
     said = Said()
     logging.getLogger("elasticd.worker.commit.shared").addHandler(said)
     state = worker.State(nn.Linear(1, 1), wrap=None, best=9.0, at=100.0 + worker.rank() * 1e-6)
-    state.begin()
-    state.agree(1)
-    state.enter(None)
+    entered(state)
     for epoch in state.epochs(3, steps=2):
         list(epoch)
         state.best = (1.0 + worker.rank() * 1e-7) / (epoch.number + 3)
@@ -246,8 +242,8 @@ def test_no_checkpoint_has_what_is_a_workers_own():
     state = worker.State(
         nn.Linear(1, 1), a=1, b=worker.Local(2), c=worker.Local(noise), d=worker.Local(Meter())
     )
-    state.begin()
-    parts = state._parts()
+    state._committed.begin()
+    parts = state._committed.parts()
     assert parts.plain == {"a": 1} and parts.things.keys() == {"model", "_epochs"}
     assert (state.b, state.c) == (2, noise)
 
@@ -300,13 +296,11 @@ class Count:
 def test_a_number_that_an_object_loads_as_one_of_another_type_is_the_same(caplog):
     count = Count()
     state = worker.State(nn.Linear(1, 1), wrap=None, count=count)
-    state.begin()
-    state.agree(1)
-    state.enter(None)
-    before = state.shared_digests()
-    state.leave()
-    state.enter(None)
-    assert repr(count.number) == "0.0" and state.shared_digests() == before
+    entered(state)
+    before = state._committed.comparison.digests()
+    state._loop.leave()
+    entered(state)
+    assert repr(count.number) == "0.0" and state._committed.comparison.digests() == before
     for _ in state.steps(1):
         state.commit()
         count.number = 0

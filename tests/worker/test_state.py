@@ -20,7 +20,7 @@ from elasticd.worker.commit.checkpointing import Parts
 from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.world.group import World, WorldChanged
 from tests.procs.fakecuda import OnGpu
-from tests.worker.worlds import in_world
+from tests.worker.worlds import entered, in_world
 
 NOWHERE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
 
@@ -30,9 +30,7 @@ def state() -> worker.State:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = worker.State(model=model, optimizer=optimizer, wrap=None, epoch=0, seen=[])
-    made.begin()
-    made.agree(1)
-    made.enter(None)
+    entered(made)
     return made
 
 
@@ -41,16 +39,16 @@ def test_an_abandoned_step_leaves_no_trace(state):
     state.commit()
     mean = state.model[1].running_mean.clone()
     drawn = [torch.rand(1).item(), random.random(), np.random.randn(), np.random.randn()]
-    state.leave()
-    state.enter(None)
+    state._loop.leave()
+    entered(state)
 
     state.model(torch.randn(8, 4)).sum().backward()
     state.epoch += 1
     state.seen.append(1)
     state.optimizer.param_groups[0]["lr"] = 7.0
-    state.leave()
+    state._loop.leave()
 
-    assert state.holds == Holds.WHOLE and state.step == 1
+    assert state._committed.holds == Holds.WHOLE and state.step == 1
     assert torch.equal(state.model[1].running_mean, mean)
     assert (state.epoch, state.seen, state.optimizer.param_groups[0]["lr"]) == (0, [], 0.1)
     assert all(p.grad is None for p in state.model.parameters())
@@ -60,7 +58,7 @@ def test_an_abandoned_step_leaves_no_trace(state):
 class Spoiling:
     """What was kept, and turns out not to be whole once it has been read over all there is."""
 
-    overwrote = True
+    checkpoints = SimpleNamespace(overwrote=True)
 
     def __init__(self, ends: type[BaseException] | None) -> None:
         self._ends = ends
@@ -79,20 +77,18 @@ class Spoiling:
 def test_a_state_outlives_the_reading_of_what_proves_not_to_be_whole(ends):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     made = worker.State(model=model, optimizer=torch.optim.AdamW(model.parameters()), wrap=None, seen=[])
-    made.begin()
-    made.agree(1)
-    made.enter(None)
+    entered(made)
     made.model(torch.randn(8, 4)).sum().backward()
     made.optimizer.step()
     made.commit()
-    made.leave()
+    made._loop.leave()
     before = copied([model.state_dict(), made.optimizer.state_dict()])
     drawn = random.random()
-    made.leave()
-    made._lasting = Spoiling(ends)
+    made._loop.leave()
+    made._committed.saves = Spoiling(ends)
     with pytest.raises(ends) if ends else contextlib.nullcontext():
-        assert made.resume(World(Enter(4, NOWHERE)), beyond=Age(1, 1)) == ""
-    assert (made.holds, made.agreed, made.step) == (Holds.WHOLE, 1, 1)
+        assert made._committed.resume(World(Enter(4, NOWHERE)), beyond=Age(1, 1)) == ""
+    assert (made._committed.holds, made._committed.agreed, made.step) == (Holds.WHOLE, 1, 1)
     after = [model.state_dict(), made.optimizer.state_dict()]
     assert str(before) == str(after) and random.random() == drawn
 
@@ -100,12 +96,12 @@ def test_a_state_outlives_the_reading_of_what_proves_not_to_be_whole(ends):
 def test_what_a_script_begins_with_is_not_gone_on_from_once_something_was_read_over_it():
     model = nn.Linear(4, 4)
     made = worker.State(model=model, optimizer=torch.optim.SGD(model.parameters()), wrap=None)
-    made.begin()
-    made._lasting = Spoiling(WorldChanged)
+    made._committed.begin()
+    made._committed.saves = Spoiling(WorldChanged)
 
     with pytest.raises(WorldChanged):
-        made.resume(World(Enter(4, NOWHERE)))
-    assert made.holds is Holds.TORN
+        made._committed.resume(World(Enter(4, NOWHERE)))
+    assert made._committed.holds is Holds.TORN
 
 
 def test_a_normal_number_that_numpy_has_left_over_is_kept_too():
@@ -119,11 +115,11 @@ def test_a_normal_number_that_numpy_has_left_over_is_kept_too():
 
 def test_between_the_optimizers_step_and_the_commit_a_state_is_torn(state):
     state.model(torch.randn(8, 4)).sum().backward()
-    assert state.holds == Holds.WHOLE
+    assert state._committed.holds == Holds.WHOLE
     state.optimizer.step()
-    assert state.holds == Holds.TORN
+    assert state._committed.holds == Holds.TORN
     state.commit()
-    assert state.holds == Holds.WHOLE
+    assert state._committed.holds == Holds.WHOLE
 
 
 def test_a_step_waits_for_its_sums_on_the_gpu_that_the_model_is_on_and_for_no_other(state, monkeypatch):
@@ -131,22 +127,22 @@ def test_a_step_waits_for_its_sums_on_the_gpu_that_the_model_is_on_and_for_no_ot
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: asked.append(gpu) or stream)
     world = World(Enter(1, NOWHERE))
-    state.enter(world)
+    entered(state, world)
     state.model(torch.randn(8, 4)).sum().backward()
     state.optimizer.step()
     state.commit()
     assert not asked, "it is on none"
 
-    weight = state._modules["model"][0].weight
+    weight = state._contents.modules["model"][0].weight
     monkeypatch.setattr(weight, "__class__", OnGpu)
-    state.enter(world)
+    entered(state, world)
     state.model(torch.randn(8, 4)).sum().backward()
     before = weight.detach().clone()
     stream.synchronize = lambda: setattr(world, "over", True)  # what the GPU had waited for is lost
     with pytest.raises(WorldChanged):
         state.optimizer.step()
     assert asked == [weight.device] and torch.equal(weight.detach(), before)
-    assert state.holds == Holds.WHOLE
+    assert state._committed.holds == Holds.WHOLE
 
 
 @pytest.mark.parametrize("every", [1, 3, 4])
@@ -159,8 +155,8 @@ def test_steps_are_counted_as_they_are_yielded_however_many_a_commit_covers(stat
         if len(made) == 7:
             break  # as where the world ends
     assert state.step == 7 // every * every
-    state.leave()
-    state.enter(None)
+    state._loop.leave()
+    entered(state)
     for step in state.steps(12):
         made.append(step)
         if (step + 1) % every == 0:
@@ -175,8 +171,8 @@ def test_steps_that_are_not_committed_at_the_end_of_the_run_function_are(state, 
         state.optimizer.step()
         if step % 4 == 3:
             state.commit()
-    state.finish()
-    assert state.step == until and state.holds is Holds.WHOLE
+    state._loop.finish()
+    assert state.step == until and state._committed.holds is Holds.WHOLE
     assert [r.getMessage()[:50] for r in caplog.records] == [
         "what the script did after committed step 8 is comm"
     ] * said
@@ -202,9 +198,7 @@ def accumulated() -> list[Any]:
     rank = torch.distributed.get_rank()
     model = nn.Linear(1, 1, bias=False)
     state = worker.State(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state.begin()
-    state.agree(1)
-    state.enter(None)
+    entered(state)
     synced = 0
     gradient = 0.0
     for micro in state.steps(4, accumulate=3):
@@ -230,17 +224,15 @@ def test_a_generator_is_taken_back_with_an_abandoned_step_and_handed_to_who_come
 
     def made(seed: int) -> worker.State:
         new = worker.State(model, wrap=None, noise=torch.Generator().manual_seed(seed))
-        new.begin()
-        new.agree(1)
-        new.enter(None)
+        entered(new)
         return new
 
     trained, newcomer = made(1), made(2)
     torch.rand(3, generator=trained.noise)
     trained.commit()
     drawn = torch.rand(3, generator=trained.noise)
-    trained.leave()
-    newcomer.take(trained.snapshot())
+    trained._loop.leave()
+    newcomer._committed.take(trained._committed.snapshot())
     assert torch.equal(torch.rand(3, generator=trained.noise), drawn)
     assert torch.equal(torch.rand(3, generator=newcomer.noise), drawn)
 
@@ -250,9 +242,7 @@ def test_a_worker_that_has_no_part_of_a_batch_can_unscale_as_the_others_do():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     state = worker.State(model, optimizer, wrap=None, scaler=scaler)
-    state.begin()
-    state.agree(1)
-    state.enter(None)
+    entered(state)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     scaler.unscale_(optimizer)
@@ -279,9 +269,7 @@ def test_what_is_changed_after_a_commit_is_said_once(caplog, what):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     none = torch.tensor([float("nan"), 1.0])  # which is not equal to itself
     state = worker.State(model, optimizer, schedule=schedule, wrap=None, epoch=0, seen=[], none=none)
-    state.begin()
-    state.agree(1)
-    state.enter(None)
+    entered(state)
     for _ in state.steps(4):
         change(state)
         state.commit()
@@ -298,14 +286,12 @@ def test_a_scaler_forgets_a_step_that_was_abandoned():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     state = worker.State(model, optimizer, wrap=None, scaler=scaler)
-    state.begin()
-    state.agree(1)
     for abandoned in (True, False):
-        state.enter(None)
+        entered(state)
         scaler.scale(model(torch.ones(2, 4)).sum()).backward()
         scaler.unscale_(optimizer)
         if abandoned:
-            state.leave()
+            state._loop.leave()
     scaler.step(optimizer)
     scaler.update()
     state.commit()
@@ -350,9 +336,7 @@ class Growing(nn.Module):
 def test_buffers_that_change_their_shape_are_put_back_and_taken():
     def made() -> worker.State:
         new = worker.State(Growing(), wrap=None)
-        new.begin()
-        new.agree(1)
-        new.enter(None)
+        entered(new)
         return new
 
     state, newcomer = made(), made()
@@ -360,10 +344,10 @@ def test_buffers_that_change_their_shape_are_put_back_and_taken():
     state.commit()
     state.model(torch.ones(9))
     state.model.cache = torch.ones(3)
-    state.leave()
+    state._loop.leave()
     assert state.model.table.tolist() == [0, 1, 2, 3, 4] and state.model.cache is None
 
-    newcomer.take(state.snapshot())
+    newcomer._committed.take(state._committed.snapshot())
     assert newcomer.model.table.tolist() == [0, 1, 2, 3, 4]
     newcomer.model.table += 1
     assert state.model.table.tolist() == [0, 1, 2, 3, 4]
@@ -371,8 +355,8 @@ def test_buffers_that_change_their_shape_are_put_back_and_taken():
     state.model.cache = torch.ones(3)
     state.commit()
     state.model.cache = None
-    state.leave()
-    newcomer.take(state.snapshot())
+    state._loop.leave()
+    newcomer._committed.take(state._committed.snapshot())
     newcomer.model.cache += 1
     assert state.model.cache.tolist() == [1, 1, 1] and newcomer.model.cache.tolist() == [2, 2, 2]
 
@@ -382,7 +366,7 @@ def test_an_optimizers_state_of_more_bits_than_its_parameters_arrives_in_full():
         torch.manual_seed(0)
         model = nn.Linear(3, 2, dtype=torch.bfloat16)
         new = worker.State(model, torch.optim.SGD(model.parameters(), momentum=0.9), wrap=None)
-        new.begin()
+        new._committed.begin()
         return new
 
     trained, newcomer = made(), made()
@@ -390,7 +374,7 @@ def test_an_optimizers_state_of_more_bits_than_its_parameters_arrives_in_full():
         momentum = torch.rand(parameter.shape)
         trained.optimizer.state[parameter] = {"momentum_buffer": momentum, "blocks": [momentum + 1, 2]}
     trained.commit()
-    newcomer.take(trained.snapshot())
+    newcomer._committed.take(trained._committed.snapshot())
     pairs = zip(newcomer.model.parameters(), trained.model.parameters(), strict=True)
     for theirs, ours in pairs:
         arrived, sent = newcomer.optimizer.state[theirs], trained.optimizer.state[ours]
@@ -410,7 +394,7 @@ def test_who_lacks_a_group_of_parameters_that_the_others_have_says_so_and_takes_
     def made() -> worker.State:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         new = worker.State(model, torch.optim.SGD(model[0].parameters()), wrap=None, epoch=0, seen=[])
-        new.begin()
+        new._committed.begin()
         return new
 
     trained, newcomer = made(), made()
@@ -418,7 +402,7 @@ def test_who_lacks_a_group_of_parameters_that_the_others_have_says_so_and_takes_
     trained.commit()
     before = newcomer.model[0].weight.clone()
     with pytest.raises(RuntimeError, match="optimizer has 1 groups of parameters here, and 2 in the workers"):
-        newcomer.take(trained.snapshot())
+        newcomer._committed.take(trained._committed.snapshot())
     assert torch.equal(newcomer.model[0].weight, before)
 
 
@@ -449,8 +433,7 @@ def refusals() -> list[str]:
         data = worker.Data(list(range(8)), global_batch=4, virtual_ranks=2)
         try:
             state = worker.State(model, data=data, **how)
-            state.begin()
-            state.enter(None)
+            entered(state)
         except TypeError as error:
             return str(error)
         return "nothing"
@@ -488,7 +471,7 @@ print(sorted(m for m in sys.modules if m.startswith("elasticd.") and not m.start
     assert result.stderr == ""
     parts = {
         "channel": ("", ".codec", ".framing", ".worker_messages"),
-        "core": ("", ".age", ".page"),
+        "core": ("", ".age", ".page_layout"),
         "data": ("", ".auditnotes", ".dealing", ".order", ".summing"),
     }
     ours = [f"elasticd.{package}{module}" for package, modules in parts.items() for module in modules]
@@ -504,8 +487,8 @@ def test_parameters_that_an_optimizer_has_in_another_order_are_refused():
         return worker.State(model, torch.optim.SGD(order, momentum=0.9))
 
     one, other, same = made(False), made(True), made(False)
-    one.begin()
+    one._committed.begin()
     with pytest.raises(RuntimeError, match="optimizer has its parameters in another order here"):
-        other.take(one.snapshot())
-    same.begin()
-    same.take(one.snapshot())
+        other._committed.take(one._committed.snapshot())
+    same._committed.begin()
+    same._committed.take(one._committed.snapshot())

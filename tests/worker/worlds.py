@@ -12,7 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elasticd import worker
+from elasticd.worker.world.group import World
+
 PATIENCE_S = 100.0
+
+
+def entered(state: worker.State, world: World | None = None) -> worker.State:
+    """The state, in a world whose workers all have it."""
+    if not state._committed.last.kept:
+        state._committed.begin()
+        state._committed.agree(1)
+    state._committed.enter(world)
+    return state
 
 
 def in_world(size: int, folder: Path, job: Callable[..., Any], *args: Any) -> list[Any]:

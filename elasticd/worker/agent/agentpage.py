@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from traceback import format_exception
 from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec
 
 from elasticd.core import page_layout as layout
 from elasticd.core.page_layout import Fatal
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 _PAGE = "ELASTICD_PAGE"
 _MARK: Final = "_elasticd_ends_the_job"
@@ -112,7 +111,8 @@ def begins_after(step: int) -> None:
 
 @contextlib.contextmanager
 def held_up() -> Iterator[None]:
-    """Count the time of a ``with`` block as training held up by a checkpoint."""
+    """Count the time of a ``with`` block, or of a decorated function, as training held up by a
+    checkpoint."""
     began = time.monotonic_ns()
     try:
         yield
@@ -138,17 +138,6 @@ def goes_on(load: Callable[P, int | None]) -> Callable[P, int | None]:
         return step
 
     return noted
-
-
-def holds_up(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function: count its time as training held up by a checkpoint."""
-
-    @functools.wraps(function)
-    def held(*args: P.args, **kwargs: P.kwargs) -> T:
-        with held_up():
-            return function(*args, **kwargs)
-
-    return held
 
 
 # ---------------------------------------------------------------- errors that end the job

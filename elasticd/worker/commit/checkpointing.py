@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,14 +13,15 @@ import torch.distributed as dist
 from elasticd.core.age import Age
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit import randomness
-from elasticd.worker.steps import EpochProgress
-from elasticd.worker.world.group import World
+from elasticd.worker.commit.contents import EpochProgress
+from elasticd.worker.world.group import World, or_over
 
 if TYPE_CHECKING:
     from elasticd.worker.checkpoints import Checkpoints
 
 _log = logging.getLogger(__name__)
 _OURS: Final = "elasticd"  # the checkpoint's entry for data that is not the script's
+_ABSENT: Final = object()  # in place of a value that a checkpoint may have
 GOING_S_MAX: Final = 45.0  # for the last checkpoint when all workers leave; the agent kills them after 60 s
 
 
@@ -45,31 +44,21 @@ class Parts:
         return self.step, self.progress.marks
 
 
-class Lasting:
+class CommitCheckpoints:
     """A State's use of ``checkpoints``: all ranks of a world together, at commits."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         checkpoints.keep_in_step()
         agentpage.has_checkpoints()
-        self._outlived = False
+        self._survived = False
         self._tried = 0  # the last world whose first commit was tried out without a save
         self._newest = (0, (-1, 0))  # the world and the point of the last save or resume
 
-    @property
-    def tier(self) -> str:
-        """Where the last ``resume`` found the state."""
-        return self._checkpoints.tier
-
-    @property
-    def overwrote(self) -> bool:
-        """Whether the last ``resume`` read anything into the state, even if it then failed."""
-        return self._checkpoints.overwrote
-
-    def outlived(self) -> None:
+    def survived(self) -> None:
         """Have the world's first commit saved, due or not: survivors of the last world may have the only copy
         of the state. Call it on all ranks of a world, or on none."""
-        self._outlived = True
+        self._survived = True
 
     def passed(self, parts: Parts, world: World | None, ends: bool) -> None:
         """Save a committed step if a save is due. ``ends``: the world ends with this commit. Raises
@@ -79,17 +68,17 @@ class Lasting:
             if world.nobody_stays():  # workers that stay have the state, and need no save
                 by = time.monotonic() + GOING_S_MAX
                 self._save(parts, world, must=True)
-                self._checkpoints.wait(max(0.0, by - time.monotonic()))
+                self.checkpoints.wait(max(0.0, by - time.monotonic()))
         else:
-            with _in(world):
-                due = self._checkpoints.due(parts.step)
-            if due or self._outlived:
+            with or_over(world):
+                due = self.checkpoints.due(parts.step)
+            if due or self._survived:
                 self._save(parts, world)
             elif self._tried != (number := world.number if world else 1):
-                with _in(world):
-                    self._checkpoints.try_out(self._state_of(parts))
+                with or_over(world):
+                    self.checkpoints.try_out(self._state_of(parts))
                 self._tried = number
-            self._outlived = False
+            self._survived = False
 
     def finished(self, parts: Parts, world: World | None) -> None:
         """Save the end of the training. Raises WorldChanged if the world ends meanwhile."""
@@ -98,10 +87,10 @@ class Lasting:
                 if dist.get_rank() == 0:
                     _log.warning("step %d is saved once those before it are durable", parts.step)
 
-    def has_beyond(self, age: Age, world: World) -> bool:
+    def has_newer(self, age: Age, world: World) -> bool:
         """Whether a newer state than this age was kept. Raises WorldChanged if the world ends meanwhile."""
-        with world.or_over():
-            kept = self._checkpoints.newest_kept()
+        with or_over(world):
+            kept = self.checkpoints.newest_kept()
         return kept is not None and age.is_behind(kept.round, kept.step)
 
     def resume(
@@ -117,9 +106,9 @@ class Lasting:
 
         state = {**parts.things, **dict.fromkeys(parts.plain, _ABSENT), _OURS: _ABSENT}
         step, none_whole = None, None
-        with world.or_over():  # a RuntimeError in the block means that the world is over, except NoCheckpoint
+        with or_over(world):  # a RuntimeError in the block means that the world is over, except NoCheckpoint
             try:
-                step = self._checkpoints.load(state, beyond=beyond)
+                step = self.checkpoints.load(state, beyond=beyond)
             except NoCheckpoint as error:
                 none_whole = error
         if none_whole is not None:
@@ -140,10 +129,10 @@ class Lasting:
         this = (world.number if world else 1, parts.point)
         if must and self._newest == this:
             return True
-        with _in(world):
+        with or_over(world):
             if must:
-                self._checkpoints.wait(GOING_S_MAX)
-            taken = self._checkpoints.save(self._state_of(parts), parts.step)
+                self.checkpoints.wait(GOING_S_MAX)
+            taken = self.checkpoints.save(self._state_of(parts), parts.step)
             if taken:
                 self._newest = this
             return taken
@@ -153,17 +142,6 @@ class Lasting:
         rank = str(dist.get_rank())
         ours = {"random": {rank: parts.random}, "seeds": {rank: dict(parts.seeds)}}
         return {**parts.things, **parts.plain, _OURS: ours}
-
-
-class _Absent:
-    """A placeholder for a value that a checkpoint may have."""
-
-
-_ABSENT: Final = _Absent()
-
-
-def _in(world: World | None) -> AbstractContextManager[None]:
-    return contextlib.nullcontext() if world is None else world.or_over()
 
 
 def _alike(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elasticd.worker.commit import randomness
+from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import alike, copied, require_dense, with_tensors
 from elasticd.worker.gradients.buffers import SMALL
 
@@ -29,17 +30,10 @@ class LastCommit:
     not copied again.
     """
 
-    def __init__(
-        self,
-        plain: dict[str, Any],
-        modules: Mapping[str, nn.Module],
-        optimizers: Mapping[str, Optimizer],
-        stateful: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, contents: Contents) -> None:
         self.kept: dict[str, Any] = {}
-        self._plain = plain
-        self._optimizers = optimizers
-        self._stateful = stateful
+        self._plain, self._optimizers = contents.plain, contents.optimizers
+        self._stateful, modules = contents.stateful, contents.modules
         self._buffers = [
             (module._buffers, name)
             for whole in modules.values()
@@ -56,8 +50,7 @@ class LastCommit:
         for name, whole in modules.items():
             for key, tensor in (*whole.named_parameters(), *whole.named_buffers()):
                 require_dense(tensor, f"State's {name}.{key}")
-        parameters = (parameter for whole in modules.values() for parameter in whole.parameters())
-        self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        self.device = next((p.device for p in contents.parameters()), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
         self._spare: list[torch.Tensor | None] = []  # older copies, to be overwritten
         self._traceless: set[int] = set()  # large buffers that change without a new version

@@ -1,30 +1,26 @@
-"""The values of a State that are the same in all workers, besides parameters, and the values that are a
-worker's own."""
+"""Compare the values of a State that are the same in all workers, besides parameters."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
 from array import array
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch.optim import Optimizer
 
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
+from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import plain_key
 from elasticd.worker.commit.randomness import Drawn
 from elasticd.worker.gradients.buffers import SMALL
 from elasticd.worker.world.collectives import Together
-from elasticd.worker.world.group import World
+from elasticd.worker.world.group import World, or_over
 
-T = TypeVar("T")
 FEW = 4096  # elements of a large tensor that are compared
 NUMBERS_MAX = 2 * SMALL  # numbers of a value that may differ by rounding; all others count to the bit
 EXACT_MAX = 1 << 53  # a larger whole number may have no double of its own
@@ -65,44 +61,26 @@ _NOTHING = ValueSummary()
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Local(Generic[T]):
-    """A value of each worker's own, given to a State in place of a shared one.
-
-    Example: ``State(..., losses=worker.Local([]))``, then ``state.losses``. The value is restored when a step
-    is abandoned, like all others. It is never sent to another worker, and is in no checkpoint: each process
-    begins with the value given here.
-    """
-
-    value: T
-
-
 class Unlike(RuntimeError):
     """The workers have different data where they must have the same. The message says which."""
 
 
 class Shared:
-    """The shared values of a State: plain data, objects with ``state_dict``, optimizers' settings. ``own``:
-    the names of each worker's own values."""
+    """The shared values of a State: plain data, objects with ``state_dict``, optimizers' settings."""
 
-    def __init__(
-        self,
-        plain: Mapping[str, Any],
-        stateful: Mapping[str, Any],
-        optimizers: Mapping[str, Optimizer],
-        own: Set[str],
-    ) -> None:
-        self._plain, self._stateful, self._optimizers, self._own = plain, stateful, optimizers, own
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
         self._began: Summary = {}
         self._warned = False
 
     def begin(self) -> None:
         """Note the script's initial values. Left out are the contents of tensors, which may depend on
         parameters that are not the same yet, and objects, which may contain such tensors."""
-        drawn = {n: s.state_dict() for n, s in self._stateful.items() if isinstance(s, Drawn)}
-        plain = {n: v for n, v in self._plain.items() if n not in self._own}
+        contents = self._contents
+        drawn = {n: s.state_dict() for n, s in contents.stateful.items() if isinstance(s, Drawn)}
+        plain = contents.shared(contents.plain)
         begins = {n: _summary_of(v, contents=False, numbers=True) for n, v in plain.items()}
-        self._began = begins | {n: _summary_of(s) for n, s in drawn.items() if n not in self._own}
+        self._began = begins | {n: _summary_of(s) for n, s in contents.shared(drawn).items()}
 
     def digest_of_beginning(self) -> int:
         return _digest_of(self._began)
@@ -112,16 +90,14 @@ class Shared:
 
     def _summary(self, *, numbers: bool = False) -> Summary:
         """Return the summary of the present values."""
+        contents = self._contents
         settings = {
             f"{name}.param_groups": [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
-            for name, o in self._optimizers.items()
+            for name, o in contents.optimizers.items()
         }
-        shared = {**self._plain, **{n: s.state_dict() for n, s in self._stateful.items()}, **settings}
-        return {
-            n: _summary_of(v, numbers=numbers)
-            for n, v in shared.items()
-            if n not in self._own and not n.startswith("_")
-        }
+        stateful = {n: s.state_dict() for n, s in contents.shared(contents.stateful).items() if n[0] != "_"}
+        shared = {**contents.shared(contents.plain), **stateful, **settings}
+        return {name: _summary_of(value, numbers=numbers) for name, value in shared.items()}
 
     def compare(self, world: World | None, ranks: Sequence[int], *, exact: bool = False) -> None:
         """Compare the present values on all workers together, when the digests of these ranks differ. Raises
@@ -166,7 +142,7 @@ def _unlike(sentence: str) -> Unlike:
 
 def _heard(mine: Summary, world: World | None) -> list[Summary]:
     """Return each worker's summary, by rank. All workers must call it."""
-    with world.or_over() if world is not None else contextlib.nullcontext():
+    with or_over(world):
         said = Together(in_step=True).gather(msgspec.json.encode(mine))
     return [msgspec.json.decode(raw, type=Summary) for raw in said]
 

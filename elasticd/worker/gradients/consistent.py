@@ -7,7 +7,7 @@ Everything that could depend on the world belongs to virtual ranks: the order in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -276,10 +276,20 @@ class Arithmetic:
             torch.set_num_threads(state["threads"])
 
 
-def refuse_inconsistent(modules: Iterable[nn.Module]) -> None:
-    """Raise TypeError, with a sentence, for a module that cannot give the same results in a world of another
-    size."""
-    for whole in modules:
+def consistent_arithmetic(modules: Mapping[str, nn.Module], *, wraps: bool) -> Arithmetic:
+    """Return the arithmetic of a State with these modules.
+
+    ``wraps``: the script wraps modules itself. Raises TypeError, with a sentence, for what cannot give the
+    same results in a world of another size.
+    """
+    if wraps:
+        raise TypeError(
+            "consistent mode adds gradients up itself, and calls the model as it is: leave out wrap=, or "
+            "give Data consistent=False"
+        )
+    if "model" not in modules:
+        raise TypeError("consistent data needs a model to be consistent with: give State model=")
+    for whole in modules.values():
         for name, module in whole.named_modules():
             where = f"{type(module).__name__} {name}".strip()
             if isinstance(module, nn.SyncBatchNorm):
@@ -292,3 +302,4 @@ def refuse_inconsistent(modules: Iterable[nn.Module]) -> None:
                     f"{where} has sparse gradients, which consistent mode cannot add up: make it with "
                     "sparse=False, or give Data consistent=False"
                 )
+    return Arithmetic(next(modules["model"].parameters()).device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.data.dealing import Portion
-from elasticd.worker.gradients.wrapping import Silence
+from elasticd.worker.gradients.wrapping import WrappedModels
 
 if TYPE_CHECKING:
     from elasticd.worker.world.group import World
@@ -55,32 +55,17 @@ class Averaged:
     """Leave the sum to DistributedDataParallel, which averages over the workers: once for each step, in the
     last part's backward pass.
 
-    ``models``: the models as State has wrapped them, by name. ``wrap_anew`` wraps models again whose
-    trainable parameters have changed. Models that are not wrapped get weighted gradients, and the script adds
-    them up. ``world``: where workers without a part learn which models a step calls; None: there is
-    only one model.
+    Models that are not wrapped get weighted gradients, and the script adds them up. ``world``: where workers
+    without a part learn which models a step calls; None: there is only one model.
     """
 
     loss: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        models: Mapping[str, Any],
-        silence: Silence | None = None,
-        wrap_anew: Callable[[], None] = lambda: None,
-        world: World | None = None,
-    ) -> None:
-        self._models = models
-        self._silence = silence or Silence()
-        self._wrap_anew = wrap_anew
-        self._world = world
+    def __init__(self, models: WrappedModels, world: World | None = None) -> None:
+        self._models, self._world = models, world
         self._adds_up = False  # the present part's backward pass adds gradients up
         self._orders = 0
         self._order: CallOrder | None = None
-
-    @property
-    def _parallel(self) -> list[DistributedDataParallel]:
-        return [model for model in self._models.values() if isinstance(model, DistributedDataParallel)]
 
     def begin(self, left_out: Callable[[], int]) -> None:
         self._order = None
@@ -90,33 +75,34 @@ class Averaged:
 
     def calls(self, name: str) -> None:
         """Note that the script is about to call a model."""
-        if self._order is not None and self._adds_up and torch.is_grad_enabled():
+        adds_up = self._adds_up and torch.is_grad_enabled() and name in self._models.wrapped
+        if self._order is not None and adds_up:
             self._order.tell(name)
 
     @contextlib.contextmanager
     def part(self, part: Portion) -> Iterator[None]:
         self._adds_up = part.last
-        with contextlib.nullcontext() if part.last else self._silence.over(self._parallel):
+        with contextlib.nullcontext() if part.last else self._models.without_sums():
             yield
 
     def backward(self, loss: torch.Tensor, part: Portion) -> None:
         if part.last and self._order is not None:
             self._order.end()
-        world = dist.get_world_size() if self._parallel else 1
+        world = dist.get_world_size() if self._models.parallel else 1
         (loss * (part.weight * world)).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, parts: list[Portion]) -> None:
         if parts:
             return
-        self._wrap_anew()  # the other workers did so when they called the model
-        called = self._parallel if self._order is None else map(self._models.__getitem__, self._order.heard())
-        losses = [_of_nothing(model) for model in called if isinstance(model, DistributedDataParallel)]
+        self._models.wrap_changed()  # the other workers did so when they called the model
+        parallel = self._models.parallel
+        called = parallel.keys() if self._order is None else self._order.heard()
+        losses = [_of_nothing(parallel[name]) for name in called if name in parallel]
         if losses:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        for model in self._parallel:
-            model._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # the script may still use it
+        """Nothing is to undo: the models drop their wrappers by themselves."""
 
 
 class CallOrder:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,18 +63,156 @@ def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:
     return found
 
 
-class Wrapped:
-    """A module, and which of its parameters were trainable when this was made."""
+class WrappedModels:
+    """The modules of a State as scripts call them: wrapped for the present world, and wrapped again when
+    other parameters of theirs are trainable.
+
+    ``names``: of the modules to wrap. ``wrap``: None wraps none. ``sums_per_step``: only the last backward
+    pass of a step ends in a sum over the workers. ``before_forward``: called with the name of a module before
+    its forward pass; of a module that is not wrapped, when the script gets it.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        names: Sequence[str] = (),
+        wrap: Wrap | None = None,
+        *,
+        sums_per_step: bool = False,
+    ) -> None:
+        self._modules, self._names, self._wrap = modules, names, wrap
+        self._sums_per_step = sums_per_step
+        self.before_forward: Callable[[str], None] = lambda name: None
+        self._world: World | None = None
+        self._wrapped: dict[str, _Wrapped] = {}
+        self._silence: contextlib.ExitStack | None = None
+        self._own_calls = 0
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the module as wrapped for its trainable parameters, or as it is."""
+        self._wrap_again(name)
+        if name in self.wrapped:
+            return self.wrapped[name]
+        self.before_forward(name)
+        return self._modules[name]
+
+    def __len__(self) -> int:
+        """The number of modules to wrap."""
+        return len(self._names)
+
+    @property
+    def wrapped(self) -> dict[str, Any]:
+        """The modules that are wrapped, by name."""
+        return {name: w.model for name, w in self._wrapped.items() if w.model is not None}
+
+    @property
+    def parallel(self) -> dict[str, DistributedDataParallel]:
+        """The modules in a DistributedDataParallel, by name."""
+        return {n: model for n, model in self.wrapped.items() if isinstance(model, DistributedDataParallel)}
+
+    # ------------------------------------------------------------ worlds
+
+    def enter(self, world: World | None) -> None:
+        """Wrap the modules for a world; None: for one that does not change."""
+        self._world, self._own_calls = world, 0
+        for name in self._names:
+            self._wrap_module(name)
+
+    def leave(self) -> None:
+        """Drop the wrappers: the script calls the modules themselves again."""
+        for model in self.parallel.values():
+            model._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # the script may still use it
+        self._wrapped.clear()
+
+    def wrap_changed(self) -> None:
+        """Wrap modules again whose trainable parameters have changed."""
+        for name in self._names:
+            self._wrap_again(name)
+
+    def refuse_unfrozen(self) -> None:
+        """Raise RuntimeError for a parameter with a gradient that the workers do not add up."""
+        for name, wrapped in self._wrapped.items():
+            if late := wrapped.unfrozen():
+                raise RuntimeError(
+                    f"{late} was unfrozen after State had wrapped {name} for this world, so the workers do "
+                    f"not add up its gradient: call state.{name}, which is wrapped anew then, in place of a "
+                    "variable from before"
+                )
+
+    def _wrap_again(self, name: str) -> None:
+        wrapped = self._wrapped.get(name)
+        if wrapped is not None and wrapped.is_outdated:
+            if isinstance(wrapped.model, DistributedDataParallel):
+                wrapped.model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+            self._wrap_module(name)
+
+    def _wrap_module(self, name: str) -> None:
+        """Wrap a module, unless it is frozen and has no gradients to add up. Raises TypeError if State could
+        not keep the result."""
+        self._wrapped[name] = wrapped = _Wrapped(self._modules[name])
+        if self._wrap is None or wrapped.is_frozen:
+            return
+        wrapped.model = model = wrapped.made_by(self._wrap)
+        if self._sums_per_step and getattr(model, "static_graph", False):
+            raise TypeError(
+                "static_graph=True wants the same of every backward pass, and with Data not each of them "
+                "ends in a sum over the workers: leave it out of wrap="
+            )
+        if isinstance(model, nn.Module):
+            model.register_forward_pre_hook(lambda *_: self.before_forward(name))
+        if isinstance(model, DistributedDataParallel):
+            if self._world is not None:
+                count_sums(model, self._world)
+            self._leave_out_own_calls(model)
+            if self._silence is not None:
+                self._silence.enter_context(model.no_sync())
+
+    # ------------------------------------------------------------ sums
+
+    @contextlib.contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """A ``with`` block in which backward passes add nothing up over the workers."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_silence", None)
+            self._silence = stack
+            for model in self.parallel.values():
+                stack.enter_context(model.no_sync())
+            yield
+
+    def calls(self) -> int:
+        """Return the number of collectives that the script has called in the present world.
+        DistributedDataParallel's own before a forward pass, which copy rank 0's buffers to all workers, are
+        not counted."""
+        return _calls() - self._own_calls
+
+    def _leave_out_own_calls(self, model: DistributedDataParallel) -> None:
+        there = weakref.ref(model)
+
+        # Not a method: a deep copy of the model would copy it.
+        def pre_forward(*args: Any, **kwargs: Any) -> Any:
+            before, mine = _calls(), there()
+            assert mine is not None
+            given = DistributedDataParallel._pre_forward(mine, *args, **kwargs)  # type: ignore[no-untyped-call]
+            self._own_calls += _calls() - before
+            return given
+
+        model._pre_forward = pre_forward  # type: ignore[method-assign]
+
+
+class _Wrapped:
+    """A module, which of its parameters were trainable when this was made, and ``model``, its wrapper. None:
+    the module is not wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.model: Any = None
         self._module = module
         self._parameters = [*module.parameters()]
         self._flags = [p.requires_grad for p in self._parameters]
 
     @property
-    def as_it_was(self) -> bool:
-        """Whether the same parameters are trainable now."""
-        return [p.requires_grad for p in self._parameters] == self._flags
+    def is_outdated(self) -> bool:
+        """Whether other parameters are trainable now."""
+        return [p.requires_grad for p in self._parameters] != self._flags
 
     @property
     def is_frozen(self) -> bool:
@@ -84,7 +221,7 @@ class Wrapped:
     def unfrozen(self) -> str:
         """Return the name of a parameter that has a gradient but was not trainable; empty if there is
         none."""
-        if self.as_it_was:
+        if not self.is_outdated:
             return ""
         late = {
             id(p)
@@ -93,75 +230,20 @@ class Wrapped:
         }
         return next((name for name, p in self._module.named_parameters() if id(p) in late), "")
 
-    def wrapped_in(self, wrap: Wrap, world: World | None, *, sums_per_step: bool) -> Any:
-        """Return the module wrapped by ``wrap``. Raises TypeError if State could not keep the result.
-
-        ``sums_per_step``: only the last backward pass of a step ends in a sum over the workers.
-        """
+    def made_by(self, wrap: Wrap) -> Any:
+        """Return the wrapped module. Raises TypeError if it has other parameters."""
         mine = [(id(p), p.shape) for p in self._parameters]
-        wrapped = wrap(self._module)
+        model = wrap(self._module)
         now = [(id(p), p.shape) for p in self._module.parameters()]
-        if now != mine or (isinstance(wrapped, nn.Module) and is_flattened(wrapped)):
+        if now != mine or (isinstance(model, nn.Module) and is_flattened(model)):
             raise TypeError(f"wrap= gives the model other parameters, which State cannot keep, as {SHARDED}")
-        if sums_per_step and getattr(wrapped, "static_graph", False):
-            raise TypeError(
-                "static_graph=True wants the same of every backward pass, and with Data not each of them "
-                "ends in a sum over the workers: leave it out of wrap="
-            )
-        if world is not None and isinstance(wrapped, DistributedDataParallel):
-            count_sums(wrapped, world)
-        return wrapped
+        return model
 
 
-class Silence:
-    """A ``with`` block in which backward passes through the models add nothing up over the workers."""
-
-    def __init__(self) -> None:
-        self._open: contextlib.ExitStack | None = None
-
-    @contextlib.contextmanager
-    def over(self, models: Iterable[Any]) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self, "_open", None)
-            self._open = stack
-            for model in models:
-                self.take_in(model)
-            yield
-
-    def take_in(self, model: Any) -> None:
-        """Include a model that is wrapped during the block."""
-        if self._open is not None and isinstance(model, DistributedDataParallel):
-            self._open.enter_context(model.no_sync())
-
-
-class Calls:
-    """The number of collectives called in the present world. DistributedDataParallel's own before a forward
-    pass, which copy rank 0's buffers to all workers, are not counted."""
-
-    def __init__(self, models: Iterable[Any]) -> None:
-        self._own = 0
-        for model in models:
-            self.leave_out(model)
-
-    def leave_out(self, model: Any) -> None:
-        """Do not count the collectives that the model calls by itself."""
-        if isinstance(model, DistributedDataParallel):
-            model._pre_forward = partial(self._counted, weakref.ref(model))  # type: ignore[method-assign]
-
-    def _counted(self, model: weakref.ref[DistributedDataParallel], *args: Any, **kwargs: Any) -> Any:
-        before = self._all()
-        mine = model()
-        assert mine is not None
-        given = DistributedDataParallel._pre_forward(mine, *args, **kwargs)  # type: ignore[no-untyped-call]
-        self._own += self._all() - before
-        return given
-
-    def __call__(self) -> int:
-        return self._all() - self._own
-
-    def _all(self) -> int:
-        world: Any = dist.group.WORLD if dist.is_initialized() else None
-        return world._get_sequence_number_for_group() if world is not None else 0
+def _calls() -> int:
+    """Return the number of collectives that were called in the present world."""
+    world: Any = dist.group.WORLD if dist.is_initialized() else None
+    return world._get_sequence_number_for_group() if world is not None else 0
 
 
 def count_sums(model: DistributedDataParallel, world: World) -> None:

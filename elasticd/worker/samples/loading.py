@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
-from elasticd.data.dealing import Batch, Portion, parts_of
+from elasticd.data.dealing import Batch, Portion, counts_of, parts_of
 from elasticd.data.order import chance_of
 from elasticd.worker.commit.randomness import Aside
 
@@ -80,12 +80,34 @@ class Indexed(Dataset[Any]):
             return asked._replace(ids=indices, values=self._collate(samples))
 
 
-class Stream(IterableDataset[Any]):
-    """An iterable dataset that each process reads as a whole, keeping its own parts.
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How global batches of ``size`` samples are cut, and which parts are this worker's."""
 
-    The dataset sees a single process, so it does not shard itself. ``place``: rank and size of the world. A
-    dataset may have ``set_epoch(epoch)``, and ``iter_from(position)``, which begins in the middle without
-    reading the samples before.
+    rank: int
+    world: int
+    size: int
+    virtual_ranks: int
+    accumulate: int
+    drop_last: bool
+
+    def parts(self, samples: int) -> list[Portion]:
+        """Return this worker's parts of a batch of so many samples."""
+        cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
+        return parts_of(self.rank, self.world, **cut)
+
+    def counts(self, samples: int) -> tuple[int, ...]:
+        """Return the number of parts that each worker has of a batch, by rank."""
+        cut = {"samples": samples, "virtual_ranks": self.virtual_ranks, "accumulate": self.accumulate}
+        return counts_of(self.world, **cut)
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset that each process reads as a whole, from ``position`` in ``epoch`` on, keeping its
+    own parts.
+
+    The dataset sees a single process, so it does not shard itself. A dataset may have ``set_epoch(epoch)``,
+    and ``iter_from(position)``, which begins in the middle without reading the samples before.
     """
 
     def __init__(
@@ -96,16 +118,10 @@ class Stream(IterableDataset[Any]):
         *,
         epoch: int,
         position: int,
-        place: tuple[int, int],
-        size: int,
-        virtual_ranks: int,
-        accumulate: int,
-        drop_last: bool,
+        cutting: Cutting,
     ) -> None:
         self.dataset, self._collate, self._seed = dataset, collate, seed
-        self._epoch, self._position, self._place = epoch, position, place
-        self._size, self._virtual_ranks, self._accumulate = size, virtual_ranks, accumulate
-        self._drop_last = drop_last
+        self._epoch, self._position, self._cutting = epoch, position, cutting
         self._read = 0
 
     def __iter__(self) -> Iterator[Fetched]:
@@ -131,12 +147,7 @@ class Stream(IterableDataset[Any]):
             for first, samples in self._batches(epoch, position):
                 position = first + len(samples)
                 head = Fetched(epoch, first, len(samples), None, ())
-                parts = parts_of(
-                    *self._place,
-                    samples=len(samples),
-                    virtual_ranks=self._virtual_ranks,
-                    accumulate=self._accumulate,
-                )
+                parts = self._cutting.parts(len(samples))
                 for p in parts:
                     ids = tuple(range(first + p.samples.start, first + p.samples.stop))
                     yield head._replace(part=p, ids=ids), samples[p.samples.start : p.samples.stop]
@@ -156,9 +167,9 @@ class Stream(IterableDataset[Any]):
             stream = _stream(self.dataset, epoch, position)
         while True:
             with chance:
-                samples = list(islice(stream, self._size))
+                samples = list(islice(stream, self._cutting.size))
             self._read = self._read or digest(samples)
-            if not samples or (self._drop_last and len(samples) < self._size):
+            if not samples or (self._cutting.drop_last and len(samples) < self._cutting.size):
                 return
             yield position, samples
             position += len(samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +12,16 @@ import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Holds, Source
 from elasticd.core.age import Age
+from elasticd.worker.commit.committed import CommittedState
+from elasticd.worker.commit.comparison import Digests
 from elasticd.worker.commit.plaindata import loaded, outlined, with_tensors
-from elasticd.worker.state import State
-from elasticd.worker.world.group import World
+from elasticd.worker.world.group import World, gathered
 
 PARCEL_BYTES = 8 << 20  # small tensors travel together, larger ones in pieces of this size
 UNDER_WAY_MAX = 8  # pieces in flight: enough to keep a link busy, and little memory
 _ALIGNED = 16
 _HOLDS = tuple(Holds)
+_NO_DIGESTS = Digests()
 
 
 _NOT_WHOLE = (
@@ -34,19 +36,14 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The state that a worker brings to a round, and its age (see ``Age``).
-
-    ``digest``: of its parameters. ``shared``: of the shared values besides parameters. ``began``: of its
-    script's initial values. ``marks``: the number of commits without a step, such as an epoch's end.
-    """
+    """The state that a worker brings to a round, and its age (see ``Age``). ``marks``: the number of commits
+    without a step, such as an epoch's end."""
 
     holds: Holds
     agreed: int
     step: int
-    digest: int = 0
     marks: int = 0
-    shared: int = 0
-    began: int = 0
+    digests: Digests = _NO_DIGESTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +67,27 @@ def choose(standings: Sequence[HeldState]) -> Transfer:
     return Transfer(ages.index(newest), takers, fresh=False)
 
 
-def agree(state: State, world: World) -> Source:
+def agree(state: CommittedState, world: World) -> Source:
     """Give all workers of the world the same state. Return where the state came from.
 
     Raises StateLost. Raises WorldChanged if the world ends first; this worker's state is then unchanged.
     """
     state.begin()
-    marks = state.commit_number - state.step
-    mine = HeldState(state.holds, state.agreed, state.step, state.digest(), marks, *state.shared_digests())
-    standings = _tell(mine, world)
+    standings = _standings(state, world)
     choice = choose(standings)
-    there = [rank for rank in range(world.size) if choice.fresh or rank not in choice.takers]
-    if not choice.fresh and len({standings[rank].digest for rank in there}) > 1:
-        state.compare(world, there)
-    if not choice.fresh and len({standings[rank].shared for rank in there}) > 1:
-        state.compare_shared(world, there)
-    if len({s.began for s in standings}) > 1:
-        state.compare_beginning(world, choice.source, fresh=choice.fresh)
+    digests = [each.digests for each in standings]
+    if not choice.fresh:
+        holders = [rank for rank in range(world.size) if rank not in choice.takers]
+        state.comparison.compare(world, holders, digests)
+    if len({each.began for each in digests}) > 1:
+        joins = state.holds is Holds.NONE
+        state.comparison.compare_beginnings(world, choice.source, fresh=choice.fresh, joins=joins)
     newest = standings[choice.source]
     age = Age(newest.agreed, newest.step)
     tier = ""
     if choice.fresh:
         tier = state.resume(world)
-    elif age.agreed < world.number - 1 and state.kept_beyond(age, world):
+    elif age.agreed < world.number - 1 and state.has_newer(age, world):
         tier = state.resume(world, beyond=age)  # from a later world without survivors
     if tier:
         state.agree(world.number)
@@ -117,7 +112,7 @@ def agree(state: State, world: World) -> Source:
     state.agree(world.number)
     if choice.fresh:
         return Source.SCRIPT
-    state.outlived()
+    state.survived()
     return Source.SURVIVOR
 
 
@@ -132,14 +127,13 @@ def _why_lost(step: int) -> str:
     )
 
 
-def _tell(mine: HeldState, world: World) -> list[HeldState]:
-    if world.size == 1:
-        return [mine]
-    said = torch.tensor([_HOLDS.index(mine.holds), *astuple(mine)[1:]])
-    heard = [torch.zeros_like(said) for _ in range(world.size)]
-    with world.or_over():
-        dist.all_gather(heard, said)
-    return [HeldState(_HOLDS[holds], *rest) for holds, *rest in (h.tolist() for h in heard)]
+def _standings(state: CommittedState, world: World) -> list[HeldState]:
+    """Return what each worker brings, by rank."""
+    mine = [_HOLDS.index(state.holds), state.agreed, state.step, state.progress.marks]
+    return [
+        HeldState(_HOLDS[holds], agreed, step, marks, Digests(*digests))
+        for holds, agreed, step, marks, *digests in gathered([*mine, *state.comparison.digests()], world)
+    ]
 
 
 # ---------------------------------------------------------------- the way there

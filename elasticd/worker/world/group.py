@@ -343,6 +343,24 @@ class World:
             _abort_communicators()
 
 
+def or_over(world: World | None) -> contextlib.AbstractContextManager[None]:
+    """Return ``world.or_over()``; for a world that cannot change, a block in which nothing happens."""
+    return contextlib.nullcontext() if world is None else world.or_over()
+
+
+def gathered(mine: Sequence[int], world: World | None) -> list[list[int]]:
+    """Return the integers of each worker, by rank. All workers of the world call it together. Raises
+    WorldChanged."""
+    size = world.size if world is not None else world_size()
+    if size == 1:
+        return [[*mine]]
+    sent = torch.tensor(mine)
+    received = [torch.zeros_like(sent) for _ in range(size)]
+    with or_over(world):
+        dist.all_gather(received, sent)
+    return [each.tolist() for each in received]
+
+
 @functools.cache
 def _spare_children() -> None:
     """Exclude present objects from garbage collection in forked children, such as a DataLoader's.

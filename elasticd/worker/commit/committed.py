@@ -1,0 +1,367 @@
+"""The training's state as this worker has committed it: kept, restored, sent, taken, compared and saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from elasticd.channel.worker_messages import Holds
+from elasticd.core.age import Age
+from elasticd.core.page_layout import Fatal
+from elasticd.data.dealing import Batch
+from elasticd.worker.agent import agentpage
+from elasticd.worker.commit import randomness
+from elasticd.worker.commit.checkpointing import CommitCheckpoints, Parts
+from elasticd.worker.commit.comparison import Comparison, Digests
+from elasticd.worker.commit.contents import Contents, EpochProgress, parameters_of
+from elasticd.worker.commit.copies import LastCommit
+from elasticd.worker.commit.plaindata import copied, require_sendable, unchanged, with_tensors
+from elasticd.worker.commit.uncommitted import Uncommitted
+from elasticd.worker.data import Data, DataChanged
+from elasticd.worker.gradients.consistent import Consistent
+from elasticd.worker.gradients.rates import Following
+from elasticd.worker.gradients.reduction import Averaged, Reduction
+from elasticd.worker.gradients.wrapping import WrappedModels
+from elasticd.worker.samples.auditing import Recorder, recorder
+from elasticd.worker.world.group import World, WorldChanged, gathered, rank, world_size
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_log = logging.getLogger(__name__)
+
+
+class CommittedState:
+    """The committed state of the training, and what a worker needs to go on from it in the present world.
+
+    ``step``: the number of committed steps. ``agreed``: the last round in which all workers had this state; 0
+    if there was none. ``world``: None in no world, and in one that cannot change. ``reduction``: how
+    gradients become one there. ``place``: the epoch and position of the step under way in the data.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        models: WrappedModels,
+        data: Data | None,
+        *,
+        restore: Callable[[], int | None] | None,
+        saves: CommitCheckpoints | None,
+        undo: bool | None,
+        compares: bool,
+    ) -> None:
+        self.step = self.agreed = 0
+        self.world: World | None = None
+        self.reduction: Reduction = Averaged(models)
+        self.recorder: Recorder | None = None
+        self.place = 0, 0
+        self.contents, self.models, self.data = contents, models, data
+        self.progress = EpochProgress()
+        contents.stateful["_epochs"] = self.progress
+        self.saves = saves
+        self.last = LastCommit(contents)
+        self.uncommitted = Uncommitted(contents, models, undo)
+        self._is_consistent = data is not None and data.consistent
+        self.comparison = Comparison(contents, compares=compares, exact=self._is_consistent)
+        self._restore = restore
+        rates = data is not None and data.grows
+        self._rates = Following(contents.optimizers.values()) if rates else None
+        self._seeds: dict[str, int] = {}
+        self._sendable: list[int] = []  # for each optimizer, the number of parameters whose state was checked
+        models.before_forward = self._before_forward
+
+    @property
+    def commit_number(self) -> int:
+        """A number that grows with each commit, also at an epoch's end. It is the same in all workers."""
+        return self.step + self.progress.marks
+
+    @property
+    def holds(self) -> Holds:
+        if self.uncommitted.is_torn:
+            return Holds.TORN
+        return Holds.WHOLE if self.agreed else Holds.NONE
+
+    @property
+    def growth(self) -> tuple[int, float]:
+        """The batch that grows with the world, and the factor of the learning rates; 0 and 1 if it does not
+        grow."""
+        return (
+            self.data.growth(world_size()) if self._rates is not None and self.data is not None else (0, 1.0)
+        )
+
+    # ------------------------------------------------------------ worlds
+
+    def begin(self) -> None:
+        """Keep the script's initial state as the one to go back to, until the first commit."""
+        if not self.last.kept:
+            self._seeds = randomness.digests(randomness.note())
+            self.comparison.begin()
+            self.last.keep()
+
+    def enter(self, world: World | None) -> None:
+        """Enter a world with the present state, which all its workers have."""
+        self.world = world
+        agentpage.begins_after(self.step)
+        for scaler in self.contents.scalers:  # initialises it, also without a batch
+            scaler.scale(torch.zeros((), device=self.last.device))
+        self.models.enter(world)
+        self.uncommitted.enter(world)
+        self.comparison.enter(world, self.step)
+        if self._is_consistent and self.data is not None:
+            modules, ranks, seed = [*self.contents.modules.values()], self.data.virtual_ranks, self.data.seed
+            self.reduction = Consistent(modules, ranks, seed, lambda: self.place, world)
+        else:
+            self.reduction = Averaged(self.models, world if len(self.models) > 1 else None)
+        if self._rates is not None:
+            _, self._rates.times = self.growth
+        self.recorder = recorder()
+        if self.recorder is not None:
+            about = (*self.data.committed, self.data.facts) if self.data is not None else None
+            number = world.number if world is not None else int(os.environ.get("ELASTICD_ROUND", "1"))
+            self.recorder.entered(number, rank(), world_size(), self.step, about)
+
+    def leave(self) -> None:
+        """Leave the world and go back to the last commit, unless parameters without a copy have changed
+        since."""
+        self.world = None
+        self.comparison.leave()
+        self.reduction.close()
+        self.reduction = Averaged(self.models)
+        self.models.leave()
+        for parameter in self.contents.parameters():
+            parameter.grad = None
+        for scaler in self.contents.scalers:  # it may expect update()
+            vars(scaler)["_per_optimizer_states"].clear()
+        if self.uncommitted.go_back():
+            self.last.go_back()
+
+    def agree(self, round: int) -> None:
+        """Note that all workers of the round have the same whole state."""
+        self.agreed = round
+        self.uncommitted.keep()
+
+    def _before_forward(self, name: str) -> None:
+        self.uncommitted.before_forward()
+        if isinstance(self.reduction, Averaged):
+            self.reduction.calls(name)
+
+    # ------------------------------------------------------------ commits
+
+    def commit(self, *, covers: int = 0, samples: int = 0, batch: Batch | None = None) -> None:
+        """Commit what was done since the last commit. Raises WorldChanged if the world ends here.
+
+        ``covers``: the number of steps; without steps a commit counts as one. ``samples``: this worker's.
+        ``batch``: the last one that was used.
+        """
+        self.uncommitted.before_commit()
+        if self.data is not None and batch is not None:
+            self.data.advance(batch)
+        self._keep()
+        self.step += max(1, covers)
+        agentpage.committed(self.step)
+        agentpage.samples(samples)
+        if self.recorder is not None:
+            self.recorder.committed(self.step, self._learned(), covers)
+        self._end_commit(due=True)
+        self.comparison.passed(self.step)
+
+    def commit_epoch(self, *, over: bool, stops: bool) -> None:
+        """Commit the work after an epoch's steps, on all workers together. Rank 0 decides whether training
+        ``stops``. Raises WorldChanged if the world ends here."""
+        heard = gathered([stops, *self.comparison.digests()], self.world)
+        self.comparison.compare(self.world, range(len(heard)), [Digests(*each[1:]) for each in heard])
+        if over:
+            self.progress.ended += 1
+            self.progress.began = None
+        self.progress.stopped = bool(heard[0][0])
+        self._keep()
+        self._end_commit(due=False)
+
+    def finish(self) -> None:
+        """Save the last steps, after the run functions of all workers have returned. Raises WorldChanged."""
+        if self.recorder is not None:
+            self.recorder.learned(self.step, self._learned())
+        if self.saves is not None:
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    "the run function has destroyed the process group, without which no checkpoint can be "
+                    "agreed on: leave out destroy_process_group(), as elasticd.worker sees to it"
+                )
+            self.saves.finished(self.parts(), self.world)
+
+    def _keep(self) -> None:
+        """Keep the present state as the one to go back to. Raises TypeError if it cannot be sent to other
+        workers."""
+        self.last.keep()
+        self.uncommitted.keep()
+        optimizers = self.contents.optimizers
+        sizes = [len(optimizer.state) for optimizer in optimizers.values()]
+        if sizes != self._sendable:
+            for name, optimizer in optimizers.items():
+                require_sendable(optimizer.state_dict()["state"], f"State's {name}.state")
+            self._sendable = sizes
+
+    def _end_commit(self, *, due: bool) -> None:
+        """Save the commit if the world ends with it, or if a checkpoint may be ``due``."""
+        world = self.world
+        ends = world is not None and world.passed(self.commit_number)
+        if self.saves is not None and (ends or due) and not (world is not None and world.over):
+            self.saves.passed(self.parts(), world, ends)
+        if ends:
+            raise WorldChanged
+
+    def _learned(self) -> Iterator[torch.Tensor]:
+        """Yield what was learned. In consistent mode buffers are the same in all workers, too."""
+        return self.contents.tensors(buffers=self._is_consistent)
+
+    # ------------------------------------------------------------ from and to other workers
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that is committed, as plain data and tensors. Parameters and optimizers' tensors are not
+        copied."""
+        contents = self.contents
+        return {
+            "step": self.step,
+            "seeds": self._seeds,
+            "kept": {
+                part: contents.shared(kept) if part in ("plain", "stateful") else kept
+                for part, kept in self.last.kept.items()
+            },
+            "parameters": {name: dict(m.named_parameters()) for name, m in contents.modules.items()},
+            "optimizers": {name: o.state_dict()["state"] for name, o in contents.optimizers.items()},
+            "order": contents.order,
+            "undoes": self.uncommitted.wanted,
+        }
+
+    def take(self, snapshot: dict[str, Any]) -> None:
+        """Take another worker's snapshot, except for this worker's own values.
+
+        Random numbers continue as the other worker's where both scripts began alike. Otherwise they continue
+        as this worker's, so that independent draws stay independent.
+        """
+        contents, kept = self.contents, snapshot["kept"]
+        theirs = kept["random"]
+        alike = {n for n, seed in self._seeds.items() if snapshot["seeds"].get(n) == seed and n in theirs}
+        kept = {**kept, "random": randomness.note() | {n: theirs[n] for n in alike}}
+        for part in ("plain", "stateful"):
+            mine = self.last.kept.get(part, {})
+            kept[part] = {**kept[part], **{name: mine[name] for name in contents.own & mine.keys()}}
+        self._refuse_other_optimizers(snapshot)
+        with torch.no_grad():
+            for name, module in contents.modules.items():
+                arrived = snapshot["parameters"][name]
+                for key, parameter in module.named_parameters():
+                    parameter.copy_(arrived[key])
+        for name, optimizer in contents.optimizers.items():
+            _give(optimizer, snapshot["optimizers"][name])
+        self.last.take(kept)
+        self.step = snapshot["step"]
+        self.uncommitted.want(snapshot["undoes"])
+
+    def _refuse_other_optimizers(self, snapshot: dict[str, Any]) -> None:
+        order = self.contents.order
+        for name, theirs in snapshot["order"].items():
+            if len(order[name]) != len(theirs):
+                raise RuntimeError(
+                    f"{name} has {len(order[name])} groups of parameters here, and {len(theirs)} in the "
+                    "workers that trained so far: have the script make them all before it enters its run "
+                    "function"
+                )
+            if order[name] != theirs:
+                raise RuntimeError(
+                    f"{name} has its parameters in another order here than in the workers that trained so "
+                    "far: have the script give them in the same order in each process, never from a set"
+                )
+
+    # ------------------------------------------------------------ from the script, and from checkpoints
+
+    @property
+    def can_restore(self) -> bool:
+        return self._restore is not None
+
+    def restore(self) -> bool:
+        """Call the script's ``restore``. Return whether it restored a step."""
+        step = self._restore() if self._restore is not None else None
+        if step is None:
+            return False
+        self.step = step
+        self.last.keep()
+        return True
+
+    def survived(self) -> None:
+        """Note that this world continues from the memory of the last world's workers."""
+        if self.saves is not None:
+            self.saves.survived()
+
+    def has_newer(self, age: Age, world: World) -> bool:
+        """Whether a newer state than this age was kept anywhere. All workers of the world call it
+        together."""
+        return self.saves is not None and self.saves.has_newer(age, world)
+
+    def resume(self, world: World, beyond: Age | None = None) -> str:
+        """Load the newest kept state, on all workers of the world together.
+
+        Return the tier that the state came from; empty if there is none. ``beyond``: load only a state newer
+        than this age, which some workers have in memory. They keep theirs unless the loaded state proves
+        whole on all workers.
+        """
+        if self.saves is None:
+            return ""
+        mine = self._copied() if beyond is not None and self.holds is Holds.WHOLE else None
+        found = None
+        try:
+            found = self.saves.resume(self.parts(), world, else_asks=self._restore is not None, beyond=beyond)
+        except DataChanged:
+            agentpage.fatal(Fatal.BAD_DATA)  # a restart would fail the same way
+            raise
+        finally:
+            if found is None and self.saves.checkpoints.overwrote:  # partly, or with damaged data
+                if mine is not None:
+                    self.take(mine)
+                else:
+                    self.uncommitted.tear()
+        if found is None:
+            return ""
+        self.contents.plain.update(found.plain)
+        self._take_own_back()
+        self.step = found.step
+        randomness.resume(dict(found.random))
+        self.last.keep()
+        return self.saves.checkpoints.tier
+
+    def parts(self) -> Parts:
+        contents = self.contents
+        things = {**contents.modules, **contents.optimizers, **contents.shared(contents.stateful)}
+        plain, random = contents.shared(contents.plain), self.last.kept["random"]
+        return Parts(things, plain, self._seeds, self.step, random, self.progress)
+
+    def _copied(self) -> dict[str, Any]:
+        """Return a snapshot in the host's memory that training does not change."""
+        snapshot = self.snapshot()
+        moved = {
+            name: with_tensors(snapshot[name], lambda tensor: tensor.detach().to("cpu", copy=True))
+            for name in ("parameters", "optimizers")
+        }
+        return {**snapshot, **moved}
+
+    def _take_own_back(self) -> None:
+        """Restore this worker's own values from its last commit."""
+        contents, kept = self.contents, self.last.kept
+        for name in contents.own & contents.plain.keys():
+            contents.plain[name] = copied(kept["plain"][name], name)
+        for name in contents.own & contents.stateful.keys():
+            contents.stateful[name].load_state_dict(copied(kept["stateful"][name], name))
+
+
+def _give(optimizer: Optimizer, state: dict[int, Any]) -> None:
+    """Load another optimizer's state. ``load_state_dict`` casts it to the parameter's type, so set the
+    original values afterwards."""
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        if parameter in optimizer.state:
+            unchanged(optimizer.state[parameter], state.get(number))

@@ -1,0 +1,194 @@
+"""Compare what the workers must have alike: parameters and shared values."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elasticd.core.page_layout import Fatal
+from elasticd.worker.agent import agentpage
+from elasticd.worker.commit.changes import Sampled, is_plain
+from elasticd.worker.commit.contents import Contents
+from elasticd.worker.commit.shared import Shared
+from elasticd.worker.world.group import World, gathered
+
+_log = logging.getLogger(__name__)
+ULPS_MAX = 1000.0  # smaller differences come from rounding on different machines, not from other gradients
+SHARE = 0.001  # at most this share of the time is spent on comparing
+EXCHANGE_S = 0.0005  # about the time of one exchange
+
+
+class Diverged(RuntimeError):
+    """The workers have different parameters. The message says which parameters of which workers."""
+
+
+class Digests(NamedTuple):
+    """Digests of 63 bits, equal in workers with equal values; 0 where nothing is compared.
+
+    ``shared``: of the shared values besides parameters. ``began``: of those values when the scripts began.
+    """
+
+    parameters: int = 0
+    shared: int = 0
+    began: int = 0
+
+
+class Comparison:
+    """The comparison of a State's values with other workers'.
+
+    ``compares``: whether anything is compared. ``exact``: to the bit; otherwise rounding may make a
+    difference. All workers call each method together, except ``begin``, ``enter``, ``leave`` and ``digests``.
+    """
+
+    def __init__(self, contents: Contents, *, compares: bool, exact: bool) -> None:
+        self._compares, self._exact = compares, exact
+        self._parameters = _to_compare(contents) if compares else {}
+        self._sampled = Sampled([*self._parameters.values()])
+        self._shared = Shared(contents)
+        self._world: World | None = None
+        self._every, self._next = 1, 0
+        self._began = 0.0, 0
+
+    def begin(self) -> None:
+        """Note the script's initial values."""
+        self._shared.begin()
+
+    def enter(self, world: World | None, step: int) -> None:
+        """Compare the workers of this world now and then, from the next commit on."""
+        self._world = world if world is not None and world.size > 1 and self._compares else None
+        self._every, self._next = 1, step + 1
+        self._began = time.monotonic(), step
+
+    def leave(self) -> None:
+        self._world = None
+
+    def digests(self) -> Digests:
+        if not self._compares:
+            return Digests()
+        return Digests(self._digest(), self._shared.digest(), self._shared.digest_of_beginning())
+
+    def passed(self, step: int) -> None:
+        """Compare after this commit if a comparison is due. All workers agree on the next one. Raises
+        Diverged, Unlike, and WorldChanged."""
+        if self._world is None or step < self._next:
+            return
+        now = time.monotonic()
+        mine = self.digests()
+        cost_s = time.monotonic() - now + EXCHANGE_S
+        since, first = self._began
+        each_s = max((now - since) / max(step - first, 1), 1e-6)
+        heard = gathered([*mine, min(int(cost_s / (SHARE * each_s)), 1 << 40)], self._world)
+        self.compare(self._world, range(self._world.size), [Digests(*each[:3]) for each in heard])
+        self._every = max(1, min(2 * self._every, max(each[3] for each in heard)))
+        self._next = step + self._every
+
+    def compare(self, world: World | None, ranks: Sequence[int], digests: Sequence[Digests]) -> None:
+        """Compare the present values of these ranks, as far as their digests differ. Raises Diverged, Unlike,
+        and WorldChanged. ``digests``: of all ranks."""
+        if world is not None and len({digests[rank].parameters for rank in ranks}) > 1:
+            self._compare_parameters(world, ranks)
+        if len({digests[rank].shared for rank in ranks}) > 1:
+            self._shared.compare(world, ranks, exact=self._exact)
+
+    def compare_beginnings(self, world: World, source: int, *, fresh: bool, joins: bool) -> None:
+        """Compare the scripts' initial values. A difference is refused if all workers begin now (``fresh``).
+        A worker that ``joins`` takes the values of ``source``, with a warning. Raises Unlike, and
+        WorldChanged."""
+        differs = self._shared.compare_beginning(world, source, fresh=fresh, exact=self._exact)
+        if differs and joins:
+            _log.warning(
+                "%s, as their scripts began: worker %d takes what the others have. Give State "
+                "worker.Local(...) for what each worker is to keep for itself",
+                differs,
+                world.rank,
+            )
+
+    # ------------------------------------------------------------ parameters
+
+    def _digest(self) -> int:
+        summary = hashlib.blake2b(digest_size=8)
+        for few in self._sampled.few.read():
+            summary.update(_bytes(few))
+        return int.from_bytes(summary.digest(), "little") >> 1
+
+    def _compare_parameters(self, world: World, ranks: Sequence[int]) -> None:
+        few = self._sampled.few
+        mine = few.read()
+        parts = [m.cpu().view(torch.uint8) for m in mine]
+        packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        if len({size for (size,) in gathered([len(packed)], world)}) > 1:
+            raise _diverged("not all workers train as many parameters")
+        with world.or_over():
+            heard = [torch.empty_like(packed) for _ in range(world.size)]
+            dist.all_gather(heard, packed)
+        wrong: dict[int, list[int]] = {}
+        slightly = False
+        usual = _unpacked(_commonest([heard[rank] for rank in ranks]), mine)
+        for rank in ranks:
+            for number, ulps in few.differing(usual, _unpacked(heard[rank], mine)).items():
+                if self._exact or ulps > ULPS_MAX:
+                    wrong.setdefault(number, []).append(rank)
+                else:
+                    slightly = True
+        if wrong:
+            first = min(wrong)
+            name = [*self._parameters][first]
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            who = ", ".join(map(str, wrong[first]))
+            raise _diverged(f"{name}{more} of worker {who} is not what the other workers have")
+        if slightly and world.rank == 0:
+            _say_slightly()
+
+
+def _to_compare(contents: Contents) -> dict[str, nn.Parameter]:
+    """Return the parameters that an optimizer trains, by name, without those that DistributedDataParallel
+    ignores, which need not be the same in all workers."""
+    trained = contents.trained
+    found: dict[str, nn.Parameter] = {}
+    for name, module in contents.modules.items():
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        for key, parameter in module.named_parameters():
+            if id(parameter) in trained and key not in ignored and is_plain(parameter):
+                found[f"{name}.{key}"] = parameter
+    return found
+
+
+def _diverged(what: str) -> Diverged:
+    agentpage.fatal(Fatal.BAD_DATA)  # a restart would end the same way
+    return Diverged(
+        f"the workers train apart: {what}. Call state.model, and what else of State's is trained by its name "
+        "(state.head), for each forward pass, and change parameters alike in all workers. Where they shall "
+        "differ, give State compare=False"
+    )
+
+
+def _commonest(heard: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the most common data; of several, the one with the lowest rank."""
+    texts = [_bytes(h) for h in heard]
+    return heard[max(range(len(texts)), key=lambda rank: (texts.count(texts[rank]), -rank))]
+
+
+def _unpacked(packed: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = torch.split(packed, [like.nbytes for like in likes])
+    return [part.clone().view(like.dtype) for part, like in zip(parts, likes, strict=True)]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().view(torch.uint8).numpy().tobytes()
+
+
+@functools.cache
+def _say_slightly() -> None:
+    """Warn once in a process."""
+    _log.warning(
+        "the workers' parameters differ in the last bits, as they do on machines of several kinds or with "
+        "different OMP_NUM_THREADS: training goes on"
+    )

@@ -1,0 +1,150 @@
+"""What a State was given to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from elasticd.worker.commit.plaindata import copied
+from elasticd.worker.commit.randomness import Drawn
+from elasticd.worker.data import Data
+from elasticd.worker.gradients.wrapping import SHARDED, is_flattened
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Local(Generic[T]):
+    """A value of each worker's own, given to a State in place of a shared one.
+
+    Example: ``State(..., losses=worker.Local([]))``, then ``state.losses``. The value is restored when a step
+    is abandoned, like all others. It is never sent to another worker, and is in no checkpoint: each process
+    begins with the value given here.
+    """
+
+    value: T
+
+
+class Contents:
+    """The values of a State, by kind and by name.
+
+    ``plain``: numbers, strings, tensors, and containers of them. ``stateful``: objects with ``state_dict``.
+    ``own``: the names of the values that are each worker's own.
+
+    Raises TypeError for a value that a State cannot keep.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.plain: dict[str, Any] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.stateful: dict[str, Any] = {}
+        self.own = {name for name, value in given.items() if isinstance(value, Local)}
+        for name, value in given.items():
+            self._add(name, value)
+        kept = {id(p) for p in self.parameters()}
+        for name, optimizer in self.optimizers.items():
+            if any(id(p) not in kept for p in parameters_of(optimizer)):
+                raise TypeError(
+                    f"{name} changes parameters of no module that State was given, so one that comes later "
+                    "would not have them: give State that module as well, by a name of its own"
+                )
+
+    def _add(self, name: str, value: Any) -> None:
+        if isinstance(value, Local):
+            value = value.value
+            if isinstance(value, nn.Module | Optimizer | Data):
+                raise TypeError(
+                    f"State keeps {name}, a {type(value).__name__}, alike in all workers: worker.Local is "
+                    "for plain data, generators, and other objects with state_dict()"
+                )
+        if isinstance(value, DistributedDataParallel):
+            raise TypeError(
+                "State wraps the model itself, for each world anew: give it the module, not its DDP"
+            )
+        if isinstance(value, nn.Module):
+            if any(hasattr(p, "device_mesh") for p in value.parameters()) or is_flattened(value):
+                raise TypeError(f"State cannot keep {name}, as {SHARDED}")
+            self.modules[name] = value
+        elif isinstance(value, Optimizer):
+            self.optimizers[name] = value
+        elif isinstance(value, torch.Generator):
+            self.stateful[name] = Drawn(value)
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            self.stateful[name] = value
+        else:
+            copied(value, f"State's {name}")
+            self.plain[name] = value
+
+    def shared(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Return these values, by name, without those that are each worker's own."""
+        return {name: value for name, value in values.items() if name not in self.own}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all modules, each once."""
+        return [*{id(p): p for module in self.modules.values() for p in module.parameters()}.values()]
+
+    @property
+    def trained(self) -> set[int]:
+        """The ids of the parameters that an optimizer trains."""
+        return {id(p) for optimizer in self.optimizers.values() for p in parameters_of(optimizer)}
+
+    @property
+    def scalers(self) -> list[Any]:
+        return [thing for thing in self.stateful.values() if isinstance(thing, torch.amp.GradScaler)]
+
+    @property
+    def order(self) -> dict[str, list[list[str]]]:
+        """The names of each optimizer's parameters, by group: the optimizer knows only their order."""
+        names = {p: f"{name}.{key}" for name, m in self.modules.items() for key, p in m.named_parameters()}
+        return {
+            name: [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
+
+    def tensors(self, *, buffers: bool) -> Iterator[torch.Tensor]:
+        """Yield all parameters and optimizers' tensors, in the same order on all workers; on request buffers,
+        too."""
+        for _, module in sorted(self.modules.items()):
+            yield from module.parameters()
+            if buffers:
+                yield from module.buffers()
+        for _, optimizer in sorted(self.optimizers.items()):
+            for _, values in sorted(optimizer.state_dict()["state"].items()):
+                yield from (v for _, v in sorted(values.items()) if isinstance(v, torch.Tensor))
+
+
+class EpochProgress:
+    """The progress of a training's epochs, which a State keeps with the rest. ``ended``: the number of
+    complete epochs, with the work after their steps. ``began``: the step after which the present epoch began,
+    if any. ``stopped``: no epoch follows."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self.began: int | None = None
+        self.stopped = False
+
+    @property
+    def marks(self) -> int:
+        """The number of commits without a step."""
+        return self.ended + self.stopped
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": (self.ended, self.began, self.stopped)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ended, self.began, self.stopped = state["at"]
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]

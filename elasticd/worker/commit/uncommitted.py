@@ -1,0 +1,238 @@
+"""What the steps since the last commit have changed, and whether that can be undone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elasticd.worker.commit.changes import Trace
+from elasticd.worker.commit.contents import Contents, gradients_of, parameters_of
+from elasticd.worker.commit.copies import Undo
+from elasticd.worker.gradients.wrapping import WrappedModels
+from elasticd.worker.report import all_finite, not_finite, policy
+from elasticd.worker.world.group import World, rank
+
+_log = logging.getLogger(__name__)
+LOOKS_INTO = 3  # commits after which elements of parameters are compared: versions miss some changes
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Who changes which parameters, by their numbers.
+
+    ``trained``: the parameters of each optimizer. ``followers``: for each module, its parameters that no
+    optimizer trains.
+    """
+
+    trained: Mapping[str, Set[int]]
+    followers: Sequence[Set[int]] = ()
+
+    def outside(self, changed: Set[int], stepped: Iterable[str]) -> set[int]:
+        """Return the changed parameters that none of these optimizers trains."""
+        return set(changed).difference(*(self.trained[name] for name in stepped))
+
+    def to_copy(self, outside: Set[int], stepped: Iterable[str]) -> set[int]:
+        """Return the parameters to copy at each commit, if these change before the last sum of a step: a
+        worker that dies in that sum would leave none whole.
+
+        Parameters of one module that no optimizer trains are copied together: averages of a frozen layer
+        change only once the layer is trained.
+        """
+        followers = (of for of in self.followers if of & outside)
+        return set(outside).union(*(self.trained[name] for name in stepped), *followers)
+
+
+class Uncommitted:
+    """The changes since the last commit.
+
+    ``stepped``: the optimizers that have begun a step. Parameters and optimizers' state that change before
+    the last sum of a step are copied from then on (``undo`` None), always (True), or never (False).
+    """
+
+    def __init__(self, contents: Contents, models: WrappedModels, undo: bool | None) -> None:
+        self.stepped: set[str] = set()
+        self._contents, self._models, self._undoes = contents, models, undo
+        self._world: World | None = None
+        self._gpus: set[torch.device] = set()
+        self._torn = False
+        self._commits = 0  # of this process
+        self._calls = 0  # the number of collectives when an optimizer last began a step
+        self._evaluated = 0  # forward passes without gradients
+        self._unused: tuple[torch.Tensor, torch.Tensor] | None = None  # a parameter and its gradient
+        self._warned = False
+        self._trace = Trace(contents.parameters())
+        numbers = {id(p): n for n, p in enumerate(self._trace.parameters)}
+        trained = {
+            name: {numbers[id(p)] for p in parameters_of(o) if id(p) in numbers}
+            for name, o in contents.optimizers.items()
+        }
+        of_modules = (
+            {numbers[id(p)] for p in m.parameters() if id(p) in numbers} for m in contents.modules.values()
+        )
+        self._owners = Owners(trained, [of.difference(*trained.values()) for of in of_modules])
+        self._undo = Undo(self._trace.parameters, contents.optimizers)
+        if undo:
+            self._undo.want(range(len(numbers)), contents.optimizers)
+        for name, optimizer in contents.optimizers.items():
+            optimizer.register_step_pre_hook(partial(self._before_step, name))
+
+    # ------------------------------------------------------------ commits
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an optimizer has begun a step that cannot be undone."""
+        return self._torn or not self._undo.covers((), self.stepped)
+
+    @property
+    def wanted(self) -> tuple[list[int], list[str]]:
+        """What is copied at each commit, for ``want`` in another worker."""
+        return self._undo.wanted
+
+    def want(self, wanted: tuple[list[int], list[str]]) -> None:
+        """Copy what another worker copies: values that change early there do so here, from the first step."""
+        if self._undoes is not False:
+            self._undo.want(*wanted)
+
+    def enter(self, world: World | None) -> None:
+        self._world = world
+        self._gpus = {p.device for p in self._contents.parameters() if p.is_cuda}
+
+    def before_commit(self) -> None:
+        """Make sure that all sums of the steps have arrived. Raises WorldChanged."""
+        if self.stepped:
+            self._warn_of_calls()
+        else:
+            self._unused = self._unused_gradient()
+            if self._world is not None:
+                self._world.vouch()
+        self._commits += 1
+
+    def keep(self) -> None:
+        """Keep the present values as the ones to go back to."""
+        self._undo.keep()
+        self._trace.note()
+        self.stepped.clear()
+        self._evaluated = 0
+        self._torn = False
+
+    def tear(self) -> None:
+        """Note that something was read over the values, in part."""
+        self._torn = True
+
+    def go_back(self) -> bool:
+        """Leave the world, and undo all changes. Return whether that was possible."""
+        self._world = self._unused = None
+        outside = self._outside(contents=True)
+        if not self._torn and (self.stepped or outside):
+            self._torn = not self._undo.covers(outside, self.stepped)
+            if not self._torn:
+                self._undo.put_back()
+                self._trace.note()
+        self.stepped.clear()
+        return not self._torn
+
+    # ------------------------------------------------------------ steps
+
+    def before_forward(self) -> None:
+        """Look for weights that were swapped in for an evaluation, before a forward pass without gradients.
+
+        They may be gone again at the next step. The check runs in passes 1, 2, 4, 8 and so on after a commit.
+        """
+        if self._world is None or self.stepped or torch.is_grad_enabled():
+            return
+        self._evaluated += 1
+        if self._evaluated.bit_count() == 1 and (outside := self._outside(contents=True)):
+            self._copy_from_now_on(outside, set())
+
+    def _before_step(
+        self, name: str, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Check an optimizer's step. With a closure, the optimizer changes parameters only after the
+        closure."""
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if not callable(closure):
+            self._check_step(name)
+            return None
+        checked = partial(self._checked, name, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": checked}
+        return (args[0], checked, *args[2:]), kwargs
+
+    def _checked(self, name: str, closure: Callable[[], Any]) -> Any:
+        if name in self.stepped:  # it has changed parameters already, and continues with other gradients
+            self._copy_from_now_on(set(), {name})
+        loss = closure()
+        self._check_step(name)
+        return loss
+
+    def _check_step(self, name: str) -> None:
+        """Check an optimizer's step right before it changes parameters: later it is too late. Raises
+        WorldChanged."""
+        self._refuse_carried_gradients()
+        self._models.refuse_unfrozen()
+        world = self._world
+        if world is not None and (not self.stepped or world.sums_begun):
+            outside = self._outside(contents=self._commits < LOOKS_INTO)
+            if self.stepped or outside:
+                self._copy_from_now_on(outside, self.stepped)
+            for gpu in self._gpus:
+                torch.cuda.current_stream(gpu).synchronize()  # the sums are there, or the world ends
+                world.check()
+            world.vouch()
+        if policy() != "ignore" and not all_finite(gradients_of(self._contents.optimizers[name])):
+            not_finite("a gradient is NaN or infinite")
+        self.stepped.add(name)
+        self._calls = self._models.calls()
+
+    def _outside(self, *, contents: bool) -> set[int]:
+        """Return the parameters that changed although no optimizer has begun a step on them."""
+        changed = self._trace.changed(contents=contents)
+        return self._owners.outside(changed, self.stepped) if changed else changed
+
+    def _copy_from_now_on(self, outside: set[int], stepped: set[str]) -> None:
+        """Copy at each commit what changes before the last sum of a step."""
+        if self._undoes is False or not self._undo.want(self._owners.to_copy(outside, stepped), stepped):
+            return
+        if self._world is not None and self._world.rank == 0:
+            _log.warning(
+                "%s changes parameters before the last sum of a step over the workers: from now on a copy is "
+                "kept at each commit, of %.0f MB, to undo that with (undo=False: none is)",
+                ", ".join(sorted(stepped)) or "something else than an optimizer",
+                self._undo.nbytes / 1e6,
+            )
+
+    def _warn_of_calls(self) -> None:
+        """Warn once if the script uses collectives while a step can be neither finished nor undone."""
+        if self._warned or self._models.calls() == self._calls or self._undo.covers((), self.stepped):
+            return
+        self._warned = True
+        if rank() == 0:
+            _log.warning(
+                "the workers talk to each other between the optimizer's step and state.commit(): where one "
+                "is lost there, no worker can finish this step or undo it. Do that before the step or after "
+                "the commit, or give State undo=True"
+            )
+
+    def _unused_gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a parameter and its gradient that an optimizer could use, if a commit comes before any
+        optimizer's step."""
+        for optimizer in self._contents.optimizers.values():
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    return (parameter, parameter.grad) if all_finite(gradients_of(optimizer)) else None
+        return None
+
+    def _refuse_carried_gradients(self) -> None:
+        if self._unused is not None and self._unused[0].grad is self._unused[1]:
+            raise RuntimeError(
+                "gradients were added up over several commits, and would be lost at a change of world: call "
+                "state.commit() after the optimizer's step, and not after each backward pass; where a step "
+                "is left out on purpose, call optimizer.zero_grad() before state.commit()"
+            )
+        self._unused = None
