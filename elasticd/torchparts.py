@@ -169,7 +169,7 @@ def untried(version: str) -> str:
 
 
 def installed() -> str:
-    """The version of torch; empty where nothing tells."""
+    """Return the version of torch; empty if it is unknown."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -30,8 +30,8 @@ _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 
 
 class Channel(Generic[_Said, _Heard]):
-    """One end. Files that are sent are duplicated: whoever sends them keeps and closes its own. Whoever
-    receives files owns them."""
+    """One end. Files that are sent are duplicated: the sender keeps its own descriptors and closes them.
+    The receiver owns the files that it receives."""
 
     def __init__(self, sock: socket.socket, says: Codec[_Said], hears: Codec[_Heard]) -> None:
         self.socket = sock

@@ -75,10 +75,10 @@ def etcd_role(
 ) -> None:
     """Make a role in etcd that is limited to JOB, and a user who has it.
 
-    The login options are those of etcd's root. Doing it again changes nothing.
+    The login options are those of etcd's root. A second call changes nothing.
 
-    Exit codes: 0, it is so; 2, bad usage, or etcd refuses (it asks nobody who they are, or this user is not
-    its root); 4, etcd cannot be reached.
+    Exit codes: 0, the role and the user exist; 2, bad usage, or etcd refuses (authentication is off, or this
+    user is not root); 4, etcd cannot be reached.
     """
     wanted = _wanted(job, user, password_file, generate, torchrun)
     if remove and password_file is not None:
@@ -166,8 +166,8 @@ def _as_root(access: EtcdAccess) -> Iterator[Roles]:
             yield roles
         except NoLogins as error:
             raise Complaint(
-                f"etcd at {access.url} asks nobody who they are, so a role would keep nobody out: enable its "
-                "logins first (etcdctl user add root; etcdctl auth enable), then do this again as that user."
+                f"etcd at {access.url} has authentication off, so a role would have no effect: enable it "
+                "(etcdctl user add root; etcdctl auth enable), then run this command again as root."
             ) from error
         except StoreRefused as error:
             if "permission denied" not in str(error):
@@ -208,8 +208,8 @@ def _make(roles: Roles, wanted: Wanted) -> None:
         roles.set_password(user, password)
         if not roles.takes(user, password):
             raise Complaint(
-                f"the user {user} was made to log in with a certificate, and takes no password: take it away "
-                "with --remove first, or give another with --user."
+                f"the user {user} was made to log in with a certificate, and takes no password: remove the "
+                "user with --remove first, or give another with --user."
             )
         say(f"The user {user} logs in {_from(wanted)} from now on, and with no other.")
     if own is None or role not in own:

@@ -116,7 +116,7 @@ def _no_such(job: str, there: list[Place]) -> str:
     known = there_are([name for place in there for name in place.jobs])
     if any(place.shared for place in there):
         return f"no job named {job} in this etcd: {known}."
-    hint = f"; `elasticd report {job}` tells what became of it" if _ran_here(job) else ""
+    hint = f"; `elasticd report {job}` shows how the run ended" if _ran_here(job) else ""
     return f"no job named {job} on this machine: {known} (for others give --etcd){hint}."
 
 

@@ -149,7 +149,7 @@ def etcd_options(command: F) -> F:
     """Add the options for etcd's address and login, which all commands share."""
     for option in reversed(
         (
-            _ours("--etcd", help="etcd endpoints: http://a:2379,http://b:2379", metavar="URLS"),
+            _ours("--etcd", help="Endpoints of etcd: http://a:2379,http://b:2379", metavar="URLS"),
             _ours("--etcd-cacert", _FILE, "CA certificate for https:// endpoints."),
             _ours("--etcd-cert", _FILE, "Client certificate."),
             _ours("--etcd-key", _FILE, "Key of the client certificate."),
@@ -157,7 +157,7 @@ def etcd_options(command: F) -> F:
             _ours(
                 "--etcd-password-file",
                 _FILE,
-                "File or pipe with that user's password; or else ELASTICD_ETCD_PASSWORD says it.",
+                "File or pipe with the password of --etcd-user; else ELASTICD_ETCD_PASSWORD.",
             ),
         )
     ):
@@ -171,17 +171,20 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours("--max", _COUNT, "Most workers to train with."),
     _ours(
         "--slots",
-        help="Workers this node offers: a number, or auto: its GPUs, else its cores.",
+        help="Workers that this node offers: a number, or auto (one per GPU, else one per core).",
         metavar="N|auto",
     ),
     # names and addresses
     _ours("--job", help="Name of the job; the same on all its nodes."),
-    _ours("--node", help="Name of this node; the host's by default, with a number where that is taken."),
-    _ours("--address", help="Address at which other nodes reach this one; gloo and NCCL use its interface."),
+    _ours("--node", help="Name of this node.  [the host's name, with a number if that name is taken]"),
+    _ours(
+        "--address",
+        help="Address at which other nodes reach this node. gloo and NCCL use the interface of this address.",
+    ),
     etcd_options,
     # patience
     _ours("--join-timeout", Seconds(), "Seconds to wait below --min before giving up (exit code 3).  [600]"),
-    _ours("--grow-cooldown", Seconds(), "Seconds a round lives before it ends in order to grow.  [30]"),
+    _ours("--grow-cooldown", Seconds(), "Seconds that a round lasts before the job may grow.  [30]"),
     _ours(
         "--node-ttl",
         Seconds(2.0, ", and etcd keeps no lease shorter than that"),
@@ -191,68 +194,75 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--etcd-wait", Seconds(), "Seconds to wait for etcd at the start (exit code 4).  [5, and exit code 2]"
     ),
     # failures
-    _ours("--policy", _FILE, "TOML file that tunes all of this, and hangs and stragglers: docs/policy.md"),
+    _ours(
+        "--policy",
+        _FILE,
+        "TOML file with further settings for waits, failures, hangs and stragglers: see docs/policy.md",
+    ),
     # hangs
     _ours(
         "--hang-after",
-        help="Without a step for so long a worker hangs: seconds, auto (learned) or off.  [auto]",
+        help="Time without a step after which a worker counts as hung: seconds, auto (learned from the job's "
+        "steps) or off.  [auto]",
         metavar="auto|SECONDS|off",
     ),
     # stragglers
     _ours(
         "--stragglers",
         type=click.Choice(["report", "drain"]),
-        help="A worker that is slower than its peers, or whose GPU tells of errors: name it, or leave its "
-        "slot out for a while.  [report]",
+        help="What to do about a worker that is slower than its peers, or whose GPU has errors: report the "
+        "worker, or leave its slot out for a while.  [report]",
     ),
     # NaN and infinite values
     _ours(
         "--on-nonfinite",
         type=click.Choice(["ignore", "stop", "rollback"]),
-        help="Where a script tells that a loss or gradient is NaN or infinite: count it, stop the job (exit "
-        "code 6), or go back to the last checkpoint, and stop if that happens three times without getting "
-        "further.  [ignore]",
+        help="What to do if a script reports a loss or gradient that is NaN or infinite: count the step, "
+        "stop the job (exit code 6), or go back to the last checkpoint. The third return without "
+        "progress stops the job.  [ignore]",
     ),
     # how workers start
     _our_switch(
-        "--fresh-start", "Fork no worker from a process that has imported what it imports; slower restarts."
+        "--fresh-start",
+        "Start workers as new processes, not as forks of one with imported modules; slower restarts.",
     ),
     _ours(
         "--spares",
         type=click.IntRange(min=0),
         default=0,
-        help="Workers that wait to replace others at once, where scripts use elasticd.worker.  [0]",
+        help="Workers that wait to replace failed ones, for scripts that use elasticd.worker.  [0]",
         metavar="N",
     ),
     # checkpoints
     _ours(
         "--checkpoints",
-        help="Where a worker.State keeps what is committed, and worker.Checkpoints() what it is given: a "
-        "folder that all nodes can write to, or an address such as s3://bucket/run1.",
+        help="Where worker.State and worker.Checkpoints() save: a folder that all nodes can write to, or an "
+        "address such as s3://bucket/run1.",
         metavar="PATH|URL",
     ),
     _ours(
         "--checkpoint-every",
-        help="Steps (100), time (90s, 10m, 1h), or auto: by what saving costs and how often things fail.",
+        help="How often to save: steps (100), time (90s, 10m, 1h), or auto (from the cost of a save and "
+        "the rate of failures).",
         metavar="N|TIME|auto",
     ),
     _ours(
         "--checkpoint-rate",
-        help="Bytes a second that a node writes of checkpoints at most while it trains: 200M.  [no limit]",
+        help="Most bytes of checkpoints that a node writes per second while it trains: 200M.  [no limit]",
         metavar="SIZE",
     ),
     _ours(
         "--resume",
         click.Choice(["auto", "required", "never"]),
-        "From the newest checkpoint that is whole, if there is one; or else end with exit code 5; or only "
-        "from those of this job.",
+        "auto: load the newest whole checkpoint, if there is one. required: end with exit code 5 if there is "
+        "none. never: load only checkpoints of this job.",
         default="auto",
     ),
     _ours(
         "--replicate",
         type=click.IntRange(0, 1),
         default=0,
-        help="Nodes that hold a copy of what this one checkpoints, in memory.  [0]",
+        help="Other nodes that keep a copy of this node's checkpoints in memory.  [0]",
         metavar="0|1",
     ),
     # audit, metrics and logs
@@ -264,42 +274,44 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Where metrics and a status page are served, or off.  [127.0.0.1:9408, or a free port]",
         metavar="HOST:PORT|off",
     ),
-    _ours("--http-cert", _FILE, "Certificate to serve them over https with."),
-    _ours("--http-key", _FILE, "Key of that certificate."),
+    _ours("--http-cert", _FILE, "Certificate for serving metrics and status over https."),
+    _ours("--http-key", _FILE, "Key of the certificate of --http-cert."),
     _ours(
         "--http-token-file",
         _FILE,
-        "File with the token that metrics and status are shown for; /healthz and /readyz need none.",
+        "File with the token that clients need for metrics and status. /healthz and /readyz need none.",
     ),
     _our_switch("--plain", "No live view, even on a terminal."),
     _ours(
         "--log-format",
         click.Choice(["auto", "console", "json"]),
-        "auto: json unless on a terminal.",
+        "auto: console on a terminal, else json.",
         default="auto",
     ),
-    _ours("--termination-log", _FILE, "File that says at the end why, for Kubernetes."),
+    _ours("--termination-log", _FILE, "File for the reason of the end, for Kubernetes."),
     # torchrun's
-    _torchruns("--nnodes", help="Nodes, N or MIN:MAX; with --nproc-per-node the limits in workers.  [1]"),
-    _torchruns("--nproc-per-node", help="Workers a node offers: a number, auto, cpu, gpu or xpu.  [1]"),
+    _torchruns(
+        "--nnodes", help="Nodes: N or MIN:MAX. Multiplied by --nproc-per-node: the limits in workers.  [1]"
+    ),
+    _torchruns("--nproc-per-node", help="Workers that a node offers: a number, auto, cpu, gpu or xpu.  [1]"),
     _torchruns("--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."),
     _torchruns("--rdzv-endpoint", help="HOST:PORT of the etcd."),
     _torchruns("--rdzv-id", help="Name of the job, as --job."),
     _torchruns("--rdzv-conf", help="key=value,…: timeouts and certificates."),
     _torchruns_switch("--standalone", help="One node, without a shared etcd."),
     _torchruns("--max-restarts", type=Whole(0), help="Failures to survive within an hour.  [10]"),
-    _torchruns("--monitor-interval", type=float, help="Means nothing here.", hidden=True),
+    _torchruns("--monitor-interval", type=float, help="Ignored.", hidden=True),
     _torchruns(
         "--start-method",
         type=click.Choice(["spawn", "fork", "forkserver"]),
-        help="Means nothing here.",
+        help="Ignored.",
         hidden=True,
     ),
-    _torchruns("--event-log-handler", help="Means nothing here.", hidden=True),
+    _torchruns("--event-log-handler", help="Ignored.", hidden=True),
     _torchruns("--role", help="Role of the workers, for their environment.  [default]"),
     _torchruns_switch("-m", "--module", help="The script is a module, as with python -m."),
-    _torchruns_switch("--no-python", help="The script is a program of its own."),
-    _torchruns_switch("--run-path", help="Run the script as a script, whatever else is said."),
+    _torchruns_switch("--no-python", help="The script is an executable program, not Python."),
+    _torchruns_switch("--run-path", help="Run the script as a script, also with -m or --no-python."),
     _torchruns("--log-dir", type=_FILE, help="Folder for the workers' output."),
     _torchruns("-r", "--redirects", help="Streams that go to files: 0 to 3, or RANK:0-3,…"),
     _torchruns("-t", "--tee", help="Streams that go to files and the terminal."),
@@ -307,11 +319,16 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _torchruns(
         "--duplicate-stdout-filters", help="Lines of stdout to copy to a file of their own: apple,orange"
     ),
-    _torchruns("--duplicate-stderr-filters", help="The same for stderr."),
-    _torchruns("--node-rank", type=int, help="Means nothing here.", hidden=True),
-    _torchruns("--master-addr", help="Means nothing here, but that --master-port leads there, too."),
+    _torchruns("--duplicate-stderr-filters", help="Lines of stderr to copy to a file of their own."),
+    _torchruns("--node-rank", type=int, help="Ignored.", hidden=True),
     _torchruns(
-        "--master-port", type=int, help="A port that leads to each round's store, for tcp:// in a script."
+        "--master-addr",
+        help="Ignored, but that --master-port also listens there if the address is this node's.",
+    ),
+    _torchruns(
+        "--master-port",
+        type=int,
+        help="Port that forwards to the store of each round, for scripts with init_method=tcp://.",
     ),
     _torchruns("--local-addr", help="Address at which other nodes reach this one, as --address."),
     _torchruns("--logs-specs", help="An entry point of the group torchrun.logs_specs."),
@@ -322,7 +339,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     _torchruns("--signals-to-handle", help="Signals that drain this node.  [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
     _torchruns("--shutdown-timeout", type=Seconds(), help="Seconds between SIGTERM and SIGKILL.  [30]"),
-    _torchruns_switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each with its one GPU visible."),
+    _torchruns_switch("--virtual-local-rank", help="Give every worker LOCAL_RANK 0 and one visible GPU."),
 )
 
 
@@ -343,12 +360,12 @@ IN_THE_POLICY: Final = {
     "restart-window": "restart_window_s",
     "audit-every": "audit_every",
 }
-"""Options that there were once, and the settings in the file of --policy that replace them."""
+"""Removed options, and the settings in the file of --policy that replace them."""
 
 
 def _in_full(token: str) -> str:
     """Return the full name of an option: underscores become dashes, and an unambiguous prefix is
-    completed. Raises click.UsageError for an option that there was once."""
+    completed. Raises click.UsageError for a removed option."""
     token = token.replace("_", "-")
     if setting := IN_THE_POLICY.get(token):
         raise click.UsageError(

@@ -51,7 +51,8 @@ _FOR_GOOD: Final = {
 def run(ctx: click.Context, /, **_: object) -> int:
     """Run a training script, and keep it running.
 
-    Takes torchrun's options as well as its own. They end at SCRIPT; what follows is the script's.
+    Takes torchrun's options as well as its own. Options come before SCRIPT; all that follows SCRIPT goes to
+    the script.
     """
     options = collect(ctx, passwords.of_login(ctx.params))
     for name in _FOR_THE_AGENT_ALONE:

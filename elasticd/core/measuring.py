@@ -71,7 +71,8 @@ def measure(
 
 
 def lags(known: Measuring, found: Stragglers | None, node: str) -> dict[int, SlotLag]:
-    """Return how this node's workers compare, by slot. ``found``: what the leader wrote last."""
+    """Return how each worker of this node compares with its peers, by slot. ``found``: the leader's last
+    findings."""
     if found is None or found.round != known.round:
         return {slot: SlotLag(None, False) for slot in known.own}
     slow = {one.slot for one in found.slow if one.node == node and not one.why}

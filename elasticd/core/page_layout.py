@@ -56,7 +56,7 @@ NOTHING: Final = Use(0)
 
 
 class Fatal(StrEnum):
-    """Why a worker ended that is not to be restarted: the job ends with it."""
+    """The reason why the end of a worker ends the job, without a restart."""
 
     NOT_FINITE = "not_finite"  # a loss or gradient is not finite, and the job is to stop then
     NO_CHECKPOINT = "no_checkpoint"  # no whole checkpoint, and one was required

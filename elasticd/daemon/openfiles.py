@@ -15,7 +15,7 @@ from contextlib import suppress
 from elasticd.core.agent_messages import Exhausted
 from elasticd.daemon.config import CannotStart
 
-RESERVE = 32  # enough for an agent to leave in order
+RESERVE = 32  # files; enough for an agent to end in order
 MARGIN = 16  # with fewer, a round's store, a worker's pipes or gRPC fails; gRPC aborts the process
 LOOK_S = 1.0
 BASE = 128  # the reserve, etcd, HTTP, logs, libraries

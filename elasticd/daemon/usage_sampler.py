@@ -29,7 +29,7 @@ class Samples:
 class Sampler:
     """A context manager that renews ``latest`` every few seconds.
 
-    ``pids``: the processes to sample, by slot. Replace the mapping to change it, since a thread reads it.
+    ``pids``: the processes to sample, by slot. To change the mapping, replace it: a thread reads it.
     ``devices``: the slots' GPUs in order, by their names in CUDA_VISIBLE_DEVICES.
     """
 

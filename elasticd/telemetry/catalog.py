@@ -6,7 +6,7 @@ label), ``node``, ``slot``, and ``cause`` or ``kind`` with listed values. Every 
 
 * The agent of a node exports the metrics of the node's slots.
 * Every agent exports the gauges of the whole job, as it knows them: use ``max by (run)``. A gauge marked
-  "told by the leader" comes from the leader alone.
+  "reported by the leader" comes from the leader alone.
 * One agent counts an event of the whole job, and the counter is 0 at the others. Use ``sum by (run)`` of the
   increases; a new leader is then no reset.
 """
@@ -89,7 +89,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _age(
         "worker_last_step_age",
-        "Time since the worker's last step, before its first since it started; absent without a worker.",
+        "Time since the worker's last step, or since its start before the first; absent without a worker.",
         _SLOT,
     ),
     _counter(
@@ -101,7 +101,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _counter(
         "worker_exits",
-        "Workers that ended of themselves, not because their round was over.",
+        "Workers that ended by themselves, not because their round was over.",
         "",
         ("slot", "kind"),
         "success",
@@ -110,15 +110,17 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge("worker_resident_memory_bytes", "Resident memory of the worker and its children.", "bytes", _SLOT),
     _counter("worker_cpu_seconds", "CPU time used in the slot, children included.", "seconds", _SLOT),
-    # -------------------------------------------------------- told by scripts that use elasticd.worker
+    # -------------------------------------------------------- reported by scripts that use elasticd.worker
     _counter("samples", "Samples that the slot's workers have trained on.", "", _SLOT),
     _gauge("committed_step", "The step that every rank has applied.", "", _SLOT),
-    _gauge("loss", "The loss that the script told last.", "", _SLOT),
-    _gauge("user_value", "What the script tells by a name of its own.", "", ("slot", "kind")),
+    _gauge("loss", "The loss that the script reported last.", "", _SLOT),
+    _gauge(
+        "user_value", "A value that the script reports under its own name (`kind`).", "", ("slot", "kind")
+    ),
     # -------------------------------------------------------- health
     _gauge("worker_hung", "1 while the slot's worker is judged hung, else 0.", "", _SLOT),
     _counter("hangs", "Workers that were judged hung.", "", _SLOT),
-    _gauge("slot_bad", "1 while the slot's GPU has told of an error of its own, else 0.", "", _SLOT),
+    _gauge("slot_bad", "1 while the slot's GPU has reported a hardware error, else 0.", "", _SLOT),
     _gauge("worker_straggling", "1 while the worker is judged slower than its peers, else 0.", "", _SLOT),
     _gauge(
         "worker_slowdown_ratio",
@@ -129,13 +131,13 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("nonfinite_steps", "Steps with a loss or gradient that was NaN or infinite.", "", _SLOT),
     # -------------------------------------------------------- the GPU of a slot, where NVML knows one
     _gauge("gpu_utilization_ratio", "Share of time in which a kernel ran.", "ratio", _SLOT),
-    _gauge("gpu_memory_used_bytes", "GPU memory in use, by anybody.", "bytes", _SLOT),
-    _gauge("gpu_memory_size_bytes", "GPU memory there is.", "bytes", _SLOT),
+    _gauge("gpu_memory_used_bytes", "GPU memory in use, by all processes.", "bytes", _SLOT),
+    _gauge("gpu_memory_size_bytes", "GPU memory in total.", "bytes", _SLOT),
     _gauge("gpu_temperature_celsius", "Temperature of the GPU.", "celsius", _SLOT),
     _gauge("gpu_power_watts", "Power the GPU draws.", "watts", _SLOT),
     _gauge(
         "gpu_throttled",
-        "1 while the GPU's clock is held down, by what.",
+        "1 while the GPU's clock is reduced, by reason.",
         "",
         ("slot", "kind"),
         "power",
@@ -151,7 +153,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "corrected",
         "uncorrected",
     ),
-    _counter("gpu_xid_errors", "XID errors that the driver told, by their number.", "", ("slot", "kind")),
+    _counter("gpu_xid_errors", "XID errors that the driver reported, by number.", "", ("slot", "kind")),
     # -------------------------------------------------------- time
     _counter(
         "time_seconds",
@@ -173,7 +175,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _gauge("leader", "1 where this agent leads the job, else 0.", "", ()),
     _gauge(
         "members",
-        "Nodes by state; told by the leader.",
+        "Nodes by state; reported by the leader.",
         "",
         ("kind",),
         "member",
@@ -181,10 +183,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         "draining",
         "lost",
     ),
-    _gauge("slots_quarantined", "Slots that are kept out as they failed alone; told by the leader.", "", ()),
+    _gauge(
+        "slots_quarantined", "Slots in quarantine because they failed alone; reported by the leader.", "", ()
+    ),
     _counter("rounds", "Rounds formed, by cause; counted by the leader.", "", ("cause",), *_CAUSES),
     _counter("failures_charged", "Failures charged to the restart budget; counted by the leader.", "", ()),
-    _gauge("restart_budget_left", "Failures the job still survives; told by the leader.", "", ()),
+    _gauge("restart_budget_left", "Failures the job still survives; reported by the leader.", "", ()),
     _gauge("restart_budget_size", "Failures the job survives within its window.", "", ()),
     _seconds(
         "detect",
@@ -204,13 +208,14 @@ METRICS: Final[tuple[Metric, ...]] = (
     # -------------------------------------------------------- checkpoints
     _age(
         "checkpoint_age",
-        "Time since the newest committed checkpoint was made, or the script told of one of its own here.",
+        "Time since the newest committed checkpoint was made, or since the script reported a checkpoint of "
+        "its own on this node.",
     ),
     _gauge("checkpoint_step", "Step of the newest committed checkpoint.", "", ()),
     _gauge("checkpoint_size_bytes", "Size of the newest committed checkpoint.", "bytes", ()),
     _gauge(
         "checkpoint_memory_bytes",
-        "Shared memory that checkpoints lie in on this node, its own workers' and copies for other nodes.",
+        "Shared memory for checkpoints on this node: of its own workers, and copies for other nodes.",
         "bytes",
         ("kind",),
         "own",
@@ -218,16 +223,14 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _seconds("checkpoint_duration", "From the copy of the state to the commit of its checkpoint.", _SAVE_S),
     _seconds("checkpoint_blocked", "Time for which a checkpoint held up the training loop.", _SAVE_S),
-    _counter(
-        "checkpoints", "Checkpoints by what became of them.", "", ("kind",), "committed", "skipped", "failed"
-    ),
+    _counter("checkpoints", "Checkpoints by result.", "", ("kind",), "committed", "skipped", "failed"),
     # -------------------------------------------------------- etcd and the agent
     _gauge("etcd_up", "1 while etcd answers this agent, else 0.", "", ()),
     _gauge("etcd_full", "1 while etcd has no room for what this agent writes, else 0.", "", ()),
     _seconds("etcd_request", "Time of this agent's requests that etcd answered.", _REQUEST_S),
     _counter(
         "etcd_lease_renewals",
-        "Renewals of this agent's lease, silences of etcd that met one, and leases that ran out.",
+        "Renewals of this agent's lease: answered, not answered by etcd, and leases that ran out.",
         "",
         ("kind",),
         "renewed",

@@ -38,7 +38,7 @@ _SIGNAL_HINTS: dict[str, str] = {
     "SIGABRT": "native code gave up: a failed assertion, or NCCL's watchdog",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "an instruction this CPU does not have",
-    "SIGTERM": "something asked it to end",
+    "SIGTERM": "another process asked the worker to end",
     "SIGXCPU": "over its CPU time limit",
     "SIGXFSZ": "over its file size limit",
 }
@@ -145,7 +145,7 @@ KINDS: dict[Kind, str] = {
     Kind.RESTARTING: "starting and losing workers",
     Kind.WAITING: "waiting for workers",
     Kind.HUNG: "hung",
-    Kind.IDLE: "idle: nobody wanted a worker",
+    Kind.IDLE: "idle: the job needed no worker",
 }
 
 
@@ -226,7 +226,7 @@ def sentence(reason: r.Reason, now: float) -> str:
                 f"on {count(nodes, 'node')}: {cause(why)}"
             )
         case r.RoundClosing(number, why, nodes, failed):
-            # The worker's own node says how the worker failed, and so does the charge.
+            # The log of the worker's node, and the charge, say how the worker failed.
             who = (
                 f" ({worker(failed.node, failed.exit)})"
                 if failed
@@ -248,7 +248,7 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.WorkerKeepsUp(node, slot, rank):
             return f"rank {rank} (slot {slot} on {node}) keeps up with its peers again"
         case r.SlotBad(node, slot, rank, why):
-            return f"the GPU of rank {rank} (slot {slot} on {node}) is not to be relied on: {why}"
+            return f"the GPU of rank {rank} (slot {slot} on {node}) is unreliable: {why}"
         case r.JobEnded(outcome, why):
             return f"the job {ended(outcome)}" + (f": {why}" if why else "")
         case r.WorkersStarted(number, ranks, world_size):
@@ -266,8 +266,8 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"the worker in slot {slot} is ready for a round"
         case r.StandbyFailed(slot, code, message, until):
             said = f": {first_line(message)}" if message.strip() else ""
-            again = f"tried again{_in(until, now)}"
-            return f"the worker that was to wait in slot {slot} {ending(code)}{said}; {again}"
+            again = f"another one starts{_in(until, now)}"
+            return f"the standby worker of slot {slot} {ending(code)}{said}; {again}"
         case r.WorkerEnded(_, slot, rank, code, message, hung):
             if hung:  # a WorkersHung event has just named the place
                 return f"rank {rank} (slot {slot}) was killed by elasticd, as it hung"
@@ -286,8 +286,8 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.BatchesChanged(before, size):
             return (
                 f"the world went from {before} to {size} workers, and with it the batches: a script that "
-                "counts its data in batches (epoch = step // len(loader)) repeats some and skips some from "
-                'here on; README, "Count in samples", tells how not to'
+                "counts its data in batches (epoch = step // len(loader)) repeats some samples and skips "
+                'others from here on; see "Count in samples" in README'
             )
         case r.BeganAgain(furthest):
             return (
@@ -300,12 +300,12 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.LeaseLost(ttl_s, late_s):
             if late_s > ttl_s / 4:
                 why = (
-                    f"as its agent was {late_s:.1f} s late in renewing it: this machine is short of CPU or "
+                    f"because its agent sent a renewal {late_s:.1f} s late: this machine is short of CPU or "
                     "memory, or was suspended"
                 )
             else:
-                why = "though its agent asked for more time as it should: etcd or the network was too slow"
-            more = f"registering again (a longer --node-ttl than {ttl_s:g} bears more)"
+                why = "although its agent sent the renewals on time: etcd or the network was too slow"
+            more = f"the node registers again (a --node-ttl above {ttl_s:g} s tolerates longer delays)"
             return f"this node's lease ran out, {why}; {more}"
         case r.StoreAway(cut_off, until):
             if not cut_off:
@@ -315,7 +315,9 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.StoreBack(away_s):
             return f"etcd is back after {span(away_s)}"
         case r.StoreFull(why):
-            return f"{why}; the workers go on, but until then none is replaced, and no node comes or goes"
+            return (
+                f"{why}; the workers go on, but meanwhile no worker is replaced, and no node joins or leaves"
+            )
         case r.StoreHasRoom(full_s):
             return f"etcd takes writes again, after {span(full_s)} without room"
         case r.Draining(number):
@@ -326,7 +328,7 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"another agent has this node's name; waiting for its lease to run out{_left(until, now)}"
         case r.PolicyDiffers(names):
             options = listing([n.removesuffix("_s").replace("_", "-") for n in names])
-            return f"the job's own policy rules, not what was asked here for {options}"
+            return f"the job keeps its policy: the values given here for {options} are ignored"
         case _:
             assert_never(reason)
 

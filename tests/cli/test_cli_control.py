@@ -266,7 +266,7 @@ def test_a_standalone_job_that_is_over_is_pointed_to_its_report(
     monkeypatch.delenv("ELASTICD_ETCD", raising=False)
     runs.note(runs.state_dir(), "train", "a", 1.0, tmp_path)
     _, _, err = elasticd(capfd, "status", "train")
-    assert err.endswith("; `elasticd report train` tells what became of it.\n") and len(err.splitlines()) == 1
+    assert err.endswith("; `elasticd report train` shows how the run ended.\n") and len(err.splitlines()) == 1
     assert "elasticd report" not in elasticd(capfd, "status", "other")[2]
 
 

@@ -303,7 +303,9 @@ def test_a_server_certificate_that_has_expired_is_told(tmp_path: Path) -> None:
 def test_an_address_of_another_machine_is_no_address_of_this_one() -> None:
     said = doctor("--address", "192.0.2.1")
     (found,) = said.about("address")
-    assert found[0] == "wrong" and found[1].startswith("one cannot listen on 192.0.2.1 and connect to it")
+    assert found[0] == "wrong" and found[1].startswith(
+        "a process cannot listen on 192.0.2.1 and connect to it"
+    )
     assert said.code == 1
 
 
@@ -423,9 +425,7 @@ def test_a_name_that_leads_gloo_to_loopback_is_told_where_others_may_join(
 def test_loopback_is_no_address_for_other_nodes() -> None:
     assert worst(checks.address(candidate())).says == "workers of this machine meet at 127.0.0.1"
     found = worst(checks.address(candidate(access=REMOTE)))
-    assert (
-        found.says == "other nodes would be told to reach this one at 127.0.0.1, which is each machine itself"
-    )
+    assert found.says == "other nodes cannot reach this node at 127.0.0.1, a loopback address"
 
 
 # ---------------------------------------------------------------- what workers run
@@ -506,16 +506,26 @@ CUDA = {"version": "2.13.0", "build": "CUDA 13.0", "groups": {"gloo": "", "nccl"
 @pytest.mark.parametrize(
     ("devices", "said", "grade", "says"),
     [
-        ((), CPU, Grade.FINE, "there are none: workers train on the CPU"),
-        ((), CUDA | {"gpu_error": "no driver"}, Grade.FINE, "there are none: workers train on the CPU"),
+        ((), CPU, Grade.FINE, "this machine has none: workers train on the CPU"),
+        (
+            (),
+            CUDA | {"gpu_error": "no driver"},
+            Grade.FINE,
+            "this machine has none: workers train on the CPU",
+        ),
         (("nvidia0", "nvidia1"), CUDA | {"gpus": ["H100", "H100"]}, Grade.FINE, "2 (H100), CUDA 13.0"),
         (
             ("nvidia0", "nvidiactl"),
             CUDA | {"gpu_error": "the driver is too old"},
             Grade.WRONG,
-            "torch 2.13.0 (CUDA 13.0) cannot use those that are in DEV: the driver is too old",
+            "torch 2.13.0 (CUDA 13.0) cannot use the GPUs in DEV: the driver is too old",
         ),
-        (("nvidia0",), CPU, Grade.WRONG, "there are some, but torch 2.13.0+cpu was built without CUDA"),
+        (
+            ("nvidia0",),
+            CPU,
+            Grade.WRONG,
+            "this machine has GPUs, but torch 2.13.0+cpu was built without CUDA",
+        ),
     ],
 )
 def test_gpus_are_those_that_workers_get(
@@ -622,7 +632,11 @@ def test_an_etcd_that_tells_no_time_is_not_judged_by_it() -> None:
 @pytest.mark.parametrize(
     ("valid", "grade", "says"),
     [
-        ((-10, 90.5), Grade.FINE, "in order; the first to expire, the certificate c.pem, has 90 days left"),
+        (
+            (-10, 90.5),
+            Grade.FINE,
+            "all are valid; the first to expire, the certificate c.pem, has 90 days left",
+        ),
         ((-10, 3.5), Grade.ADVICE, "the certificate c.pem expires in 3 days"),
         ((-10, -1.5), Grade.WRONG, "the certificate c.pem expired 1 day ago"),
         ((2.5, 90), Grade.WRONG, "the certificate c.pem is not valid for another 2 days"),

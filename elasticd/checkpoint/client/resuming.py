@@ -25,7 +25,7 @@ from elasticd.worker.agent import agentpage
 from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)
-_NOTHING_WHOLE: Final = 5  # the exit code, the same as the job's
+_NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint
 
 
 class NoCheckpoint(RuntimeError):

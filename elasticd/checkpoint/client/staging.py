@@ -121,7 +121,7 @@ class CopyPlan:
         return ""
 
     def handed_over(self, *, copied: bool) -> int:
-        """Note that the filled buffer is now the saver's, who may send it to another node. Return its
+        """Note that the filled buffer belongs to the saver now, which may send it to another node. Return its
         number."""
         number = self.turn
         self.turn = (number + 1) % BUFFERS

@@ -116,7 +116,7 @@ def etcd(candidate: Candidate) -> Iterator[Finding]:
         yield Finding(
             Grade.ADVICE if endpoint.unreachable else Grade.WRONG,
             f"{len(good)} of {len(endpoints)} endpoints answer: {endpoint.error}",
-            "mend it, or the loss of one more member may stop etcd",
+            "repair that endpoint: if one more member is lost, etcd may stop",
         )
     yield _pace(good, candidate.node_ttl_s)
     for version in sorted({e.version for e in good}):
@@ -143,10 +143,10 @@ def _pace(good: Sequence[Endpoint], node_ttl_s: float) -> Finding:
     if worst_s > node_ttl_s / 5:
         return wrong(
             f"etcd is too slow for leases of {node_ttl_s:g} s: {said} at {slowest.endpoint}",
-            "give it a disk of its own (an SSD) and a near network, or lengthen --node-ttl",
+            "give etcd its own disk (an SSD) and a fast network, or raise --node-ttl",
         )
     if max(slowest.writes_s) > WRITE_SLOW_S:
-        return advice(f"etcd is slow: {said} at {slowest.endpoint}", "give it a disk of its own, an SSD")
+        return advice(f"etcd is slow: {said} at {slowest.endpoint}", "give etcd its own disk, an SSD")
     answer = "the endpoint answers" if len(good) == 1 else f"{len(good)} endpoints answer"
     return fine(f"{answer}; {said}")
 
@@ -164,8 +164,8 @@ def _version(version: str) -> Iterator[Finding]:
         return
     safe = " or ".join(f"{a}.{b}.{patch}" for (a, b), patch in SAFE_ETCD.items())
     yield advice(
-        f"etcd {version or '?'} has known faults that were mended since",
-        f"use {safe} or newer where jobs matter",
+        f"etcd {version or '?'} has known faults that later releases fix",
+        f"use {safe} or newer",
     )
 
 
@@ -182,7 +182,7 @@ def clock(candidate: Candidate) -> Iterator[Finding]:
         return
     which = "behind" if apart > 0 else "ahead of"
     says = f"this machine's clock is {abs(apart):.0f} s {which} that of etcd at {endpoint.endpoint}"
-    do = "have both set by NTP (chrony, systemd-timesyncd)"
+    do = "synchronize both clocks by NTP (chrony, systemd-timesyncd)"
     yield Finding(Grade.WRONG if abs(apart) >= CLOCK_WRONG_S else Grade.ADVICE, says, do)
 
 
@@ -205,18 +205,18 @@ def certificates(candidate: Candidate) -> Iterator[Finding]:
     yield from bad
     if all_there_are and not bad:
         first = min(all_there_are, key=lambda c: c.not_after)
-        yield fine(f"in order; the first to expire, {first.of}, has {_days(first.not_after - now)} left")
+        yield fine(f"all are valid; the first to expire, {first.of}, has {_days(first.not_after - now)} left")
 
 
 def _time_of(certificate: Certificate, now: float) -> Iterator[Finding]:
     of, left_s = certificate.of, certificate.not_after - now
     if left_s <= 0:
-        yield wrong(f"{of} expired {_days(-left_s)} ago", "have a new one made")
+        yield wrong(f"{of} expired {_days(-left_s)} ago", "renew the certificate")
     elif certificate.not_before > now:
         says = f"{of} is not valid for another {_days(certificate.not_before - now)}"
         yield wrong(says, "see whether this machine's clock is right")
     elif left_s < EXPIRES_SOON_S:
-        yield advice(f"{of} expires in {_days(left_s)}", "have a new one made before")
+        yield advice(f"{of} expires in {_days(left_s)}", "renew the certificate before")
 
 
 def _days(seconds: float) -> str:
@@ -231,16 +231,16 @@ def address(candidate: Candidate) -> Iterator[Finding]:
     own = candidate.address
     if why := _listen_and_connect(own):
         yield wrong(
-            f"one cannot listen on {own} and connect to it: {why}",
-            "give --address an address of this machine that its firewall lets through",
+            f"a process cannot listen on {own} and connect to it: {why}",
+            "give --address an address of this machine that the firewall does not block",
         )
     elif candidate.others_may_join() and host_is_loopback(own):
         yield wrong(
-            f"other nodes would be told to reach this one at {own}, which is each machine itself",
-            "give --address the address that others know it by (in Kubernetes: status.podIP)",
+            f"other nodes cannot reach this node at {own}, a loopback address",
+            "give --address the address at which other nodes reach this node (in Kubernetes: status.podIP)",
         )
     else:
-        where = "workers of this machine meet" if candidate.access is None else "others reach this node"
+        where = "workers of this machine meet" if candidate.access is None else "other nodes reach this node"
         yield fine(f"{where} at {own}")
 
 
@@ -272,7 +272,7 @@ def other_nodes(candidate: Candidate) -> Iterator[Finding]:
     for node, why in errors.items():
         yield wrong(
             f"node {node.name} of the job cannot be reached at {node.address}:{node.store_port}: {why}",
-            "let TCP through between the nodes, on all ports above 1023",
+            "allow TCP between the nodes on all ports above 1023",
         )
     if tried and not errors:
         yield fine(f"the job's other nodes can be reached: {', '.join(node.name for node in tried)}")
@@ -306,7 +306,7 @@ def network(candidate: Candidate) -> Iterator[Finding]:
             )
         )
     if candidate.others_may_join() and not set(up) - {"lo"}:
-        bad.append(wrong("no interface but loopback is up", "connect this machine"))
+        bad.append(wrong("no interface but loopback is up", "connect this machine to a network"))
     yield from bad or [fine(f"interfaces {', '.join(up)}{f'; gloo uses {gloo}' if gloo else ''}")]
 
 
@@ -315,7 +315,7 @@ def network(candidate: Candidate) -> Iterator[Finding]:
 
 def shared_memory(_: Candidate, folder: str = "/dev/shm") -> Iterator[Finding]:  # noqa: S108  # what is checked
     """Whether shared memory suffices. DataLoader workers use it for batches, NCCL and gloo for data."""
-    do = f"make it larger: docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory at {folder}"
+    do = f"enlarge {folder}: docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory at {folder}"
     try:
         found = psutil.disk_usage(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -337,7 +337,7 @@ def open_files(_: Candidate) -> Iterator[Finding]:
     """Whether a process may open enough files: sockets between workers, DataLoader workers."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     says = f"a process may have {soft} files open"
-    do = "raise it: ulimit -n 65536; in systemd LimitNOFILE=65536; docker run --ulimit nofile=65536"
+    do = "raise the limit: ulimit -n 65536; in systemd LimitNOFILE=65536; docker run --ulimit nofile=65536"
     if soft == resource.RLIM_INFINITY:
         yield fine("files may be opened without limit")
     elif soft < FILES_TOO_FEW:
@@ -359,7 +359,7 @@ def tasks(_: Candidate, cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Findi
         if left < TASKS_FEW:
             yield advice(
                 f"only {left} more processes and threads may be started here (of {most})",
-                "raise it: docker run --pids-limit; systemd's TasksMax=; Kubernetes' podPidsLimit",
+                "raise the limit: docker run --pids-limit; systemd's TasksMax=; Kubernetes' podPidsLimit",
             )
 
 
@@ -404,15 +404,17 @@ def gpus(candidate: Candidate, devices: Path = Path("/dev")) -> Iterator[Finding
     if names := torch.get("gpus"):
         yield fine(f"{len(names)} ({', '.join(sorted(set(names)))}), {torch['build']}")
     elif not there:
-        yield fine("there are none: workers train on the CPU")
+        yield fine("this machine has none: workers train on the CPU")
     elif error := torch.get("gpu_error"):
         yield wrong(
-            f"{release} ({torch['build']}) cannot use those that are in {devices}: {error}",
+            f"{release} ({torch['build']}) cannot use the GPUs in {devices}: {error}",
             "see `nvidia-smi` and `dmesg`; a driver older than torch's CUDA needs an upgrade; "
             "a container needs docker run --gpus all, or nvidia.com/gpu",
         )
     elif torch.get("version"):
-        yield wrong(f"there are some, but {release} was built without CUDA", "install a torch built for CUDA")
+        yield wrong(
+            f"this machine has GPUs, but {release} was built without CUDA", "install a torch built for CUDA"
+        )
 
 
 def torch(candidate: Candidate) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ def name_the_hung(view: View, now: float) -> Plan:
         if known is not None and (known.stall.round, known.stall.incarnation) == of_this:
             told.append(known)
         elif not is_present(view, member) and surely_gone(view, member.node, now):
-            pass  # it never says any more
+            pass  # a lost node reports nothing more
         elif member.node not in finished and not has_left(view, member, round.number):
             silent = True  # its workers make steps, or the report is still to come
     if not told:

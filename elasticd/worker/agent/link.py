@@ -77,7 +77,7 @@ class Link:
             return self._told >= round
 
     def is_closed(self, round: int) -> bool:
-        """Whether the agent wants the round left at once."""
+        """Whether the round is over, so that this worker must leave it at once."""
         with self._news:
             return self._closed >= round
 

@@ -138,8 +138,8 @@ class Bucket:
 
 
 def fill(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int]]:
-    """Return the tensors of each bucket: neighbours in the given order, of one type and on one device. The
-    buckets are in the order of their last members."""
+    """Return the indices of the tensors of each bucket. The tensors of a bucket follow each other in
+    ``order``, and have one type and one device. The buckets are in the order of their last tensors."""
     open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[list[int]] = []
