@@ -41,7 +41,6 @@ class Worker:
     exited: Callable[[int, Exit], None]
     dest: LogDest
     log_rank: int
-    error_file: str
     page: Page | None = None
     steps_before: int = 0
     commits_before: int = 0
@@ -64,6 +63,11 @@ class Worker:
 
     def heartbeat(self) -> Heartbeat:
         return self.page.read() if self.page is not None else _NOTHING
+
+    @property
+    def error_file(self) -> str:
+        """The path of torch's error file; empty if there is none."""
+        return self.dest.error_files.get(self.log_rank, "")
 
     @property
     def alive(self) -> bool:

@@ -255,14 +255,13 @@ class LocalProcs:
             return
         envs = {a.local_rank: {**self._base_env, **a.env} for a in assignments}
         outlets = self._plumbing.outlets(round_number, envs)
-        dest = outlets.dest
         workers = []
         for a in assignments:
-            error_file = dest.error_files.get(a.local_rank, "")
-            if error_file and error_file != os.devnull:
-                envs[a.local_rank].setdefault("TORCHELASTIC_ERROR_FILE", error_file)
             life = become(None, Life.TRAINING if round_number else Life.STARTING)
-            workers.append(Worker(a, round_number, life, exited, dest, a.local_rank, error_file))
+            worker = Worker(a, round_number, life, exited, outlets.dest, a.local_rank)
+            if worker.error_file not in ("", os.devnull):
+                envs[a.local_rank].setdefault("TORCHELASTIC_ERROR_FILE", worker.error_file)
+            workers.append(worker)
         with self._lock:
             for worker in workers:
                 before = self._workers.get(worker.assignment.slot)
