@@ -76,7 +76,9 @@ def http_note(place: tuple[str, int] | None, tls: Tls | None, token: str | None)
         return None
     if token:
         return (
-            "the token of --http-token-file crosses the network in the clear without --http-cert, --http-key"
+            "the token of --http-token-file crosses the network unencrypted without --http-cert, --http-key"
         )
     more = "--http-token-file" if tls else "--http-token-file, --http-cert and --http-key"
-    return f"whoever reaches {place[0]}:{place[1]} reads this run's metrics, paths and errors without {more}"
+    return (
+        f"every client of {place[0]}:{place[1]} can read this run's metrics, paths and errors without {more}"
+    )

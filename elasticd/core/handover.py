@@ -22,8 +22,8 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
     """Return the members of the handover round, which comes before the heirs train; empty if there is nothing
     to hand over.
 
-    The leaving worker comes last, since the first member hosts the store. It may not know yet that it is to
-    leave. ``round``: the last round, which is over.
+    The leaving worker comes last, since the first member hosts the store. The leaving node may not know yet
+    that it must leave. ``round``: the last round, which is over.
     """
     holding = world.newest_holders(nodes.values())
     if any(set(heir.slots) & set(holding.get(heir.node, ())) for heir in heirs):

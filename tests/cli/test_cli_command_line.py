@@ -582,7 +582,7 @@ def test_metrics_are_not_promised_at_an_address_of_another_machine(job: str) -> 
     [
         ("0.0.0.0:0", False, False, "without --http-token-file, --http-cert and --http-key"),
         ("[::]:0", True, False, "without --http-token-file"),
-        ("0.0.0.0:0", False, True, "in the clear without --http-cert, --http-key"),
+        ("0.0.0.0:0", False, True, "unencrypted without --http-cert, --http-key"),
         ("0.0.0.0:0", True, True, None),
         ("127.0.0.1:0", False, False, None),
         ("localhost:0", False, True, None),

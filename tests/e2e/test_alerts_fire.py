@@ -80,9 +80,9 @@ def test_workers_that_are_killed(cluster: Cluster, serve: Serve) -> None:
     storm = alerts.fires("ElasticdRestartStorm", run=run)
     assert storm.summary.startswith(f"{run}: ")
     low = alerts.fires("ElasticdBudgetLow", run=run)
-    assert low.summary in (f"{run}: {n / 7:.4g}% of the restart budget are left" for n in (200, 100, 0))
+    assert low.summary in (f"{run}: {n / 7:.4g}% of the restart budget is left" for n in (200, 100, 0))
     out = alerts.fires("ElasticdSlotQuarantined", run=run)
-    assert out.summary == f"{run}: 1 slots are kept out as they failed alone"
+    assert out.summary == f"{run}: 1 slots are in quarantine because they failed alone"
     alerts.resolves("ElasticdSlotQuarantined")
     # One that does not end when it is asked to, so that the next round is long in coming.
     world = cluster.world(3, after=world)
@@ -339,7 +339,7 @@ def test_gpus_that_have_errors(cluster: Cluster, serve: Serve) -> None:
     xid = alerts.fires("ElasticdGpuXid", run=run)
     assert xid.summary == f"{run}: XID 79 at the GPU of slot 1 of a"
     throttled = alerts.fires("ElasticdGpuThrottled")
-    assert throttled.summary == f"{run}: the GPU of slot 1 of a is held down: thermal"
+    assert throttled.summary == f"{run}: the GPU of slot 1 of a runs at a reduced clock: thermal"
     say(well, "10 1024 85899345920 90500 60 4 2 3 79")
     broken = alerts.fires("ElasticdGpuMemoryErrors")
     assert broken.summary == f"{run}: uncorrected memory errors in the GPU of slot 1 of a"

@@ -411,7 +411,7 @@ def test_models_that_cannot_be_kept_or_added_up_are_refused_in_a_sentence(tmp_pa
     for given, wrapped in (sharded[:2], sharded[2:]):
         assert given.startswith("State cannot keep model, as pieces of a sharded model (FSDP) are lost")
         assert wrapped.startswith("wrap= gives the model other parameters, which State cannot keep")
-    assert static.startswith("static_graph=True wants the same of every backward pass")
+    assert static.startswith("static_graph=True requires that all backward passes are alike")
 
 
 def refusals() -> list[str]:

@@ -16,7 +16,7 @@ def is_present(view: View, member: Member) -> bool:
 
 
 def surely_gone(view: View, node: str, now: float) -> bool:
-    """Whether an absent member has been replaced, or cannot be merely late any more."""
+    """Whether an absent member has been replaced, or has been absent for too long to be merely late."""
     assert view.nodes is not None
     return node in view.nodes or now >= view.absence_counts_from
 

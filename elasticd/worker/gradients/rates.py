@@ -37,13 +37,13 @@ def check(rule: Rule | None) -> Rule:
     """Return the rule if it is valid. Raises TypeError and ValueError."""
     if rule is None:
         raise TypeError(
-            "with worker_batch the batch grows with the world: say how the learning rate follows, by "
-            "rate='linear', 'sqrt', 'none' or a function of how many times as large the batch is"
+            "with worker_batch the batch grows with the world: choose how the learning rate follows, with "
+            "rate='linear', 'sqrt', 'none' or a function of the batch's growth (2.0 for a doubled batch)"
         )
     if not callable(rule) and rule not in RULES:
         raise ValueError(
-            f"{rule!r} is no rule for the learning rate: there are {', '.join(RULES)}, or a function of how "
-            "many times as large the batch is"
+            f"{rule!r} is no rule for the learning rate: there are {', '.join(RULES)}, or a function of "
+            "the batch's growth (2.0 for a doubled batch)"
         )
     return rule
 
