@@ -153,7 +153,7 @@ def answering() -> Iterator[None]:
 
 @contextmanager
 def reaching(place: Place, job: str) -> Iterator[None]:
-    """As ``answering``, for a job that was found: the etcd of a standalone run ends with its run."""
+    """Like ``answering``. If etcd is gone because the standalone run has ended, the message says so."""
     try:
         with answering():
             yield

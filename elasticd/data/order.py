@@ -52,7 +52,7 @@ class Sequential:
 
 
 class Shuffled:
-    """Each sample once, shuffled anew in each epoch, without memory.
+    """Each sample once, shuffled anew in each epoch, without a list of the samples in memory.
 
     A Feistel network permutes the numbers below a power of two. It is applied again until the result is below
     the length.

@@ -89,8 +89,8 @@ class Data:
             )
         if (global_batch is None) == (worker_batch is None):
             raise TypeError(
-                "give Data either global_batch, the samples of a step in any world, or worker_batch, those "
-                "of each worker"
+                "give Data either global_batch, the samples of a step in any world, or worker_batch, the "
+                "samples of a step per worker"
             )
         if virtual_ranks is not None and global_batch is None:
             raise TypeError(

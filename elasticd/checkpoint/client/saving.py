@@ -80,7 +80,7 @@ class Saving:
         self.newest: CommittedSave | None = None
 
     def begin(self, together: Together) -> None:
-        """Begin in another world."""
+        """Forget the pending saves, and make ready to save in a new world."""
         self.close()
         self.pending.clear()
         self._together = together

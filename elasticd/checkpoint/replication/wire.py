@@ -164,7 +164,7 @@ class Wire:
     def _check(self, length: int, seal: bytes, digest: bytes) -> None:
         """Check the seal of the next received frame. Raises PeerGone."""
         if not hmac.compare_digest(seal, _seal(self._keys[1], self._heard, length, digest)):
-            raise PeerGone("what has come is not what was sent: its seal is wrong")
+            raise PeerGone("a frame was changed on its way: its seal is wrong")
         self._heard += 1
 
     # ------------------------------------------------------------ bytes

@@ -72,7 +72,7 @@ def require_dense(tensor: torch.Tensor, name: str) -> None:
     if kind or tensor.is_nested:
         raise TypeError(
             f"{name} holds a {kind or 'nested'} tensor, which can be neither sent to another worker nor "
-            "saved: keep a dense one, or what it is made of"
+            "saved: keep a dense tensor, or the parts of this tensor"
         )
 
 

@@ -155,8 +155,8 @@ class WrappedModels:
         wrapped.model = model = wrapped.made_by(self._wrap)
         if self._sums_per_step and getattr(model, "static_graph", False):
             raise TypeError(
-                "static_graph=True wants the same of every backward pass, and with Data not each of them "
-                "ends in a sum over the workers: leave it out of wrap="
+                "static_graph=True requires that all backward passes are alike, and with Data only some of "
+                "them end in a sum over the workers: remove static_graph=True from wrap="
             )
         if isinstance(model, nn.Module):
             model.register_forward_pre_hook(lambda *_: self.before_forward(name))
