@@ -47,11 +47,11 @@ def report(*, loss: Any = None, samples: int = 0, **values: Any) -> None:
     there = own_page()
     if samples:
         there.add(layout.SAMPLES, int(samples))
-    told = {"loss": loss, **values} if loss is not None else values
-    known = {name: value for name, value in told.items() if value is not None}
+    given = {"loss": loss, **values} if loss is not None else values
+    known = {name: value for name, value in given.items() if value is not None}
     if any(isinstance(value, torch.Tensor) and value.is_cuda for value in known.values()):
-        known = _ripe(known)
-    _tell(there, {name: _number(value) for name, value in known.items()})
+        known = _arrived(known)
+    _write(there, {name: _number(value) for name, value in known.items()})
 
 
 def checkpointed(path: str | os.PathLike[str] = "") -> None:
@@ -88,7 +88,7 @@ def _number(value: Any) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-def _tell(there: AgentPage, known: dict[str, float]) -> None:
+def _write(there: AgentPage, known: dict[str, float]) -> None:
     for name, value in known.items():
         if name == "loss":
             there.doubles[layout.LOSS] = value
@@ -103,7 +103,7 @@ def _tell(there: AgentPage, known: dict[str, float]) -> None:
 _pending: list[tuple[dict[str, Any], Any]] = []
 
 
-def _ripe(known: dict[str, Any]) -> dict[str, Any]:
+def _arrived(known: dict[str, Any]) -> dict[str, Any]:
     """Return the newest earlier values that have arrived from the GPU, and start to copy the present ones."""
     arrived: dict[str, Any] = {}
     while _pending and _pending[0][1].query():

@@ -15,7 +15,7 @@ from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.checkpointing import CommitCheckpoints
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.randomness import Drawn
+from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
 from elasticd.worker.gradients.consistent import consistent_arithmetic
 from elasticd.worker.gradients.wrapping import Wrap, WrappedModels, data_parallel, to_wrap
@@ -152,7 +152,7 @@ class State:
             for kept in (contents.plain, contents.stateful, contents.optimizers):
                 if name in kept:
                     value: Any = kept[name]
-                    return value.generator if isinstance(value, Drawn) else value
+                    return value.generator if isinstance(value, GeneratorState) else value
         raise AttributeError(f"State was given nothing named {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -125,7 +125,7 @@ def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
             mine = [p for p in parts if p.virtual_rank == v]
             own = copy.deepcopy(model)
             loss = torch.zeros(())
-            randomness.draw_from(SEED, number, v)
+            randomness.seed_all(SEED, number, v)
             for i, part in enumerate(mine):
                 one = own(x[part.samples.start : part.samples.stop]) * part.weight
                 one.backward()
@@ -139,7 +139,7 @@ def trained_the_obvious_way(virtual_ranks: int, accumulate: int) -> list[str]:
         for i, parameter in enumerate(trained):
             parameter.grad = tree([g[i] for g in gradients]) if used[i] else None
         optimizer.step()
-        randomness.draw_from(SEED, number, -1)
+        randomness.seed_all(SEED, number, -1)
         found.append(digest(model, optimizer, tree(losses).item(), drawn()))
         optimizer.zero_grad()
     return found

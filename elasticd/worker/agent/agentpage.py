@@ -67,10 +67,13 @@ class AgentPage:
             room = layout.NAME_WORDS * 8
             if len(self.names) >= layout.VALUES_MAX:
                 raise ValueError(
-                    f"{name!r} is one name too many: a script may tell {layout.VALUES_MAX} values of its own"
+                    f"{name!r} is one name too many: a script may report {layout.VALUES_MAX} values of its "
+                    "own"
                 )
             if not name.isidentifier() or len(text) > room:
-                raise ValueError(f"{name!r} cannot be told: a name is a Python name of at most {room} bytes")
+                raise ValueError(
+                    f"{name!r} cannot be reported: a name is a Python name of at most {room} bytes"
+                )
             at = self.names[name] = layout.VALUES + len(self.names) * layout.VALUE_WORDS
             self.doubles[at + layout.NAME_WORDS] = value
             self.bytes[at * 8 : at * 8 + room] = text.ljust(room, b"\0")

@@ -38,8 +38,8 @@ class Link:
         self._news = threading.Condition()
         self._world: World | None = None
         self._enter: Enter | None = None
-        self._told = 0  # the newest round that the agent wants left
-        self._asked = 0  # the newest round that the agent wants left in a planned way
+        self._to_leave = 0  # the newest round that the agent wants left
+        self._to_leave_planned = 0  # the newest round that the agent wants left in a planned way
         self._going = False  # this worker will be in no later round
         self._closed = 0  # the newest round that is over
         self._gone = ""
@@ -64,7 +64,7 @@ class Link:
         with self._news:
             self._world = world
             closed = self._closed >= world.number
-            asked = self._asked >= world.number
+            asked = self._to_leave_planned >= world.number
         if closed:
             world.abort()
         elif asked:
@@ -73,8 +73,8 @@ class Link:
     def closes(self, round: int, within_s: float | None = None) -> bool:
         """Wait until the agent wants the round left, or is gone. Return whether it wants the round left."""
         with self._news:
-            self._news.wait_for(lambda: self._gone or self._told >= round, within_s)
-            return self._told >= round
+            self._news.wait_for(lambda: self._gone or self._to_leave >= round, within_s)
+            return self._to_leave >= round
 
     def is_closed(self, round: int) -> bool:
         """Whether the round is over, so that this worker must leave it at once."""
@@ -105,8 +105,8 @@ class Link:
 
     def _ask(self, round: int, going: bool) -> None:
         with self._news:
-            self._told = max(self._told, round)
-            self._asked, self._going = max(self._asked, round), going
+            self._to_leave = max(self._to_leave, round)
+            self._to_leave_planned, self._going = max(self._to_leave_planned, round), going
             world = self._world
             self._news.notify_all()
         if world is not None and world.number == round:
@@ -115,7 +115,7 @@ class Link:
     def _close(self, round: int) -> None:
         with self._news:
             self._closed = max(self._closed, round)
-            self._told = max(self._told, round)
+            self._to_leave = max(self._to_leave, round)
             world = self._world
             self._news.notify_all()
         if world is not None and world.number <= round:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elasticd.worker.commit.plaindata import copied
-from elasticd.worker.commit.randomness import Drawn
+from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
 from elasticd.worker.gradients.wrapping import SHARDED, is_flattened
 
@@ -75,7 +75,7 @@ class Contents:
         elif isinstance(value, Optimizer):
             self.optimizers[name] = value
         elif isinstance(value, torch.Generator):
-            self.stateful[name] = Drawn(value)
+            self.stateful[name] = GeneratorState(value)
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             self.stateful[name] = value
         else:

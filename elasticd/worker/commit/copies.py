@@ -52,7 +52,7 @@ class LastCommit:
                 require_dense(tensor, f"State's {name}.{key}")
         self.device = next((p.device for p in contents.parameters()), torch.device("cpu"))
         self._versions: list[tuple[int, int]] = []
-        self._spare: list[torch.Tensor | None] = []  # older copies, to be overwritten
+        self._spare: list[torch.Tensor | None] = [None] * len(self._buffers)  # older copies, to overwrite
         self._traceless: set[int] = set()  # large buffers that change without a new version
         self._keeps = 0
 
@@ -108,32 +108,25 @@ class LastCommit:
         self._keeps += 1
         kept = self.kept["buffers"] if self.kept else [None] * len(self._buffers)
         buffers: list[torch.Tensor | None] = []
-        spare: list[torch.Tensor | None] = []
-        versions: list[tuple[int, int]] = []
         copies: list[torch.Tensor] = []
         changed: list[torch.Tensor] = []
         for i, (owner, name) in enumerate(self._buffers):
             buffer = owner.get(name)
-            version = _version(buffer)
-            versions.append(version)
+            copy, self._spare[i] = self._spare[i], None
             if buffer is None:
                 buffers.append(None)
-                spare.append(None)
             elif self._is_as_kept(i, buffer):
                 buffers.append(kept[i])
-                spare.append(None)
             else:
-                copy = self._spare[i] if i < len(self._spare) else None
                 if copy is None or copy.shape != buffer.shape or copy.device != buffer.device:
                     copy = torch.empty_like(buffer)
                 buffers.append(copy)
-                spare.append(kept[i])
+                self._spare[i] = kept[i]
                 copies.append(copy)
                 changed.append(buffer)
         if changed:
             torch._foreach_copy_(copies, changed)
-        self._spare = spare
-        self._versions = versions
+        self._versions = [_version(owner.get(name)) for owner, name in self._buffers]
         return buffers
 
     def _is_as_kept(self, number: int, buffer: torch.Tensor) -> bool:
@@ -214,7 +207,7 @@ class Undo:
         self._parameters, self._optimizers = parameters, optimizers
         self._wanted: set[int] = set()
         self._wanted_optimizers: set[str] = set()
-        self._lain: dict[int, torch.Tensor] = {}  # tensors with the parameters' memory
+        self._originals: dict[int, torch.Tensor] = {}  # tensors with the parameters' memory
         self._outlines: dict[
             str, dict[torch.Tensor, Any]
         ] = {}  # the optimizers' state, with the tensors in use
@@ -237,8 +230,8 @@ class Undo:
         """Copy the present values as the ones to go back to."""
         if not self._wanted and not self._wanted_optimizers:
             return
-        self._lain = {n: self._parameters[n].detach() for n in sorted(self._wanted)}
-        sources = [*self._lain.values()]
+        self._originals = {n: self._parameters[n].detach() for n in sorted(self._wanted)}
+        sources = [*self._originals.values()]
 
         def noted(tensor: torch.Tensor) -> torch.Tensor:
             sources.append(tensor)
@@ -256,11 +249,11 @@ class Undo:
 
     def covers(self, parameters: Iterable[int], optimizers: Iterable[str]) -> bool:
         """Whether all of these are copied."""
-        return self._lain.keys() >= set(parameters) and self._outlines.keys() >= set(optimizers)
+        return self._originals.keys() >= set(parameters) and self._outlines.keys() >= set(optimizers)
 
     def put_back(self) -> None:
         """Restore all copies."""
-        for number, tensor in self._lain.items():
+        for number, tensor in self._originals.items():
             parameter = self._parameters[number]
             if parameter.data_ptr() != tensor.data_ptr():
                 parameter.data = tensor  # such as a parameter that shared another's memory for a while

@@ -53,34 +53,34 @@ def note() -> Sources:
 
 def resume(sources: Sources) -> None:
     """Restore these states."""
-    for name, stand in sources.items():
+    for name, state in sources.items():
         match name:
             case "torch":
-                torch.set_rng_state(stand)
+                torch.set_rng_state(state)
             case "cuda":
                 if torch.cuda.is_available():
-                    torch.cuda.set_rng_state(stand)
+                    torch.cuda.set_rng_state(state)
             case "random":
-                random.setstate(stand)
-            case "numpy" if "numpy" in sys.modules and stand:
-                keys, *rest = stand
+                random.setstate(state)
+            case "numpy" if "numpy" in sys.modules and state:
+                keys, *rest = state
                 sys.modules["numpy"].random.set_state(("MT19937", keys.numpy(), *rest))
 
 
 def digests(sources: Sources) -> dict[str, int]:
     """Return 63 bits for each source: equal in workers that draw the same numbers."""
-    return {name: _digest(stand) for name, stand in sources.items()}
+    return {name: _digest(state) for name, state in sources.items()}
 
 
-def _digest(stand: Any) -> int:
-    parts = stand if isinstance(stand, tuple) else (stand,)
+def _digest(state: Any) -> int:
+    parts = state if isinstance(state, tuple) else (state,)
     summary = hashlib.blake2b(digest_size=8)
     for part in parts:
         summary.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
     return int.from_bytes(summary.digest(), "little") >> 1
 
 
-class Drawn:
+class GeneratorState:
     """A generator of the script's, with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -93,28 +93,28 @@ class Drawn:
         self.generator.set_state(state["state"].cpu())
 
 
-class Aside:
+class OwnRandomness:
     """A ``with`` block with random numbers of its own: they continue from block to block, and the outer ones
     stay unchanged. CUDA's random numbers are not covered."""
 
     def __init__(self, seed: int) -> None:
-        self._mine = _sown(seed)
-        self._theirs: Sources = {}
+        self._inner = _seeded(seed)
+        self._outer: Sources = {}
 
     def __enter__(self) -> None:
-        self._theirs = _here()
-        resume(self._mine)
+        self._outer = _of_the_cpu()
+        resume(self._inner)
 
     def __exit__(self, *_: object) -> None:
-        self._mine = _here()
-        resume(self._theirs)
+        self._inner = _of_the_cpu()
+        resume(self._outer)
 
 
-def _here() -> Sources:
+def _of_the_cpu() -> Sources:
     return {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy": _numpy.note()}
 
 
-def _sown(seed: int) -> Sources:
+def _seeded(seed: int) -> Sources:
     import numpy as np
 
     _, keys, *rest = np.random.RandomState(np.random.MT19937(seed)).get_state()
@@ -125,7 +125,7 @@ def _sown(seed: int) -> Sources:
     }
 
 
-def draw_from(*place: int) -> None:
+def seed_all(*place: int) -> None:
     """Seed all sources with these numbers alone."""
     text = " ".join(map(str, place)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -16,7 +16,7 @@ from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import plain_key
-from elasticd.worker.commit.randomness import Drawn
+from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.gradients.buffers import SMALL
 from elasticd.worker.world.collectives import Together
 from elasticd.worker.world.group import World, or_over
@@ -77,7 +77,7 @@ class Shared:
         """Note the script's initial values. Left out are the contents of tensors, which may depend on
         parameters that are not the same yet, and objects, which may contain such tensors."""
         contents = self._contents
-        drawn = {n: s.state_dict() for n, s in contents.stateful.items() if isinstance(s, Drawn)}
+        drawn = {n: s.state_dict() for n, s in contents.stateful.items() if isinstance(s, GeneratorState)}
         plain = contents.shared(contents.plain)
         begins = {n: _summary_of(v, contents=False, numbers=True) for n, v in plain.items()}
         self._began = begins | {n: _summary_of(s) for n, s in contents.shared(drawn).items()}

@@ -69,7 +69,7 @@ class Consistent:
             if self._block.index(part.virtual_rank) > 0:
                 self._buffers.put_back()
             self._loss = None
-            randomness.draw_from(self._seed, *self._place(), part.virtual_rank)
+            randomness.seed_all(self._seed, *self._place(), part.virtual_rank)
         yield
         if part.closes and part.virtual_rank != self._block[-1]:
             self._add(range(len(self._buckets)))
@@ -100,7 +100,7 @@ class Consistent:
         self._under_way = False
         if self._world is not None:
             self._world.sums += 1
-        randomness.draw_from(self._seed, *self._place(), _BETWEEN)
+        randomness.seed_all(self._seed, *self._place(), _BETWEEN)
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

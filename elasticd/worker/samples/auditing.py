@@ -60,12 +60,14 @@ class Recorder:
         epoch, position, facts = data or (0, 0, None)
         self._note(EntryNote(round, rank, world, step, self._series, epoch, position, facts), step)
 
-    def took(self, step: int, turn: int, share: Share, lost: Iterable[tuple[Fetched, torch.Tensor]]) -> None:
+    def took(
+        self, step: int, turn: int, share: Share, losses: Iterable[tuple[Fetched, torch.Tensor]]
+    ) -> None:
         """Note a batch, before any worker can commit it. ``step``: the first uncommitted step. ``turn``: the
         number of batches since the last commit."""
         parts = []
         ids: list[int] = []
-        for fetched, loss in lost:
+        for fetched, loss in losses:
             assert fetched.part is not None
             parts.append((fetched.part.samples.start, len(fetched.part.samples), float(loss)))
             ids += fetched.ids

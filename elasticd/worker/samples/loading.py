@@ -18,7 +18,7 @@ from torch.utils.data._utils import worker
 
 from elasticd.data.dealing import Batch, Portion, counts_of, parts_of
 from elasticd.data.order import chance_of
-from elasticd.worker.commit.randomness import Aside
+from elasticd.worker.commit.randomness import OwnRandomness
 
 OURS = ("batch_size", "batch_sampler", "drop_last", "generator", "in_order", "sampler", "shuffle")
 
@@ -72,7 +72,7 @@ class Indexed(Dataset[Any]):
     def __getitems__(self, asked: Fetched) -> Fetched:  # torch calls it with the sampler's items
         assert asked.part is not None
         indices = list(asked.ids)
-        with Aside(chance_of(self._seed, asked.epoch, asked.first + asked.part.samples.start)):
+        with OwnRandomness(chance_of(self._seed, asked.epoch, asked.first + asked.part.samples.start)):
             if callable(getattr(self.dataset, "__getitems__", None)):
                 samples = self.dataset.__getitems__(indices)
             else:
@@ -138,7 +138,7 @@ class Stream(IterableDataset[Any]):
     def _made(self, bare: Fetched, samples: list[Any]) -> Fetched:
         if bare.part is None:
             return bare
-        with Aside(chance_of(self._seed, bare.epoch, bare.ids[0])):
+        with OwnRandomness(chance_of(self._seed, bare.epoch, bare.ids[0])):
             return bare._replace(values=self._collate(samples))
 
     def _all(self) -> Iterator[tuple[Fetched, list[Any]]]:
@@ -162,11 +162,11 @@ class Stream(IterableDataset[Any]):
             epoch, position = epoch + 1, 0
 
     def _batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[Any]]]:
-        chance = Aside(chance_of(self._seed, epoch, -1))
-        with chance:
+        randomness = OwnRandomness(chance_of(self._seed, epoch, -1))
+        with randomness:
             stream = _stream(self.dataset, epoch, position)
         while True:
-            with chance:
+            with randomness:
                 samples = list(islice(stream, self._cutting.size))
             self._read = self._read or digest(samples)
             if not samples or (self._cutting.drop_last and len(samples) < self._cutting.size):
