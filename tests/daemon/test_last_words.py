@@ -21,19 +21,21 @@ from elasticd.daemon.config import Command, CommandKind, RunConfig
 from elasticd.daemon.run_summary import began_at, kept, last_words, why_silent
 from elasticd.etcd.access import parse_endpoints
 from elasticd.telemetry.liveview import _write_all
+from tests import forkserver
 
 
 def elasticd_run(
-    folder: Path, script: str, *options: str, **environ: str
+    folder: Path, script: str, *options: str, fork: bool = True, **environ: str
 ) -> subprocess.CompletedProcess[str]:
+    """``fork``: not where an import of torch is what may fail."""
     (folder / "job.py").write_text(script)
+    elasticd = str(Path(sys.executable).with_name("elasticd"))
+    argv = [elasticd, "run", "--plain", *options, str(folder / "job.py")]
+    env = {**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder), **environ}
+    if fork:
+        return forkserver.run(argv, env=env, cwd=folder, timeout_s=120)
     return subprocess.run(
-        [sys.executable, "-m", "elasticd.cli.main", "run", "--plain", *options, str(folder / "job.py")],
-        env={**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder), **environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
 
 
@@ -110,7 +112,7 @@ def test_a_log_level_torch_would_die_of_is_spelled_as_torch_wants_it(
     tmp_path: Path, said: str, heard: str
 ) -> None:
     script = "import os; print(os.environ.get('LOGLEVEL'))"
-    ended = elasticd_run(tmp_path, script, "--min", "1", "--max", "1", LOGLEVEL=said)
+    ended = elasticd_run(tmp_path, script, "--min", "1", "--max", "1", fork=False, LOGLEVEL=said)
     assert (ended.returncode, ended.stdout.strip()) == (0, heard), ended.stderr
 
 

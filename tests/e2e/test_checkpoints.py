@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.telemetry import events
+from tests import forkserver
+from tests.e2e.harness import ELASTICD
 
 PROGRAM = Path(__file__).parent / "programs" / "checkpointed.py"
 
@@ -16,14 +16,8 @@ PROGRAM = Path(__file__).parent / "programs" / "checkpointed.py"
 def test_a_job_goes_on_from_what_its_node_has_in_memory_and_commits_it_all(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTICD_", "TORCHELASTIC_"))}
     environment["XDG_STATE_HOME"] = str(tmp_path / "state")
-    command = ["elasticd", "run", "--standalone", "--nproc-per-node", "2", str(PROGRAM), str(tmp_path)]
-    job = subprocess.run(
-        [sys.executable, "-m", "elasticd.cli.main", *command[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    command = [ELASTICD, "run", "--standalone", "--nproc-per-node", "2", str(PROGRAM), str(tmp_path)]
+    job = forkserver.run(command, env=environment, cwd=tmp_path, timeout_s=280)
     assert job.returncode == 0, job.stderr[-3000:]
     assert '"event": "checkpoint.committed"' in job.stderr and '{"step": 10, ' in job.stderr, (
         "what the saver does is in the agent's log"
