@@ -16,17 +16,17 @@ def wait_for(running: Running, text: str) -> None:
 
 
 def test_a_restarted_job_is_forked_by_itself(elasticd: Launcher) -> None:
-    running = elasticd.start(PROGRAMS / "crash_when_told.py", restarts=3)
+    running = elasticd.start(PROGRAMS / "crash_when_told.py", nproc=1, restarts=3)
     wait_for(running, READY)
     (elasticd.folder / "crash").touch()
     ended = running.end()
     assert ended.status == 0, ended.err
-    assert ended.printed("rank 0 attempt 1 forked", "rank 1 attempt 1 forked")
+    assert ended.printed("rank 0 attempt 1 forked")
 
 
 def test_a_job_that_asks_for_fresh_starts_has_them(elasticd: Launcher) -> None:
     (elasticd.folder / "crash").touch()
-    ended = elasticd.run("--fresh-start", PROGRAMS / "crash_when_told.py", restarts=3)
+    ended = elasticd.run("--fresh-start", PROGRAMS / "crash_when_told.py", nproc=1, restarts=3)
     assert ended.status == 0, ended.err
-    assert ended.printed("rank 0 attempt 1 fresh", "rank 1 attempt 1 fresh")
+    assert ended.printed("rank 0 attempt 1 fresh")
     assert READY not in ended.err

@@ -36,10 +36,10 @@ def test_the_tutorials_snapshots_carry_a_killed_job_to_the_same_weights(launcher
 
 
 def test_spawn_started_data_loader_workers_find_the_script(launcher: Launcher) -> None:
-    ended = launcher.run(PROGRAMS / "spawn_loader.py")
+    ended = launcher.run(PROGRAMS / "spawn_loader.py", nproc=1)
     assert ended.status == 0, ended.err
     total = sum(i * i for i in range(32))
-    assert ended.printed(f"rank 0 total {total}", f"rank 1 total {total}")
+    assert ended.printed(f"rank 0 total {total}")
 
 
 def test_a_progress_bar_arrives_with_its_carriage_returns(launcher: Launcher) -> None:
@@ -76,9 +76,9 @@ def test_stdin_is_the_workers(launcher: Launcher) -> None:
 
 
 def test_a_module_of_a_package_imports_its_siblings(launcher: Launcher) -> None:
-    ended = launcher.run("-m", "world_size_app.main", nproc=3)
+    ended = launcher.run("-m", "world_size_app.main")
     assert ended.status == 0, ended.err
-    assert ended.printed(*(f"rank: {rank}, computed world_size: 3" for rank in range(3)))
+    assert ended.printed(*(f"rank: {rank}, computed world_size: 2" for rank in range(2)))
 
 
 def test_a_program_that_is_not_python_is_run_as_it_stands(launcher: Launcher) -> None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ def main():
         dist.all_reduce(told, dist.ReduceOp.MIN)
         if told.item():
             break
+        time.sleep(0.01)
     if attempt == 0:
         sys.exit(1)
     print(f"rank {rank} attempt {attempt} {'forked' if gc.get_freeze_count() else 'fresh'}")
