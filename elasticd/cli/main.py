@@ -98,7 +98,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     except click.ClickException as error:
         sentence = _sentence(error)
         _say(sentence)
-        _leave_word(error, sentence)
+        _write_termination_log(error, sentence)
         return 2
     except FileNotFoundError:
         sentence = nowhere()
@@ -133,7 +133,7 @@ def _say(sentence: str) -> None:
     say(f"elasticd: {one_line}", err=True)
 
 
-def _leave_word(error: click.ClickException, sentence: str) -> None:
+def _write_termination_log(error: click.ClickException, sentence: str) -> None:
     """Write the termination log if ``elasticd run`` had bad options. The path comes from the environment,
     since the options are unknown."""
     path = os.environ.get("ELASTICD_TERMINATION_LOG")

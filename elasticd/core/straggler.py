@@ -74,7 +74,7 @@ class Tolerance:
 
     @property
     def calm(self) -> float:
-        """The ratio below which a straggler is one no more."""
+        """The ratio below which a worker no longer counts as a straggler."""
         return 1 + (self.ratio - 1) / 2
 
 

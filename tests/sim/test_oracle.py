@@ -89,7 +89,7 @@ def _one_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def _always_well(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(leaving, "epitaph", lambda round: LeaveJob(5, round.why))
+    patch.setattr(leaving, "exit_of_the_job", lambda round: LeaveJob(5, round.why))
 
 
 def _finished_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ class PeerSaver:
         return self._wire.hear_raw()
 
     def read(self, path: str, name: str, wishes: Iterable[Wish]) -> None:
-        """Read what the wishes name, from one shard or several."""
+        """Read the ranges that the wishes name, from one or more shards."""
         by_file: dict[int, list[Wish]] = {}
         for wish in wishes:
             if len(wish.into):

@@ -78,7 +78,7 @@ class Replicas:
         some.append(replica)
         some.sort(key=lambda r: (r.label.round, r.label.step))
         second = [r for r in some if r.label.round == label.round]
-        if len(second) >= _EACH:  # the first is then with every node, so older rounds are not needed
+        if len(second) >= _EACH:  # every node has this round's first save then; older rounds are needless
             self.forget(label.path, before=label.round)
         del some[: max(0, len(some) - _EACH)]
 

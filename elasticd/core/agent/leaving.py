@@ -28,10 +28,10 @@ def heed_the_end(do: Decisions) -> None:
         return
     stop(do, SIGTERM, state.policy_source.policy.broken_s)
     if do.state.exiting is None:
-        do.set(exiting=epitaph(round))
+        do.set(exiting=exit_of_the_job(round))
 
 
-def epitaph(round: Round) -> LeaveJob:
+def exit_of_the_job(round: Round) -> LeaveJob:
     match round.outcome:
         case Outcome.SUCCEEDED:
             return LeaveJob(0, round.why)

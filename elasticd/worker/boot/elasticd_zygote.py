@@ -168,7 +168,7 @@ class Zygote:
         self._withdraw(self._here)
         before = dict(os.environ)
         while self._todo and self._spoilt < _SPOILT_MAX:
-            self._venture()
+            self._import_in_a_child()
         for name in before.keys() | os.environ.keys():
             if before.get(name) != os.environ.get(name):
                 self._changed_env[name] = os.environ.get(name)
@@ -182,7 +182,7 @@ class Zygote:
         self._embryo_at = time.monotonic()
         self._channel.send(self._words.Imported(self._asked, len(self._todo)))
 
-    def _venture(self) -> None:
+    def _import_in_a_child(self) -> None:
         """Let a child import the next modules. The child is the zygote afterwards, unless the imports made it
         unusable."""
         self._todo = suited(self._todo, self._left_out)
