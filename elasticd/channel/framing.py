@@ -8,11 +8,13 @@ for a packet comes as a file in memory.
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import os
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,6 +28,8 @@ _PACKET_BYTES_MAX = 1 << 16  # a socket takes packets of 200 KiB by default
 _FILES_MAX = 16
 _FILE = array.array("i").itemsize
 _IN_A_FILE = b"in a file"  # the packet of a message that is the content of its first file
+_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS}
+_SCARCE_PAUSE_S = 0.01
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 
 
@@ -110,7 +114,8 @@ class Channel(Generic[_Said, _Heard]):
 
 
 class QueuedChannel(Channel[_Said, _Heard]):
-    """An end that never waits for the other one: messages that the socket does not take yet are queued."""
+    """An end that never waits for the other one: messages that the socket does not take yet are queued, and
+    so are those for which this process lacks a descriptor or memory."""
 
     def __init__(self, sock: socket.socket, says: Codec[_Said], hears: Codec[_Heard]) -> None:
         super().__init__(sock, says, hears)
@@ -127,6 +132,11 @@ class QueuedChannel(Channel[_Said, _Heard]):
         if self._unsent or not self._is_taken(raw, files):
             self._unsent.append((raw, list(map(os.dup, files))))
 
+    def try_send(self, message: _Said, files: Sequence[int] = ()) -> None:
+        """As ``post``. A message for an end that is gone is lost."""
+        with suppress(ChannelClosed):
+            self.post(message, files)
+
     def flush(self) -> None:
         """Send as much as possible. Raises ChannelClosed."""
         while self._unsent and self._is_taken(*self._unsent[0]):
@@ -138,6 +148,9 @@ class QueuedChannel(Channel[_Said, _Heard]):
         except BlockingIOError:
             return False
         except OSError as error:
+            if error.errno in _SCARCE:
+                time.sleep(_SCARCE_PAUSE_S)  # the socket is writable, so ``flush`` is called again at once
+                return False
             raise ChannelClosed(f"the other end is gone: {error.strerror or error}") from error
         return True
 

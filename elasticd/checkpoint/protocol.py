@@ -10,12 +10,13 @@ from typing import Final
 
 from elasticd.channel import framing
 from elasticd.channel.codec import ChannelClosed, Codec
-from elasticd.channel.framing import Channel
+from elasticd.channel.framing import Channel, QueuedChannel
 from elasticd.checkpoint.replication.replicas import Offer
 from elasticd.core.facts import Checkpoint, Holder
 
 SILENCE_S: Final = 60.0  # the longest silence of a live saver: it may be starting on a busy machine
 _LENGTHS = struct.Struct("<QQ")
+_PAPER_BYTES_MAX: Final = 1 << 30
 
 # ------------------------------------------------------------ worker to saver
 
@@ -264,7 +265,7 @@ WORKER_TO_SAVER: Codec[WorkerToSaver] = Codec(WorkerToSaver)
 SAVER_TO_WORKER: Codec[SaverToWorker] = Codec(SaverToWorker, bytes_max=1 << 28)
 
 SaverChannel = Channel[WorkerToSaver, SaverToWorker]  # the worker's end
-WorkerChannel = Channel[SaverToWorker, WorkerToSaver]  # the saver's end
+WorkerChannel = QueuedChannel[SaverToWorker, WorkerToSaver]  # the saver's end
 
 
 # ------------------------------------------------------------ reaching the saver
@@ -352,10 +353,12 @@ class Paper:
 
     @classmethod
     def of(cls, fd: int) -> Paper:
-        with open(os.dup(fd), "rb") as file:
-            file.seek(0)
-            try:
-                index, metadata = _LENGTHS.unpack(file.read(_LENGTHS.size))
-            except struct.error as error:
-                raise ValueError("the paper is cut off") from error
-            return cls(file.read(index), file.read(metadata))
+        """Read the file in memory. Raises ValueError if the file is no paper, and OSError."""
+        there = min(os.fstat(fd).st_size, _PAPER_BYTES_MAX)
+        if there < _LENGTHS.size:
+            raise ValueError("the paper is cut off")
+        index, metadata = _LENGTHS.unpack(os.pread(fd, _LENGTHS.size, 0))
+        if _LENGTHS.size + index + metadata > there:
+            raise ValueError(f"the paper has {there} bytes, and says {index} and {metadata} follow")
+        rest = os.pread(fd, index + metadata, _LENGTHS.size)
+        return cls(rest[:index], rest[index:])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -17,23 +20,30 @@ from typing import TypeVar
 import pytest
 
 from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.commit.pointer import POINTER, FilePointer
 from elasticd.checkpoint.format.manifest import Index, encode_index, shard_name
 from elasticd.checkpoint.protocol import (
     SAVER_TO_WORKER,
     WORKER_TO_SAVER,
+    Alive,
+    AskAlive,
+    AskShards,
     BufferFree,
     BufferTorn,
     MissSave,
     OpenWorld,
     Paper,
+    Places,
     PlanShard,
     SaveCommitted,
     SaveFailed,
     SaverChannel,
+    SaverToWorker,
     SaveShard,
     SaveWritten,
+    ShardHeld,
     ShareBuffer,
 )
 from elasticd.checkpoint.server.save_report import Footprint
@@ -660,7 +670,10 @@ def test_a_world_of_an_older_round_cannot_commit(forker, tmp_path):
 def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
     name, _ = forker.saver(linger_s=60.0)
     good = joins(name, tmp_path / "run", 0, 1)
-    empty, paper = os.memfd_create("empty"), Paper(b"", b"").file()
+    empty, paper, long, sparse = os.memfd_create("empty"), *(Paper(b"", b"").file() for _ in range(3))
+    for liar in (long, sparse):
+        os.pwrite(liar, struct.pack("<QQ", 1 << 62, 0), 0)
+    os.truncate(sparse, (1 << 62) + 16)
     whole = WORKER_TO_SAVER.encode(PlanShard(1, 3))
     for raw, files in (
         (b"[]", []),
@@ -669,6 +682,9 @@ def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
         (SAVER_TO_WORKER.encode(SaveWritten("x")), []),  # what only a saver says
         (whole, []),  # without its file
         (whole, [empty]),  # with one that is cut off
+        (whole, [long]),  # whose index would be longer than it
+        (whole, [sparse]),  # that is longer than any memory
+        (whole.replace(b"3", b"-3"), [paper]),
         (whole, [empty, empty]),
         (whole[:-1], [empty]),
         (whole.replace(b"3", b'"3"'), [empty]),
@@ -679,12 +695,58 @@ def test_nonsense_ends_that_conversation_and_no_other(forker, tmp_path):
         with pytest.raises(ChannelClosed):
             bad.receive()
         bad.close()
-    os.close(empty)
-    os.close(paper)
+    close_all((empty, paper, long, sparse))
     outside = joins(name, tmp_path / "run", 0, 1, "0000000c")
     hands_over(outside, 1, "../../elsewhere")
     with pytest.raises(ChannelClosed):
         outside.receive()
     hands_over(good, 5, folder_name(5, 1, "0000000a", 1))
     hears(good, SaveCommitted)
+    good.close()
+
+
+def test_a_peer_that_does_not_read_its_answers_stops_no_other_and_gets_all_when_it_reads(forker, tmp_path):
+    name, _ = forker.saver(linger_s=60.0)
+    folder = folder_name(5, 1, "0000000a", 1)
+    past = joins(name, tmp_path / "run", 0, 1)
+    hands_over(past, 5, folder)
+    hears(past, SaveCommitted)
+    past.close()
+    deaf = protocol.connect(name)
+    deaf.socket.settimeout(5.0)  # until neither its answers nor its questions have room
+    asked = 0
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            deaf.send(AskShards(str(tmp_path / "run"), folder, ()))
+            asked += 1
+    good = joins(name, tmp_path / "other", 0, 1)
+    hands_over(good, 5, folder)
+    good.socket.settimeout(30.0)
+    hears(good, SaveCommitted)
+    got: list[type[SaverToWorker]] = []
+    while got.count(Places) < asked:
+        message, files = deaf.receive()
+        close_all(files)
+        got.append(type(message))
+    assert got.count(ShardHeld) == asked > 100
+    deaf.close()
+    good.close()
+
+
+def test_a_saver_without_a_free_descriptor_serves_on_and_admits_workers_later(forker, tmp_path):
+    name, saver = forker.saver(linger_s=60.0)
+    good = joins(name, tmp_path / "run", 0, 1)
+    hands_over(good, 5, folder_name(5, 1, "0000000a", 1))
+    hears(good, SaveCommitted)
+    used = set(map(int, os.listdir(f"/proc/{saver}/fd")))
+    soft, hard = resource.prlimit(saver, resource.RLIMIT_NOFILE)
+    free = min(set(range(len(used) + 1)) - used)
+    resource.prlimit(saver, resource.RLIMIT_NOFILE, (free, hard))
+    late = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    late.connect(f"\0{name}")
+    good.send(AskAlive())
+    hears(good, Alive)
+    resource.prlimit(saver, resource.RLIMIT_NOFILE, (soft, hard))
+    assert late.recv(1000)
+    late.close()
     good.close()

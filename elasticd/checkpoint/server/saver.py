@@ -64,6 +64,7 @@ from elasticd.checkpoint.store.rate_limit import RateLimit
 from elasticd.core.checkpoint_names import require_name
 from elasticd.core.facts import Checkpoint, Holder
 
+_SHORT_PAUSE_S: Final = 0.1
 _UNSETTLED: Final = 2  # earlier worlds to keep while other nodes may not have reached the newest
 
 
@@ -103,6 +104,7 @@ class Saver:
         self._listener = listener
         self._agent, self._secret = agent, secret
         self._met = False  # whether a client was ever admitted
+        self._short = False  # whether a client could not be admitted for lack of a descriptor
         self._linger_s = linger_s
         self._first_s = first_s
         self._say = say
@@ -153,16 +155,19 @@ class Saver:
                 ready = self._selector.select(timeout)
                 if leaves and not ready:
                     return
-                for key, _ in ready:
+                for key, events in ready:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif self._replication is not None and key.data is self._replication:
                         self._replication.accept()
+                    elif key.data in self._clients and events & selectors.EVENT_WRITE:
+                        self._flush(key.data)
                     elif key.data in self._clients:
                         self._hear(key.data)
                 if self._met:
                     linger_s = self._linger_s
                 self._jobs.finish()
+                self._choose_events()
                 self._measure()
         finally:
             self._pipeline.close()
@@ -188,7 +193,7 @@ class Saver:
 
     def _accept(self) -> None:
         """Accept all pending connections, and handle the first message of each."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             while True:
                 sock, _ = self._listener.accept()
                 if not is_ours(sock) or (self._agent is not None and not is_of(sock, self._agent)):
@@ -203,6 +208,26 @@ class Saver:
                 self._clients.add(client)
                 self._selector.register(sock, selectors.EVENT_READ, client)
                 self._hear(client)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if not self._short:
+                self._say(f"a worker cannot be admitted now: {error.strerror}")
+            self._short = True
+            time.sleep(_SHORT_PAUSE_S)  # the listener stays readable
+
+    def _choose_events(self) -> None:
+        """Read no more from a client that has not read its answers."""
+        for client in self._clients:
+            wanted = selectors.EVENT_WRITE if client.line.pending else selectors.EVENT_READ
+            if self._selector.get_key(client.line.socket).events != wanted:
+                self._selector.modify(client.line.socket, wanted, client)
+
+    def _flush(self, client: _Client) -> None:
+        try:
+            client.line.flush()
+        except ChannelClosed:
+            self._lose(client)
 
     def _hear(self, client: _Client) -> bool:
         """Handle one message of the client. Return whether there was one."""
@@ -245,6 +270,8 @@ class Saver:
             case OpenWorld():
                 self._open(client, message)
             case PlanShard(number, size):
+                if size < 0:
+                    raise ValueError(f"a shard of {size} bytes")
                 plan = ShardPlan(size, Paper.of(files[0]), files[0])
                 client.plan, client.number = plan, number
                 if client.world is not None:
@@ -383,7 +410,7 @@ class Saver:
             if replica.label.name == message.name:
                 paper = Paper(replica.index, b"").file()
                 try:
-                    client.line.send(ShardHeld(replica.label.rank), (replica.memory.fd, paper))
+                    client.line.post(ShardHeld(replica.label.rank), (replica.memory.fd, paper))
                 finally:
                     os.close(paper)
 
