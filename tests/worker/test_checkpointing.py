@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,11 +24,13 @@ from elasticd.worker.world.group import World
 from tests.checkpoint.faults import Helper
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import (
+    LEAVING,
     NOTHING,
     STEPS,
     Accident,
     Gate,
     Journal,
+    hear_of_leaving,
     reads,
     run_out_of_memory,
     train,
@@ -58,9 +59,18 @@ def other_saver(savers: Helper) -> str:
     return savers.saver(linger_s=None)[0]
 
 
-def begin(crew: Crew, folder: Path, saver: str, count: int, *, of: int = 0, **options: object) -> None:
+def begin(
+    crew: Crew,
+    folder: Path,
+    saver: str,
+    count: int,
+    *,
+    of: int = 0,
+    job: Callable[..., None] = work,
+    **options: object,
+) -> None:
     names = range(of, of + count)
-    hands = [crew.start(work, str(folder), str(i), saver=saver, **options) for i in names]
+    hands = [crew.start(job, str(folder), str(i), saver=saver, **options) for i in names]
     crew.all_waiting(*hands)
     crew.form(*hands)
 
@@ -275,15 +285,10 @@ def test_a_worker_that_wakes_after_it_was_replaced_can_commit_no_checkpoint(
     assert_undisturbed(crew, tmp_path, range(2, 3), undisturbed)
 
 
-def train_until_told_to_leave(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    told, ask = threading.Event(), World.ask_to_leave
-
-    def tell(world: World, going: bool) -> None:
-        ask(world, going)
-        told.set()
-
-    World.ask_to_leave = tell
-    train(state, journal, Accident("start", 4, told.wait), steps)
+def work_until_told_to_leave(address: str, folder: str, name: str, **options: object) -> None:
+    """Waits before a step until it is told to leave, which it may be as soon as it is told to enter."""
+    hear_of_leaving()
+    work(address, folder, name, Accident("start", 4, LEAVING.wait), **options)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -291,7 +296,7 @@ def test_a_world_sent_away_hands_every_step_to_a_newcomer(
     crew, tmp_path, saver, other_saver, undisturbed, count
 ):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, count, checkpoints=str(run), body=train_until_told_to_leave)
+    begin(crew, tmp_path, saver, count, checkpoints=str(run), job=work_until_told_to_leave)
     newcomer = crew.start(work, str(tmp_path), str(count), saver=other_saver, checkpoints=str(run))
     crew.hand_over(newcomer)
     left = max(reads(tmp_path, "0", "committed"))
@@ -306,16 +311,11 @@ def train_and_wait_for_the_disk(state: object, journal: Journal, accident: Accid
     state._committed.saves.checkpoints.wait()
 
 
-def train_until_others_come(state: object, journal: Journal, accident: Accident, steps: int) -> None:
-    train_until_told_to_leave(state, journal, accident, steps)
-    state._committed.saves.checkpoints.wait()
-
-
 def test_what_survivors_and_a_newcomer_hand_over_together_is_committed(crew, tmp_path, saver):
     run = tmp_path / "run"
-    begin(crew, tmp_path, saver, 1, checkpoints=str(run), body=train_until_others_come)
-    more = {"saver": saver, "checkpoints": str(run), "body": train_and_wait_for_the_disk}
-    newcomer = crew.start(work, str(tmp_path), "1", **more)
+    more = {"checkpoints": str(run), "body": train_and_wait_for_the_disk}
+    begin(crew, tmp_path, saver, 1, job=work_until_told_to_leave, **more)
+    newcomer = crew.start(work, str(tmp_path), "1", saver=saver, **more)
     crew.grow(newcomer)
     crew.all_ended()
     [joined] = reads(tmp_path, "1", "entered")
