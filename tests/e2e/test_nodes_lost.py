@@ -43,16 +43,6 @@ def test_the_node_that_came_first_leads_and_has_rank_0_is_not_special(cluster: C
     cluster.finishes(a, b, c)
 
 
-def test_an_agent_joins_a_running_job_of_one(cluster: Cluster) -> None:
-    cluster.limits = (1, 2)
-    (a,) = cluster.start("a")
-    alone = cluster.world(1)
-    (b,) = cluster.start("b")
-    both = cluster.world(2, after=alone)
-    assert both.nodes == ("a", "b")
-    cluster.finishes(a, b)
-
-
 def test_a_job_whose_agents_all_died_at_once_goes_on_in_a_later_round(cluster: Cluster) -> None:
     cluster.limits = (2, 2)
     agents = cluster.start("a", "b")
