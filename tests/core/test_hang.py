@@ -221,7 +221,8 @@ def test_before_the_first_step_only_a_survivor_that_sleeps_on_is_to_blame(
 ) -> None:
     allowed = allowance(STEPS_OF_75_MS, 1, AUTO)
     assert allowed is not None
-    assert blamed(judge_first(world(*kinds, still_s=still_s), experienced, allowed)) == expected
+    looks = [replace(k, step=0, new=k.rank not in experienced) for k in world(*kinds, still_s=still_s)]
+    assert blamed(judge_first(looks, allowed)) == expected
 
 
 def test_who_waits_elsewhere_than_most_is_to_blame() -> None:

@@ -255,6 +255,22 @@ def test_one_that_only_takes_long_to_its_first_step_is_not_judged() -> None:
     assert not node.condemned
 
 
+def test_of_several_nodes_each_tells_who_takes_long_to_the_first_step() -> None:
+    node = Node(others=1)
+    node.train(10.0)
+    node.next_round()
+    began = node.now
+    node.stand_still(299.0)
+    assert not node.told
+    node.stand_still(10.0)
+    (stall, at), *_ = node.told
+    assert at - began < 301.0 and [(k.step, k.new) for k in stall.looks] == [(0, False), (0, False)]
+    node.handle(HangSaid(Hang(2, Verdict(Why.ASLEEP, (stall.looks[1],)))))
+    node.stand_still(10.0)
+    ((slot, _),) = node.condemned
+    assert slot == 1
+
+
 def test_one_that_is_stopped_while_it_is_to_leave_the_round_is_condemned() -> None:
     node = Node()
     node.train(10.0)

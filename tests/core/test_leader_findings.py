@@ -71,6 +71,29 @@ def test_while_a_node_has_not_told_the_leader_only_asks_and_only_where_one_is_st
     assert found.asks and found.verdict.guilty[0].node == "b"
 
 
+@pytest.mark.parametrize(("others", "new", "guilty"), [
+    (Doing.WAITING, False, ["b"]),
+    (Doing.ASLEEP, False, ["a", "b"]),
+    (Doing.BUSY, False, []),  # the one asleep may wait for it
+    (Doing.WAITING, True, []),  # it may still import, from far away
+])  # fmt: skip
+def test_a_survivor_asleep_before_the_first_step_is_to_blame_once_all_nodes_have_told(
+    others: Doing, new: bool, guilty: list[str]
+) -> None:
+    """In a world of several nodes, as in one of a single node."""
+
+    def before(name: str, doing: Doing, still_s: float) -> Stall:
+        made = stall(name, doing, still_s)
+        return replace(made, looks=tuple(replace(k, step=0, new=new) for k in made.looks))
+
+    assert ALLOWED is not None
+    one = told(of_two_nodes(), before("b", Doing.ASLEEP, ALLOWED.first_s))
+    assert not decide(one, NOW).writes
+    both = told(one, before("a", others, ALLOWED.first_s))
+    plan = decide(both, NOW)
+    assert [k.node for k in verdict(plan).verdict.guilty] == guilty if guilty else not plan.writes
+
+
 def test_nobody_waits_for_what_a_lost_node_tells() -> None:
     """Its round closes for as long as somebody sleeps in it."""
     asleep = told(of_two_nodes(Phase.CLOSING), stall("a", Doing.ASLEEP, 3601.0))

@@ -147,11 +147,19 @@ def test_whatever_hangs_on_several_nodes_is_named_with_evidence_from_all_ranks(c
 
 
 @pytest.mark.slow
-def test_a_survivor_that_is_stuck_before_its_first_step_in_a_world_is_replaced(cluster: Cluster) -> None:
+@pytest.mark.parametrize("nodes", [{"a": 3}, {"a": 2, "b": 1}], ids=["one node", "two nodes"])
+def test_a_survivor_that_is_stuck_before_its_first_step_in_a_world_is_replaced(
+    cluster: Cluster, nodes: dict[str, int]
+) -> None:
     cluster.limits = (2, 3)
     cluster.policy |= HASTY
-    (a,) = cluster.start("a", slots=3, options=RESTARTS, program=(str(STUCK), str(cluster.folder / "dead")))
-    hung = cluster.until_said(a, "workers.hung")
+    program = (str(STUCK), str(cluster.folder / "dead"))
+    agents = [
+        agent
+        for name, slots in nodes.items()
+        for agent in cluster.start(name, slots=slots, options=RESTARTS, program=program)
+    ]
+    hung = cluster.until_said(agents[0], "workers.hung")
     (number,) = (n for n, line in enumerate(STUCK.read_text().splitlines(), 1) if line.endswith("# stuck"))
     assert f"is in stuck.py:{number}" in hung["conclusion"]
-    assert a.end() == 0, a.said()
+    assert [agent.end() for agent in agents] == [0] * len(agents), [agent.said() for agent in agents]

@@ -15,7 +15,7 @@ Times are arguments, in seconds; there is no clock here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
@@ -183,7 +183,8 @@ class Look:
 
     ``step``: its steps in this round; its process may have made more. ``still_s``: the time since its last
     step. ``place`` and ``what``: see ``Whereabouts``. ``there_s``: how long it has been seen to stay there.
-    ``waits_s``: how long it has been seen in collectives, at whatever place.
+    ``waits_s``: how long it has been seen in collectives, at whatever place. ``new``: its process has made no
+    step yet, and may have something left to import or to compile.
     """
 
     node: str
@@ -196,6 +197,7 @@ class Look:
     what: str = ""
     there_s: float = 0.0
     waits_s: float = 0.0
+    new: bool = False
 
 
 # ---------------------------------------------------------------- the verdict
@@ -261,15 +263,14 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
     return None  # one may have come a moment ago, and all go on
 
 
-def judge_first(looks: Sequence[Look], experienced: Collection[int], allowed: Allowance) -> Verdict | None:
+def judge_first(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
     """Return who hangs before the first step of a round: workers that stay asleep while no worker is busy.
 
-    ``looks``: of all workers of the world. ``experienced``: the ranks with steps in an earlier round, which
-    have nothing left to import or compile.
+    ``looks``: of all workers of the world. A worker that is new is not judged.
     """
     asleep = tuple(look for look in looks if look.doing is Doing.ASLEEP)
     calm = all(look.doing in (Doing.ASLEEP, Doing.WAITING) for look in looks)
-    late = all(look.rank in experienced and look.still_s >= allowed.first_s for look in asleep)
+    late = all(not look.new and look.still_s >= allowed.first_s for look in asleep)
     return _verdict(Why.ASLEEP, asleep, looks) if asleep and calm and late else None
 
 

@@ -208,8 +208,10 @@ class Standstill:
         elif still_s < allowed.stopped_s:
             kind = Doing.MOVING
         place, what = (where.place, where.doing) if where else ("", "")
-        there_s, waits_s = worker.there_s, worker.waits_s
-        return Look(node, seen.slot, seen.rank, worker.made, still_s, kind, place, what, there_s, waits_s)
+        how_long = worker.there_s, worker.waits_s
+        return Look(
+            node, seen.slot, seen.rank, worker.made, still_s, kind, place, what, *how_long, not worker.steps
+        )
 
     def as_it_was(self, look: Look, allowed: Allowance | None) -> bool:
         """Whether the worker is in the state of the look, as far as was seen since: it has made no step, and

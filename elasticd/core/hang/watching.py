@@ -285,8 +285,7 @@ class _Decisions:
         if still_s < soonest_s:
             return min(STALLED_S, soonest_s - still_s)
         late = self.is_late(allowed)
-        late_to_begin = len(crew.round.members) == 1 and still_s >= allowed.first_s
-        if not self.w.in_step and not (stopped or late or late_to_begin):
+        if not self.w.in_step and not (stopped or late or self.is_late_to_begin(allowed)):
             return STALLED_S
         verdict = self.verdict_to_keep()
         if verdict is not None:
@@ -336,12 +335,11 @@ class _Decisions:
         if verdict is None and self.is_late(allowed):
             verdict = judge_leaving(looks)
         if verdict is None and alone and not in_step:
-            experienced = {w.rank for w in workers.values() if w.steps_before}
-            verdict = judge_first(looks, experienced, allowed)
+            verdict = judge_first(looks, allowed)
         certain = alone or not in_step or isinstance(crew.order, Leaving)
         if verdict is not None and (certain or self.state.etcd.silent):
             return self.decide(verdict)
-        if alone or not in_step:
+        if alone or not (in_step or self.is_late_to_begin(allowed)):
             return STALLED_S
         self.actions.append(Tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed)))
         self.set(told=self.w.number)
@@ -435,6 +433,10 @@ class _Decisions:
         """Whether workers here take too long to leave, while others have left with the state."""
         since = self.w.leaving_since
         return since is not None and self.at >= max(since, self.w.still.aware_since) + allowed.leaving_s
+
+    def is_late_to_begin(self, allowed: Allowance) -> bool:
+        """Whether a worker here takes too long to the first step of the round."""
+        return not self.w.in_step and self.w.still.longest_s(self.at) >= allowed.first_s
 
     def too_soon(self, verdict: Verdict) -> bool:
         """Whether a worker was killed at the same place before, after more than half of this standstill.
