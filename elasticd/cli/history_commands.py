@@ -46,7 +46,7 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
 
     seen: Iterable[Event]
     if follow:
-        seen = files.follow(folders, living)
+        seen = files.follow(folders, runs.jobs_place(state, job), _process)
     else:
         seen = files.read(folders())
     for event in seen:
@@ -125,8 +125,24 @@ def _over(event: Event) -> bool:
 
 
 def living(started: Event) -> bool:
-    """Return whether the agent that wrote this first event is alive, and no later process with its pid."""
-    return 0 != started_at(int(started.get("pid") or 0)) == started.get("pid_started")
+    """Return whether the agent that wrote this first event is alive."""
+    found = _process(started)
+    if found is not None:
+        os.close(found)
+    return found is not None
+
+
+def _process(started: Event) -> int | None:
+    """Return a pidfd of the agent that wrote this first event; None if the agent is gone."""
+    pid = int(started.get("pid") or 0)
+    try:
+        found = os.pidfd_open(pid)
+    except (OSError, ValueError):
+        return None
+    if started_at(pid) != started.get("pid_started"):  # the pid belongs to another process now
+        os.close(found)
+        return None
+    return found
 
 
 def _color(event: Event, as_json: bool) -> str | None:

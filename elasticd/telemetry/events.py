@@ -11,14 +11,15 @@ intervals.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import queue
+import select
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +33,6 @@ COURSE = "course.jsonl"
 STARTED, ENDED = "agent.started", "agent.ended"
 WAITING_MAX = 10_000  # lines that wait for the disk; further lines are dropped, so that training goes on
 LAST_S = 2.0  # how long to wait for the last lines at the end
-FOLLOW_S = 0.2  # how often who follows looks for new lines
 
 Event = dict[str, Any]
 
@@ -157,30 +157,45 @@ def read_course(folder: Path) -> list[dict[str, Any]]:
     return []
 
 
-def follow(folders: Callable[[], Sequence[Path]], alive: Callable[[Event], bool]) -> Iterator[Event]:
-    """Yield all events, and each new event soon after it is written, until no agent writes any more.
+def follow(
+    folders: Callable[[], Sequence[Path]], parent: Path, process: Callable[[Event], int | None]
+) -> Iterator[Event]:
+    """Yield all events, and each new event as it is written, until no agent writes any more.
 
-    ``folders`` returns the folders that are known now. ``alive`` takes an agent's first event and says
-    whether the agent runs.
+    ``folders`` is called again after every change in ``parent``, where new folders become known. ``process``
+    takes an agent's first event and returns a pidfd, which this function closes, or None if the agent has
+    ended.
     """
-    offsets: dict[Path, int] = {}
-    writing: list[Event] = []
-    over = False
-    while True:
-        fresh: list[Event] = []
-        for folder in folders():
-            with suppress(OSError), (folder / FILE).open("rb") as file:
-                file.seek(offsets.get(folder, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-                offsets[folder] = offsets.get(folder, 0) + len(whole) + len(newline)
-                fresh += [line for line in _parsed(whole) if "event" in line]
-        yield from sorted(fresh, key=lambda e: float(e["at"]))
-        writing = [e for e in (*writing, *fresh) if e["event"] == STARTED and alive(e)]
-        if not writing and over:
-            return
-        over = not writing  # read once more: an agent may have written its last events after the read
-        if writing:
-            time.sleep(FOLLOW_S)
+    with ExitStack() as cleanup:
+        notices = _Notices()
+        cleanup.callback(notices.close)
+        notices.watch(parent)
+        offsets: dict[Path, int] = {}
+        writing: set[int] = set()
+        over = False
+        while True:
+            fresh: list[Event] = []
+            for folder in folders():
+                if folder not in offsets:
+                    offsets[folder] = 0
+                    notices.watch(folder)
+                with suppress(OSError), (folder / FILE).open("rb") as file:
+                    file.seek(offsets[folder])
+                    whole, newline, _ = file.read().rpartition(b"\n")
+                    offsets[folder] += len(whole) + len(newline)
+                    fresh += [line for line in _parsed(whole) if "event" in line]
+            for event in fresh:
+                if event["event"] == STARTED and (end := process(event)) is not None:
+                    writing.add(end)
+                    cleanup.callback(os.close, end)
+            yield from sorted(fresh, key=lambda e: float(e["at"]))
+            if not writing:
+                if over:
+                    return
+                over = True  # read once more: an agent may have written its last events after the read
+                continue
+            over = False
+            writing -= notices.wait(writing)
 
 
 def _parsed(data: bytes) -> list[Event]:
@@ -192,3 +207,29 @@ def _parsed(data: bytes) -> list[Event]:
             if isinstance(what, dict) and isinstance(what.get("at"), int | float):
                 found.append(what)
     return found
+
+
+class _Notices:
+    """Linux's inotify: wait for a change in the watched folders."""
+
+    _MASK = 0x2 | 0x100 | 0x80  # IN_MODIFY, IN_CREATE, IN_MOVED_TO
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd: int = self._libc.inotify_init1(os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def watch(self, folder: Path) -> None:
+        self._libc.inotify_add_watch(self._fd, os.fsencode(folder), self._MASK)
+
+    def wait(self, others: Collection[int]) -> set[int]:
+        """Wait until a watched folder changes or another descriptor is readable. Return the readable
+        descriptors."""
+        ready, _, _ = select.select([self._fd, *others], [], [])
+        if self._fd in ready:
+            os.read(self._fd, 65536)
+        return set(ready) - {self._fd}
+
+    def close(self) -> None:
+        os.close(self._fd)

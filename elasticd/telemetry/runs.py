@@ -46,7 +46,7 @@ def state_dir() -> Path:
 
 def note(state: Path, job: str, node: str, began_at: float, folder: Path) -> None:
     """Link the folder under the job's name. Raises OSError."""
-    place = _place_of(state, job)
+    place = jobs_place(state, job)
     _forget_those_gone(place.parent)
     place.mkdir(parents=True, exist_ok=True)
     link = place / f"{began_at:.3f}-{node}"
@@ -71,7 +71,7 @@ def of_job(state: Path, job: str) -> list[KnownRun]:
     """Return the runs of a job, oldest first, without those whose folder is gone."""
     found = []
     with suppress(OSError):
-        for link in sorted(_place_of(state, job).iterdir()):
+        for link in sorted(jobs_place(state, job).iterdir()):
             began, _, node = link.name.partition("-")
             with suppress(ValueError):
                 if link.is_dir():
@@ -87,5 +87,5 @@ def jobs(state: Path) -> list[str]:
     return []
 
 
-def _place_of(state: Path, job: str) -> Path:
+def jobs_place(state: Path, job: str) -> Path:
     return state / "runs" / job

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import resource
 import threading
 from collections.abc import Callable
@@ -117,7 +118,8 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
     def look() -> None:
         for what in events.follow(
             lambda: [r.folder for r in runs.of_job(state, "job")],
-            lambda started: started["pid"] in alive,
+            runs.jobs_place(state, "job"),
+            lambda started: os.dup(ends[started["pid"]]),
         ):
             with changed:
                 seen.append(what["at"])
@@ -130,7 +132,8 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
     def agent(number: int, at: float) -> str:
         return json.dumps(events.of_agent(events.STARTED, at, "job", "a", "here", pid=number)) + "\n"
 
-    alive = {0, 1}
+    pipes = [os.pipe() for _ in range(2)]
+    ends = dict(enumerate(read for read, _ in pipes))  # readable once the agent is gone
     (folder / events.FILE).write_text(agent(0, 1))
     following = threading.Thread(target=look, daemon=True)
     following.start()
@@ -144,15 +147,17 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
     (later / events.FILE).write_text(agent(1, 3))
     runs.note(state, "job", "b", 2.0, later)
     until(lambda: seen == [1, 2, 3])
-    alive.remove(0)  # one agent ends; the other goes on
+    os.close(pipes[0][1])  # one agent ends; the other goes on
     with (later / events.FILE).open("a") as file:
         file.write(json.dumps(formed(4)) + "\n")
     until(lambda: seen == [1, 2, 3, 4])
     with (later / events.FILE).open("a") as file:
         file.write(json.dumps(formed(5)) + "\n")
-    alive.remove(1)
+    os.close(pipes[1][1])
     following.join(30)
     assert not following.is_alive() and seen == [1, 2, 3, 4, 5], "it ends with the last agent"
+    for read, _ in pipes:
+        os.close(read)
 
 
 def test_runs_are_found_by_the_name_of_their_job_and_forgotten_with_their_folder(tmp_path: Path) -> None:
