@@ -224,8 +224,11 @@ class WardenProcess:
             self._tell_end(message.id, 0, -signal.SIGKILL, fenced=True)
             return
         if message.fork and self._zygote is not None and self._zygote.takes_orders:
-            self._ask_zygote(lambda zygote: zygote.fork(message, fds))
-            return
+            try:
+                self._ask_zygote(lambda zygote: zygote.fork(message, fds))
+                return
+            except OSError:
+                pass  # for want of descriptors: a start without the zygote takes fewer
         try:
             ours = service and not zygote  # workers inherit the zygote's limits
             pid, errors = launch(message.program, fds, None if ours else self._worker_files)

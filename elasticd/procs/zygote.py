@@ -91,14 +91,19 @@ class ZygoteProcess:
         self._done, self._late = asked, False
 
     def fork(self, request: Spawn, fds: Sequence[int]) -> None:
-        """Request a worker. The caller keeps ``fds``."""
-        ours, theirs = socket.socketpair()
+        """Request a worker. The caller keeps ``fds``. Raises OSError if there are too few descriptors."""
         until = steady_now() + _PATIENCE_S
         if not self.ready:
             until = max(until, self._should_be_ready)
-        fork = Fork(request, tuple(map(os.dup, fds)), ours.detach(), until)
-        self._forks[request.id] = fork
+        ours, theirs = socket.socketpair()
         with theirs:
+            kept: list[int] = []
+            try:
+                kept.extend(os.dup(fd) for fd in fds)
+            except OSError:
+                close_all([*kept, ours.detach()])
+                raise
+            self._forks[request.id] = Fork(request, tuple(kept), ours.detach(), until)
             self.channel.post(ForkWorker(request.id, request.program), [*fds, theirs.fileno()])
 
     def made(self, id: int) -> Fork | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -480,6 +481,30 @@ def test_workers_asked_of_a_zygote_that_dies_are_started_afresh(
     bench.start(procs, 2)
     os.kill(zygote, signal.SIGKILL)
     assert [line.split()[0] for line in _lines(bench, 2)] == [b"False"] * 2
+
+
+@pytest.mark.parametrize("room", [3, 5, 7])  # the worker's three files, its link, and copies of the files
+def test_a_warden_without_descriptors_for_a_fork_says_so_and_lives_on(
+    bench: Bench, staying: tuple[LocalProcs, int], room: int
+) -> None:
+    procs, zygote = staying
+    used = {int(fd) for fd in os.listdir(f"/proc/{bench.warden.pid}/fd")}
+    limit = next(n for n in range(len(used) + 20) if n - len([fd for fd in used if fd < n]) == room)
+    _, hard = resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE, (limit, hard))
+    bench.start(procs)
+    if room == 3:
+        (exit,) = bench.wait()
+        assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
+    else:  # enough for a start without the zygote
+        assert [line.split()[0] for line in _lines(bench, 1)] == [b"False"]
+        procs.stop(signal.SIGKILL, 0.0)
+        bench.wait()
+    resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE, (hard, hard))
+    bench.console.written[1] = b""
+    bench.start(procs)
+    assert [line.split()[0] for line in _lines(bench, 1)] == [b"True"]
+    assert _zygote(bench) == zygote
 
 
 def test_workers_that_are_stopped_before_they_are_forked_never_run(
