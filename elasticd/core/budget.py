@@ -59,11 +59,11 @@ def _exits(round: Round, reports: Iterable[Report]) -> list[Failure]:
     ]
 
 
-def progressed(round: Round, reports: Iterable[Report], lived_s: float, *, commits: bool = False) -> bool:
+def progressed(round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:
     """Whether the round made progress: a worker made a step, or the round lived long. ``commits``: the
     workers commit their steps, so only a step counts."""
     stepped = any(r.steps > 0 for r in reports if r.round == round.number)
-    return stepped or (not commits and lived_s >= PROGRESS_AFTER_S)
+    return stepped or (not commits and round.lived_s >= PROGRESS_AFTER_S)
 
 
 def visible(budget: Budget, round: Round, reports: Iterable[Report], *, commits: bool = False) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 Place = tuple[str, int]  # node and slot
@@ -67,34 +67,23 @@ def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | No
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
-    """The limit of a straggler. ``ratio``: of its own time to its peers'."""
-
-    ratio: float = 1.1
-
-    @property
-    def calm(self) -> float:
-        """The ratio below which a worker no longer counts as a straggler."""
-        return 1 + (self.ratio - 1) / 2
-
-
-@dataclass(frozen=True, slots=True)
 class Watch:
     """The window of periods, oldest first, each with the ratio of every worker's own time to its peers'; and
-    the named stragglers. ``usual_s``: the median of all own times in the last period."""
+    the named stragglers. ``usual_s``: the median of all own times in the last period. ``limit``: the ratio
+    of a straggler."""
 
     periods: tuple[Mapping[Place, float], ...] = ()
     usual_s: float = 0.0
     named: frozenset[Place] = frozenset()
-    tolerance: Tolerance = field(default_factory=Tolerance)
+    limit: float = 1.1
 
     def see(self, times: Mapping[Place, float]) -> Watch:
         """Return the watch after one more period. Another set of workers is another world, of which nothing
         is known yet."""
         before = self.periods if self.periods and self.periods[-1].keys() == times.keys() else ()
         periods = (*before, peer_ratios(times))[-PERIODS:]
-        named = _judge(periods, self.named if before else frozenset(), self.tolerance)
-        return Watch(periods, median(times.values()) if times else 0.0, named, self.tolerance)
+        named = _judge(periods, self.named if before else frozenset(), self.limit)
+        return Watch(periods, median(times.values()) if times else 0.0, named, self.limit)
 
     @property
     def ratios(self) -> dict[Place, float]:
@@ -119,19 +108,19 @@ def peer_ratios(times: Mapping[Place, float]) -> dict[Place, float]:
 
 
 def _judge(
-    periods: tuple[Mapping[Place, float], ...], named: frozenset[Place], tolerance: Tolerance
+    periods: tuple[Mapping[Place, float], ...], named: frozenset[Place], limit: float
 ) -> frozenset[Place]:
     if len(periods) < PERIODS or len(periods[-1]) < 2:
         return frozenset()
-    slow = set()
+    slow, calm = set(), 1 + (limit - 1) / 2  # below ``calm`` a worker no longer counts
     for place in periods[-1]:
         over_time = _over_time(periods, place)
         ratio = median(over_time)
         spread = MAD_TO_SIGMA * median(abs(r - ratio) for r in over_time)
         error = 1.2533 * spread / math.sqrt(len(over_time))
-        often = sum(r >= tolerance.calm for r in over_time) >= MOST * len(over_time)
-        surely = ratio >= tolerance.ratio and ratio - 1 >= SURE * error
-        if (often and surely) or (place in named and ratio >= tolerance.calm):
+        often = sum(r >= calm for r in over_time) >= MOST * len(over_time)
+        surely = ratio >= limit and ratio - 1 >= SURE * error
+        if (often and surely) or (place in named and ratio >= calm):
             slow.add(place)
     # If half of the workers or more are slow, there are two kinds of machines, and no stragglers.
     return frozenset(slow) if 2 * len(slow) < len(periods[-1]) or len(slow) == 1 else frozenset()

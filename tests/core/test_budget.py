@@ -55,17 +55,17 @@ def test_no_failure_of_this_round(reports: list[Report]) -> None:
 def test_a_round_was_of_use_if_a_step_was_made_or_it_lived_long(
     steps: int, lived_s: float, useful: bool
 ) -> None:
-    assert budget.progressed(LIVE, [report("a", 7, steps=steps)], lived_s) is useful
+    assert budget.progressed(replace(LIVE, lived_s=lived_s), [report("a", 7, steps=steps)]) is useful
 
 
 def test_of_workers_that_commit_only_what_they_have_committed_counts_as_progress() -> None:
-    long_s = 10 * budget.PROGRESS_AFTER_S
-    assert not budget.progressed(LIVE, [report("a", 7)], long_s, commits=True)
-    assert budget.progressed(LIVE, [report("a", 7, steps=1)], 1.0, commits=True)
+    long = replace(LIVE, lived_s=10 * budget.PROGRESS_AFTER_S)
+    assert not budget.progressed(long, [report("a", 7)], commits=True)
+    assert budget.progressed(LIVE, [report("a", 7, steps=1)], commits=True)
 
 
 def test_steps_of_another_round_are_no_progress() -> None:
-    assert not budget.progressed(LIVE, [report("a", 6, steps=100)], 1.0)
+    assert not budget.progressed(LIVE, [report("a", 6, steps=100)])
 
 
 # ---------------------------------------------------------------- what it costs

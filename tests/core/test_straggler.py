@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.core.straggler import PERIODS, Place, Strides, Tolerance, Watch, own_s, own_times, peer_ratios
+from elasticd.core.straggler import PERIODS, Place, Strides, Watch, own_s, own_times, peer_ratios
 
 # Own times of each step of three ranks that do the same, in units of 10 microseconds, on a machine
 # with six processes for each of its cores.
@@ -185,8 +184,3 @@ def test_time_without_a_processor_is_not_its_own_but_for_a_quota_s(case: str) ->
         for slot, (waited_s, delay_s) in slots.items()
     }
     assert own_times(before, after, throttled_s) == pytest.approx(own)
-
-
-def test_a_tolerance_calms_down_half_way() -> None:
-    for one, other in pairwise((1.05, 1.1, 1.5)):
-        assert 1 < Tolerance(one).calm < Tolerance(other).calm < other

@@ -150,7 +150,7 @@ def _hangs_forgiven(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nobody_is_slow(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(straggler, "_judge", lambda periods, named, tolerance: frozenset())
+    patch.setattr(straggler, "_judge", lambda periods, named, limit: frozenset())
 
 
 def _crowds_are_slow(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.core.facts import Laggard, Paces, Phase, Policy, Round, Stragglers
 from elasticd.core.persistent_map import PersistentMap
-from elasticd.core.straggler import PERIODS, Place, Tolerance, Watch
+from elasticd.core.straggler import PERIODS, Place, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def follow(known: PaceComparison, round: Round | None, policy: Policy) -> PaceCo
     """Return the comparison after news of the round. A new round starts without knowledge of its workers."""
     if round is None or round.phase is not Phase.LIVE or round.number == known.round:
         return known
-    watch = Watch(tolerance=Tolerance(policy.straggler_ratio))
+    watch = Watch(limit=policy.straggler_ratio)
     return _compare(_count(PaceComparison(known.paces, round.number, watch=watch)), round)
 
 

@@ -72,7 +72,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
     ages = [entry.node.age for entry in view.nodes.values() if entry.node.age is not None]
     goes_on_from = max(ages).step if ages else None
     if charged and failure is not None:
-        progressed = budgets.progressed(round, reports, round.lived_s, commits=spec.inplace)
+        progressed = budgets.progressed(round, reports, commits=spec.inplace)
         unrunnable = None if progressed else budgets.unrunnable(budget, round, reports)
         if budgets.visible(budget, round, reports, commits=spec.inplace):
             budget = replace(budget, stepped=True)
@@ -88,7 +88,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         why = unrunnable or budgets.exhausted(budget, spec.policy, commits=spec.inplace)
         if why is not None:
             return end(view, round, now, Outcome.FAILED, why, reasons)
-    elif budgets.progressed(round, reports, round.lived_s, commits=spec.inplace):
+    elif budgets.progressed(round, reports, commits=spec.inplace):
         budget = budgets.get_on(budget)
     if round.closing is Cause.WORLD_BROKEN and goes_on_from is not None:
         budget = budgets.come_apart(budget, goes_on_from, now)
