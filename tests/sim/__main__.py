@@ -1,8 +1,10 @@
-"""``python -m tests.sim --seed 7``: run a schedule, or many, and show what a failing one did."""
+"""``python -m tests.sim --seed 7``: run a schedule, or many, and show what a failing one did. SIGTERM and
+Ctrl-C end it with the seed to go on from."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 
@@ -34,10 +36,16 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="show what happened even if all went well")
     asked = parser.parse_args()
     kinds = _kinds(asked.only)
-    failed, started, events = 0, time.monotonic(), 0
-    for seed in range(asked.seed, asked.seed + asked.schedules):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    failed, started, events, end = 0, time.monotonic(), 0, asked.seed + asked.schedules
+    for seed in range(asked.seed, end):
         schedule = draw(seed, asked.nodes, kinds)
-        result = run(seed, schedule)
+        try:
+            result = run(seed, schedule)
+        except KeyboardInterrupt:
+            print(f"stopped: go on with --seed {seed} --schedules {end - seed}")
+            asked.schedules = seed - asked.seed
+            break
         events += result.cluster.clock.events
         if not result.broken and not asked.trace:
             continue
