@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.client.resuming import Kept, NoCheckpoint, Resuming
 from elasticd.checkpoint.client.saving import CommittedSave, Saving
 from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
@@ -24,7 +25,6 @@ from elasticd.checkpoint.store import store_at
 from elasticd.core.age import Age
 from elasticd.core.page_layout import Use
 from elasticd.worker.agent import agentpage
-from elasticd.worker.world.collectives import Together
 
 __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
 

@@ -16,7 +16,7 @@ from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import connect
 from elasticd.checkpoint import protocol
 from elasticd.checkpoint.client import saver_connection
-from elasticd.checkpoint.client.staging import pickled
+from elasticd.checkpoint.client.objects import pickled
 from elasticd.checkpoint.client.state_dict import flatten
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.protocol import (
@@ -147,7 +147,7 @@ def test_what_cannot_be_unpickled_from_memory_is_not_from_disk_either_and_one_be
     forker, tmp_path, monkeypatch, caplog
 ):
     checkpoints = Checkpoints(tmp_path / "run")
-    monkeypatch.setattr("elasticd.checkpoint.client.staging._LOADABLE", (int, PurePath().__class__))
+    monkeypatch.setattr("elasticd.checkpoint.client.objects._LOADABLE", (int, PurePath().__class__))
     for step, odd in ((1, 0), (2, PurePath("/x"))):
         assert checkpoints.save({**filled(step), "odd": odd}, step) and checkpoints.wait()
     checkpoints.close()

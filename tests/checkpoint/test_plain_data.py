@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from elasticd import worker
+from elasticd.checkpoint.client.objects import loaded
 from elasticd.checkpoint.client.state_dict import Flat, flatten, restore
-from elasticd.worker.commit.plaindata import copied, loaded, outlined, with_tensors
+from elasticd.worker.commit.plaindata import copied, outlined, with_tensors
 from tests.checkpoint.likeness import with_types
 
 BIG = 1 << 19  # elements; more than goes in one piece

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from elasticd import worker
-from elasticd.worker.commit.plaindata import copied, loaded, outlined, with_tensors
+from elasticd.checkpoint.client.objects import loaded
+from elasticd.worker.commit.plaindata import copied, outlined, with_tensors
 from elasticd.worker.commit.shared import ValueSummary, _summary_of, difference
 from tests.worker.crew import Crew, Hand
 from tests.worker.jobs import NOTHING, Accident, Gate, Journal, begin, commit, reads

@@ -471,6 +471,7 @@ print(sorted(m for m in sys.modules if m.startswith("elasticd.") and not m.start
     assert result.stderr == ""
     parts = {
         "channel": ("", ".codec", ".framing", ".worker_messages"),
+        "checkpoint": ("", ".client", ".client.collectives", ".client.objects", ".client.tensors"),
         "core": ("", ".age", ".page_layout"),
         "data": ("", ".auditnotes", ".dealing", ".order", ".summing"),
     }

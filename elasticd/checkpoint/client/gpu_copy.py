@@ -22,7 +22,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elasticd.checkpoint.client.state_dict import Flat, local_of
+from elasticd.checkpoint.client.state_dict import Flat
+from elasticd.checkpoint.client.tensors import local_of
 from elasticd.checkpoint.shared_memory import Memory
 
 

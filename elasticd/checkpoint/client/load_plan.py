@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, local_of, prepare_optimizers
+from elasticd.checkpoint.client.objects import loaded
+from elasticd.checkpoint.client.state_dict import Flat, Path, flatten, prepare_optimizers
+from elasticd.checkpoint.client.tensors import local_of
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Chunk, Index, Tensor
 from elasticd.checkpoint.store.reading import Wish
-from elasticd.worker.commit.plaindata import loaded
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.client.state_dict import Flat, flatten, prepare_optimizers, restore
 from elasticd.checkpoint.format import metadata
 from elasticd.checkpoint.format.manifest import METADATA, BadCheckpoint
-from elasticd.worker.world.collectives import Together
 
 
 class _Reader(FileSystemReader):

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.client.load_plan import Target
 from elasticd.checkpoint.client.memory_tier import HolderLost, Memories, Untold
 from elasticd.checkpoint.client.saver_connection import saver_name
@@ -22,7 +23,6 @@ from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
-from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)
 _NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint

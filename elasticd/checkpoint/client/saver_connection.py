@@ -17,6 +17,7 @@ from typing import Any, Final
 from elasticd.channel.codec import ChannelClosed
 from elasticd.channel.framing import close_all
 from elasticd.checkpoint import protocol
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.manifest import BadCheckpoint
@@ -24,7 +25,6 @@ from elasticd.checkpoint.protocol import OpenWorld, SaverChannel, SaverSilent, S
 from elasticd.checkpoint.replication.replicas import holders
 from elasticd.checkpoint.store import CheckpointStore, told
 from elasticd.checkpoint.store.rate_limit import parse_rate
-from elasticd.worker.world.collectives import Together
 
 _ROOT: Final = str(Path(__file__).parents[3])
 _PROGRAM: Final = (

@@ -13,12 +13,15 @@ from typing import Any, Final
 import msgspec
 
 from elasticd.channel.codec import ChannelClosed
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.client.gpu_copy import GpuCopier
+from elasticd.checkpoint.client.objects import pickled
 from elasticd.checkpoint.client.save_plan import RankContent, Shard, TensorPart, lay_out
 from elasticd.checkpoint.client.saver_connection import SaverLine, Terms
 from elasticd.checkpoint.client.schedule import Schedule
-from elasticd.checkpoint.client.staging import CopyPlan, pickled, shape_of
-from elasticd.checkpoint.client.state_dict import Flat, buffers_of, flatten, local_of
+from elasticd.checkpoint.client.staging import CopyPlan, shape_of
+from elasticd.checkpoint.client.state_dict import Flat, buffers_of, flatten
+from elasticd.checkpoint.client.tensors import local_of, require_dense
 from elasticd.checkpoint.commit.retention import Keep
 from elasticd.checkpoint.format.frames import room_for
 from elasticd.checkpoint.format.manifest import Index, encode_index
@@ -40,9 +43,7 @@ from elasticd.checkpoint.store import CheckpointStore
 from elasticd.core.checkpoint_names import folder_name
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
-from elasticd.worker.commit.plaindata import require_dense
 from elasticd.worker.report import any_nan, not_finite, policy
-from elasticd.worker.world.collectives import Together
 
 _log = logging.getLogger(__name__)
 _UNDER_WAY_MAX: Final = 4  # saves that are not committed yet: slow commits fill the disk

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from elasticd.worker.world.collectives import Together
+    from elasticd.checkpoint.client.collectives import Together
 
 BELIEVED_S: Final = 6 * 3600.0  # the assumed time between failures, before the first one
 LEAST_S: Final = 1.0

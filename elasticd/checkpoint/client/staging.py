@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,15 +11,13 @@ import torch
 
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
 from elasticd.checkpoint.client.save_plan import Shard, TensorPart
-from elasticd.checkpoint.client.state_dict import Flat, local_of
+from elasticd.checkpoint.client.state_dict import Flat
+from elasticd.checkpoint.client.tensors import local_of
 from elasticd.checkpoint.format.frames import padded_blob
 from elasticd.checkpoint.protocol import BufferTorn, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
-from elasticd.worker.commit.plaindata import loaded, packed
 
 BUFFERS: Final = 2
-_LOADABLE: Final = (bool, float, complex, str, bytes, type(None))
-_INT_MAX: Final = 1 << 1000  # far below the limit of a pickle's short form
 _GROWS: Final = 768  # spare bytes, so that a slightly longer object still fits
 
 
@@ -150,35 +147,3 @@ def shape_of(flat: Flat) -> tuple[Any, ...]:
         (key, t.shape, t.dtype, getattr(t, "placements", None)) for key, t in flat.tensors.items()
     )
     return tensors, tuple(flat.paths.items())
-
-
-def pickled(objects: Mapping[str, Any], before: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the objects as ``torch.save`` writes them. Raises TypeError for an object that could not be
-    loaded again; an object that is the same as ``before`` is not tried again."""
-    made = {}
-    for key, value in objects.items():
-        try:
-            out = io.BytesIO()
-            sure = _surely_loads(value)
-            torch.save(value if sure else packed(value), out)
-            made[key] = out.getvalue()
-            if made[key] != before.get(key) and not sure:
-                loaded(made[key])
-        except Exception as error:
-            raise TypeError(
-                f"{key} could not be loaded again: keep tensors and plain objects (numbers, strings, lists, "
-                "dicts) only, as torch.load(weights_only=True) takes them"
-            ) from error
-    return made
-
-
-def _surely_loads(value: Any) -> bool:
-    """Whether the value is known to load again without a trial, which takes long for large values."""
-    kind = type(value)
-    if kind in _LOADABLE:
-        return True
-    if kind is int:
-        return bool(-_INT_MAX < value < _INT_MAX)
-    if kind is dict:
-        return all(_surely_loads(k) and _surely_loads(v) for k, v in value.items())
-    return kind in (list, tuple) and all(map(_surely_loads, value))

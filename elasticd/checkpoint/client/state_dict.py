@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
-from elasticd.worker.commit.changes import is_plain
-from elasticd.worker.gradients.wrapping import is_flattened
+from elasticd.checkpoint.client.tensors import is_flattened, is_plain
 
 Path = tuple[str | int, ...]
 _WHOLE: Final = "elasticd: in one piece"
@@ -61,14 +60,6 @@ def flatten(state: Mapping[str, Any]) -> Flat:
         else:
             flat.objects[key] = leaf
     return flat
-
-
-def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's part of the tensor, and its offsets in the whole."""
-    if type(tensor) is not torch.Tensor and hasattr(tensor, "__create_chunk_list__"):
-        [chunk] = tensor.__create_chunk_list__()
-        return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
-    return tensor, (0,) * tensor.dim()
 
 
 def buffers_of(state: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from elasticd.checkpoint.client.tensors import is_plain
+
 FEW = 8  # elements of each tensor
 FEWEST = 2  # for a check at each commit: each element is a cache miss
 
@@ -86,15 +88,6 @@ class Trace:
         if contents:  # at their old addresses: parameters at new ones are found already
             found |= self._few.differing(self._few.read(), self._noted).keys()
         return found
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has readable memory of its own."""
-    return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-    )
 
 
 def _few_of(tensor: torch.Tensor, few: int) -> torch.Tensor:

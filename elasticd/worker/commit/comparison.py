@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elasticd.checkpoint.client.tensors import is_plain
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
-from elasticd.worker.commit.changes import Sampled, is_plain
+from elasticd.worker.commit.changes import Sampled
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.shared import Shared
 from elasticd.worker.world.group import World, gathered

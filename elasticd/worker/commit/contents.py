@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from elasticd.checkpoint.client.tensors import is_flattened
 from elasticd.worker.commit.plaindata import copied
 from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.data import Data
-from elasticd.worker.gradients.wrapping import SHARDED, is_flattened
+from elasticd.worker.gradients.wrapping import SHARDED
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elasticd.checkpoint.client.tensors import require_dense
 from elasticd.worker.commit import randomness
 from elasticd.worker.commit.contents import Contents
-from elasticd.worker.commit.plaindata import alike, copied, require_dense, with_tensors
+from elasticd.worker.commit.plaindata import alike, copied, with_tensors
 from elasticd.worker.gradients.buffers import SMALL
 
 LOOKS = 8  # the first commits

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from elasticd.checkpoint.client.objects import FACTORIES, loaded, packed
+from elasticd.checkpoint.client.tensors import require_dense
+
 _CONTAINERS = (dict, OrderedDict, Counter, defaultdict, list, set)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DEFAULTS = "elasticd: with defaults"
-_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
 _KEEP = (
     "keep numbers, strings, tensors, and dicts, lists, tuples and sets of them, or objects with state_dict() "
     "and load_state_dict()"
@@ -40,7 +41,7 @@ def copied(value: Any, name: str = "value") -> Any:
         return {copied(v, name) for v in value}
     if kind in _CONTAINERS:
         made = copy.copy(value)
-        if kind is defaultdict and value.default_factory not in (None, *_FACTORIES.values()):
+        if kind is defaultdict and value.default_factory not in (None, *FACTORIES.values()):
             raise TypeError(
                 f"{name} holds a defaultdict of {value.default_factory!r}, which cannot be sent to another "
                 "worker: have its values begin as int, float, str, bool, list, dict, set or tuple do"
@@ -66,16 +67,6 @@ def plain_key(key: Any, name: str) -> Any:
     )
 
 
-def require_dense(tensor: torch.Tensor, name: str) -> None:
-    """Raise TypeError for a tensor that is not a dense block of numbers."""
-    kind = "quantized" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
-    if kind or tensor.is_nested:
-        raise TypeError(
-            f"{name} holds a {kind or 'nested'} tensor, which can be neither sent to another worker nor "
-            "saved: keep a dense tensor, or the parts of this tensor"
-        )
-
-
 def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Return the data without the contents of its tensors, as bytes to send, and the tensors in order."""
     tensors: list[torch.Tensor] = []
@@ -88,40 +79,6 @@ def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     outline = io.BytesIO()
     torch.save(packed(with_tensors(value, leave_out)), outline)
     return outline.getvalue(), tensors
-
-
-def loaded(raw: bytes) -> Any:
-    """Return data that ``torch.save`` wrote from ``packed`` data; the source need not be trusted. Raises
-    whatever torch raises."""
-    return _unpacked(torch.load(io.BytesIO(raw), weights_only=True))
-
-
-def packed(value: Any) -> Any:
-    """Return the data without defaultdicts, which ``torch.load(weights_only=True)`` refuses."""
-    kind = type(value)
-    if kind is defaultdict and value.default_factory in (None, *_FACTORIES.values()):
-        factory = value.default_factory.__name__ if value.default_factory else ""
-        return (_DEFAULTS, factory, {key: packed(item) for key, item in value.items()})
-    return _each(packed, value)
-
-
-def _unpacked(value: Any) -> Any:
-    if type(value) is tuple and len(value) == 3 and type(value[0]) is str and value[0] == _DEFAULTS:
-        return defaultdict(_FACTORIES.get(value[1]), _unpacked(value[2]))
-    return _each(_unpacked, value)
-
-
-def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return the data with ``change`` applied to its parts, if it has parts."""
-    kind = type(value)
-    if kind in (list, tuple):
-        return kind(map(change, value))
-    if kind in (dict, OrderedDict, Counter):
-        made = copy.copy(value)
-        for key, item in value.items():
-            made[key] = change(item)
-        return made
-    return value
 
 
 def require_sendable(value: Any, name: str) -> None:

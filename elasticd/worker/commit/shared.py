@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.core.page_layout import Fatal
 from elasticd.worker.agent import agentpage
 from elasticd.worker.commit.contents import Contents
 from elasticd.worker.commit.plaindata import plain_key
 from elasticd.worker.commit.randomness import GeneratorState
 from elasticd.worker.gradients.buffers import SMALL
-from elasticd.worker.world.collectives import Together
 from elasticd.worker.world.group import World, or_over
 
 FEW = 4096  # elements of a large tensor that are compared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
+
+from elasticd.checkpoint.client.tensors import is_flattened
 
 if TYPE_CHECKING:
     from elasticd.worker.world.group import World
@@ -30,13 +31,6 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel:
     none are sent."""
     first = next(model.parameters())
     return DistributedDataParallel(model, [first.device] if first.is_cuda else None, init_sync=False)
-
-
-def is_flattened(module: nn.Module) -> bool:
-    """Whether a part of the module is in torch's first FSDP, FullyShardedDataParallel. It shards parameters
-    without telling which piece a rank has."""
-    first = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return first is not None and any(isinstance(m, first.FullyShardedDataParallel) for m in module.modules())
 
 
 def to_wrap(modules: Mapping[str, nn.Module], trained: Set[int]) -> list[str]:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Holds, Source
+from elasticd.checkpoint.client.objects import loaded
 from elasticd.core.age import Age
 from elasticd.worker.commit.committed import CommittedState
 from elasticd.worker.commit.comparison import Digests
-from elasticd.worker.commit.plaindata import loaded, outlined, with_tensors
+from elasticd.worker.commit.plaindata import outlined, with_tensors
 from elasticd.worker.world.group import World, gathered
 
 PARCEL_BYTES = 8 << 20  # small tensors travel together, larger ones in pieces of this size

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.checkpoint.client import schedule as schedules
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.client.saver_connection import started
 from elasticd.checkpoint.client.schedule import Schedule
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.worker.checkpoints import Checkpoints
-from elasticd.worker.world.collectives import Together
 
 FOLDER = Path(sys.argv[1])
 RUN = FOLDER / "run"

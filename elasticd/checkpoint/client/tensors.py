@@ -1,0 +1,42 @@
+"""What kind of tensor or module a state holds, and which part of a sharded tensor is on this rank."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has readable memory of its own."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+    )
+
+
+def is_flattened(module: nn.Module) -> bool:
+    """Whether a part of the module is in torch's first FSDP, FullyShardedDataParallel. It shards parameters
+    without telling which piece a rank has."""
+    first = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return first is not None and any(isinstance(m, first.FullyShardedDataParallel) for m in module.modules())
+
+
+def require_dense(tensor: torch.Tensor, name: str) -> None:
+    """Raise TypeError for a tensor that is not a dense block of numbers."""
+    kind = "quantized" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
+    if kind or tensor.is_nested:
+        raise TypeError(
+            f"{name} holds a {kind or 'nested'} tensor, which can be neither sent to another worker nor "
+            "saved: keep a dense one, or what it is made of"
+        )
+
+
+def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's part of the tensor, and its offsets in the whole."""
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__create_chunk_list__"):
+        [chunk] = tensor.__create_chunk_list__()
+        return tensor.to_local(), tuple(chunk.offsets)  # type: ignore[attr-defined]
+    return tensor, (0,) * tensor.dim()
