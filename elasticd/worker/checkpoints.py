@@ -11,22 +11,83 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from elasticd.channel.codec import ChannelClosed
 from elasticd.checkpoint.client.collectives import Together
+from elasticd.checkpoint.client.gpu_copy import GpuCopier
+from elasticd.checkpoint.client.objects import pickled
 from elasticd.checkpoint.client.resuming import Kept, NoCheckpoint, Resuming
-from elasticd.checkpoint.client.saving import CommittedSave, Saving
+from elasticd.checkpoint.client.saver_connection import SaverLine, Terms
 from elasticd.checkpoint.client.schedule import Schedule, parse_cadence
+from elasticd.checkpoint.client.staging import CopyPlan, lay_out_together, shape_of
+from elasticd.checkpoint.client.state_dict import Flat, Misfit, flatten
 from elasticd.checkpoint.commit.retention import Keep
+from elasticd.checkpoint.protocol import (
+    AwaitSaves,
+    BufferCopied,
+    BufferFree,
+    MissSave,
+    PlanShard,
+    SaveCommitted,
+    SaveFailed,
+    SaverToWorker,
+    SaveShard,
+    SaveWritten,
+    SkipSave,
+)
 from elasticd.checkpoint.store import store_at
 from elasticd.core.age import Age
-from elasticd.core.page_layout import Use
+from elasticd.core.checkpoint_names import folder_name
+from elasticd.core.facts import Resume
+from elasticd.core.page_layout import Fatal, Use
 from elasticd.worker.agent import agentpage
+from elasticd.worker.report import any_nan, not_finite, policy
 
 __all__ = ["Checkpoints", "CommittedSave", "NoCheckpoint"]
+
+_log = logging.getLogger(__name__)
+_UNDER_WAY_MAX: Final = 4  # saves that are not committed yet: slow commits fill the disk
+_LANDS_S: Final = 10.0  # for a copy from a GPU, whose earlier work may hang
+_NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedSave:
+    """A committed save. ``took_s``: from the handover until it was durable. ``size``: bytes of all ranks."""
+
+    name: str
+    step: int
+    took_s: float
+    size: int
+
+
+@contextlib.contextmanager
+def _ends_the_job() -> Iterator[None]:
+    """Let the job end with an error that each restart would raise again, unless the script catches it. With
+    ``--resume=required`` the job ends in any case if no checkpoint is whole."""
+    try:
+        yield
+    except Misfit as misfit:
+        wrong = ValueError(str(misfit))
+        agentpage.end_job_if_uncaught(wrong, Fatal.BAD_DATA)
+        raise wrong from None
+    except NoCheckpoint as error:
+        if os.environ.get("ELASTICD_RESUME") == Resume.REQUIRED:
+            agentpage.end_job(str(error), Fatal.NO_CHECKPOINT)
+            _log.error("%s", error)
+            raise SystemExit(_NOTHING_WHOLE) from error
+        if error.lasting:
+            agentpage.end_job_if_uncaught(error, Fatal.NO_CHECKPOINT)
+        raise
 
 
 class Checkpoints:
@@ -38,6 +99,9 @@ class Checkpoints:
     each so many steps. ``when``: the cadence of ``save_if_due``: ``100`` (steps), ``90s``, ``10m``, ``1h``,
     or ``auto`` (from the cost of a save and the job's failures). By default it is the agent's
     ``--checkpoint-every``, or each step.
+
+    ``skipped``: how many saves were skipped because the disk had not caught up. ``failed``: how many failed,
+    and ``last_error`` says why. ``newest``: the newest checkpoint that this rank knows to be committed.
 
     ``tier``: where the last ``load`` found the state: this node's ``memory``, another node's memory as well
     (``peer``), or ``disk``; empty if there was none. ``overwrote``: whether the last ``load`` read anything
@@ -60,32 +124,26 @@ class Checkpoints:
         agentpage.uses(Use.CHECKPOINTS)
         self._store = store_at(where)
         self._schedule = Schedule(parse_cadence(when or os.environ.get("ELASTICD_CHECKPOINT_EVERY") or "1"))
-        self._saving = Saving(self._store, Keep(last, every), self._schedule)
+        self._keep = Keep(last, every)
+        self._line = SaverLine(self._take, self._lost)
+        self._gpu = GpuCopier()
+        self._terms = Terms("", 0, copies=False)
         self._in_step = False
         self._together: Together | None = None
+        self._plan: CopyPlan | None = None
+        self._blobs: dict[str, bytes] = {}  # the objects, pickled, of the last save
+        self._plans = 0
+        self._seq = 0
+        self._pending: set[str] = set()  # names of saves that are neither committed nor failed
+        self.skipped = 0
+        self.failed = 0
+        self.last_error = ""
+        self.newest: CommittedSave | None = None
         self.tier = ""
         self.overwrote = False
 
-    @property
-    def skipped(self) -> int:
-        """The number of saves that were skipped because the disk had not caught up."""
-        return self._saving.skipped
-
-    @property
-    def failed(self) -> int:
-        """The number of saves that failed; ``last_error`` says why."""
-        return self._saving.failed
-
-    @property
-    def last_error(self) -> str:
-        return self._saving.last_error
-
-    @property
-    def newest(self) -> CommittedSave | None:
-        """The newest checkpoint that this rank knows to be committed."""
-        return self._saving.newest
-
     @agentpage.held_up()
+    @_ends_the_job()
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Copy this rank's part of the state, to be written while training goes on.
 
@@ -100,13 +158,48 @@ class Checkpoints:
         TypeError for an object that could not be loaded again, and NotFinite for NaN if the job runs with
         ``--on-nonfinite=rollback``. An error of the disk raises nothing: see ``failed``.
         """
-        self._in_this_world()
-        return self._saving.save(state, step)
+        together = self._in_this_world()
+        began = time.monotonic()
+        flat = flatten(state)
+        if policy() == "rollback" and any_nan(flat.tensors.values()):
+            not_finite("what is to be saved holds NaN")  # no worker may go back to a state with NaN
+        self._line.listen()
+        plan = self._plan
+        shape = shape_of(flat)
+        blobs = self._blobs = pickled(flat.objects, self._blobs)
+        same = plan is not None and plan.suits(shape, blobs)
+        free = (plan is None or not same or plan.free) and len(self._pending) < _UNDER_WAY_MAX
+        answer = together.ask_least([self._line.is_open, same, free, step, -step])
+        # Copy already: the copy is most likely needed, and the others' answers take time.
+        why = self._fill(state, flat, blobs) if self._line.is_open and same and free else None
+        agreed = answer()
+        if agreed[3] != -agreed[4]:
+            raise ValueError(
+                f"rank {together.rank} saves step {step}, but others of its world save "
+                f"steps {agreed[3]} to {-agreed[4]}: have all of them save the same step, or none, by what "
+                "they know alike, such as due(step)"
+            )
+        if not agreed[0]:
+            self._plan = None
+            self._pending.clear()
+            self._terms = self._line.open(together, self._store, self._keep)
+            self._seq = 0  # it makes names differ; newcomers count from the start
+        if agreed[0] and not agreed[2]:
+            self.skipped += 1
+            self._line.mention(SkipSave(step))
+            return False
+        if not (agreed[0] and agreed[1]):
+            self._make_plan(together, state, flat, blobs)
+            why = None
+        self._seq += 1
+        self._hand_over(self._fill(state, flat, blobs) if why is None else why, step, began)
+        return True
 
+    @_ends_the_job()
     def try_out(self, state: Mapping[str, Any]) -> None:
         """Raise what ``save`` would raise for this state. Nothing is copied or saved."""
-        self._in_this_world()
-        self._saving.try_out(state)
+        flat = flatten(state)
+        lay_out_together(self._in_this_world(), state, flat, pickled(flat.objects, {}))
 
     def due(self, step: int) -> bool:
         """Whether this step is to be saved, by ``when``. All ranks must ask with each step, and get the same
@@ -129,9 +222,14 @@ class Checkpoints:
         Return False after the timeout. If rank 0 is on another node, wait until this node's files are
         durable. ``--checkpoint-rate`` does not apply meanwhile.
         """
-        return self._saving.wait(timeout_s)
+        if self._is_waited_for():
+            self._line.mention(AwaitSaves(on=True))
+            self._line.listen_while(self._is_waited_for, timeout_s)
+            self._line.mention(AwaitSaves(on=False))
+        return not self._is_waited_for()
 
     @agentpage.goes_on
+    @_ends_the_job()
     def load(self, state: dict[str, Any], *, required: bool = False, beyond: Age | None = None) -> int | None:
         """Fill ``state`` from the newest whole checkpoint. Return its step, or None if there is no
         checkpoint.
@@ -169,13 +267,89 @@ class Checkpoints:
 
     def close(self) -> None:
         """Stop. Saves that were handed over are still written and committed."""
-        self._saving.close()
-        self._together = None
+        if self._plan is not None and self._plan.landed is not None:
+            futures.wait([self._plan.landed], _LANDS_S)
+        self._line.close()
+        self._plan, self._together = None, None
 
     def _in_this_world(self) -> Together:
         if self._together is None or self._together.over:
             self.close()
+            self._pending.clear()
             self._together = Together(in_step=self._in_step)
-            self._saving.begin(self._together)
             self._schedule.begin()
         return self._together
+
+    def _is_waited_for(self) -> bool:
+        return bool(self._pending) or (self._plan is not None and self._plan.copying)
+
+    def _make_plan(
+        self, together: Together, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
+    ) -> None:
+        """Decide who writes what, on all ranks together, and tell the saver."""
+        self._plans += 1
+        self._plan, paper = CopyPlan.agree(together, self._plans, state, flat, blobs, self._gpu)
+        file = paper.file()
+        try:
+            self._line.say(PlanShard(self._plan.number, self._plan.shard.size), file)
+        finally:
+            os.close(file)
+
+    def _fill(self, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]) -> str:
+        assert self._plan is not None
+        return self._plan.fill(state, flat, blobs, self._line.say)
+
+    def _hand_over(self, why: str, step: int, began: float) -> None:
+        """Hand the filled buffer over, or tell the saver ``why`` it was not filled."""
+        plan = self._plan
+        assert plan is not None
+        name = folder_name(step, self._terms.round, self._terms.token, self._seq)
+        if not self._line.is_open:  # lost during the copy, before this save was pending
+            self._fail(step, self._line.why)
+            return
+        self._pending.add(name)
+        if why:
+            self._line.say(MissSave(name, step, why))
+            return
+        number = plan.handed_over(copied=self._terms.copies)
+        self._schedule.cost_s = time.monotonic() - began
+        message = SaveShard(plan.number, number, step, name, time.time(), self._schedule.cost_s)
+        if plan.landed is None:
+            self._line.say(message)
+            return
+
+        def spoilt(why: str) -> MissSave:
+            plan.buffers[number].busy = plan.buffers[number].copying = False
+            return MissSave(name, step, why)
+
+        self._line.say_when(plan.landed, message, spoilt)
+
+    # ------------------------------------------------------------ what the saver says
+
+    def _take(self, message: SaverToWorker) -> None:
+        match message:
+            case BufferFree(number, buffer) if self._plan is not None and number == self._plan.number:
+                self._plan.buffers[buffer].busy = False
+            case BufferCopied(number, buffer) if self._plan is not None and number == self._plan.number:
+                self._plan.buffers[buffer].copying = False
+            case SaveCommitted(name, step, took_s, size):
+                self._pending.discard(name)
+                self.newest = CommittedSave(name, step, took_s, size)
+                self._schedule.durable_s = took_s
+            case SaveWritten(name):
+                self._pending.discard(name)
+            case SaveFailed(name, step, why):
+                self._pending.discard(name)
+                self._fail(step, why)
+
+    def _fail(self, step: int, why: str) -> None:
+        self.failed += 1
+        self.last_error = f"the checkpoint of step {step} was not saved: {why}"
+        if self._together is not None and self._together.rank == 0:
+            _log.warning("%s", self.last_error)
+
+    def _lost(self, error: ChannelClosed) -> None:
+        if self._pending:
+            self.failed += len(self._pending)
+            self.last_error = f"the saver is gone, and with it what it had not committed: {error}"
+            self._pending.clear()

@@ -387,8 +387,8 @@ def test_the_rate_holds_up_neither_training_that_waits_for_the_disk_nor_what_tho
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(1), 1) and checkpoints.wait() and not checkpoints.failed
     assert checkpoints.save(filled(2), 2)
-    checkpoints._saving._line.listen_while(lambda: True, 0.1)
-    assert checkpoints._saving.pending
+    checkpoints._line.listen_while(lambda: True, 0.1)
+    assert checkpoints._pending
     checkpoints.close()
     forker.until("committed step 2 ")
 

@@ -88,7 +88,7 @@ def test_a_saver_that_is_behind_offers_the_state_of_a_worker_that_has_left(forke
     saver.suspend()
     try:
         for _ in range(5):
-            checkpoints._saving._line.mention(AwaitSaves(on=False))
+            checkpoints._line.mention(AwaitSaves(on=False))
         checkpoints.close()
         line.send(AskOffers(store_at(tmp_path / "run").url))
     finally:
@@ -112,7 +112,7 @@ def test_a_whole_training_comes_back_from_memory(forker, tmp_path):
 def test_what_was_being_written_over_is_not_taken(forker, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._saving._line.say(BufferTorn(0))  # and there it was killed
+    checkpoints._line.say(BufferTorn(0))  # and there it was killed
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 1 and after.tier == "disk"
@@ -124,7 +124,7 @@ def test_what_the_saver_was_not_told_of_is_not_written_over(forker, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     for step in (1, 2):
         assert checkpoints.save(filled(step), step) and checkpoints.wait()
-    plan = checkpoints._saving._plan
+    plan = checkpoints._plan
     before = bytes(plan.buffers[plan.turn].memory.view)
     flat = flatten(filled(3))
     assert plan.fill(filled(3), flat, pickled(flat.objects, {}), lambda *_: False)
@@ -135,7 +135,7 @@ def test_what_the_saver_was_not_told_of_is_not_written_over(forker, tmp_path):
 def test_what_a_worker_holds_that_was_not_understood_is_not_taken(forker, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.save(filled(1), 1) and checkpoints.wait()
-    checkpoints._saving._line._line.socket.send(b"nonsense")  # by which it cannot tell what it writes over
+    checkpoints._line._line.socket.send(b"nonsense")  # by which it cannot tell what it writes over
     checkpoints.close()
     state, after = filled(0), Checkpoints(tmp_path / "run")
     assert after.load(state) == 1 and after.tier == "disk"
@@ -215,7 +215,7 @@ def test_training_waits_once_for_a_saver_that_is_stopped_and_goes_back_to_it_lat
         saver.resume()
     assert patience == [None] and checkpoints.failed == 3
     assert checkpoints.last_error.endswith("it has said nothing for 0.5 s")
-    checkpoints._saving._line._silent_until = 1e-9  # a minute later
+    checkpoints._line._silent_until = 1e-9  # a minute later
     assert checkpoints.save(filled(4), 4) and checkpoints.wait()
     assert patience == [None, 30.0] and checkpoints.newest.step == 4
     checkpoints.close()

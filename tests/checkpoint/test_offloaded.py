@@ -12,7 +12,7 @@ from tests.checkpoint.lazygpu import Lazy
 @pytest.fixture
 def lazy(opened):
     checkpoints = opened()
-    checkpoints._saving._gpu = gpu = Lazy()
+    checkpoints._gpu = gpu = Lazy()
     return checkpoints, gpu
 
 

@@ -103,7 +103,7 @@ def test_a_thread_without_python_is_nowhere() -> None:
         (
             [(f"{LIB}/site-packages/elasticd/checkpoint/protocol.py", 79, "receive"),
              (f"{LIB}/site-packages/elasticd/checkpoint/client/saver_connection.py", 130, "listen_while"),
-             (f"{LIB}/site-packages/elasticd/checkpoint/client/saving.py", 122, "wait")],
+             (f"{LIB}/site-packages/elasticd/worker/checkpoints.py", 213, "wait")],
             ("program", "job.py:40", "waiting for a program"),
         ),
         ([("/home/me/subprocess_jobs.py", 3, "wait")], ("own", "subprocess_jobs.py:3", "")),

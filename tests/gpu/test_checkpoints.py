@@ -48,7 +48,7 @@ def test_a_save_waits_for_no_gpu_and_is_of_its_step_though_the_next_is_asked_for
     checkpoints = opened()
     state = training_on_gpu(1)
     assert checkpoints.save(state, 1) and checkpoints.wait()
-    plan = checkpoints._saving._plan
+    plan = checkpoints._plan
     for number in (2, 3):
         step(state)
         assert checkpoints.save(state, number) and checkpoints.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,7 +13,7 @@ from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.client.load_plan import Target
 from elasticd.checkpoint.client.memory_tier import HolderLost, Memories, Untold
 from elasticd.checkpoint.client.saver_connection import saver_name
-from elasticd.checkpoint.client.state_dict import Flat, restore
+from elasticd.checkpoint.client.state_dict import Flat, Misfit, restore
 from elasticd.checkpoint.commit.pointer import FilePointer
 from elasticd.checkpoint.format.manifest import BadCheckpoint, Unreadable
 from elasticd.checkpoint.replication.replicas import WholeState, newest_whole
@@ -21,15 +21,17 @@ from elasticd.checkpoint.store import CheckpointStore
 from elasticd.checkpoint.store.reading import fill, open_manifest
 from elasticd.core.age import Age
 from elasticd.core.facts import Checkpoint, Resume, Saved
-from elasticd.core.page_layout import Fatal
-from elasticd.worker.agent import agentpage
 
 _log = logging.getLogger(__name__)
-_NOTHING_WHOLE: Final = 5  # the exit code of a job that finds no whole checkpoint
 
 
 class NoCheckpoint(RuntimeError):
-    """No checkpoint is whole, and one was required. The message says what is wrong with each."""
+    """No checkpoint is whole, and one was required. The message says what is wrong with each. ``lasting``: a
+    restart would not find one either."""
+
+    def __init__(self, why: str, *, lasting: bool = False) -> None:
+        super().__init__(why)
+        self.lasting = lasting
 
 
 class Kept(NamedTuple):
@@ -113,12 +115,7 @@ class Resuming:
                 sentence += "; to train from the start, leave out --resume=required"
             elif wrong and not (complaint or required or resume == Resume.NEVER):
                 sentence += "; to train from the start, give --resume=never"
-            if demanded:
-                _end_the_job(sentence)
-            error = NoCheckpoint(sentence)
-            if not passes:
-                agentpage.end_job_if_uncaught(error, Fatal.NO_CHECKPOINT)
-            raise error
+            raise NoCheckpoint(sentence, lasting=not passes)
         return None
 
     def _committed(self) -> tuple[Checkpoint, str, bool]:
@@ -202,14 +199,12 @@ class Resuming:
             self._require_fit(name, [str(error)])
 
     def _require_fit(self, name: str, misfits: list[str]) -> None:
-        """Raise ValueError if the checkpoint does not fit the state of one of the ranks."""
+        """Raise Misfit if the checkpoint does not fit the state of one of the ranks."""
         for misfit in filter(None, misfits):
-            error = ValueError(
+            raise Misfit(
                 f"{misfit}: build what {name} was saved from, or begin anew with checkpoints in another "
                 f"folder than {self._store.url}"
             )
-            agentpage.end_job_if_uncaught(error, Fatal.BAD_DATA)
-            raise error
 
 
 def _is(kept: WholeState | Saved, beyond: Age | None) -> bool:
@@ -237,10 +232,3 @@ def _from_memory(
         return Flat(), "", None, str(error)
     finally:
         recalled.close()
-
-
-def _end_the_job(sentence: str) -> NoReturn:
-    """End the job: with ``--resume=required`` a restart would find no checkpoint either."""
-    agentpage.end_job(sentence, Fatal.NO_CHECKPOINT)
-    _log.error("%s", sentence)
-    raise SystemExit(_NOTHING_WHOLE)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import torch
 
+from elasticd.checkpoint.client.collectives import Together
 from elasticd.checkpoint.client.gpu_copy import GpuCopier, offload, stepped
-from elasticd.checkpoint.client.save_plan import Shard, TensorPart
-from elasticd.checkpoint.client.state_dict import Flat
-from elasticd.checkpoint.client.tensors import local_of
-from elasticd.checkpoint.format.frames import padded_blob
-from elasticd.checkpoint.protocol import BufferTorn, ShareBuffer
+from elasticd.checkpoint.client.save_plan import RankContent, Shard, TensorPart, lay_out
+from elasticd.checkpoint.client.state_dict import Flat, Misfit, buffers_of
+from elasticd.checkpoint.client.tensors import local_of, require_dense
+from elasticd.checkpoint.format.frames import padded_blob, room_for
+from elasticd.checkpoint.format.manifest import Index, encode_index
+from elasticd.checkpoint.protocol import BufferTorn, Paper, ShareBuffer
 from elasticd.checkpoint.shared_memory import Memory
 
 BUFFERS: Final = 2
@@ -62,6 +65,27 @@ class CopyPlan:
     turn: int = 0
     landed: Future[str] | None = None  # of a copy that is still in flight: why it failed, or ""
     _padded: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    @classmethod
+    def agree(
+        cls,
+        together: Together,
+        number: int,
+        state: Mapping[str, Any],
+        flat: Flat,
+        blobs: Mapping[str, bytes],
+        gpu: GpuCopier,
+    ) -> tuple[CopyPlan, Paper]:
+        """Return this rank's plan, and what the saver must know of the plan, on all ranks together. Raises
+        Misfit."""
+        shards, index = lay_out_together(together, state, flat, blobs)
+        metadata = b""
+        if together.rank == 0:
+            from elasticd.checkpoint.format import metadata as dcp
+
+            metadata = dcp.made_of(index)
+        plan = cls(number, shape_of(flat), shards[together.rank], _rooms(blobs), gpu)
+        return plan, Paper(encode_index(index), metadata)
 
     @property
     def free(self) -> bool:
@@ -139,6 +163,32 @@ def box(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor:
         if size != local.shape[dim]:
             local = local.narrow(dim, at - start, size)
     return local
+
+
+def lay_out_together(
+    together: Together, state: Mapping[str, Any], flat: Flat, blobs: Mapping[str, bytes]
+) -> tuple[list[Shard], Index]:
+    """Lay out the shards of all ranks, on all ranks together. Raises Misfit, the same on all."""
+    mine = RankContent(tuple(_parts_of(flat)), _rooms(blobs), flat.paths, tuple(buffers_of(state)))
+    said = together.gather(msgspec.json.encode(mine))
+    try:
+        return lay_out([msgspec.json.decode(raw, type=RankContent) for raw in said])
+    except ValueError as error:
+        raise Misfit(str(error)) from None
+
+
+def _rooms(blobs: Mapping[str, bytes]) -> dict[str, int]:
+    return {key: room_for(raw) for key, raw in blobs.items()}
+
+
+def _parts_of(flat: Flat) -> Iterator[TensorPart]:
+    """Yield this rank's part of each tensor: the whole tensor, or its shard."""
+    for key, tensor in flat.tensors.items():
+        require_dense(tensor, key)
+        local, offsets = local_of(tensor)
+        if local.numel() or not tensor.numel():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield TensorPart(key, dtype, tensor.itemsize, tuple(tensor.shape), offsets, tuple(local.shape))
 
 
 def shape_of(flat: Flat) -> tuple[Any, ...]:

@@ -37,6 +37,11 @@ class Flat:
     paths: dict[str, Path] = field(default_factory=dict)
 
 
+class Misfit(ValueError):
+    """The states of the ranks differ, or a checkpoint does not fit the state. All ranks raise this error, and
+    would raise it again after a restart."""
+
+
 def flatten(state: Mapping[str, Any]) -> Flat:
     """Return the state as keys and values. ``state`` has, by name, modules, optimizers (of modules in
     ``state``), objects with ``state_dict`` and ``load_state_dict``, tensors, nests of these, and plain

@@ -31,7 +31,7 @@ def train(path: str) -> None:
     while True:
         step += 1
         if checkpoints.save(filled(step), step):
-            say(f"handed {step} {max(checkpoints._saving.pending, default='')}")
+            say(f"handed {step} {max(checkpoints._pending, default='')}")
 
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
