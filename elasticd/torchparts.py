@@ -111,12 +111,12 @@ USED: Final = (
     Private("torch._foreach_norm", "worker/report.py: many tensors in one call."),
     Private(
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
-        "worker/collect.py: the names DCP gives to what is nested.",
+        "checkpoint/client/state_dict.py: the names DCP gives to what is nested.",
         ("state_dict",),
     ),
     Private(
         "torch.distributed.checkpoint._traverse.set_element",
-        "worker/collect.py, plaindcp.py: the way back.",
+        "checkpoint/client/state_dict.py, plaindcp.py: the way back.",
         ("root_dict", "path", "value"),
     ),
     Private(

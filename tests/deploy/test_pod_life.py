@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.core.agent import AgentConfig, Identity, State, step
+from elasticd.core.agent import AgentConfig, AgentState, Identity, step
 from elasticd.core.agent.agent_state import Registration
 from elasticd.core.agent_messages import Signalled
 from elasticd.core.facts import Limits, Node, Spec
@@ -224,7 +224,7 @@ def heard(tmp_path: Path) -> Iterator[Heard]:
 
 ME = Identity("a", "one", "127.0.0.1", (0,), "host", 1)
 STARTED_WITH = AgentConfig(600.0, store_name="etcd at http://e:2379")
-STATE = State(ME, Spec(Limits(1, 1), Limits(1, 1), "job.py", "f"), STARTED_WITH, 1)
+STATE = AgentState(ME, Spec(Limits(1, 1), Limits(1, 1), "job.py", "f"), STARTED_WITH, 1)
 NODE = Node(
     name="a", incarnation="one", address="127.0.0.1", slots=(0,), released=0, store_port=1, pid=1, host="host"
 )
