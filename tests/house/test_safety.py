@@ -10,8 +10,8 @@ OURS = sorted([*(ROOT / "elasticd").rglob("*.py"), *(ROOT / "workers").rglob("*.
 # DCP's metadata is a pickle: read there by an unpickler that knows DCP's record types and nothing else.
 RESTRICTED = "elasticd/checkpoint/format/metadata.py"
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-# begin.py runs before anything of others can be imported, and names this user's own paths. probe.py prints into
-# a pipe.
+# begin.py runs before anything of others can be imported, and names this user's own paths. probe.py prints
+# into a pipe.
 PRINTS = {"elasticd/cli/say.py", "elasticd/cli/begin.py", "elasticd/cli/doctor/probe.py"}
 
 
