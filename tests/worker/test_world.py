@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from elasticd.channel.worker_messages import Enter
+from elasticd.worker.world import destroying
 from elasticd.worker.world import group as group_module
 from elasticd.worker.world.group import World, WorldChanged
 
@@ -178,6 +181,35 @@ def test_a_world_is_left_at_once_also_where_a_communicator_cannot_be_aborted_wel
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(group_module, "c10d", SimpleNamespace(_world=names))
     monkeypatch.setattr(group_module, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    monkeypatch.setattr(group_module, "_sockets", lambda: done.append("looked for connections") or [])
+    monkeypatch.setattr(group_module, "sockets", lambda: done.append("looked for connections") or [])
     a_world().close()
     assert done == ["looked for connections", "begun", "aborted", "ended"], "the quickest first"
+
+
+def test_a_group_whose_threads_wait_in_vain_is_left_behind_and_its_connections_are_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo's threads may wait for half an hour, and its event loop would spin meanwhile."""
+    monkeypatch.setattr(destroying, "SOON_S", 0.01)
+    released, destroyed = threading.Event(), threading.Event()
+
+    class Group:
+        def __del__(self) -> None:
+            released.wait()
+            destroyed.set()
+
+    groups: list[Any] = [Group()]
+    assert not destroying.is_held(groups)
+    mine, peers = socket.socketpair()
+    script, theirs = socket.socketpair()
+    with mine, peers, script, theirs, select.epoll() as loop:
+        loop.register(mine, select.EPOLLIN)
+        loop.register(script, select.EPOLLIN)
+        for end in (mine, theirs):
+            end.shutdown(socket.SHUT_RDWR)
+        assert len(loop.poll(0)) == 2
+        destroying.destroy(groups, {one for one in destroying.sockets() if one[0] == mine.fileno()})
+        assert not destroyed.is_set(), "its destructor waits still"
+        assert [number for number, _ in loop.poll(0)] == [script.fileno()], "the script's own is watched"
+    released.set()
+    assert destroyed.wait(60)

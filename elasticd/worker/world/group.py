@@ -16,7 +16,6 @@ import os
 import queue
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,7 +25,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elasticd.channel.worker_messages import Enter
-from elasticd.worker.world import message_timeouts
+from elasticd.worker.world import destroying, message_timeouts
+from elasticd.worker.world.destroying import sockets
 
 FORMING_S_MAX = 10.0  # all workers are there, and connect
 FORMING_S_MAX_EACH = 0.1  # more for each worker, as all connect to all
@@ -258,10 +258,9 @@ class World:
         self._cut()
 
     def forget(self) -> None:
-        """Destroy the groups, which may wait for their threads. Nothing of them stays in memory unless the
-        script holds references."""
+        """Destroy the groups. Nothing of them stays in memory unless the script holds references."""
         c10d._new_process_group_helper = _make_group
-        groups = [weakref.ref(group) for group in c10d._world.pg_map]
+        groups = [*c10d._world.pg_map]
         if dist.is_initialized():
             try:
                 dist.destroy_process_group()
@@ -271,8 +270,9 @@ class World:
         # torch names groups by this counter. A failed attempt leaves the counter raised, while newcomers
         # count from 0.
         c10d._world.group_count = 0
-        if any(group() is not None for group in groups):
+        if destroying.is_held(groups):
             gc.collect()  # for example a cycle of an exception and a frame
+        destroying.destroy(groups, self._connections)
 
     @contextlib.contextmanager
     def or_over(self) -> Iterator[None]:
@@ -314,13 +314,13 @@ class World:
     def _connecting(self) -> Iterator[None]:
         """Count connections made in the block as this world's, except those that another thread of the script
         makes in Python."""
-        self._others = others = set(_sockets())
+        self._others = others = set(sockets())
         try:
             with _noting_pythons_own(others):
                 yield
         finally:
             with self._lock:
-                self._connections |= set(_sockets()) - self._others
+                self._connections |= set(sockets()) - self._others
                 self._others = None
 
     def _know_groups(self) -> None:
@@ -335,7 +335,7 @@ class World:
     def _cut(self) -> None:
         message_timeouts.end()
         with self._lock:
-            now = set(_sockets())
+            now = set(sockets())
             mine = self._connections if self._others is None else self._connections | (now - self._others)
             for descriptor, _ in now & mine:
                 _shut(descriptor)
@@ -441,18 +441,6 @@ def _world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def _sockets() -> Iterator[tuple[int, str]]:
-    """Yield the sockets of this process: the descriptor, and an id that differs from later sockets with the
-    same number. psutil does not tell the id."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            yield int(name), target
 
 
 @contextlib.contextmanager

@@ -1,0 +1,68 @@
+"""Destroy the groups of a world that is over.
+
+Gloo's destructor waits for the group's threads, and such a thread may wait in vain. If a collective fails
+while a message of it is half received on another connection, Gloo no longer reads that connection, and never
+sees its end. A later collective of the same group, queued by then, waits there until its timeout, which is
+half an hour. Gloo's event loop spins meanwhile, since the connection stays readable. So another thread runs
+the destructor, and the event loop is told to forget the connections if the destructor takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+from collections.abc import Iterator, Set
+
+import torch.distributed as dist
+
+SOON_S = 0.2  # many times what the destructor usually takes
+
+
+def destroy(groups: list[dist.ProcessGroup], connections: Set[tuple[int, str]]) -> None:
+    """Drop the groups of the list, which holds the last references to them, and return soon.
+
+    ``connections``: the groups' sockets: the descriptor and an id, as of ``sockets``. They are shut down.
+    """
+    destroyed = threading.Event()
+
+    def drop() -> None:
+        groups.clear()
+        destroyed.set()
+
+    threading.Thread(target=drop, name="elasticd-destroy", daemon=True).start()
+    if not destroyed.wait(SOON_S):
+        _forget_connections(connections)
+
+
+def is_held(groups: list[dist.ProcessGroup]) -> bool:
+    """Whether something else than the list holds a reference to one of its groups."""
+    return any(sys.getrefcount(groups[number]) > 2 for number in range(len(groups)))
+
+
+def sockets() -> Iterator[tuple[int, str]]:
+    """Yield the sockets of this process: the descriptor, and an id that differs from later sockets with the
+    same number. psutil does not tell the id."""
+    for number, target in _descriptors():
+        if target.startswith("socket:"):
+            yield number, target
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+
+
+def _forget_connections(connections: Set[tuple[int, str]]) -> None:
+    left = {number for number, _ in connections & set(sockets())}
+    for number, target in _descriptors():
+        if target != "anon_inode:[eventpoll]":
+            continue
+        with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{number}") as file:
+            watched = {int(line.split()[1]) for line in file if line.startswith("tfd:")}
+            with contextlib.closing(select.epoll.fromfd(os.dup(number))) as poll:
+                for descriptor in watched & left:
+                    poll.unregister(descriptor)
