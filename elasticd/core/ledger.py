@@ -172,18 +172,19 @@ class Ledger:
         )
         return NodeLedger(node, now, times, run)
 
-    def resume(self, kept: NodeLedger, began_at: float) -> Ledger:
-        """Return this ledger, begun at ``began_at``, as the continuation of an earlier agent's record.
+    def resume(self, kept: NodeLedger) -> Ledger:
+        """Return this ledger as the continuation of an earlier agent's record.
 
         The time after that agent's last known step is lost, as after any worker's. The agent's absence is
         lost as well, unless it lasted so long that the node must have been gone.
         """
         accounts = dict(self.slots)
-        gap_s = max(0.0, began_at - kept.at)
         for time in kept.slots:
             account = accounts.get(time.slot)
             if account is None:
                 continue
+            began_at = account.told_until - account.total_s  # a slot may have come later than the agent
+            gap_s = max(0.0, began_at - kept.at)
             carried = {kind: time.spent.get(kind, 0.0) for kind in Kind}
             carried[Kind.RESTARTING] += time.untold_s + (gap_s if gap_s <= ABSENT_MAX_S else 0.0)
             spent = {kind: carried[kind] + account.spent.get(kind, 0.0) for kind in Kind}

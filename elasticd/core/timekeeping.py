@@ -145,7 +145,7 @@ def _resume(known: Timekeeping, state: AgentState, now: float) -> Timekeeping:
     if kept is not None and kept.run == known.run:
         back = {time.slot for time in kept.slots}.intersection(state.me.slots)
         ledger = ledger.see(dict.fromkeys(back - {*ledger.slots}, Kind.IDLE), now)
-        ledger = ledger.resume(kept, known.began_at)
+        ledger = ledger.resume(kept)
     return replace(known, ledger=ledger, resumed=True)
 
 

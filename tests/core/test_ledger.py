@@ -125,7 +125,7 @@ def test_an_agent_that_is_started_again_accounts_for_the_time_it_was_away(
     for s, what in after:
         now += s
         ledger = ledger.see({0: what}, now)
-    ledger = ledger.resume(kept, began_at).close(now + resumed_after)
+    ledger = ledger.resume(kept).close(now + resumed_after)
     assert ledger.slots[0].total_s == pytest.approx(now + resumed_after - T0, abs=0.1)
 
 
@@ -150,7 +150,7 @@ def test_an_agent_that_is_killed_loses_a_hundredth_of_its_time_or_a_second_and_t
             at = AtWork(number, step, began_at + step * step_s, began_at + step_s if step else 0.0)
             ledger = ledger.see({0: at}, now)
             if kept is not None and not resumed:
-                ledger = ledger.resume(kept, began_at)
+                ledger = ledger.resume(kept)
             resumed = True
             if now >= due:
                 due = now + keep_every_s(now - began_at)
@@ -159,7 +159,7 @@ def test_an_agent_that_is_killed_loses_a_hundredth_of_its_time_or_a_second_and_t
         lost_most_s += max(life_s / 100, 1.0) + 2 * LOOK_S + step_s  # until the first look, and between two
         now = began_at + life_s + gap_s
     assert kept is not None
-    (account,) = Ledger().see({0: Kind.RENDEZVOUS}, now).resume(kept, now).slots.values()
+    (account,) = Ledger().see({0: Kind.RENDEZVOUS}, now).resume(kept).slots.values()
     assert account.total_s == pytest.approx(now - T0, abs=0.1)
     assert trained_s - lost_most_s <= account.spent[Kind.PRODUCTIVE] <= trained_s + 0.1
 
@@ -167,7 +167,7 @@ def test_an_agent_that_is_killed_loses_a_hundredth_of_its_time_or_a_second_and_t
 def test_a_node_that_was_away_for_long_was_not_there() -> None:
     kept = NodeLedger("a", T0, (SlotTime(0, {"productive": 50.0}, furthest=9),))
     began_at = T0 + ABSENT_MAX_S + 1
-    ledger = Ledger().see({0: Kind.RENDEZVOUS}, began_at).resume(kept, began_at)
+    ledger = Ledger().see({0: Kind.RENDEZVOUS}, began_at).resume(kept)
     assert ledger.slots[0].total_s == 50.0
     assert ledger.slots[0].furthest == 9
 
@@ -177,7 +177,7 @@ def test_what_an_earlier_agent_has_kept_is_no_increase_of_this_ones_own_time() -
     began_at = T0 + 10.0
     ledger = Ledger().see({0: Kind.RENDEZVOUS}, began_at).see({0: Kind.WAITING}, began_at + 3.0)
     before = ledger.slots[0].own
-    ledger = ledger.resume(kept, began_at)
+    ledger = ledger.resume(kept)
     own = ledger.slots[0].own
     assert sum(own.values()) == sum(before.values()) == 3.0 and own[Kind.RENDEZVOUS] == 3.0
     assert ledger.spent["productive"] == 36_000.0 and ledger.spent["restarting"] == 12.0

@@ -273,7 +273,7 @@ def test_the_time_of_an_earlier_agent_is_no_increase_of_this_ones_counters() -> 
     for second in range(1, 5):
         ledger = ledger.see({0: Kind.RENDEZVOUS}, began_at + second)
         if second == 2:
-            ledger = ledger.resume(kept, began_at)
+            ledger = ledger.resume(kept)
         made.update(told(), (), ledger, began_at + second)
         exported.append(sum(value(made.metrics, "time_seconds_total", 0, kind) for kind in Kind))
     assert exported == [1.0, 2.0, 3.0, 4.0]
