@@ -120,7 +120,7 @@ def test_an_agent_that_is_started_again_accounts_for_the_time_it_was_away(
         now += s
         ledger = ledger.see({0: what}, now)
     kept = ledger.record("a", now)
-    began_at = now = now + gap_s
+    now += gap_s
     ledger = Ledger().see({0: Kind.RENDEZVOUS}, now)
     for s, what in after:
         now += s
@@ -170,6 +170,14 @@ def test_a_node_that_was_away_for_long_was_not_there() -> None:
     ledger = Ledger().see({0: Kind.RENDEZVOUS}, began_at).resume(kept)
     assert ledger.slots[0].total_s == 50.0
     assert ledger.slots[0].furthest == 9
+
+
+def test_a_slot_that_comes_after_its_agent_was_away_until_it_came() -> None:
+    """As where the world was scaled up while the agent was away, and etcd told of that late."""
+    kept = NodeLedger("a", T0, (SlotTime(0, {"idle": 50.0}), SlotTime(1, {"idle": 50.0})))
+    ledger = Ledger().see({0: Kind.IDLE}, T0 + 10).see({0: Kind.IDLE, 1: Kind.IDLE}, T0 + 12)
+    ledger = ledger.resume(kept).close(T0 + 15)
+    assert [account.total_s for account in ledger.slots.values()] == [65.0, 65.0]
 
 
 def test_what_an_earlier_agent_has_kept_is_no_increase_of_this_ones_own_time() -> None:
