@@ -218,7 +218,7 @@ class Agent(Crew):
         if not self.round:
             return
         self._go_on()
-        alive = [h for h in self.members if h.status is None]
+        alive = [h for h in self.members if h.status is None and not h.shunned]  # who can go on
         over = any(h.done or h.status == 0 for h in self.members)
         lost = sum(h.status is not None for h in self.hands)
         if not over and lost > self.lost and (self.plan.again or not alive):
