@@ -157,7 +157,7 @@ def etcd_options(command: F) -> F:
             _ours(
                 "--etcd-password-file",
                 _FILE,
-                "File or pipe with the password of --etcd-user; else ELASTICD_ETCD_PASSWORD.",
+                "Password of --etcd-user, as a file or pipe; else ELASTICD_ETCD_PASSWORD.",
             ),
         )
     ):
@@ -291,7 +291,7 @@ _RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _ours("--termination-log", _FILE, "File for the reason of the end, for Kubernetes."),
     # torchrun's
     _torchruns(
-        "--nnodes", help="Nodes: N or MIN:MAX. Multiplied by --nproc-per-node: the limits in workers.  [1]"
+        "--nnodes", help="Nodes: N or MIN:MAX. The limits in workers are --nproc-per-node times that.  [1]"
     ),
     _torchruns("--nproc-per-node", help="Workers that a node offers: a number, auto, cpu, gpu or xpu.  [1]"),
     _torchruns("--rdzv-backend", help="etcd-v3 (or etcd, etcd-v2): --rdzv-endpoint is an etcd."),

@@ -367,7 +367,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a rate that follows nothing": (TypeError, "are for a batch that grows", {"rate": "linear"}),
     "a batch that grows alone": (
         TypeError,
-        "say how the learning rate follows, by rate='linear', 'sqrt', 'none' or a function",
+        "choose how the learning rate follows, with rate='linear', 'sqrt', 'none' or a function",
         {"global_batch": None, "worker_batch": 4},
     ),
     "an unknown rule": (
