@@ -127,10 +127,11 @@ class QueuedChannel(Channel[_Said, _Heard]):
         return bool(self._unsent)
 
     def post(self, message: _Said, files: Sequence[int] = ()) -> None:
-        """Queue a message, and send as much as possible. Raises ChannelClosed."""
+        """Queue a message, and send as much as possible. Raises ChannelClosed, or OSError if the message can
+        be neither sent nor queued for want of descriptors."""
         raw = self._says.encode(message)
         if self._unsent or not self._is_taken(raw, files):
-            self._unsent.append((raw, list(map(os.dup, files))))
+            self._unsent.append((raw, duplicates(files)))
 
     def try_send(self, message: _Said, files: Sequence[int] = ()) -> None:
         """As ``post``. A message for an end that is gone is lost."""
@@ -211,6 +212,17 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------ files
+
+
+def duplicates(files: Iterable[int]) -> list[int]:
+    """Return duplicates of all files. Raises OSError, and leaves none, if there are too few descriptors."""
+    made: list[int] = []
+    try:
+        made.extend(map(os.dup, files))
+    except OSError:
+        close_all(made)
+        raise
+    return made
 
 
 def close_all(files: Iterable[int]) -> None:

@@ -14,7 +14,8 @@ import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elasticd.channel.framing import QueuedChannel, close_all
+from elasticd.channel.codec import ChannelClosed
+from elasticd.channel.framing import QueuedChannel, close_all, duplicates
 from elasticd.channel.warden_messages import (
     WARDEN_TO_ZYGOTE,
     ZYGOTE_TO_WARDEN,
@@ -97,14 +98,20 @@ class ZygoteProcess:
             until = max(until, self._should_be_ready)
         ours, theirs = socket.socketpair()
         with theirs:
-            kept: list[int] = []
             try:
-                kept.extend(os.dup(fd) for fd in fds)
+                kept = tuple(duplicates(fds))
             except OSError:
-                close_all([*kept, ours.detach()])
+                ours.close()
                 raise
-            self._forks[request.id] = Fork(request, tuple(kept), ours.detach(), until)
-            self.channel.post(ForkWorker(request.id, request.program), [*fds, theirs.fileno()])
+            self._forks[request.id] = fork = Fork(request, kept, ours.detach(), until)
+            try:
+                self.channel.post(ForkWorker(request.id, request.program), [*fds, theirs.fileno()])
+            except ChannelClosed:
+                raise
+            except OSError:
+                del self._forks[request.id]
+                fork.drop()
+                raise
 
     def made(self, id: int) -> Fork | None:
         """Return the request with this id; None if it was given up."""

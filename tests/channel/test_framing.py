@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from elasticd.channel.warden_messages import (
     Spawned,
     WardenToAgent,
 )
+from tests.channel.starved import descriptors
 
 Agent = QueuedChannel[AgentToWarden, WardenToAgent]
 WardenEnd = Channel[WardenToAgent, AgentToWarden]
@@ -129,26 +129,10 @@ def test_an_end_that_does_not_read_is_given_up_or_waited_for_with_all_that_is_qu
     assert open_files() == before
 
 
-@contextlib.contextmanager
-def no_descriptor() -> Iterator[None]:
-    """As if all descriptors of this process were in use."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                held.append(os.open(os.devnull, os.O_RDONLY))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        close_all(held)
-
-
 def test_a_long_message_is_queued_until_there_is_a_descriptor_for_it(ends: tuple[Agent, WardenEnd]) -> None:
     agent, warden = ends
     long = RemoveAtEnd("x" * 100_000)
-    with no_descriptor():
+    with descriptors(0):
         agent.post(long)
         agent.post(SpareWorker(1))
         agent.flush()

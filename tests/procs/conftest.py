@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import signal
 import sys
 import threading
@@ -75,6 +77,20 @@ class Bench:
         with self._told:
             assert self._told.wait_for(lambda: len(self.exits) >= count, PATIENCE_S), self.console.written
         return sorted(self.exits, key=lambda exit: exit.slot)
+
+    @contextlib.contextmanager
+    def room(self, descriptors: int) -> Iterator[None]:
+        """Within it, the warden has only ``descriptors`` left."""
+        used = {int(fd) for fd in os.listdir(f"/proc/{self.warden.pid}/fd")}
+        limit = next(
+            n for n in range(len(used) + 20) if n - len([fd for fd in used if fd < n]) == descriptors
+        )
+        _, hard = resource.prlimit(self.warden.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(self.warden.pid, resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            yield
+        finally:
+            resource.prlimit(self.warden.pid, resource.RLIMIT_NOFILE, (hard, hard))
 
     def run(self, program: str, workers: int = 1, *args: str, env: dict[str, str] | None = None, **how: Any):  # type: ignore[no-untyped-def]
         """Run this Python program in each worker, to its end."""

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import queue
-import resource
 import shutil
 import signal
 import sys
@@ -106,13 +105,9 @@ def test_a_folder_that_is_gone_is_an_exit_of_127_with_the_reason(bench: Bench, t
 
 def test_a_warden_without_files_to_start_a_worker_says_so_and_lives_on(bench: Bench) -> None:
     bench.run("pass")  # by then it has opened all that it has open while it waits
-    used = {int(fd) for fd in os.listdir(f"/proc/{bench.warden.pid}/fd")}
-    limit = next(n for n in range(len(used) + 10) if n - len([fd for fd in used if fd < n]) == 3)
-    _, hard = resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE, (limit, hard))  # for the worker's three
-    (exit,) = bench.run("pass")
-    assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
-    resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE, (hard, hard))
+    with bench.room(3):  # for the worker's three
+        (exit,) = bench.run("pass")
+        assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
     (exit,) = bench.run("pass")
     assert exit.code == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -14,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.channel.framing import pair
+from elasticd.channel.framing import close_all, pair
 from elasticd.channel.warden_messages import ImportModules, Personal, Program, Spawn
 from elasticd.procs.launch import why_not
 from elasticd.procs.linux import children, steady_now
 from elasticd.procs.workers import LocalProcs
 from elasticd.procs.zygote import ZygoteProcess
+from tests.channel.starved import descriptors
 from tests.procs.agents import PATIENCE_S, PROGRAMS, is_running, wait_until_gone
 from tests.procs.conftest import Bench, named, wait_until_ready
 from tests.procs.forked import run
@@ -488,23 +488,41 @@ def test_a_warden_without_descriptors_for_a_fork_says_so_and_lives_on(
     bench: Bench, staying: tuple[LocalProcs, int], room: int
 ) -> None:
     procs, zygote = staying
-    used = {int(fd) for fd in os.listdir(f"/proc/{bench.warden.pid}/fd")}
-    limit = next(n for n in range(len(used) + 20) if n - len([fd for fd in used if fd < n]) == room)
-    _, hard = resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE, (limit, hard))
-    bench.start(procs)
-    if room == 3:
-        (exit,) = bench.wait()
-        assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
-    else:  # enough for a start without the zygote
-        assert [line.split()[0] for line in _lines(bench, 1)] == [b"False"]
-        procs.stop(signal.SIGKILL, 0.0)
-        bench.wait()
-    resource.prlimit(bench.warden.pid, resource.RLIMIT_NOFILE, (hard, hard))
+    with bench.room(room):
+        bench.start(procs)
+        if room == 3:
+            (exit,) = bench.wait()
+            assert (exit.code, exit.message) == (127, "cannot fork: Too many open files")
+        else:  # enough for a start without the zygote
+            assert [line.split()[0] for line in _lines(bench, 1)] == [b"False"]
+            procs.stop(signal.SIGKILL, 0.0)
+            bench.wait()
     bench.console.written[1] = b""
     bench.start(procs)
     assert [line.split()[0] for line in _lines(bench, 1)] == [b"True"]
     assert _zygote(bench) == zygote
+
+
+@pytest.mark.parametrize("room", range(2, 12))
+def test_a_fork_is_requested_whole_or_not_at_all_if_there_are_few_descriptors(room: int) -> None:
+    """A request that is too large for a packet takes one more descriptor if it is sent, and four if it waits."""
+    before = set(os.listdir("/proc/self/fd"))
+    ours, theirs = pair()
+    zygote = ZygoteProcess(1, 0, ours, start_s=0.0)
+    files = list(os.pipe())
+    with descriptors(room):
+        try:
+            zygote.fork(Spawn(7, Program((), {"LARGE": "x" * 70_000}, "/")), [*files, files[1]])
+        except OSError:
+            assert zygote.until is None, "nobody waits for a fork that was not requested"
+        else:
+            assert zygote.until is not None
+    for fork in zygote.give_up():
+        fork.drop()
+    close_all(files)
+    zygote.channel.close()
+    theirs.close()
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_workers_that_are_stopped_before_they_are_forked_never_run(
