@@ -505,7 +505,7 @@ def test_a_warden_without_descriptors_for_a_fork_says_so_and_lives_on(
 
 @pytest.mark.parametrize("room", range(2, 12))
 def test_a_fork_is_requested_whole_or_not_at_all_if_there_are_few_descriptors(room: int) -> None:
-    """A request that is too large for a packet takes one more descriptor if it is sent, and four if it waits."""
+    """A request that is larger than a packet takes one descriptor more if it is sent, four if it waits."""
     before = set(os.listdir("/proc/self/fd"))
     ours, theirs = pair()
     zygote = ZygoteProcess(1, 0, ours, start_s=0.0)
