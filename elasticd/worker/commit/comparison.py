@@ -74,7 +74,7 @@ class Comparison:
     def digests(self) -> Digests:
         if not self._compares:
             return Digests()
-        return Digests(self._digest(), self._shared.digest(), self._shared.digest_of_beginning())
+        return Digests(self._digest(), self._shared.digest(), self._shared.digest_of_beginning)
 
     def passed(self, step: int) -> None:
         """Compare after this commit if a comparison is due. All workers agree on the next one. Raises

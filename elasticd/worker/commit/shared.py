@@ -71,6 +71,7 @@ class Shared:
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._began: Summary = {}
+        self.digest_of_beginning = _digest_of(self._began)
         self._warned = False
 
     def begin(self) -> None:
@@ -81,9 +82,7 @@ class Shared:
         plain = contents.shared(contents.plain)
         begins = {n: _summary_of(v, contents=False, numbers=True) for n, v in plain.items()}
         self._began = begins | {n: _summary_of(s) for n, s in contents.shared(drawn).items()}
-
-    def digest_of_beginning(self) -> int:
-        return _digest_of(self._began)
+        self.digest_of_beginning = _digest_of(self._began)
 
     def digest(self) -> int:
         return _digest_of(self._summary())
