@@ -23,6 +23,7 @@ from elasticd.core.hang.judging import (
     judge,
     judge_first,
     judge_leaving,
+    judge_round,
 )
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "judge",
     "judge_first",
     "judge_leaving",
+    "judge_round",
 ]

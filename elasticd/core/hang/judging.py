@@ -274,6 +274,17 @@ def judge_first(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
     return _verdict(Why.ASLEEP, asleep, looks) if asleep and calm and late else None
 
 
+def judge_round(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
+    """Return who hangs in a round, before its first step or after.
+
+    ``looks``: of every worker of the world, as for ``judge``.
+    """
+    if all(look.step for look in looks):
+        return judge(looks, allowed)
+    stopped = [look for look in looks if look.doing is Doing.STOPPED]
+    return judge(stopped, allowed) or judge_first(looks, allowed)
+
+
 def judge_leaving(looks: Sequence[Look]) -> Verdict | None:
     """Return who blocks the next world, when leaving this one has taken too long.
 

@@ -56,8 +56,8 @@ from elasticd.core.hang.judging import (
     Why,
     allowance,
     judge,
-    judge_first,
     judge_leaving,
+    judge_round,
 )
 from elasticd.core.hang.standstill import Inspected, Standstill
 from elasticd.core.reasons import Reason, VerdictDropped, WorkersHung
@@ -329,13 +329,10 @@ class _Decisions:
         due = self.w.again_at is not None and at < self.w.again_at  # a look before that changes nothing
         if not due:
             self.set(again_at=at + allowed.settled_s if came and self.w.again_at is None else None)
-        verdict = judge(
-            looks if alone and in_step else [k for k in looks if k.doing is Doing.STOPPED], allowed
-        )
+        stopped = [look for look in looks if look.doing is Doing.STOPPED]
+        verdict = judge_round(looks, allowed) if alone else judge(stopped, allowed)
         if verdict is None and self.is_late(allowed):
             verdict = judge_leaving(looks)
-        if verdict is None and alone and not in_step:
-            verdict = judge_first(looks, allowed)
         certain = alone or not in_step or isinstance(crew.order, Leaving)
         if verdict is not None and (certain or self.state.etcd.silent):
             return self.decide(verdict)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
 from elasticd.core.facts import Hang, Phase
-from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge, judge_first
+from elasticd.core.hang import REPEAT_S, Allowance, Doing, Look, judge_round
 from elasticd.core.leader.members import has_left, is_present, surely_gone
 from elasticd.core.leader.plan import Plan
 from elasticd.core.leader.view import Heard, View
@@ -52,14 +52,10 @@ def name_the_hung(view: View, now: float) -> Plan:
     if silent and found is not None and now < again_at:  # the agents have been asked
         return Plan(wake_at=again_at)
     looks = _looks(told, now)
-    begun = all(look.step for look in looks)
-    stopped = [look for look in looks if look.doing is Doing.STOPPED]
     if silent:  # without all reports, only stopped workers are certain
-        looks = stopped
+        looks = [look for look in looks if look.doing is Doing.STOPPED]
     allowed = _most_patient([heard.stall.allowed for heard in told])
-    verdict = judge(looks if begun else stopped, allowed)
-    if verdict is None and not begun:
-        verdict = judge_first(looks, allowed)
+    verdict = judge_round(looks, allowed)
     if verdict is None:
         wakes = (at for at in (*_limits(looks, allowed, now), view.absence_counts_from) if at > now)
         return Plan(wake_at=min(wakes, default=None))
