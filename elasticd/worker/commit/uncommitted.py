@@ -116,7 +116,7 @@ class Uncommitted:
     def keep(self) -> None:
         """Keep the present values as the ones to go back to."""
         self._undo.keep()
-        self._trace.note()
+        self._trace.note(all=self._commits < LOOKS_INTO)
         self.stepped.clear()
         self._evaluated = 0
         self._torn = False
@@ -133,7 +133,7 @@ class Uncommitted:
             self._torn = not self._undo.covers(outside, self.stepped)
             if not self._torn:
                 self._undo.put_back()
-                self._trace.note()
+                self._trace.note(all=self._commits < LOOKS_INTO)
         self.stepped.clear()
         return not self._torn
 
