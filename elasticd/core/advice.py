@@ -1,4 +1,4 @@
-"""Decide what to tell people about a script that works otherwise than they may think. Each is told once."""
+"""Decide on warnings about a script that works otherwise than its users may think. Each is given once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticd.core.page_layout import Told, Use
 from elasticd.core.reasons import BatchesChanged, BeganAgain, Reason, WithoutEffect
 
 SEEN_AFTER = 5  # steps: by then a script has used all parts of the library that it trains with
-FAR = 20  # steps that matter when they are made again
+FAR = 20  # steps: fewer repeated steps deserve no warning
 _BY_ITSELF = Use.DATA | Use.CHECKPOINTED  # a script with either keeps its place in the data in a resize
 
 
@@ -18,10 +18,10 @@ _BY_ITSELF = Use.DATA | Use.CHECKPOINTED  # a script with either keeps its place
 class Advice:
     """What was seen of the script so far.
 
-    ``asked``: the options that do nothing by themselves, each with the parts of the library that it is for;
-    empty once they were checked. ``trained``: the last round with a step, and its size. ``resized``,
-    ``again``: whether that was told. ``furthest``: the most steps that a worker has made. ``pids``: of the
-    processes seen.
+    ``asked``: the options that do nothing by themselves, each with the parts of ``elasticd.worker`` that it
+    is for; empty once they were checked. ``trained``: the last round with a step, and its world size.
+    ``resized``, ``again``: whether that warning was given. ``furthest``: the most steps that a worker has
+    made. ``pids``: the processes seen.
     """
 
     asked: tuple[tuple[str, Use], ...] = ()
@@ -33,8 +33,8 @@ class Advice:
 
 
 def advise(known: Advice, crew: Crew, told: Iterable[Told]) -> tuple[Advice, tuple[Reason, ...]]:
-    """Return what is known after the crew's workers were read, and what to tell. Of a world of several nodes,
-    the agent with rank 0 tells."""
+    """Return what is known after the pages of the crew were read, and the warnings. In a world of several
+    nodes, only the agent with rank 0 warns."""
     told = [t for t in told if t.steps]
     if not told:
         return known, ()

@@ -91,7 +91,7 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGone:
-    """Answer to ``CheckProcess``: the process of that incarnation is gone."""
+    """Answer to ``CheckProcess``: the process of that incarnation has ended."""
 
     incarnation: str
 

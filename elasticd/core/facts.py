@@ -49,9 +49,9 @@ class Policy:
     * ``join_timeout_s``: how long a job may stay below ``min`` before it ends with exit code 3.
     * ``shutdown_s``: the time between SIGTERM and SIGKILL when a round ends as planned.
     * ``broken_s``: the same when a round has failed, and nothing is left to save.
-    * ``part_s``: the time after which workers that keep their process are killed if they have not left a
-      failed round. It starts once other workers wait with the job's state. It limits every round whose node
-      leaves or whose job ends.
+    * ``part_s``: how long workers that keep their process may take to leave a failed round, once other
+      workers wait with the job's state. After that they are killed. The same limit holds on a node that
+      leaves the job, and in a job that is stopped.
     * ``node_ttl_s``: the lease of a node. A lost node is noticed after at most this time.
     * ``checkpoint_wait_s``: how long a resize waits for the next checkpoint of a script that writes its own.
       If a node leaves, the wait is at most half of ``shutdown_s``.
@@ -122,8 +122,8 @@ class Node:
 
     ``incarnation`` is new each time the agent starts. ``slots`` are the places for workers. ``released`` is
     the newest round without a worker left on this node (0 before the first). A member of round n gets work in
-    a later round only after it has released n. ``told``: the ``ends`` in the node's report of that round,
-    which the leader may see later than this record. ``fenced``: the newest round whose workers were killed
+    a later round only after it has released n. ``told``: the ``Report.ends`` of that round; the leader may
+    see the report later than this record. ``fenced``: the newest round whose workers were killed
     here because the lease was running out. ``store_port``: a port that already listens, for the store of the
     next round that this node hosts.
 
@@ -265,12 +265,12 @@ class Outcome(StrEnum):
 class Round:
     """The life of one world. Key ``round``, no lease; only the leader writes it.
 
-    ``number`` only grows, and fences all work of older rounds. ``members`` are in rank order. ``store``: the
-    ``address:port`` of the c10d store, which the first member's agent hosts. ``cause``: why the round began.
-    Once the round closes, ``closing`` says why, and ``planned`` whether workers may still save. ``since``:
-    the start of the phase, in seconds since the epoch. ``lived_s``: how long a closing round was live.
-    ``restarts``: the failures charged so far; ``failure`` is the last one. An ended job has an ``outcome``
-    and a sentence ``why``. Round 0 is never live: the job waits for its first workers.
+    ``number`` only grows: writes and workers of an older round are refused. ``members`` are in rank order.
+    ``store``: the ``address:port`` of the c10d store, which the first member's agent hosts. ``cause``: why
+    the round began. Once the round closes, ``closing`` says why, and ``planned`` whether workers may still
+    save. ``since``: the start of the phase, in seconds since the epoch. ``lived_s``: how long a closing round
+    was live. ``restarts``: the failures charged so far; ``failure`` is the last one. An ended job has an
+    ``outcome`` and a sentence ``why``. Round 0 is never live: the job waits for its first workers.
 
     Where workers keep their process: ``leaving`` are nodes that were asked to leave and alone hold the state.
     They stay until ``leave_by`` to hand the state over. ``handover``: the workers of this round pass the
@@ -397,8 +397,9 @@ class Budget:
     """The restart budget. Key ``budget``, no lease; only the leader writes it.
 
     ``charges``: the charges within the window, oldest first. ``total``: the number of all charges ever.
-    ``astray`` is kept beyond the window, since the job may take longer to reach its step. ``apart`` is
-    limited, but not charged. ``stepped``: a failed round showed a step, so a round that shows none made none.
+    ``astray`` is kept beyond the window, since the job may take longer to reach that step again. ``apart``
+    costs no charges, but has a limit of its own. ``stepped``: a step was seen in some failed round, so a
+    round in which none is seen made none.
     """
 
     charges: tuple[Charge, ...] = ()
@@ -414,8 +415,8 @@ class SlotProgress:
     """A worker's heartbeat, as its agent read it.
 
     ``at``: seconds since the epoch; 0 for never. ``step``: optimizer steps in this round. ``base``: the job's
-    step at which the worker began this round, if the script told it. ``held_s``: the total time for which
-    checkpoints held the worker up. ``committed``: the job's last committed step, if the script told it.
+    step at which the worker began this round, if the script reports it. ``held_s``: the total time for which
+    checkpoints held the worker up. ``committed``: the job's last committed step, if the script reports it.
     """
 
     slot: int
@@ -429,14 +430,14 @@ class SlotProgress:
 
     @property
     def of_job(self) -> int:
-        """The job's step if the script tells it (``tells``), else the steps of this round."""
+        """The job's step if the script reports it (``tells``), else the steps of this round."""
         if self.committed is not None:
             return self.committed
         return self.step if self.base is None else self.base + self.step
 
     @property
     def tells(self) -> bool:
-        """Whether the script tells the job's step, or the step that it began from."""
+        """Whether the script reports the job's step, or the step at which it began."""
         return self.committed is not None or self.base is not None
 
 

@@ -2,7 +2,8 @@
 
 Workers that keep their process hold the state in memory. While one of them stays in the job, new workers get
 the state from it. If all of them leave, their round lives on until other nodes are ready. Then a round
-without steps passes the state on: its members are all heirs and one of the leaving workers.
+without steps passes the state on. Its members are the heirs, which are the workers of the next round, and one
+of the leaving workers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def members(round: Round, nodes: Mapping[str, Node], heirs: Sequence[Member]) ->
         member = round.member(name, node.incarnation)
         there = member is None or node.released >= round.number
         if there and node.fenced < round.number:
-            # An heir may be beside it: a slot that is left out may hold the state as well as a leaving node.
+            # The node may have heirs of its own: the state may be in a slot that the next round leaves out.
             beside = [slot for heir in heirs if heir.node == name for slot in heir.slots]
             others = [(heir.node, heir.incarnation, heir.slots) for heir in heirs if heir.node != name]
             return world.seat([*others, (name, node.incarnation, (*beside, *slots[:1]))])

@@ -4,7 +4,7 @@ A slot is observed at intervals. Without a worker at work, the observation tells
 work, the kind is known only later. The time before a worker's first step was spent on starting; the time
 between steps on training. The time after its last step is lost, unless the worker ends well.
 
-    seen:    idle | worker ----- step 1 ----- step 5 ----------- gone | waiting |
+    seen:    idle | worker ----- step 1 ----- step 5 ----------- exit | waiting |
     kinds:   idle | restarting | productive | productive? lost: | ... | waiting |
                                               restarting
 """
@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from elasticd.core.facts import NodeLedger, SlotTime
 
-ABSENT_MAX_S = 300.0  # an agent that was away for longer was not restarted: its node was gone
+ABSENT_MAX_S = 300.0  # the longest absence of an agent that counts as its restart
 KEPT_SHARE = 0.01  # the share of an agent's time whose kind may be lost if the agent is killed
 KEPT_FIRST_S, KEPT_MOST_S = 1.0, 30.0
 
@@ -159,7 +159,7 @@ class Ledger:
         return Ledger({slot: account.close(now) for slot, account in self.slots.items()})
 
     def record(self, node: str, now: float, run: int = 0) -> NodeLedger:
-        """Return the record for etcd, in milliseconds: more digits would only make it longer."""
+        """Return the record for etcd, with seconds rounded to milliseconds to keep the record short."""
         up_to_now = {slot: account.see(account.seen, now) for slot, account in self.slots.items()}
         times = tuple(
             SlotTime(
@@ -175,8 +175,8 @@ class Ledger:
     def resume(self, kept: NodeLedger) -> Ledger:
         """Return this ledger as the continuation of an earlier agent's record.
 
-        The time after that agent's last known step is lost, as after any worker's. The agent's absence is
-        lost as well, unless it lasted so long that the node must have been gone.
+        The time after that agent's last known step counts as restarting. So does the agent's absence, up to
+        ``ABSENT_MAX_S``: after a longer absence, the node itself was absent.
         """
         accounts = dict(self.slots)
         for time in kept.slots:

@@ -21,7 +21,7 @@ class Life(StrEnum):
     FINISHED = "finished"  # it has ended well
     FAILED = "failed"  # it has ended by a fault
     STOPPED = "stopped"  # it has ended as it was told to
-    FENCED = "fenced"  # it was killed, as its agent could not say in time that it may run on
+    FENCED = "fenced"  # it was killed, as its agent did not move the fence in time
 
     @property
     def ended(self) -> bool:
@@ -29,7 +29,7 @@ class Life(StrEnum):
 
     @property
     def in_round(self) -> bool:
-        """Whether the worker takes part in a round, also if it is on its way out of it."""
+        """Whether the worker takes part in a round, also while it fails or leaves."""
         return self in (Life.TRAINING, Life.FAILING, Life.LEAVING)
 
 
@@ -81,8 +81,8 @@ class ImpossibleChange(AssertionError):
 
 
 def become(before: Life | None, after: Life) -> Life:
-    """Return ``after``. Raises ImpossibleChange if a worker cannot come to it from ``before``; None: there
-    was no process."""
+    """Return ``after``. Raises ImpossibleChange if the table has no change from ``before`` (None: no process)
+    to ``after``."""
     if after not in TRANSITIONS.get(before, {}):
         raise ImpossibleChange(f"a worker that is {before or 'absent'} cannot be {after} next")
     return after

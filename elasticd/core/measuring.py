@@ -11,15 +11,15 @@ from elasticd.core.page_layout import Told
 from elasticd.core.straggler import PERIODS, Strides, own_times
 
 PERIOD_S_MIN = 0.5
-FIRST_STEPS = 5  # of a worker in a round: they connect, allocate and compile, as no later step does
+FIRST_STEPS = 5  # not measured: in a round, a worker's first steps connect, allocate and compile
 
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
     """``due``: when the next period may end. ``number``: of the last report. ``first``: the workers' steps
-    as they came to ``round``. ``before``: their steps when the period began, and ``throttled_s`` the delay by
-    a quota until then; empty until each worker has made its first steps. ``own``: the own times of the last
-    period, by slot."""
+    when they entered ``round``. ``before``: their steps when the period began, and ``throttled_s`` the delay
+    by a quota until then; empty until each worker has made its first steps. ``own``: the own times of the
+    last period, by slot."""
 
     due: float = 0.0
     number: int = 0
@@ -32,7 +32,8 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class SlotLag:
-    """How a worker compares. ``ratio``: of its own time for a step to the usual one, if both are known."""
+    """How a worker compares with its peers. ``ratio``: its own time for a step over the usual one, if
+    known."""
 
     ratio: float | None
     straggling: bool
@@ -46,9 +47,9 @@ def measure(
     bad: Mapping[int, str],
     now: float,
 ) -> tuple[Measuring, Paces | None]:
-    """Return what is known after the workers were read, and the report for the leader if there is one.
+    """Return what is known after the workers' pages were read, and the report for the leader if there is one.
 
-    A period ends once each worker has made a step in it: its steps may take longer than a period.
+    A period ends once each worker has made a step in it: a step may take longer than the planned period.
     ``throttled_s``: for how long a quota has delayed this node's processes so far. ``bad``: the slots with a
     bad GPU, and why.
     """

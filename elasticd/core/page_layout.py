@@ -1,10 +1,10 @@
 """The layout of the page of memory that a worker shares with its agent: words of 8 bytes. Only the worker
 writes, each word with one instruction.
 
-The heartbeat owns the first eight words, and the second half with the times of the last steps
-(elasticd/worker/boot, which imports nothing of elasticd, and elasticd/procs/page.py). The words between hold
-what the library reports from the script's process, and what is measured of the steps. All counts begin with
-the process.
+The heartbeat (elasticd/worker/boot, which imports nothing of elasticd) writes the first eight words, and the
+times of the last steps into the second half; elasticd/procs/page.py has their layout. The words between hold
+what ``elasticd.worker`` reports and what is measured of the steps. All counts begin with the process. A word
+that is 1 + n is 0 while n is unknown.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ SAMPLES: Final = 8  # samples trained on
 COMMITTED: Final = 9  # 1 + the last committed step
 NONFINITE: Final = 10  # steps with a value that was NaN or infinite
 HELD_NS: Final = 11  # the time for which checkpoints held up training
-HELD: Final = 12  # how many times they did
+HELD: Final = 12  # how many checkpoints held up training
 BASE: Final = 13  # 1 + the job's step at which this worker began
-BASE_STEPS: Final = 14  # the process's steps at that time
+BASE_STEPS: Final = 14  # the process's steps when BASE was written
 LOSS: Final = 15  # a double: the last loss
-LOSSES: Final = 16  # how many losses were told
+LOSSES: Final = 16  # how many losses the script has reported
 WAIT_NS: Final = 17  # the time spent waiting for other ranks
 WAITS: Final = 18  # how many waits were measured
 FATAL: Final = 19  # why a restart makes no sense, as a number of Fatal; 0 otherwise
-ASTRAY: Final = 20  # 1 + the job's step at which the worker ends to go back, as a value was not finite
+ASTRAY: Final = 20  # 1 + the job's step with a value that was not finite: the worker ends to go back
 COMMITS: Final = 21  # the number of this process's commits
 USES: Final = 22  # the parts of elasticd.worker that the script uses: a sum of Use
-MADE: Final = 23  # 1 + the optimizer's steps before this process; the heartbeat writes it
+MADE: Final = 23  # 1 + the optimizer's steps before this process; the heartbeat writes this word
 
-DELAY_NS: Final = 24  # the time outside waits in which it was ready to run but had no CPU
+DELAY_NS: Final = 24  # outside waits, the time in which the worker was ready to run but had no CPU
 
 VALUES: Final = 32  # the script's own values: a name and a double each
 VALUES_MAX: Final = 12

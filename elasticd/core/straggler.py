@@ -7,7 +7,7 @@ its peers for most of a window of periods.
 Also left out is the time in which a worker was ready to run but had no CPU. On a machine with too few CPUs
 chance decides which worker waits longest, and no worker is slow by itself. That time counts if a quota of the
 workers' control group caused it: on another machine there would be no such delay. A quota delays all workers
-of its node. So each is charged the same, and no more than the least delayed one lost.
+of its node. So the same delay counts for each of them: at most that of the least delayed worker.
 
 Nothing here depends on a clock: the caller decides what a period is.
 """
@@ -56,7 +56,7 @@ def own_times(
 def own_s(before: Strides, after: Strides, charged_s: float = 0.0) -> float | None:
     """Return the worker's own time for one step between the two.
 
-    Return None if there was no step, or no measured wait: the worker's time is then part of the others'.
+    Return None if there was no step, or no measured wait: the time may then include waits for other ranks.
     ``charged_s``: the part of its delay that counts.
     """
     steps = after.steps - before.steps

@@ -14,8 +14,8 @@ from elasticd.core.lifecycle import Life
 
 @dataclass(frozen=True, slots=True)
 class HeldUp:
-    """How long checkpoints have held up a process: ``until_round_s`` before it came to ``round``, and
-    ``so_far_s`` altogether."""
+    """How long checkpoints have held up a process: ``until_round_s`` before it entered ``round``, and
+    ``so_far_s`` in all."""
 
     pid: int
     round: int
@@ -25,12 +25,12 @@ class HeldUp:
 
 @dataclass(frozen=True, slots=True)
 class Timekeeping:
-    """The ledger of this node, and what it takes to go on with it.
+    """The ledger of this node, and what is needed to continue it.
 
     ``began_at``: the agent's start. ``kept``: the record that an earlier agent of this node left; None until
-    the key has been read (``listed``), or where there is none. ``resumed``: whether the ledger goes on from
-    there. ``run``: of the job. ``write_due``: when the record is written again, if ``round`` does not change
-    before. ``held``: by slot.
+    the key has been read (``listed``), or if there is none. ``resumed``: whether the ledger continues
+    ``kept``. ``run``: see ``NodeLedger``. ``write_due``: when the record is written again, if ``round`` does
+    not change before. ``held``: the time lost to checkpoints, by slot.
     """
 
     began_at: float
@@ -59,9 +59,9 @@ def keep_time(
 ) -> tuple[Timekeeping, NodeLedger | None]:
     """Return what is known after the workers were read, and the record if it is to be written.
 
-    ``beats``: of the workers of the crew's round. ``first_at``: when each made its first step of the round,
-    if known (seconds since the epoch). ``hung``: the round that was last found to hang, and when: it hangs
-    until a worker makes a step.
+    ``beats``: the heartbeats of the crew's workers. ``first_at``: when each worker made its first step of the
+    round, if known (seconds since the epoch). ``hung``: the last round that was found to hang, and the time
+    of the verdict. The round counts as hung until a worker makes a step.
     """
     number = state.crew.round.number if state.crew is not None else 0
     held = {beat.slot: _hold(known.held.get(beat.slot), beat, number) for beat in beats}
@@ -97,8 +97,8 @@ def concerned(state: AgentState) -> tuple[object, ...]:
 
 
 def find(known: Timekeeping, kept: NodeLedger | None) -> Timekeeping:
-    """Return what is known after the node's record was read. Once the ledger goes on from there, the record
-    is this agent's own."""
+    """Return what is known after the node's record was read. Once the ledger continues the record, etcd has
+    this agent's own record."""
     return known if known.resumed else replace(known, kept=kept, listed=True)
 
 
@@ -109,8 +109,8 @@ def close(known: Timekeeping, state: AgentState, now: float) -> tuple[Timekeepin
 
 
 def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | None:
-    """Return what the slot's time is spent on while no worker is at work in it; None if one is. ``alive``:
-    of the crew, if there is one."""
+    """Return what the slot's time is spent on while no worker is at work in it; None if a worker is.
+    ``alive``: the slots of the crew with a live worker."""
     crew, round = state.crew, state.round
     if round is not None and round.phase is Phase.ENDED and state.registration.joined:
         return Kind.RESTARTING if slot in alive else Kind.IDLE
@@ -118,13 +118,13 @@ def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | N
         if slot in alive and crew.order is None:
             return None
         if slot in state.standbys:
-            return Kind.RENDEZVOUS  # it has left the round, and keeps its process for the next
+            return Kind.RENDEZVOUS  # the worker has left the round, and keeps its process for the next
         done = crew.workers[slot] is Life.FINISHED and crew.order is None
         return Kind.IDLE if done else Kind.RESTARTING
     if round is None or not state.registration.joined:
         return Kind.RENDEZVOUS
     if state.standbys.get(slot) is Life.STARTING:
-        return Kind.RESTARTING  # and only then it waits for others
+        return Kind.RESTARTING  # the standby is starting, and waits for no other worker yet
     if round.phase is Phase.WAITING:
         return Kind.WAITING
     member = round.member(state.me.node, state.me.incarnation)
@@ -134,7 +134,7 @@ def not_at_work(state: AgentState, slot: int, alive: frozenset[int]) -> Kind | N
 
 
 def _slots(state: AgentState, ledger: Ledger) -> list[int]:
-    """Return as many slots as the job may have workers, and any other that has had a worker."""
+    """Return as many slots as the job may have workers, and any other slot that has had a worker."""
     most = (state.spec or state.wanted).limits.max
     used = {*ledger.slots, *(state.crew.member.slots if state.crew is not None else ())}
     return [slot for n, slot in enumerate(state.me.slots) if n < most or slot in used]
@@ -166,7 +166,7 @@ def _at_work(known: Timekeeping, round: int, beat: SlotProgress, first_at: float
 
 
 def _last_steps(ledger: Ledger, at_work: Mapping[int, AtWork]) -> dict[int, Seen]:
-    """Return the last steps of the workers that were at work before: some may be no longer."""
+    """Return the last steps of the workers that were at work before: some may have ended since."""
     return {
         slot: at_work[slot]
         for slot, account in ledger.slots.items()

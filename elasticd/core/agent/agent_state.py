@@ -52,9 +52,9 @@ class Stopping:
 class Crew:
     """The workers of one round on this node.
 
-    ``workers``: the state of each slot's worker; one that has left the round is waiting. ``report``: what the
-    workers have shown in this round. ``order``: what the workers were told last. ``held``: slots whose script
-    waits after a checkpoint; ``held_until``: until then at most.
+    ``workers``: the state of each slot's worker; a worker that has left the round is waiting. ``report``: the
+    report of this round so far. ``order``: the last order to the workers. ``held``: slots whose script waits
+    after its checkpoint, at most until ``held_until``.
     """
 
     round: Round
@@ -87,7 +87,8 @@ class Crew:
 @dataclass(frozen=True, slots=True)
 class Departure:
     """The departure of this node. ``signal``: the signal that asked for it (0: the operator).
-    ``patient_until``: how long the node waits for the leader. ``at_once``: it was asked twice."""
+    ``patient_until``: how long the node waits for the leader. ``at_once``: a second signal came, so the node
+    does not wait."""
 
     signal: int
     patient_until: float
@@ -110,10 +111,10 @@ class Setback:
 class AgentConfig:
     """What the agent was started with.
 
-    ``etcd_grace_s``, ``etcd_wait_s``: how long the agent outlasts a silent etcd, after and before joining. If
-    ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped. ``spares``: extra waiting
-    workers that this node keeps, if it can. ``alone``: etcd is this agent's own, so no other agent can
-    replace its workers. ``began_at``: the agent's start, in seconds since the epoch.
+    ``etcd_grace_s``, ``etcd_wait_s``: how long the agent waits for an etcd that does not answer, after and
+    before joining. If ``etcd_wait_s`` is None, an etcd that does not answer soon counts as mistyped.
+    ``spares``: extra waiting workers that this node keeps, if it can. ``alone``: etcd is this agent's own, so
+    no other agent can replace its workers. ``began_at``: the agent's start, in seconds since the epoch.
     """
 
     etcd_grace_s: float
@@ -161,8 +162,8 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The newest round that this node has released; ``ends`` as in its report of that round. ``fenced``: the
-    newest round whose workers the fence killed."""
+    """The newest round that this node has released, and ``Report.ends`` of that round. ``fenced``: the newest
+    round whose workers the fence killed."""
 
     round: int = 0
     ends: int = 0
@@ -180,9 +181,9 @@ class AgentState:
     states that these processes have. ``setbacks``: for each slot, how often in a row its process failed to
     become ready, and when it is tried again.
 
-    ``linked``: slots whose worker keeps its process from round to round. ``inplace``: a worker of this job
-    does. ``checkpointed``: a worker reported a checkpoint of its own. ``exiting``: how the agent exits, once
-    no worker is left.
+    ``linked``: slots whose worker keeps its process from round to round. ``inplace``: some worker of this job
+    keeps its process. ``checkpointed``: a worker reported a checkpoint of its own. ``exiting``: how the agent
+    exits, once no worker is left.
     """
 
     me: Identity
@@ -236,8 +237,8 @@ class AgentState:
 
     @property
     def guard(self) -> StillThere | None:
-        """The guard of what this node writes beside its record: the record still stands. None while the node
-        can write nothing."""
+        """The guard of this node's other writes: its record still exists. None while the node cannot
+        write."""
         own = self.registration.own
         writes = own is not None and own.fact is not None and self.etcd.silent is None
         return StillThere(self.me.key, own.created) if own is not None and writes else None

@@ -82,7 +82,7 @@ def _decline(do: Decisions, round: Round) -> None:
 
 
 def stop(do: Decisions, signal: int, grace_s: float) -> None:
-    """Stop the workers, once; and again if the grace becomes shorter."""
+    """Stop the workers. Another call has an effect only if its grace is shorter."""
     crew = do.state.crew
     if crew is None or not crew.alive:
         return
@@ -95,10 +95,10 @@ def stop(do: Decisions, signal: int, grace_s: float) -> None:
 
 
 def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
-    """Have the workers leave the round and keep their process where they can; once, and again if they must
-    hurry.
+    """Have the workers leave the round and keep their process where they can.
 
-    There is no time limit while the only copy of the state may be in their memory.
+    Another call has an effect only if it is more urgent. There is no time limit while the only copy of the
+    state may be in the workers' memory.
     """
     crew = do.state.crew
     if crew is None or not crew.alive or isinstance(crew.order, Stopping):
@@ -117,7 +117,7 @@ def leave(do: Decisions, planned: bool, signal: int, grace_s: float) -> None:
 
 
 def _told(crew: Crew, order: Life) -> dict[int, Life]:
-    """Return the workers once they are told to leave or to stop. A worker that fails ends anyway."""
+    """Return the workers' states after an order to leave or to stop. A failing worker ends by itself."""
     return {
         slot: become(life, order) if life in (Life.TRAINING, Life.LEAVING) and life is not order else life
         for slot, life in crew.workers.items()
@@ -171,7 +171,7 @@ def release(do: Decisions) -> None:
     round = state.round
     still_live = round is not None and round.number == crew.round.number and round.phase is Phase.LIVE
     if still_live and not (crew.fenced or crew.order is not None or crew.round.handover):
-        return  # finished or failed: the leader has not heard yet
+        return  # its workers finished or failed, and the leader has not closed the round yet
     told = state.report.ends if state.report is not None and state.report.round == crew.round.number else 0
     newest = max(state.released.round, crew.round.number)
     fenced = crew.round.number if crew.fenced else state.released.fenced
@@ -182,7 +182,7 @@ def release(do: Decisions) -> None:
 
 
 def note_report(do: Decisions) -> None:
-    """Update the report for the leader. It outlives the crew, so that a late end is still told."""
+    """Update the report for the leader. The report outlives the crew: etcd may take it only later."""
     crew, before = do.state.crew, do.state.report
     if crew is None:
         return
@@ -190,7 +190,7 @@ def note_report(do: Decisions) -> None:
     if before is None or before.round != report.round:
         of_note = replace(report, steps=0) if crew.alive else report
         if of_note == Report(report.node, report.incarnation, report.round):
-            return  # steps alone are of note once no worker is left to make more
+            return  # steps alone are reported only once no worker is left to make more
     if report != before:
         do.set(report=report)
 

@@ -61,7 +61,7 @@ from elasticd.core.reasons import (
     WorkerEnded,
 )
 
-HELD_S = 10.0  # how long a worker waits at its checkpoint for the leader to hear of it
+HELD_S = 10.0  # how long a worker waits at its checkpoint: the leader may resize the round there
 RETRY_S = 0.5  # after an unknown or refused write; by then the watch has shown why
 
 
@@ -94,7 +94,7 @@ def absorb(do: Decisions, event: Event) -> None:
         case StoreComplained(why, forgot):
             if not state.registration.joined:  # after joining, an error of the store is only logged
                 do.set(exiting=state.exiting or LeaveJob(2, why))
-            elif forgot:  # the store may give out round numbers again, and they fence everything
+            elif forgot:  # the store may give out round numbers again, and no number may recur
                 do.set(
                     exiting=state.exiting or LeaveJob(4, f"{why}; start the job again on each of its nodes")
                 )
@@ -119,7 +119,7 @@ def absorb(do: Decisions, event: Event) -> None:
                 fenced = {slot: become(workers[slot], Life.FENCED) for slot in state.crew.alive}
                 do.crew(workers={**workers, **fenced})
             do.set(standbys={})
-            why = "leaves, as the process that keeps its workers was killed"
+            why = "leaves, as its warden, the parent process of its workers, was killed"
             do.set(exiting=state.exiting or LeaveJob(128 + SIGTERM, why))
         case Tick():
             pass
@@ -151,12 +151,12 @@ def _answered(do: Decisions, tag: Tag, answer: Answer) -> None:
             if write.key in do.state.seen:  # this agent's own write: no need to wait for the watch
                 _saw(do, _written(do.state.seen[write.key], write, answer.revision))
         return
-    # The agent's view is older than the store. News is on its way; otherwise try again later.
+    # A guard failed or no answer came. The watch will bring newer entries; then the write is tried again.
     do.etcd(retry_at={**do.state.etcd.retry_at, tag: do.now + RETRY_S})
     if asked and any(isinstance(w, Put) and isinstance(w.fact, Report) for w in asked.writes):
         do.registration(reported=None)
     elif tag is Tag.SPEC:
-        do.registration(others=None)  # another node may have come meanwhile
+        do.registration(others=None)  # another node may have joined meanwhile: count again
 
 
 def _written(old: Entry, write: Write, revision: int) -> Entry:
@@ -194,7 +194,7 @@ def _waits(do: Decisions, event: WorkerWaiting) -> None:
     if crew is not None and slot in crew.alive:
         before = crew.workers[slot]
         if event.round != crew.round.number or before is Life.STOPPING:
-            return  # the worker has not heard of this round yet, or it is about to end
+            return  # the worker has not entered this round yet, or it is about to end
         unbidden = crew.order is None and not crew.round.handover
         do.crew(
             workers={**crew.workers, slot: become(before, Life.WAITING)},
@@ -254,7 +254,7 @@ def _exited(do: Decisions, event: WorkerExited) -> None:
     life, order = crew.workers[exit.slot], crew.order
     if life is Life.FAILING:
         exit = replace(exit, raised=True)
-    # Workers that leave at a commit must agree on it, so the others would wait for a worker that dies.
+    # Workers that leave at a commit must agree on the commit, so the others would wait for a dead worker.
     missed = isinstance(order, Leaving) and order.planned and exit.failed and exit.code != -SIGTERM
     by_itself = not exit.fenced and (life in (Life.TRAINING, Life.FAILING) or missed)
     if exit.fenced:

@@ -52,7 +52,7 @@ def exit_of_the_job(round: Round) -> LeaveJob:
 
 
 def depart(do: Decisions) -> None:
-    """Leave once the leader has ended the round for all nodes, or after the patience."""
+    """Leave once the leader has ended the round for all nodes, at the latest at ``stays_until``."""
     state, departure = do.state, do.state.departure
     if departure is None or state.exiting is not None:
         return
@@ -87,8 +87,8 @@ def hands_over(do: Decisions) -> bool:
 
 
 def _has_yet_to_tell(do: Decisions) -> bool:
-    """Whether the leader has yet to hear that this node's workers finished. Otherwise it would repeat their
-    work."""
+    """Whether etcd has yet to take the report that this node's workers finished. Without the report, the job
+    would repeat their work."""
     state, departure = do.state, do.state.departure
     if (
         state.report is None

@@ -68,7 +68,7 @@ def move_the_fence(do: Decisions) -> None:
 
 
 def notice_a_false_start(do: Decisions) -> None:
-    """Join again if the spec is gone: it belonged to a job that was just ending."""
+    """Join again if the spec has been deleted: this agent had joined a job that was just ending."""
     state = do.state
     withdrawn = state.registration.joined and "spec" in state.seen and state.spec is None
     if withdrawn and (state.round is None or state.old_news):
@@ -106,7 +106,7 @@ def join(do: Decisions) -> None:
         do.actions.append(LookAround())
         do.registration(others=-1)  # asked, not answered
     elif state.registration.others == 0:
-        # No node works on this job any more, so its spec does not bind.
+        # No node works on this job any more, so this agent replaces its spec.
         guard = Unchanged("spec", state.seen["spec"].revision)
         forgotten = (Delete("checkpoint"),) if wanted.policy.resume is Resume.NEVER else ()
         do.transact(
@@ -127,15 +127,15 @@ def join(do: Decisions) -> None:
 def _finished_before(round: Round, began_at: float) -> LeaveJob:
     """Return the exit of a node that finds the job finished.
 
-    The node does not train again: otherwise each node that is merely late would. The exit is a success only
-    if the job finished after this node was started.
+    The node does not train: every late node would start the job again. The exit is a success only if the job
+    finished after this node was started.
     """
     if round.since >= began_at:
         return LeaveJob(0, "the job finished before this node could take part in it")
     return LeaveJob(
         7,
         "a job of this name has finished before, so nothing was done; to train again, give another --job, or "
-        "run `elasticd forget` with this one's name first",
+        "run `elasticd forget` with this job's name first",
     )
 
 
@@ -172,7 +172,7 @@ def register(do: Decisions) -> None:
             do.transact(Tag.NODE, (Unchanged(state.me.key, 0), *_guards_of_crew(state)), (put,))
     elif state.registration.own.fact != _record(state):
         put = Put(state.me.key, _record(state), leased=True)
-        # The report goes with the release: the leader settles the round on both.
+        # The report goes with the release: the leader settles the round by both.
         before = len(do.actions)
         guard = Unchanged(state.me.key, state.registration.own.revision)
         do.transact(Tag.NODE, (guard,), (put, *unreported(state)))

@@ -1,4 +1,4 @@
-"""Standbys: worker processes that are in no round. They have left one, or were started in advance.
+"""Standbys: worker processes that are in no round. They have left a round, or were started in advance.
 
 Only jobs that recover in place have standbys. A round is formed of waiting workers, so no round waits for a
 process to start: survivors go on at once, and replacements join at a later commit.
@@ -12,7 +12,7 @@ from elasticd.core.facts import Exit, Phase
 from elasticd.core.lifecycle import Life, become
 from elasticd.core.reasons import StandbyFailed, StandbysStarted
 
-RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # a process that never becomes ready harms no world
+RETRY_FIRST_S, RETRY_MOST_S = 0.5, 60.0  # for a process that does not become ready
 
 
 def keep_standbys(do: Decisions, stays: bool) -> None:
@@ -108,7 +108,7 @@ def dismiss(do: Decisions) -> None:
 
 
 def dismiss_holders(do: Decisions) -> None:
-    """End the waiting workers that have a state in memory, which must not be continued."""
+    """End the waiting workers that hold a state in memory: the job goes back to a checkpoint."""
     state = do.state
     _dismiss(do, sorted(state.waiting & state.ages.keys()))
 

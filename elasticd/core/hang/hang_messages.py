@@ -48,14 +48,14 @@ class EvidenceKept:
 
 @dataclass(frozen=True, slots=True)
 class TakenBack:
-    """``Untell`` was done. ``number``: as above."""
+    """``Untell`` is written. ``number``: of the ``Untell``."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class HangSaid:
-    """The leader has written this verdict, or its verdict is gone."""
+    """The leader has written its record of a hang, or the record was deleted (None)."""
 
     hang: Hang | None
 
@@ -101,16 +101,15 @@ class KeepEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell the leader about workers that stand still."""
+    """Report workers that stand still to the leader."""
 
     stall: Stall
 
 
 @dataclass(frozen=True, slots=True)
 class Untell:
-    """Withdraw that: the workers make steps again. ``TakenBack`` follows later, or never. ``number``: of the
-    look that the leader was told of.
-    """
+    """Withdraw the report of the look ``number``: the workers make steps again. ``TakenBack`` follows later,
+    or never."""
 
     number: int
 

@@ -24,7 +24,7 @@ from elasticd.core.whereabouts import At, Whereabouts
 
 FOREVER_S = 1e9  # JSON has no infinity
 REPEAT_S = 30.0  # the time after which a verdict without effect may be repeated
-FIRST_S = 300.0  # asleep before a round's first step: its data may be far away
+FIRST_S = 300.0  # for a worker asleep before a round's first step: its data may be far away
 GAPS_ENOUGH = 5  # fewer gaps mean little: the first steps compile, allocate and connect
 # A worker below all of these limits is asleep. A worker that sends a file over a slow network uses hardly any
 # CPU, but wakes up for each piece. Background threads wake up by themselves.
@@ -53,7 +53,7 @@ class Patience:
     """The user's settings: bounds for the learned limits, or one fixed limit for all.
 
     ``floor_s``: the least limit, even for a stopped worker. ``ceiling_s``: the greatest limit for a worker
-    that others wait for. A job that has made a step more than half as long gets twice that step.
+    that others wait for. If a step of the job took longer than half of this, the limit is twice that step.
     """
 
     floor_s: float = 1.0
@@ -68,7 +68,7 @@ class Allowance:
     ``unasked_s``: busy, and no other worker waits. ``leaving_s``: told to leave a world that others have
     left. ``first_s``: before the first step of a round, for a worker with steps in an earlier round.
     ``settled_s``: where all wait, the time that each must have been seen at its place: the last one may have
-    come a moment ago, and the step then ends. Past ``busy_s`` each must have been seen to wait for so long,
+    come a moment ago, and the step then ends. Past ``busy_s`` each must have been seen to wait that long,
     at whatever place.
     """
 
@@ -260,7 +260,7 @@ def judge(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:
         return found(Why.APART, apart, allowed.waiting_s) or found(Why.DEADLOCK, waiting, allowed.waiting_s)
     if all(look.waits_s >= allowed.settled_s for look in waiting):
         return found(Why.DEADLOCK, waiting, allowed.busy_s)  # their places change, and so say nothing
-    return None  # one may have come a moment ago, and all go on
+    return None  # the last worker may have come a moment ago, and all go on
 
 
 def judge_first(looks: Sequence[Look], allowed: Allowance) -> Verdict | None:

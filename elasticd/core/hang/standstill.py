@@ -17,7 +17,7 @@ FIRST_STEPS = 3  # of a process: they connect, allocate and compile
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A worker's report of its steps. ``steps``: of its process, so far. ``steps_before``: those made before
+    """A worker's report of its steps. ``steps``: of its process, so far. ``steps_before``: the steps before
     this round. ``times``: the times of the steps that were not read before."""
 
     slot: int
@@ -57,7 +57,7 @@ class WatchedWorker:
     """What is known of a worker. ``since``: when it was first seen in this round. ``last_at``: the time of
     its last step. ``sampled``: its figures, with their times. ``where``: its place in the code since
     ``there_since``, as it was seen last; ``there_s``: how long it has been seen to stay there.
-    ``waits_since``, ``waits_s``: the same of collectives, at whatever place."""
+    ``waits_since``, ``waits_s``: the same for waits in collectives, at whatever place."""
 
     slot: int
     rank: int
@@ -80,7 +80,7 @@ class WatchedWorker:
 
     @property
     def made(self) -> int:
-        """The steps in this round. A worker that waits for its world hangs in no step."""
+        """The steps in this round."""
         return self.steps - self.steps_before
 
     def pulse(self, now: float, seen: Vitals) -> Pulse:
@@ -215,8 +215,8 @@ class Standstill:
 
     def as_it_was(self, look: Look, allowed: Allowance | None) -> bool:
         """Whether the worker is in the state of the look, as far as was seen since: it has made no step, and
-        a worker that was stopped or waited or was in its own code still is. One that waits is at the same
-        place, or past the limit of a busy one."""
+        a worker that was stopped or waited or was in its own code still is. A worker that waits is at the
+        same place, or past the limit of a busy worker."""
         worker = self.workers.get(look.slot)
         if worker is None or worker.made != look.step:
             return False

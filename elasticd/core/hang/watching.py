@@ -1,23 +1,23 @@
 """What the agent of a node does about workers that stand still.
 
 ``step(watching, event, state, at)`` takes an event and returns the actions: read the workers' steps, look at
-workers, tell the leader, condemn a worker.
+workers, report to the leader, kill a worker.
 
 During training there is nothing to do until the next step is overdue. Then the agent looks at the workers.
 The kernel's figures cost nothing. Once a worker has stood still for longer than a sleeping one may, the agent
 asks it for its stacks by a signal.
 
-A verdict usually takes the looks of all ranks: each agent tells what its workers do while they stand still,
+A verdict usually takes the looks of all ranks: each agent reports what its workers do while they stand still,
 and the leader judges (``core.leader.hanging``). An agent alone can be certain of a stopped worker only. It
-tells the leader at once, the leader asks the other agents, and the agent waits for their answers only for a
-moment.
+reports the worker at once, the leader asks the other agents, and the agent waits a few seconds for their
+answers.
 
-A worker moves while others judge. That all wait for each other takes two looks at each of them. An agent
-looks once more at a worker that the leader condemns, unless the worker is stopped. That agent alone can void
-the verdict, so the other agents tell of the hang once the round ends.
+A worker may move while others judge. So it takes two looks at each worker to see that all wait for each
+other. Before an agent kills a worker that the leader condemned, it looks at the worker once more, unless the
+worker is stopped. Only that agent can void the verdict, so the other agents log the hang once the round ends.
 
-A sleeping worker gets less time while workers are to leave a broken world. The shorter limit holds once
-others here have the whole state in memory and want to go on.
+A sleeping worker gets less time while workers are to leave a broken world. The shorter limit holds once other
+workers have left with the whole state and wait for the next world.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from elasticd.core.reasons import Reason, VerdictDropped, WorkersHung
 IDLE_S = 1.0  # between reads of pages while nothing is overdue; a page keeps the times of 250 steps
 STALLED_S = 0.5
 BRIEF_S = 0.03  # no wait is shorter
-ANSWER_S = 0.1  # while this agent asks others, or they ask
+ANSWER_S = 0.1  # between reads while the other agents are asked
 ANSWERS_S = 3.0  # how long a stopped worker is kept while others answer
-LATE_S = 2.0  # an agent that wakes up this late was stopped itself, and knows nothing
+LATE_S = 2.0  # an agent that wakes up this late was stopped itself, and saw nothing meanwhile
 AGAIN = 1.3  # the factor of standstill from one look to the next
 LOOK_PATIENCE_S = 20.0
 WRITE_PATIENCE_S = 3.0  # the log folder may be what hangs
@@ -103,12 +103,12 @@ class Watching:
     """All that the agent knows about its workers' standstill.
 
     ``due``: the time of the next wake-up. ``number``: of the last look or evidence. ``look_at_s``: the
-    standstill after which stacks are asked for. ``again_at``: when to look once more, whether workers stay
-    where they wait. ``sights``: the result of look ``seen``. ``leaving_since``: when the first worker left a
-    broken round with the state. ``killed``: the standstills of killed workers, by place. ``certain``: a
-    verdict that needs no other agent, and until when the others' answers are awaited. ``hang``: the leader's
-    last word; the looks up to number ``said`` were asked for before it came. ``told``: the number of the look
-    that the leader was told of, until that is surely withdrawn.
+    standstill after which stacks are asked for. ``again_at``: when to look once more, to see whether workers
+    stay where they wait. ``sights``: the result of the look with the number ``seen``. ``leaving_since``: when
+    the first worker left a broken round with the state. ``killed``: the standstills of killed workers, by
+    place. ``certain``: a verdict that needs no other agent, and how long the others' answers are awaited.
+    ``hang``: the leader's last record; ``hang_after_look``: the last look that was begun before that record
+    came. ``reported_look``: the look that the leader was sent, until its withdrawal is written; 0 for none.
     """
 
     patience: Patience
@@ -127,8 +127,8 @@ class Watching:
     killed: Mapping[tuple[Why, str], float] = field(default_factory=dict)
     certain: tuple[Verdict, float] | None = None
     hang: Hang | None = None
-    said: int = 0
-    told: int = 0
+    hang_after_look: int = 0
+    reported_look: int = 0
 
     @property
     def in_step(self) -> bool:
@@ -138,8 +138,8 @@ class Watching:
 
     @property
     def allowed(self) -> Allowance | None:
-        # Before the first step only stopped workers are judged: by earlier rounds' steps, or as after a first
-        # step.
+        # Before the first step only stopped workers are judged: by the steps of earlier rounds, or as if one
+        # step had been made.
         steps = self.still.least_made if self.in_step else 1
         return allowance(self.still.gaps, steps, self.patience)
 
@@ -193,11 +193,11 @@ def step(watching: Watching, event: Event, state: AgentState, at: float) -> Hang
             do.set(keeping=replace(keeping, over=True, place=place))
             delay_s = do.attend()
         case TakenBack(number):
-            if watching.told == number:
-                do.set(told=0)
+            if watching.reported_look == number:
+                do.set(reported_look=0)
             return HangStep(do.w, wake_at=watching.due)
         case HangSaid(hang):
-            do.set(hang=hang, said=watching.number)
+            do.set(hang=hang, hang_after_look=watching.number)
             delay_s = do.attend()
     if delay_s is None:
         return HangStep(do.w, tuple(do.actions), tuple(do.reasons))
@@ -319,7 +319,7 @@ class _Decisions:
         )
 
     def conclude(self, crew: Crew, allowed: Allowance) -> float | None:
-        """Judge from this node's looks, and if they do not suffice, tell the leader."""
+        """Judge from this node's looks. If they do not suffice, report them to the leader."""
         me, workers, at = self.state.me, self.w.still.workers, self.at
         looks = tuple(
             self.w.still.look(me.node, seen, allowed, at) for seen in self.w.sights if seen.slot in workers
@@ -339,7 +339,7 @@ class _Decisions:
         if alone or not (in_step or self.is_late_to_begin(allowed)):
             return STALLED_S
         self.actions.append(Tell(Stall(me.node, me.incarnation, crew.round.number, looks, allowed)))
-        self.set(told=self.w.number)
+        self.set(reported_look=self.w.number)
         if verdict is None:
             return STALLED_S
         self.set(certain=(verdict, at + ANSWERS_S))
@@ -390,8 +390,8 @@ class _Decisions:
         return found.verdict if found is not None and known else None
 
     def verdict_to_keep(self) -> Verdict | None:
-        """Return the leader's verdict on workers here once it can be acted on. It may be about an old look: a
-        worker is looked at again before, and the verdict is void if the worker is elsewhere by then."""
+        """Return the leader's verdict on workers here once it can be acted on. The verdict may rest on an old
+        look: the worker is looked at again first, and the verdict is void if the worker has moved."""
         verdict = self.verdict()
         if verdict is None or not self.mine(verdict) or self.too_soon(verdict):
             return None
@@ -401,10 +401,10 @@ class _Decisions:
         return None if self.is_asked() else verdict
 
     def is_asked(self) -> bool:
-        """Whether the leader's last word takes a look that has not been taken since: the leader asks all
+        """Whether the leader's last record needs a look that has not been taken since: the leader asks all
         nodes of this round, or condemns workers here that the kernel's figures do not show to hang."""
         found = self.w.hang
-        if found is None or found.round != self.w.round or self.w.seen > self.w.said:
+        if found is None or found.round != self.w.round or self.w.seen > self.w.hang_after_look:
             return False
         return found.asks or (found.verdict.why is not Why.STOPPED and bool(self.mine(found.verdict)))
 
@@ -420,7 +420,7 @@ class _Decisions:
 
     def are_awaited(self, crew: Crew) -> bool:
         """Whether other workers have left the round with the whole state, and want to go on. In a planned
-        leave, the leader says so after a while."""
+        leave, only the leader decides so (``Round.outlived``)."""
         round = self.state.round
         told = round is not None and round.number == crew.round.number and round.outlived
         planned = isinstance(crew.order, Leaving) and crew.order.planned
@@ -459,8 +459,8 @@ class _Decisions:
         still = self.w.still.calm()
         self.set(look_at_s=None, again_at=None, looking=None, certain=None)
         self.set(sights=(), seen=0, still=still, hang=hang)
-        if self.w.told:  # again and again, until it is done: else the leader would go on believing it
-            self.actions.append(Untell(self.w.told))
+        if self.w.reported_look:  # repeated until it is written: else the leader would judge by the report
+            self.actions.append(Untell(self.w.reported_look))
 
 
 def _at_work(crew: Crew) -> bool:

@@ -14,8 +14,9 @@ from elasticd.core.straggler import PERIODS, Place, Watch
 class PaceComparison:
     """The paces of all nodes.
 
-    ``paces``: the last of each node. ``fresh``: how many of these are in no period yet. ``taken``: the number
-    of each node's paces in the last period. ``found``: the stragglers of ``round``, as ``watch`` judges.
+    ``paces``: the last of each node. ``fresh``: how many of these are in no period yet. ``taken``: the
+    ``Paces.number`` of each node in the last period. ``found``: the stragglers of ``round``, as ``watch``
+    judges.
     """
 
     paces: PersistentMap[Paces] = field(default_factory=PersistentMap)
@@ -32,10 +33,10 @@ class PaceComparison:
 
 
 def hear(known: PaceComparison, node: str, paces: Paces | None, round: Round | None) -> PaceComparison:
-    """Return the comparison after a node's news.
+    """Return the comparison after a node has reported ``paces`` (None: its record was deleted).
 
-    Paces are compared only when a period is complete or a bad GPU changes. The work for one node's news thus
-    does not grow with the number of nodes.
+    Paces are compared only when a period is complete or the bad GPUs change. The work for one node's news
+    thus does not grow with the number of nodes.
     """
     before = known.paces.get(node)
     told = known.paces.put(node, paces) if paces is not None else known.paces.without(node)

@@ -16,7 +16,7 @@ from elasticd.core.reasons import BelowMinimum, Reason, RoundFormed, Settling
 def form_or_wait(
     view: View, spec: Spec, round: Round, budget: Budget, reasons: tuple[Reason, ...], now: float
 ) -> Plan:
-    """Return the next round if there are enough workers, else a job that waits."""
+    """Return the next round if there are enough workers, else the wait for more."""
     assert view.nodes is not None
     if spec.stop:
         return end(view, round, now, Outcome.STOPPED, "stopped by its operator", reasons)

@@ -22,7 +22,7 @@ def name_stragglers(view: View) -> Plan:
         return Plan()
     before = view.stragglers if view.stragglers and view.stragglers.round == round.number else None
     if before is not None and not view.comparison.whole:
-        # An earlier leader named them. This leader has not seen a full window yet.
+        # An earlier leader wrote the record. This leader has not seen a full window yet.
         named = {_key(one) for one in found.slow}
         found = replace(found, slow=(*found.slow, *(o for o in before.slow if _key(o) not in named)))
     if before is not None and not _differs(before, found):

@@ -34,8 +34,8 @@ def has_left(view: View, member: Member, number: int) -> bool:
 def report_due(view: View, member: Member, now: float) -> float | None:
     """Return until when to wait for the report that belongs to a node's release.
 
-    The two keys are watched separately. None: the report is here, or it must have been overwritten by an
-    older, late one.
+    The two keys are watched separately. None: the report has arrived, or an older, late report must have
+    replaced it.
     """
     assert view.nodes is not None
     assert view.reports is not None

@@ -1,4 +1,4 @@
-"""Settle a closing round: which members still hold it, what did it cost, and what comes next?"""
+"""Settle a closing round: await its members, charge the budget, and decide what comes next."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def settle(view: View, spec: Spec, round: Round, now: float) -> Plan:
         return awaited
 
     if all(has_finished(view, m, round.number) for m in round.members):
-        # Their run functions had all returned when the round closed, so the job is done.
+        # The run functions of all workers had returned when the round closed, so the job is done.
         return end(view, round, now, Outcome.SUCCEEDED, "every worker finished")
     budget = view.budget
     reasons: tuple[Reason, ...] = ()
@@ -111,7 +111,7 @@ def _await_members(view: View, spec: Spec, round: Round, missing: tuple[str, ...
     if holding:
         broken = any(r.broken for r in reports if r.round == round.number)
         if round.planned and (missing or broken or budgets.first_failure(round, reports)):
-            # Workers that still save, or have yet to leave, may wait for the lost ones.
+            # Workers that still save, or have yet to leave, may wait for lost workers.
             return write(view, replace(round, planned=False), view.budget)
         if not round.outlived and any(_outlives(view, m, round) for m in round.members):
             by = round.since + spec.policy.part_s
@@ -138,14 +138,15 @@ def _outlives(view: View, member: Member, round: Round) -> bool:
 
 
 def _keeps(view: View, member: Member, round: Round) -> bool:
-    """Whether workers still wait there with a state that must not be continued. They are being ended."""
+    """Whether workers of this node still hold a state from before the return to a checkpoint. Their agent
+    ends them."""
     assert view.nodes is not None
     return round.anew and bool(view.nodes[member.node].node.holders)
 
 
 def _last_line(message: str) -> str:
     """Return the last line of a traceback, without the exception's name."""
-    line = next((line for line in reversed(message.splitlines()) if line.strip()), "a worker wanted it so")
+    line = next((line for line in reversed(message.splitlines()) if line.strip()), "a worker ended the job")
     return re.sub(r"^(\S+: )+", "", line.strip())
 
 

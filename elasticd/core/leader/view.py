@@ -110,7 +110,7 @@ def _mark_listed(view: View, scope: str, revision: int) -> View:
 
 
 def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
-    kinds = {e.key.partition("/")[0] for e in entries}  # what there is no news of is not copied
+    kinds = {e.key.partition("/")[0] for e in entries}  # only what has news is copied
     nodes = dict(view.nodes) if view.nodes is not None and "nodes" in kinds else None
     reports = dict(view.reports) if view.reports is not None and "reports" in kinds else None
     stalls = dict(view.stalls) if "stalls" in kinds else None
@@ -158,7 +158,7 @@ def _apply(view: View, entries: tuple[Entry, ...], now: float) -> View:
 
 
 def _apply_finding(view: View, e: Entry, name: str, now: float) -> View:
-    """Return the view after news of what the leader found, or of paces.
+    """Return the view after news of the keys ``hang`` and ``stragglers``, or of a node's paces.
 
     The leader knows its own writes before the watch reports them, so an older verdict may arrive after a
     newer one.
