@@ -103,7 +103,7 @@ class _Term:
 
 class Driver:
     """The driver of one agent. Call ``begin``, then ``handle`` with each posted event, and with
-    ``messages.Tick()`` at ``wake_at``. ``left`` is set once the agent has left the job."""
+    ``agent_messages.Tick()`` at ``wake_at``. ``left`` is set once the agent has left the job."""
 
     def __init__(
         self,

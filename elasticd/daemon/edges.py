@@ -126,7 +126,9 @@ def hold(config: RunConfig) -> tuple[socket.socket, Holder] | None:
     try:
         return etcd_peers.listen(config.node, config.address)
     except OSError as error:
-        raise CannotStart(f"no copies can be held for others at {config.address}: {error}") from error
+        raise CannotStart(
+            f"cannot listen on {config.address}, this node's --address, for --replicate: {error}"
+        ) from error
 
 
 class _Console:

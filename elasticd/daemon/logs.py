@@ -44,7 +44,7 @@ def logs_specs(options: LogOptions) -> LogsSpecs:
         if options.dir is None:  # users tidy the folders that they name
             forget_old_runs(folder)
     except OSError as error:
-        raise CannotStart(f"no logs can be kept: {error}; or name another folder with --log-dir") from error
+        raise CannotStart(f"no logs can be kept: {error}; name another folder with --log-dir") from error
     return made(
         log_dir=str(folder),
         redirects=Std.from_str(options.redirects),
@@ -59,7 +59,7 @@ def _try_out(folder: Path) -> None:
         os.rmdir(tempfile.mkdtemp(dir=folder, prefix="."))
     except OSError as error:
         raise CannotStart(
-            f"no logs can be kept in {folder}: {error.strerror}; name another with --log-dir"
+            f"no logs can be kept in {folder}: {error.strerror}; name another folder with --log-dir"
         ) from error
 
 

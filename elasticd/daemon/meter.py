@@ -106,7 +106,7 @@ class Meter:
         self._own_cpu_s = 0.0
         self._checkpoint: Checkpoint | None = None
         self._listed = False
-        self._saved: set[str] | None = None  # the names at the last look
+        self._saved: set[str] | None = None  # the checkpoints' names at the last update
         store.watch("checkpoint", self._checkpoint_seen)
         self.metrics = metrics = Metrics()
         metrics.set("elasticd_agent_uptime_seconds", began_at)

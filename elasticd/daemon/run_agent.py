@@ -44,7 +44,7 @@ from elasticd.telemetry.lines import clean
 from elasticd.telemetry.liveview import PlainView, TerminalView
 from elasticd.telemetry.termination import TerminationLog
 
-END_S = 5.0  # for workers to be gone once they were killed
+END_S = 5.0  # for workers to end after SIGKILL
 
 
 def run(config: RunConfig, view: TerminalView | None = None, last_words: TerminationLog | None = None) -> int:

@@ -112,4 +112,4 @@ def describe(state: AgentState) -> str:
     if state.crew is None or round.phase is not Phase.LIVE:
         return f"registered, without workers; round {round.number} is {round.phase}"
     ranks = len(state.crew.member.slots)
-    return f"round {round.number} is live: {ranks} of {round.world_size} workers are here"
+    return f"round {round.number} is live: {ranks} of {round.world_size} workers run on this node"

@@ -99,7 +99,7 @@ class StandaloneEtcd:
         with suppress(OSError):  # warned before, or the file cannot be written
             told = runs.state_dir() / f".told-etcd-{'.'.join(map(str, self._server.version or ()))}"
             os.close(os.open(told, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            advice = "its data is worth no more than this run; a newer etcd on PATH is used in its place"
+            advice = "this etcd keeps the data of this run only; a newer etcd on PATH is used instead"
             log.get("elasticd.etcd").warning("etcd.old", why=fault, note=advice)
 
     def _spawn(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> int:

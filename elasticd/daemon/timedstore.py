@@ -1,4 +1,4 @@
-"""A store that records how fast etcd answers and how leases fare, for the metrics."""
+"""A store that records the times of etcd's answers and the renewals of the lease, for the metrics."""
 
 from __future__ import annotations
 

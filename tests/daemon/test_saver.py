@@ -189,7 +189,7 @@ def test_what_others_have_committed_is_not_taken_for_this_job_s_where_etcd_does_
         memories = Memories(service.name, str(tmp_path))
         there = memories.committed(own=False)
         assert there is not None and there.saved == (other,)
-        with pytest.raises(Untold, match="cannot be read: etcd does not say"):
+        with pytest.raises(Untold, match="cannot be read: reading etcd failed"):
             memories.committed(own=True)
         service.close()
     assert memories.committed(own=False) is None, "the file is there to be read"
@@ -304,7 +304,7 @@ def test_what_etcd_may_have_taken_is_not_removed_though_it_never_says_so(server,
     etcd = Mute(pointer, then)
     hands_over(name, str(tmp_path), 3, 6, last=1).close()
     report = fate(told)
-    assert report.fate is Fate.FAILED and report.why.endswith("; it may be committed all the same")
+    assert report.fate is Fate.FAILED and report.why.endswith("; the commit may have succeeded")
     saver.leave()
     thread.join()
     listener.close()
@@ -580,7 +580,7 @@ def test_an_agent_waits_for_what_was_handed_over_unless_it_is_hurried(
     fates = [report.fate for report in service.reports]
     if hurried:
         assert fates == [Fate.COPIED]
-        assert service.unsaved == "what the saver had yet to write when it was ended"
+        assert service.unsaved == "the checkpoints that the saver had not written when it was killed"
     else:
         assert fates == [Fate.COPIED, Fate.COMMITTED] and not service.unsaved
         assert [s.step for s in FilePointer(tmp_path).read().saved] == [5]

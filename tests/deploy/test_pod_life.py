@@ -297,7 +297,7 @@ def test_an_agent_that_is_process_1_is_ready_fed_drained_and_says_why(tmp_path: 
         assert pod.stdout is not None
         assert json.loads(pod.stdout.readline()) == []
         heard.until("READY=1")
-        heard.until("STATUS=round 1 is live: 1 of 1 workers are here")
+        heard.until("STATUS=round 1 is live: 1 of 1 workers run on this node")
         heard.until("WATCHDOG=1", 3)
         assert path.read_text() == KILLED + "\n"
         os.kill(outside_pid_of(pod), signal.SIGTERM)

@@ -122,7 +122,9 @@ def test_a_node_is_ready_when_joined_restarted_when_stuck_drained_when_stopped(s
     assert started.returncode == 0, started.stderr
     first = systemd.show(unit)
     assert (first["ActiveState"], first["NRestarts"]) == ("active", "0")
-    systemd.until(lambda: systemd.show(unit)["StatusText"] == "round 1 is live: 1 of 1 workers are here")
+    systemd.until(
+        lambda: systemd.show(unit)["StatusText"] == "round 1 is live: 1 of 1 workers run on this node"
+    )
 
     os.kill(int(first["MainPID"]), signal.SIGSTOP)
 

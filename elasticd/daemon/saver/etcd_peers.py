@@ -51,7 +51,7 @@ class EtcdPeers:
         """Return the saver of a node. Raise PeerGone if none is registered or etcd does not answer."""
         found = self._read(lambda client: [client.get(self._job, _FOLDER + node)])
         if not found:
-            raise PeerGone(f"etcd knows of no saver of {node}")
+            raise PeerGone(f"no saver of {node} is registered in etcd")
         return found[0]
 
     def others(self) -> list[Holder]:
@@ -63,7 +63,7 @@ class EtcdPeers:
             with Client(self._access) as client:
                 entries = ask(client)
         except StoreError as error:
-            raise PeerGone(f"etcd does not say where they are: {error}") from error
+            raise PeerGone(f"cannot read the addresses of savers from etcd: {error}") from error
         facts = (getattr(entry, "fact", None) for entry in entries)
         return [fact for fact in facts if isinstance(fact, Holder)]
 

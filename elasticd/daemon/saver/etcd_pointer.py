@@ -64,7 +64,7 @@ class EtcdPointer:
             return self._file.read()
         except StoreError as error:
             if own:  # the file may name checkpoints of other jobs
-                raise TimeoutError(f"etcd does not say what is committed: {error}") from error
+                raise TimeoutError(f"reading etcd failed: {error}") from error
             return self._file.read()
         return known or (Checkpoint(self._url) if own else self._file.read())
 
@@ -85,7 +85,7 @@ class EtcdPointer:
         deadline = self._clock() + self._patience_s
         taken = False
         while True:
-            why = "etcd does not take it"
+            why = "etcd has not confirmed the commit"
             try:
                 made = self._try(new, keep, fence, in_time)
                 if isinstance(made, Commit):
@@ -94,7 +94,7 @@ class EtcdPointer:
             except StoreUnavailable as error:
                 why = f"etcd cannot be reached: {error}"
             except StoreError as error:
-                raise _lost(taken, f"etcd refuses it: {error}") from error
+                raise _lost(taken, f"etcd refuses the commit: {error}") from error
             if self._clock() >= deadline:
                 raise _lost(taken, why)
             self._sleep(_AGAIN_S)
@@ -115,7 +115,7 @@ class EtcdPointer:
         try:
             return self._file.update(etcds)
         except StoreError as error:
-            raise TimeoutError(f"etcd does not say what is committed: {error}") from error
+            raise TimeoutError(f"reading etcd failed: {error}") from error
 
     def _copied(self, made: Commit) -> Commit:
         try:
@@ -165,7 +165,7 @@ class EtcdPointer:
 
 def _lost(taken: bool, why: str) -> Exception:
     """Return the error of a failed commit. ``taken``: etcd may have applied an earlier try."""
-    return TimeoutError(f"{why}; it may be committed all the same") if taken else CommitRefused(why)
+    return TimeoutError(f"{why}; the commit may have succeeded") if taken else CommitRefused(why)
 
 
 def settle(access: EtcdAccess, job: str) -> None:

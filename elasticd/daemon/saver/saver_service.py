@@ -28,7 +28,7 @@ from elasticd.telemetry import describe, log
 _log = log.get("elasticd.saver")
 _ROOT = str(Path(__file__).parents[3])
 _PROGRAM = "import sys; sys.path.append({root!r}); from elasticd.daemon.saver.process import main; main()"
-_BEHIND: Final = "those before it are not yet durable"
+_BEHIND: Final = "earlier checkpoints are not written yet"
 _LINE_MAX: Final = 500
 _REPORTS_MAX: Final = 1000
 FINISH_S: Final = 60.0  # for the last commits, if the agent is asked to leave
@@ -100,7 +100,7 @@ class SaverService:
         watched = [listener.dup() for listener in (self._listener, *self._also)]
 
         def asked() -> None:
-            if not watched:  # the other socket was asked at the same time
+            if not watched:  # both sockets got a connection at the same time
                 return
             while watched:
                 self._warden.unwatch(watched.pop())
@@ -118,11 +118,11 @@ class SaverService:
             self._ready.set()
             if self._closing.is_set():
                 if end.code:
-                    last = "what the saver had yet to write when it was ended"
+                    last = "the checkpoints that the saver had not written when it was killed"
                     self.unsaved = f"{self.unsaved}; and {last}" if self.unsaved else last
                 self._ends.put(True)
             elif not self._warden.closing:
-                _log.warning("saver.ended", code=end.code, note="another starts when it is asked for")
+                _log.warning("saver.ended", code=end.code, note="a new saver starts when a worker connects")
                 self._await()
 
         program = _PROGRAM.format(root=_ROOT)
@@ -177,8 +177,8 @@ class SaverService:
                     return
             except queue.Empty:
                 if wait_s != _SAID_AFTER_S:
-                    return  # the warden is gone
-                _log.info("saver.finishing", note="what was handed over is yet to be written and committed")
+                    return  # the warden has died
+                _log.info("saver.finishing", note="the last checkpoints are being written and committed")
             else:
                 finish_s = next(graces, 0.0)
                 self._warden.stop_service(pid, finish_s)
