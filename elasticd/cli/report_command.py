@@ -42,11 +42,11 @@ def report(run: str | None, out: Path | None, text: bool) -> None:
     for folder in folders:
         told = files.read([folder])
         alive = any(living(e) for e in told if e["event"] == files.STARTED)
-        parts.append(AgentFiles(told, files.read_course(folder), alive))
+        parts.append(AgentFiles(told, files.read_timeline(folder), alive))
     try:
         found = run_report(parts)
     except ValueError:
-        raise Complaint(f"nothing was written of this run in {folders[-1]}") from None
+        raise Complaint(f"no agent has written anything about this run in {folders[-1]}") from None
     say(*on_screen(runreporttext.lines(found)))
     if text:
         return

@@ -1,4 +1,4 @@
-"""The course of a run: the job's status over time, written to the run's folder. ``elasticd report`` reads it.
+"""The timeline of a run: the job's status over time, in the run's folder. ``elasticd report`` reads it.
 
 A line has fields of the status, and the steps and times of this node's slots. The lines begin one second
 apart and become rarer as the run lasts: a run of a week has a few thousand lines.
@@ -18,7 +18,7 @@ FIRST_S = 1.0
 SHARE = 400  # the time between two lines is at least this fraction (1/400) of the run's time
 
 
-class Course:
+class Timeline:
     """Call ``note`` after each measurement. ``began_at``: the agent's start, in seconds since the epoch."""
 
     def __init__(self, file: EventFile, began_at: float) -> None:

@@ -1,5 +1,5 @@
 """Publishes the agent's progress to etcd, and the job's status to the live view, the pages, the metrics and
-the course of the run. Never changes the driver's state."""
+the timeline of the run. Never changes the driver's state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from elasticd.core.lifecycle import Life
 from elasticd.core.ports import Applied, Listing, Put, Seen, Store
 from elasticd.core.reasons import Reason, WorkersStarted
 from elasticd.daemon.config import RunConfig
-from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.http_pages import Pages, Published
 from elasticd.daemon.meter import Meter
 from elasticd.daemon.observer import Observer
 from elasticd.daemon.timekeeper import Timekeeper
+from elasticd.daemon.timeline import Timeline
 from elasticd.daemon.usage_sampler import Sampler, Samples
 from elasticd.telemetry import describe
 from elasticd.telemetry.events import EventFile, event, of_agent
@@ -61,7 +61,7 @@ class Publisher:
         sampler: Sampler,
         timekeeper: Timekeeper,
         events: EventFile,
-        course: Course,
+        timeline: Timeline,
         observer: Observer,
     ) -> None:
         self._config = config
@@ -74,7 +74,7 @@ class Publisher:
         self._sampler = sampler
         self._timekeeper = timekeeper
         self._file = events
-        self._course = course
+        self._timeline = timeline
         meter.on_save = self._saved
         self._observer = observer
         self._events: deque[Note] = deque(maxlen=EVENTS_KEPT)
@@ -112,7 +112,7 @@ class Publisher:
         mine = self._read()
         status = self._status(mine, now)
         self._measure(status, mine, now)
-        self._course.note(status, self._timekeeper.ledger, self._meter.metrics)
+        self._timeline.note(status, self._timekeeper.ledger, self._meter.metrics)
         self._view.show(status)
         if now >= self._write_due:
             self._write_progress(mine)
@@ -120,11 +120,11 @@ class Publisher:
         return self._due
 
     def farewell(self, now: float) -> None:
-        """Publish the metrics and the last line of the course, once the ledger is closed."""
+        """Publish the metrics and the last line of the timeline, once the ledger is closed."""
         mine = self._read()
         status = self._status(mine, now)
         self._meter.update(status, mine, self._timekeeper.ledger, now)
-        self._course.note(status, self._timekeeper.ledger, self._meter.metrics, last=True)
+        self._timeline.note(status, self._timekeeper.ledger, self._meter.metrics, last=True)
 
     def _saved(self, report: SaveReport, now: float) -> None:
         """Write an event of the checkpoint's fate. No such event is later than the agent's last event."""

@@ -15,7 +15,6 @@ from elasticd.core.ports import Assignment
 from elasticd.core.reasons import CheckpointTold, Reason
 from elasticd.daemon import edges, identity, openfiles, run_summary
 from elasticd.daemon.config import CannotStart, RunConfig
-from elasticd.daemon.course import Course
 from elasticd.daemon.driver import Driver
 from elasticd.daemon.hangs import Hangs
 from elasticd.daemon.http_pages import Pages
@@ -30,6 +29,7 @@ from elasticd.daemon.service_manager import Manager, Service
 from elasticd.daemon.standalone_etcd import StandaloneEtcd
 from elasticd.daemon.timedstore import TimedStore
 from elasticd.daemon.timekeeper import Timekeeper
+from elasticd.daemon.timeline import Timeline
 from elasticd.daemon.usage_sampler import Sampler
 from elasticd.etcd.clock import SteadyClock
 from elasticd.etcd.store import EtcdLink
@@ -173,7 +173,7 @@ def _run(config: RunConfig, view: TerminalView, manager: Manager) -> tuple[int, 
             sampler,
             timekeeper,
             events,
-            Course(events, began_at),
+            Timeline(events, began_at),
             observer,
         )
         service = Service(manager, lambda: driver.state)

@@ -1,11 +1,10 @@
-"""The events of a run: one line of JSON each, in the run's folder. This module writes, reads and follows
-them.
+"""The events of a run: one line of JSON each, in the run's folder. Write, read and follow them.
 
 A line is ``{"at": seconds since the epoch, "event": dotted name, "level", "job", "node", "text": a sentence,
 ...fields}``. Names and fields are the log's (``describe.event``). An agent's first event is
 ``agent.started``, which names the agent's process. Its last event is ``agent.ended``, unless the agent died.
 
-A second file in the folder holds the course of the run: measurements that ``daemon.course`` takes at
+A second file in the folder holds the timeline of the run: measurements that ``daemon.timeline`` takes at
 intervals.
 """
 
@@ -29,7 +28,7 @@ from elasticd.telemetry import describe
 _log = logging.getLogger(__name__)
 
 FILE = "events.jsonl"
-COURSE = "course.jsonl"
+TIMELINE = "course.jsonl"
 STARTED, ENDED = "agent.started", "agent.ended"
 WAITING_MAX = 10_000  # lines that wait for the disk; further lines are dropped, so that training goes on
 LAST_S = 2.0  # how long to wait for the last lines at the end
@@ -59,7 +58,7 @@ def of_agent(what: str, at: float, job: str, node: str, text: str, **fields: obj
 
 
 class EventFile:
-    """Write events and the run's course in a thread, since a disk may be slow or gone.
+    """Write events and the run's timeline in a thread, since a disk may be slow or unavailable.
 
     ``folder`` returns the run's folder, or None while the folder is unknown. The thread calls ``opened``
     once, with the folder, after it has written the first events. ``opened`` may raise OSError.
@@ -86,9 +85,9 @@ class EventFile:
     def write(self, what: Event) -> None:
         self._put(FILE, what)
 
-    def note(self, course: Mapping[str, Any]) -> None:
-        """Write a line of the run's course."""
-        self._put(COURSE, course)
+    def note(self, measured: Mapping[str, Any]) -> None:
+        """Write a line of the timeline."""
+        self._put(TIMELINE, measured)
 
     def _put(self, name: str, what: Mapping[str, Any] | None) -> None:
         with suppress(queue.Full):
@@ -101,7 +100,7 @@ class EventFile:
             self._put(FILE, None)
 
     def _run(self) -> None:
-        waiting: dict[str, list[bytes]] = {FILE: [], COURSE: []}
+        waiting: dict[str, list[bytes]] = {FILE: [], TIMELINE: []}
         files: dict[str, int] = {}
         known = troubled = False
         while (item := self._queue.get()) is not None:
@@ -122,7 +121,7 @@ class EventFile:
                     del lines[1:-WAITING_MAX]  # the disk may get room again; line 0 may be half written
                     if not troubled:
                         troubled = True
-                        _log.warning("what happens cannot be noted for now: %s", error)
+                        _log.warning("events cannot be written for now: %s", error)
         for file in files.values():
             os.close(file)
 
@@ -150,9 +149,9 @@ def read(folders: Sequence[Path]) -> list[Event]:
     return sorted(found, key=lambda e: float(e["at"]))
 
 
-def read_course(folder: Path) -> list[dict[str, Any]]:
-    """Return the course that one agent wrote. Lines that are not valid JSON are left out."""
-    with suppress(OSError), (folder / COURSE).open("rb") as file:
+def read_timeline(folder: Path) -> list[dict[str, Any]]:
+    """Return the timeline that one agent wrote. Lines that are not valid JSON are left out."""
+    with suppress(OSError), (folder / TIMELINE).open("rb") as file:
         return _parsed(file.read())
     return []
 

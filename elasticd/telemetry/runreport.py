@@ -1,7 +1,7 @@
-"""The report of a run, computed from the events and the course that its agents wrote. Pure.
+"""The report of a run, computed from the events and the timelines that its agents wrote. Pure.
 
-The report of a run that crashed ends with its last line. Times are in seconds since the epoch, lengths in
-seconds. Worker time is the time of all slots together.
+The report of a run that crashed ends at the last written line. Times are in seconds since the epoch, lengths
+in seconds. Worker time is the time of all slots together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elasticd.telemetry.goodput import goodput
 Line = Mapping[str, Any]
 BINS_MAX = 80  # of a plot over time
 _STRAGGLERS = ("worker.straggling", "slot.bad")
-_TOLD_ELSEWHERE = (
+_OTHER_SECTIONS = (
     "worker.ended",
     "failure.charged",
     "workers.hung",
@@ -32,17 +32,17 @@ _CHANGES = ("job.waiting", "workers.stopping", "workers.leaving", "round.awaitin
 
 @dataclass(frozen=True, slots=True)
 class AgentFiles:
-    """The events and the course of one agent. ``alive``: the agent may still be writing."""
+    """The events and the timeline of one agent. ``alive``: the agent may still be writing."""
 
     events: Sequence[Event]
-    course: Sequence[Line]
+    timeline: Sequence[Line]
     alive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPart:
-    """One agent. ``ended_at``: the time of its last line. ``code``: its exit code; None if it wrote no
-    end."""
+    """One agent. ``ended_at``: the time of its last line. ``code``: its exit code; None without the event
+    ``agent.ended``."""
 
     node: str
     began_at: float
@@ -54,15 +54,15 @@ class AgentPart:
     @property
     def fate(self) -> str:
         if self.code is not None:
-            return f"ended with {self.code}"
-        return "still runs" if self.alive else "died without a word"
+            return f"ended with exit code {self.code}"
+        return "still runs" if self.alive else "died unexpectedly"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """One round. ``lost_s``: the worker time lost between the last line of the round before and the last
-    line of this round while live (for the last round: its end). None if the course has no live line of
-    this round."""
+    """One round. ``lost_s``: the worker time lost from the last time that the previous round was live to the
+    last time that this round was (for the last round: to the end of the run). None if the timeline has no
+    line of this round while live."""
 
     number: int
     began_at: float
@@ -75,9 +75,8 @@ class RoundPart:
 
 @dataclass(frozen=True, slots=True)
 class FailurePart:
-    """One failure. ``cost_s``: the worker time lost until the next round was last live; None if there was no
-    next round, or nothing was measured. ``shared``: the failure before has the same next round, so the cost
-    is counted there as well."""
+    """One failure. ``cost_s``: the ``lost_s`` of the next round; None if there was no next round, or nothing
+    was measured. ``shared``: the previous failure has the same next round, and so the same cost."""
 
     event: Event
     cost_s: float | None
@@ -106,7 +105,7 @@ class Series:
 @dataclass(frozen=True, slots=True)
 class RunReport:
     """The whole report. ``outcome``: the job's end in words. ``spent``: worker time by kind. ``unseen``:
-    nodes that took part but left no files here."""
+    nodes of the run whose files are not on this machine."""
 
     job: str
     script: str
@@ -138,11 +137,11 @@ class RunReport:
 def run_report(parts: Sequence[AgentFiles]) -> RunReport:
     """Return the report of a run from its agents' parts. Raises ValueError if no agent has written
     anything."""
-    parts = [part for part in parts if part.events or part.course]
+    parts = [part for part in parts if part.events or part.timeline]
     if not parts:
-        raise ValueError("nothing was written of this run")
+        raise ValueError("no agent has written anything about this run")
     events = sorted((e for part in parts for e in part.events), key=lambda e: float(e["at"]))
-    course = sorted((line for part in parts for line in part.course), key=lambda line: float(line["at"]))
+    timeline = sorted((line for part in parts for line in part.timeline), key=lambda line: float(line["at"]))
     agents = tuple(map(_agent, parts))
     began_at = min(a.began_at for a in agents)
     ended_at = max(a.ended_at for a in agents)
@@ -150,12 +149,12 @@ def run_report(parts: Sequence[AgentFiles]) -> RunReport:
     first = next((e for e in events if e["event"] == STARTED), {})
     by_node: dict[str, list[Line]] = {}
     for part, agent in zip(parts, agents, strict=True):
-        by_node.setdefault(agent.node, []).extend(part.course)
+        by_node.setdefault(agent.node, []).extend(part.timeline)
     slots = tuple(s for node, lines in sorted(by_node.items()) for s in _slots(node, lines))
-    told = _told_at_the_end(events)
+    told = _final_times(events)
     spent = _sum([*(s.spent for s in slots if s.node not in told), *told.values()])
-    limits = (course[-1] if course else {}).get("limits") or {}
-    rounds = _rounds(events, course, {node: _losses(lines) for node, lines in by_node.items()}, ended_at)
+    limits = (timeline[-1] if timeline else {}).get("limits") or {}
+    rounds = _rounds(events, timeline, {node: _losses(lines) for node, lines in by_node.items()}, ended_at)
     seen = {a.node for a in agents}
     return RunReport(
         job=str((events or [{}])[0].get("job", "")),
@@ -178,9 +177,9 @@ def run_report(parts: Sequence[AgentFiles]) -> RunReport:
         stragglers=tuple(e for e in events if e["event"] in _STRAGGLERS),
         checkpoints=_once([e for e in events if e["event"].startswith("checkpoint.")], "event", "name"),
         warnings=tuple(
-            e for e in events if e.get("level") in ("warning", "error") and e["event"] not in _TOLD_ELSEWHERE
+            e for e in events if e.get("level") in ("warning", "error") and e["event"] not in _OTHER_SECTIONS
         ),
-        world=_world(course, ended_at),
+        world=_world(timeline, ended_at),
         goodput_over_time=_goodput_over_time(by_node, began_at, ended_at),
         step_times=tuple(
             _step_times(node, slot, lines, began_at, ended_at)
@@ -195,7 +194,7 @@ def run_report(parts: Sequence[AgentFiles]) -> RunReport:
 
 
 def _agent(part: AgentFiles) -> AgentPart:
-    times = [float(line["at"]) for line in (*part.events, *part.course)]
+    times = [float(line["at"]) for line in (*part.events, *part.timeline)]
     first = next((e for e in part.events if e["event"] == STARTED), {})
     last = next((e for e in part.events if e["event"] == ENDED), None)
     return AgentPart(
@@ -203,7 +202,7 @@ def _agent(part: AgentFiles) -> AgentPart:
         began_at=float(first.get("at", min(times))),
         ended_at=max(times),
         code=int(last["code"]) if last is not None else None,
-        slots=int(first.get("slots") or len((part.course or [{}])[-1].get("slots", ()))),
+        slots=int(first.get("slots") or len((part.timeline or [{}])[-1].get("slots", ()))),
         alive=part.alive and last is None,
     )
 
@@ -219,12 +218,15 @@ def _outcome(events: Sequence[Event], agents: Sequence[AgentPart]) -> tuple[str,
         return str(over[-1]["text"]).rstrip("."), over[-1]["outcome"] == "succeeded"
     silent = [agent.node for agent in agents if agent.code is None]
     if silent:
-        return f"no end was written: the agent on {', '.join(sorted(set(silent)))} died without a word", False
-    return "its agents here left before the job ended", True
+        return (
+            f"how it ended is unknown: the agent on {', '.join(sorted(set(silent)))} died unexpectedly",
+            False,
+        )
+    return "the agents of this machine left before the job ended", True
 
 
-def _told_at_the_end(events: Sequence[Event]) -> dict[str, dict[str, float]]:
-    """Return the time of each node by kind, from the ``agent.ended`` event that knows the most nodes."""
+def _final_times(events: Sequence[Event]) -> dict[str, dict[str, float]]:
+    """Return the time of each node by kind, from the ``agent.ended`` event that lists the most nodes."""
     over = [e for e in events if e["event"] == ENDED and e.get("outcome") and isinstance(e.get("time"), dict)]
     told: list[dict[str, dict[str, float]]] = [e["time"] for e in over]
     return max(told, key=len, default={})
@@ -238,8 +240,8 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _slots(node: str, lines: Sequence[Line]) -> list[SlotPart]:
-    """Return the slots of one node. An agent that starts again continues its ledger, but counts its steps
-    from 0."""
+    """Return the slots of one node. An agent that starts again continues its ledger, but counts steps from
+    0."""
     found = []
     for slot in sorted({k for line in lines for k in line.get("slots", {})}, key=int):
         mine = [line["slots"][slot] for line in lines if slot in line.get("slots", {})]
@@ -251,7 +253,7 @@ def _slots(node: str, lines: Sequence[Line]) -> list[SlotPart]:
 
 
 def _grown(counts: Sequence[int]) -> int:
-    """Return the total of a counter that starts again from 0 now and then."""
+    """Return the total of a counter that was reset to 0 now and then."""
     return sum(max(0, b - a) if b >= a else b for a, b in zip((0, *counts), counts, strict=False))
 
 
@@ -278,7 +280,7 @@ def _losses(lines: Sequence[Line]) -> dict[int, float]:
 
 def _rounds(
     events: Sequence[Event],
-    course: Sequence[Line],
+    timeline: Sequence[Line],
     lost: Mapping[str, Mapping[int, float]],
     ended_at: float,
 ) -> tuple[RoundPart, ...]:
@@ -292,7 +294,7 @@ def _rounds(
             began[number] = (float(e["at"]), int(e.get("world_size", 0)), str(e.get("cause", "")))
         elif e["event"] == "round.closing" or (e["event"] in _CHANGES and number not in closed):
             closed[number] = (float(e["at"]), _why(e))
-    for line in course:
+    for line in timeline:
         if line.get("phase") == "live" and line["round"] not in began:
             began[int(line["round"])] = (float(line["at"]), int(line.get("world_size", 0)), "")
     numbers = sorted(began)
@@ -359,11 +361,11 @@ def _once(events: Sequence[Event], *fields: str) -> tuple[Event, ...]:
 # ---------------------------------------------------------------- over time
 
 
-def _world(course: Sequence[Line], ended_at: float) -> Series:
-    """Return the world size over time. Lines of an older round than the newest one are ignored."""
+def _world(timeline: Sequence[Line], ended_at: float) -> Series:
+    """Return the world size over time. A line is ignored if an earlier line has a newer round."""
     points: list[tuple[float, float | None]] = []
     newest = 0
-    for line in course:
+    for line in timeline:
         if int(line["round"]) < newest:
             continue
         newest, size = int(line["round"]), float(line.get("world_size", 0))
@@ -394,7 +396,8 @@ def _goodput_over_time(by_node: Mapping[str, Sequence[Line]], began_at: float, e
 
 
 def _at(edges: Sequence[float], known: Sequence[tuple[float, dict[str, float]]]) -> list[dict[str, float]]:
-    """Return the last known state at each edge. The last edge takes the newest state."""
+    """Return the state at each edge: the newest known at that time, and for the last edge the newest of
+    all."""
     times = [at for at, _ in known]
     return [
         known[i - 1][1] if (i := bisect_right(times, edge + 1e-3)) else {}

@@ -89,7 +89,7 @@ def render(r: RunReport, version: str, now: float) -> str:
             *(f"<h2>{name}</h2>{plot}" for name, plot in plots),
             _section(
                 "Rounds",
-                ("round", "began", "lasted", "workers", "began as:t", "ended as:t", "worker time lost"),
+                ("round", "began", "lasted", "workers", "cause:t", "ended by:t", "worker time lost"),
                 (_round(one, r.began_at) for one in r.rounds),
                 len(r.rounds),
             ),
@@ -112,7 +112,7 @@ def render(r: RunReport, version: str, now: float) -> str:
             ),
             _section(
                 "Agents",
-                ("node:t", "slots", "began", "last heard of", "what became of it:t"),
+                ("node:t", "slots", "began", "last line", "end:t"),
                 (
                     f"<td class=t>{escape(a.node)}<td>{a.slots}<td>{_since(a.began_at, r.began_at)}"
                     f"<td>{_since(a.ended_at, r.began_at)}<td class=t>{escape(a.fate)}"
@@ -122,7 +122,8 @@ def render(r: RunReport, version: str, now: float) -> str:
             ),
             _happened("Warnings", r.warnings, r.began_at),
             f"<footer class=dim>Written by elasticd {escape(version)} on {_day(now)}, ",
-            "from what the agents on this machine noted. Times are since the run began.</footer></html>",
+            "from the files of the agents on this machine. Times count from the start of the run.",
+            "</footer></html>",
         ]
     )
 
@@ -131,13 +132,10 @@ def notes(r: RunReport) -> list[str]:
     """Return the warnings that a reader needs to judge the numbers."""
     said = []
     if any(agent.code is None and not agent.alive for agent in r.agents):
-        said.append(
-            "An agent ended without a word, so its last moments are missing: its numbers are those it had "
-            "noted by then."
-        )
+        said.append("An agent died unexpectedly: its numbers are those of the last line that it wrote.")
     if r.unseen:
         said.append(
-            f"Of {describe.listing(r.unseen)} only the sums are known here; "
+            f"Of {describe.listing(r.unseen)} the report has only the sums; "
             "their events are on their machines."
         )
     return said
@@ -191,7 +189,7 @@ def _round(one: RoundPart, since: float) -> str:
 def _failure(one: FailurePart, since: float) -> str:
     e = one.event
     log = f"<br><code class=dim>{escape(str(e['log']))}</code>" if e.get("log") else ""
-    cost = "-" if one.cost_s is None else "with the one before" if one.shared else length(one.cost_s)
+    cost = "-" if one.cost_s is None else "counted above" if one.shared else length(one.cost_s)
     what = escape(_capital(str(e.get("text") or e["event"])))
     return f"<td>{_since(float(e['at']), since)}<td class='t w'>{what}{log}<td>{cost}"
 
@@ -208,14 +206,14 @@ def _slot(one: SlotPart) -> str:
 
 
 def _happened(title: str, events: Sequence[Event], since: float, place: str = "") -> str:
-    """Return a section of events. ``place``: the field with the path of further reading."""
+    """Return a section of events. ``place``: the field with a path to show below the text."""
     rows = (
         f"<td>{_since(float(e['at']), since)}<td class=t>{escape(str(e.get('node', '')))}"
         f"<td class='t w'>{escape(_capital(str(e.get('conclusion') or e.get('text') or e['event'])))}"
         + (f"<br><code class=dim>{escape(str(e[place]))}</code>" if place and e.get(place) else "")
         for e in events
     )
-    return _section(title, ("when", "told by:t", "what:t"), rows, len(events)) if events else ""
+    return _section(title, ("when", "node:t", "what:t"), rows, len(events)) if events else ""
 
 
 def _section(title: str, head: Sequence[str], rows: Iterable[str], count: int) -> str:

@@ -1,9 +1,9 @@
 """The status of a job: one frozen value, which every view shows. Pure.
 
 ``elasticd status`` and ``elasticd top`` make the value from the facts in etcd. An agent makes the value for
-its live view, its pages, its metrics and the course of the run from the facts that it knows, and from what
-etcd does not know (``LocalFacts``). docs/status.md describes the JSON form. Fields may be added while
-``schema`` stays the same; none is renamed or removed.
+its live view, its pages, its metrics and the run's timeline from the facts that it knows, and from what etcd
+does not know (``LocalFacts``). docs/status.md describes the JSON form. Fields may be added while ``schema``
+stays the same; none is renamed or removed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SlotStatus:
 class NodeStatus:
     """One node of the job. ``state``: "member" of the round, "waiting" for the next, "draining", or "lost" (a
     member whose lease has expired). ``own_bytes``, ``replica_bytes``: see ``Progress``. ``time``: seconds of
-    the node's slots by kind, as the node told last."""
+    the node's slots by kind, as the node last reported."""
 
     node: str
     state: str
@@ -144,8 +144,8 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class AgentStatus:
-    """The agent that tells the status. ``unready``: why its node neither trains nor could, or empty.
-    ``events``: what happened last, oldest first."""
+    """The agent that reports the status. ``unready``: why its node neither trains nor is ready to, or empty.
+    ``events``: the last events, oldest first."""
 
     node: str
     ready: bool
@@ -165,7 +165,7 @@ class JobStatus:
     ``stragglers``: workers that are slow in this round, or whose GPU is faulty, as the leader judges.
     ``etcd_full``: etcd has no space, so the job cannot change.
 
-    ``agent``: the agent that tells the status; None if the status was read from etcd. ``complete``: whether
+    ``agent``: the reporting agent; None if the status was read from etcd. ``complete``: whether
     all nodes are listed. An agent that meets others in a shared etcd knows only its own node.
     """
 
@@ -213,7 +213,7 @@ class JobStatus:
 
     @property
     def own(self) -> NodeStatus | None:
-        """The node of the agent that tells the status."""
+        """The node of the agent that reports the status."""
         return next((n for n in self.nodes if self.agent and n.node == self.agent.node), None)
 
     def as_json(self) -> dict[str, Any]:
@@ -223,8 +223,8 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """What an agent knows beyond the facts. ``states``: of those slots of its node of which the agent knows
-    more than etcd. ``waits``: why the job waits, in sentences. ``complete``: see ``JobStatus``."""
+    """What an agent knows beyond the facts. ``states``: by slot, the states that only the agent knows and not
+    etcd. ``waits``: why the job waits, in sentences. ``complete``: see ``JobStatus``."""
 
     agent: AgentStatus
     states: Mapping[int, SlotState] = field(default_factory=dict)
@@ -347,7 +347,7 @@ class _Picture:
         )
 
     def _slots(self, name: str, node: Node | None, member: Member | None) -> Iterator[SlotStatus]:
-        """Yield the slots that the job may use, and those that it uses."""
+        """Yield the status of each slot that the job uses or may use."""
         most = self.spec.limits.max if self.spec else None
         quarantines = self.budget.quarantines if self.budget else ()
         out = {q.slot: q.until for q in quarantines if q.node == name and q.until > self.now}
@@ -379,7 +379,9 @@ class _Picture:
     def _of_worker(self, beat: SlotProgress | None) -> SlotState:
         assert self.round is not None
         if self.round.phase is Phase.WAITING:
-            return SlotState.IDLE  # the record still has the last round's members; their workers are gone
+            return (
+                SlotState.IDLE
+            )  # the record still has the last round's members, but their workers have ended
         if self.round.phase is Phase.CLOSING:
             return SlotState.STOPPING
         return SlotState.RUNNING if beat is not None and beat.step else SlotState.STARTING

@@ -114,7 +114,7 @@ def test_runs_of_which_nothing_is_known_are_refused_in_a_sentence(folder):
     with pytest.raises(Complaint, match="nowhere is neither a job that ran on this machine nor a folder"):
         say("nowhere")
     folder.mkdir()
-    for others in (events.FILE, events.COURSE):
+    for others in (events.FILE, events.TIMELINE):
         (folder / others).write_text('{"at": 1.0}\n')
     with pytest.raises(Complaint, match=r"nothing was noted for an audit of .*: give `elasticd run` --audit"):
         say(str(folder))

@@ -5,13 +5,13 @@ import time
 from pathlib import Path
 
 from elasticd.daemon.logs import forget_old_runs
-from elasticd.telemetry.events import COURSE
+from elasticd.telemetry.events import TIMELINE
 
 
 def make_run(folder: Path, at: float) -> Path:
     (folder / "attempt_0").mkdir(parents=True)
-    (folder / COURSE).touch()
-    for path in (folder / "attempt_0", folder / COURSE, folder):
+    (folder / TIMELINE).touch()
+    for path in (folder / "attempt_0", folder / TIMELINE, folder):
         os.utime(path, (at, at))
     return folder
 
@@ -28,7 +28,7 @@ def test_only_the_newest_runs_keep_their_logs(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_keeps_its_logs_however_many_have_begun_since(tmp_path: Path) -> None:
     now = time.time()
     goes_on = make_run(tmp_path / "long", now - 1_000_000)
-    os.utime(goes_on / COURSE, (now - 3600, now - 3600))  # the folder itself is as it was
+    os.utime(goes_on / TIMELINE, (now - 3600, now - 3600))  # the folder itself is as it was
     make_run(tmp_path / "over", now - 1_000_000)
     for n in range(3):
         make_run(tmp_path / f"later{n}", now - n)

@@ -60,5 +60,5 @@ def test_of_a_run_that_crashed_the_report_tells_as_far_as_it_went(cluster: Clust
     a.kill()
     cluster.until_gone(world.players)
     report = cluster.command("report", cluster.job, etcd=False)
-    assert report.code == 0 and "the agent on a died without a word" in report.out
+    assert report.code == 0 and "the agent on a died unexpectedly" in report.out
     assert "a slot 0: " in report.out and "s productive" in report.out

@@ -52,12 +52,12 @@ def test_the_course_lies_beside_the_events_and_a_damaged_line_is_passed_over(tmp
         file.write(formed(1))
         for at in (1, 2):
             file.note({"at": at, "round": 3})
-    with (tmp_path / events.COURSE).open("a") as half:
+    with (tmp_path / events.TIMELINE).open("a") as half:
         half.write("[" * 100_000 + "\n")
         half.write('{"at": 3, "rou')
-    assert [line["at"] for line in events.read_course(tmp_path)] == [1, 2]
+    assert [line["at"] for line in events.read_timeline(tmp_path)] == [1, 2]
     assert [e["event"] for e in events.read([tmp_path])] == ["round.formed"]
-    assert events.read_course(tmp_path / "gone") == []
+    assert events.read_timeline(tmp_path / "gone") == []
 
 
 def test_a_folder_that_is_gone_stops_nobody(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_who_follows_sees_each_event_once_and_the_next_as_it_comes(tmp_path: Pat
     def look() -> None:
         for what in events.follow(
             lambda: [r.folder for r in runs.of_job(state, "job")],
-            runs.jobs_place(state, "job"),
+            runs.job_folder(state, "job"),
             lambda started: os.dup(ends[started["pid"]]),
         ):
             with changed:

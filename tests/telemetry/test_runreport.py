@@ -46,7 +46,7 @@ def two_rounds(*more: Event) -> AgentFiles:
         told(25, RoundFormed(2, 2, 1, Cause.WORKER_FAILED)),
         *more,
     ]
-    course = [
+    timeline = [
         line(1, 0, 0, slot(0, rendezvous=1), slot(0, rendezvous=1), phase="waiting"),
         line(5, 1, 2, slot(20, rendezvous=2, productive=3), slot(20, rendezvous=2, productive=3)),
         line(19, 1, 2, slot(160, rendezvous=2, productive=17), slot(160, rendezvous=2, productive=17)),
@@ -65,7 +65,7 @@ def two_rounds(*more: Event) -> AgentFiles:
             slot(300, rendezvous=2, productive=33, restarting=5),
         ),
     ]
-    return AgentFiles(events, course)
+    return AgentFiles(events, timeline)
 
 
 def ended(time: dict[str, dict[str, float]]) -> Event:
@@ -89,13 +89,13 @@ def test_what_was_lost_is_told_by_the_round_whose_beginning_cost_it() -> None:
 def test_what_is_lost_while_a_round_closes_is_the_cost_of_why_it_closes_and_told_once() -> None:
     part, other = two_rounds(), replace(FAILURE, exit=replace(FAILURE.exit, slot=0, rank=0))
     closing = slot(165, rendezvous=2, productive=17.5, restarting=4)
-    part.course.insert(-2, line(24, 1, 0, closing, closing, phase="closing"))
+    part.timeline.insert(-2, line(24, 1, 0, closing, closing, phase="closing"))
     part.events.append(told(20.2, FailureCharged(other, 2, 10)))
     found = run_report([part])
     assert [r.lost_s for r in found.rounds] == [4.0, 10.0]
     assert [(f.cost_s, f.shared) for f in found.failures] == [(10.0, False), (10.0, True)]
     assert page(found).count("<td>10.0 s") == 3, "of the kind, of the round, of the first of two failures"
-    assert page(found).count("<td>with the one before") == 1
+    assert page(found).count("<td>counted above") == 1
 
 
 def test_steps_and_their_times_are_told_by_slot() -> None:
@@ -130,10 +130,10 @@ def test_a_lost_node_is_a_failure_with_its_cost_though_nobody_is_charged() -> No
 
 def test_a_run_that_crashed_is_told_as_far_as_it_went() -> None:
     found = run_report([two_rounds()])
-    assert not found.went_well and "the agent on a died without a word" in found.outcome
-    assert found.ended_at == 40 and found.agents[0].fate == "died without a word"
-    assert any("died without a word" in text for text in runreporttext.lines(found))
-    still = run_report([AgentFiles(two_rounds().events, two_rounds().course, alive=True)])
+    assert not found.went_well and "the agent on a died unexpectedly" in found.outcome
+    assert found.ended_at == 40 and found.agents[0].fate == "died unexpectedly"
+    assert any("died unexpectedly" in text for text in runreporttext.lines(found))
+    still = run_report([AgentFiles(two_rounds().events, two_rounds().timeline, alive=True)])
     assert still.outcome == "the job still runs" and still.agents[0].fate == "still runs"
 
 
@@ -141,7 +141,7 @@ def test_a_run_without_a_single_number_is_told_all_the_same() -> None:
     found = run_report([AgentFiles([started(), told(2, RoundFormed(1, 2, 1, Cause.START))], [])])
     assert len(found.rounds) == 1 and found.goodput is None
     assert "nothing was measured" in runreportpage.render(found, "1", 0)
-    with pytest.raises(ValueError, match="nothing was written"):
+    with pytest.raises(ValueError, match="no agent has written"):
         run_report([AgentFiles([], [])])
 
 
@@ -149,7 +149,7 @@ def test_what_other_nodes_told_at_the_end_is_in_the_sums() -> None:
     time = {"a": {"productive": 66.0}, "b": {"productive": 14.0, "hung": 20.0}}
     found = run_report([two_rounds(ended(time))])
     assert found.spent["productive"] == 80 and found.spent["hung"] == 20 and found.unseen == ("b",)
-    assert any("Of b only the sums" in text for text in runreportpage.notes(found))
+    assert any("Of b the report has only the sums" in text for text in runreportpage.notes(found))
 
 
 def test_an_agent_that_came_back_counts_its_steps_on() -> None:
