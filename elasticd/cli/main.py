@@ -17,7 +17,7 @@ from elasticd import __version__
 from elasticd.cli.complaint import Complaint
 from elasticd.cli.machine import nowhere
 from elasticd.cli.say import say
-from elasticd.procs.init import part_from_init
+from elasticd.procs.init import fork_from_process_1
 from elasticd.procs.linux import hide_memory
 from elasticd.telemetry.termination import TerminationLog
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _open_missing_streams()
     if os.environ.get("ELASTICD_ETCD_PASSWORD"):  # otherwise visible in /proc, also of process 1
         hide_memory()
-    part_from_init()
+    fork_from_process_1()
     sys.exit(_exit_code(argv))
 
 

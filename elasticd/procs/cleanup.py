@@ -1,8 +1,8 @@
 """Cleanup after an agent that was killed together with its warden.
 
 The agent's folder in shared memory names its owner. When the owner is gone, the next agent of the same user
-kills the processes that the owner's workers left, and removes the folder. Such a process has a page of the
-folder in its environment.
+kills the processes that the owner's workers left, and removes the folder. The environment of these processes
+names a page in the folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_owned_dir(place: str | None, variable: str) -> Path:
 
 
 def sweep(place: Path, variable: str) -> None:
-    """Remove the folders whose owner is gone, and kill the remaining processes of its workers."""
+    """Remove the folders whose owner has exited, and kill the remaining processes of the owner's workers."""
     with contextlib.suppress(OSError):
         for folder in list(place.iterdir()):
             name = _NAME.fullmatch(folder.name)
@@ -46,13 +46,13 @@ def sweep(place: Path, variable: str) -> None:
             with contextlib.suppress(OSError):
                 found = folder.lstat()
                 if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and started_at(pid) != started:
-                    _end_users(f"{folder}/", variable)
+                    _kill_marked(f"{folder}/", variable)
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_users(prefix: str, variable: str) -> None:
+def _kill_marked(prefix: str, variable: str) -> None:
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone, or of another user
+        with contextlib.suppress(psutil.Error):  # has exited, or belongs to another user
             if process.environ().get(variable, "").startswith(prefix):
                 kill_tree(process.pid)
 

@@ -94,8 +94,8 @@ def standbys(
 
 
 def _devices(member: Member, local_rank: int, setting: Setting) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES where needed: scripts use LOCAL_RANK as the GPU's index, also where a slot
-    is left out."""
+    """Return CUDA_VISIBLE_DEVICES where needed: scripts use LOCAL_RANK as the GPU's index, which is wrong
+    where a slot is left out."""
     if not setting.devices:
         return {}
     mine = [setting.devices[s] for s in member.slots if s < len(setting.devices)]

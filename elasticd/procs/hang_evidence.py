@@ -16,7 +16,7 @@ from elasticd.procs.vitals import thread_report, vitals
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A worker to look at. ``page``: the path of its heartbeat."""
+    """A worker to look at. ``page``: the path of its page."""
 
     slot: int
     rank: int
@@ -26,9 +26,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was seen of one worker. ``stacks``: the stacks of all threads as text, or why there are none.
-    ``threads``: one line per thread, from the kernel. ``recorded``: torch's flight recorder, see
-    ``flight_recorder.ask``."""
+    """The evidence about one worker. ``stacks``: the stacks of all threads as text, or why there are none.
+    ``threads``: one line per thread, from the kernel. ``recorded``: see ``flight_recorder.ask``."""
 
     subject: Subject
     vitals: Vitals
@@ -54,14 +53,14 @@ def _look(subject: Subject) -> Evidence:
     recorded = flight_recorder.ask(subject.page) if answers else b""
     where = whereabouts(stacks.main_thread(text))
     if not text:
-        text = stacks.from_outside(subject.pid)
-        where = whereabouts(stacks.seen_from_outside(text, subject.pid))
+        text = stacks.py_spy_dump(subject.pid)
+        where = whereabouts(stacks.py_spy_main_thread(text, subject.pid))
     return Evidence(subject, seen, where, text, thread_report(subject.pid), recorded)
 
 
 def write(folder: Path, conclusion: str, evidence: Sequence[Evidence]) -> None:
-    """Write the folder of a hang: ``conclusion.txt``, and for each rank ``rank-N.txt`` and, if recorded,
-    ``flight-recorder-N.json``. Raises OSError."""
+    """Write the evidence into ``folder``: ``conclusion.txt``, and for each rank ``rank-N.txt`` and, if
+    recorded, ``flight-recorder-N.json``. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conclusion.txt").write_text(conclusion + "\n", encoding="utf-8")
     for one in evidence:

@@ -15,7 +15,7 @@ from typing import NoReturn
 _FROM_THE_KERNEL = 0x80  # SI_KERNEL: Ctrl-C on a terminal, which the agent receives too
 
 
-def part_from_init() -> None:
+def fork_from_process_1() -> None:
     """In process 1, fork: the child returns and becomes the agent, and the parent stays until the agent ends
     and exits with its code. In any other process, return."""
     if os.getpid() != 1:

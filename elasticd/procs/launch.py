@@ -18,7 +18,7 @@ def launch(program: Program, fds: Sequence[int], files: int | None) -> tuple[int
     """Fork a child that runs the program in its own session and process group, with copies of ``fds`` as its
     first files. ``files``: how many files the child may have open; None: as many as this process.
 
-    Return the child's pid and a descriptor for ``why_not``. Raises OSError if the fork fails.
+    Return the child's pid and a descriptor for ``start_error``. Raises OSError if the fork fails.
     """
     parent = os.getpid()
     errors, tell_error = os.pipe()
@@ -38,7 +38,7 @@ def launch(program: Program, fds: Sequence[int], files: int | None) -> tuple[int
     return pid, errors
 
 
-def why_not(errors: int) -> str | None:
+def start_error(errors: int) -> str | None:
     """Return why the child could not run its program; None if it could. Closes the descriptor."""
     os.set_blocking(errors, False)
     try:

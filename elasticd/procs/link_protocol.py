@@ -21,7 +21,7 @@ from elasticd.channel.worker_messages import (
     WorkerToAgent,
 )
 
-# What may be the last message when the worker sends another. Most scripts send none.
+# For each kind of message from a worker: the kinds of message that may precede it.
 AFTER: Final[Mapping[type[WorkerToAgent], tuple[type[WorkerToAgent | Enter] | None, ...]]] = {
     Hello: (None,),
     Waiting: (Hello, Enter, Entered, Done),
@@ -32,8 +32,8 @@ AFTER: Final[Mapping[type[WorkerToAgent], tuple[type[WorkerToAgent | Enter] | No
 
 
 class LinkProtocol:
-    """The state of one worker's link. ``last``: the kind of the last message, but for those that change
-    nothing in the order. ``round``: the round that the worker was last told to enter; 0 before."""
+    """The state of one worker's link. ``last``: the kind of the last message that matters for the order.
+    ``round``: the round of the last ``Enter`` message; 0 before."""
 
     def __init__(self) -> None:
         self.last: type[WorkerToAgent | Enter] | None = None
@@ -53,11 +53,12 @@ class LinkProtocol:
         if isinstance(message, Checkpointed):
             return
         if self.last not in AFTER[type(message)]:
-            raise BadMessage(f"it said {message} after {self.last.__name__ if self.last else 'nothing'}")
+            after = self.last.__name__ if self.last else "no message"
+            raise BadMessage(f"the worker sent {message} after {after}")
         match message:
             case Hello(v=version):
                 if version != VERSION:
-                    raise BadMessage(f"it speaks version {version} of the link, and this agent {VERSION}")
+                    raise BadMessage(f"the worker uses version {version} of the link, the agent {VERSION}")
             case Waiting(number, step, holds, agreed):
                 self._check(message, number, agreed, 0 if holds is Holds.NONE else step)
             case Entered(number, step, group_s, state_s, batch, rates, _):
@@ -72,6 +73,6 @@ class LinkProtocol:
 
     def _check(self, message: WorkerToAgent, number: int, *amounts: float) -> None:
         if number != self.round:
-            raise BadMessage(f"it said {message}, and was told to enter round {self.round}")
+            raise BadMessage(f"the worker sent {message}, but was told to enter round {self.round}")
         if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
-            raise BadMessage(f"it said {message}")
+            raise BadMessage(f"the worker sent an impossible amount in {message}")

@@ -69,7 +69,7 @@ def _read(path: str) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of a process, including unreaped ones; none if the process is gone."""
+    """Return the children of a process, including unreaped ones; none if the process has exited."""
     found: list[int] = []
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
@@ -82,13 +82,13 @@ def children(pid: int) -> list[int]:
             if not os.path.exists("/proc/self/task"):
                 continue
             if os.path.exists(f"/proc/{pid}/task/{task}"):  # a kernel without CONFIG_PROC_CHILDREN
-                return _children_the_long_way(pid)
+                return _children_by_scan(pid)
         except OSError:
             continue
     return found
 
 
-def _children_the_long_way(parent: int) -> list[int]:
+def _children_by_scan(parent: int) -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -107,21 +107,21 @@ def stat_of(pid: int) -> list[bytes]:
 
 
 def session_of(pid: int) -> int:
-    """Return the session of a process, or of a zombie; 0 if the process is gone."""
+    """Return the session of a process, or of a zombie; 0 if the process does not exist."""
     fields = stat_of(pid)
     return int(fields[3]) if len(fields) > 3 else 0
 
 
 def started_at(pid: int) -> int:
     """Return when a process started, in clock ticks since boot, to recognise a reused pid; 0 if the process
-    is gone or a zombie."""
+    does not exist or is a zombie."""
     fields = stat_of(pid)
     return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else 0
 
 
 def was_started_with(pid: int, variables: Iterable[str]) -> bool:
-    """Return whether the environment of a process contained one of these ``NAME=value`` when its program
-    began."""
+    """Return whether one of these ``NAME=value`` was in the environment with which a process started its
+    program."""
     try:
         environ = _read(f"/proc/{pid}/environ").split(b"\0")
     except OSError:
@@ -135,9 +135,9 @@ def came_from(pid: int, sessions: Container[int], variables: Iterable[str]) -> b
     return session_of(pid) in sessions or was_started_with(pid, variables)
 
 
-def tidies_up(pid: int) -> bool:
-    """Return whether a process is the resource tracker of multiprocessing or joblib. The tracker ends when
-    all users of its pipe are gone, after it has removed the shared memory and semaphores that they left."""
+def is_resource_tracker(pid: int) -> bool:
+    """Return whether a process is the resource tracker of multiprocessing or joblib. The tracker ends after
+    all users of its pipe have exited, and removes the shared memory and semaphores that they left."""
     try:
         return b"resource_tracker import main" in _read(f"/proc/{pid}/cmdline")
     except OSError:
@@ -145,7 +145,7 @@ def tidies_up(pid: int) -> bool:
 
 
 def kill(pid: int, signal_number: int) -> None:
-    """Send a signal. A process that is gone, or belongs to another user, is ignored."""
+    """Send a signal. A process that has exited, or belongs to another user, is ignored."""
     try:
         os.kill(pid, signal_number)
     except (ProcessLookupError, PermissionError):

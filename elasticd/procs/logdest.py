@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 STDOUT, STDERR = 1, 2
-_ROOM_BYTES = 1 << 16  # a disk with less free space than this is full
+_ROOM_BYTES = 1 << 16  # a disk with less free space than this counts as full
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LogDest:
             return ""
         return str(Path(folder) / ("stdout.log" if stream == STDOUT else "stderr.log"))
 
-    def unkept(self) -> LogDest:
+    def without_files(self) -> LogDest:
         """Return a copy without files for output."""
         return replace(self, stdouts={}, stderrs={}, tee_stdouts={}, tee_stderrs={}, capture_dirs={})
 
@@ -66,8 +66,8 @@ def trouble_with(path: str) -> str:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.write(bytes(_ROOM_BYTES))
                 return ""
-        # Another process may be writing to the file, so the test writes beside it. Without the right to make
-        # files there, the test tells nothing.
+        # Another process may be writing to the file, so the test writes another file in the same folder. The
+        # test is left out where this user may not make files in the folder.
         folder = os.path.dirname(os.path.realpath(path))
         with contextlib.suppress(PermissionError), tempfile.TemporaryFile(dir=folder) as beside:
             beside.write(bytes(_ROOM_BYTES))

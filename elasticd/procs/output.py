@@ -1,8 +1,7 @@
 """The output of workers: to files, to the console, or to both. One thread moves it.
 
-A redirected stream is a file of the worker; its output does not pass through here. A stream that goes only to
-the agent's terminal is a pseudo-terminal, so that workers behave as on a terminal. Any other stream is a
-pipe.
+A worker writes a redirected stream to the file itself. A stream that goes only to the agent's terminal is a
+pseudo-terminal, so that workers behave as on a terminal. Any other stream is a pipe.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ class StdConsole:
 
 
 class Filtered:
-    """The file for filtered lines, shared by the workers of a round. It is closed with its last reference."""
+    """The file for filtered lines, shared by the workers of a round. The file is closed with the last
+    reference to this object."""
 
     def __init__(self, path: str, needles: Sequence[str]) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -272,7 +272,7 @@ def _open_pipe_or_terminal(like: int | None) -> tuple[int, int]:
         with contextlib.suppress(OSError):
             source, target = os.openpty()
             attributes = termios.tcgetattr(target)
-            attributes[1] &= ~termios.OPOST  # the real terminal does that
+            attributes[1] &= ~termios.OPOST  # the console's terminal converts the line ends
             termios.tcsetattr(target, termios.TCSANOW, attributes)
             _copy_window_size(like, source)
             return source, target

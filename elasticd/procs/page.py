@@ -15,7 +15,7 @@ from elasticd.core import page_layout as at
 from elasticd.core.page_layout import Told, Use
 from elasticd.procs.cleanup import make_owned_dir
 
-PAGE_BYTES = 4096  # the file continues with the worker's stacks, once they were asked for
+PAGE_BYTES = 4096  # after the page, the file holds the worker's stacks if the agent has requested them
 STACKS_BYTES_MAX = 1 << 22
 _ALL_USES = sum(Use)
 MAGIC = b"ELASTICD"
@@ -99,7 +99,7 @@ class Page:
         return steps, tuple(times[n & 255] / 1e9 for n in range(first, steps + 1))
 
     def told(self) -> Told:
-        """Return what the worker reports about its training, and what is measured there."""
+        """Return the worker's report of its training, including the times measured in the worker."""
         data = os.pread(self._fd, at.WORDS * 8, 0)
         if len(data) < at.WORDS * 8:
             return Told()

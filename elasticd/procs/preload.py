@@ -1,4 +1,4 @@
-"""The agent's part in forking workers: learn what they import, and keep a zygote that has imported it.
+"""The agent's part in forking workers: learn what they import, and keep a zygote that has imported the same.
 
 Workers report their imports after the first optimizer step (elasticd/worker/boot/elasticd_heartbeat.py).
 Before that, and wherever the zygote would differ from them, workers start as fresh processes.
@@ -106,7 +106,7 @@ class Preload:
         out = [os.memfd_create("elasticd-said", os.MFD_CLOEXEC) for _ in (1, 2)]
         self._warden.start_zygote(
             model.argv,
-            # The last variable, so that a shorter environment in its place cuts off only padding.
+            # The padding comes last: where a worker's environment replaces this one, only padding is cut off.
             env={**model.env, "ELASTICD_ZYGOTE": "-" * _PADDING_BYTES},
             cwd=model.cwd,
             fds=[os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), *out],
@@ -145,7 +145,7 @@ class Preload:
         if self._deaths < _DEATHS_MAX:
             self._start()
         else:
-            self._say("zygote.given_up", why="it does not stay")
+            self._say("zygote.given_up", why=f"it has ended {_DEATHS_MAX} times")
 
 
 def _shared(env: Mapping[str, str]) -> dict[str, str]:

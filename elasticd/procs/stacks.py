@@ -1,7 +1,7 @@
 """The Python stacks of a worker's threads: requested by a signal, answered by elasticd/worker/boot.
 
-A stopped worker cannot answer, nor can a program without elasticd's startup code. Then py-spy looks from
-outside, if it is installed and permitted.
+A stopped worker cannot answer, nor can a program without elasticd's startup code. The stacks then come from
+py-spy, if it is installed and permitted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def ask(path: Path) -> str:
     two seconds. ``path``: of the worker's page."""
     try:
         page = Page(path, again=True)
-    except OSError:  # the page is gone: the round is over
+    except OSError:  # the agent has removed the page: the worker has ended
         return ""
     with closing(page):
         return _ask(page)
@@ -89,8 +89,8 @@ def _has(pid: int, fd: int, page: Page) -> bool:
 
 
 def _catches(pid: int) -> bool:
-    """Return whether the process handles the signal: it neither ignores nor blocks the signal, nor dies of
-    it. psutil does not tell the masks of signals."""
+    """Return whether the process has a handler for the signal, and does not block the signal. psutil does not
+    report signal masks."""
     masks = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         for line in status:
@@ -111,7 +111,7 @@ def parse(text: str) -> list[tuple[Frame, ...]]:
     return [tuple(frames) for frames in threads]
 
 
-def seen_from_outside(text: str, pid: int) -> tuple[Frame, ...]:
+def py_spy_main_thread(text: str, pid: int) -> tuple[Frame, ...]:
     """Return the stack of the main thread from py-spy's output."""
     frames: list[Frame] = []
     main = False
@@ -132,12 +132,12 @@ def main_thread(text: str) -> tuple[Frame, ...]:
     return (replace(inner, text=linecache.getline(inner.file, inner.line).strip()), *outer)
 
 
-def from_outside(pid: int) -> str:
-    """Return the stacks that py-spy sees, also of a stopped process; or a sentence that says why there are
+def py_spy_dump(pid: int) -> str:
+    """Return py-spy's output for a process, which may be stopped; or a sentence that says why there is
     none."""
     py_spy = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
     if py_spy is None:
-        return "It did not answer, and py-spy, which could look from outside, is not installed here."
+        return "The worker did not answer, and py-spy, which reads the stacks from outside, is not installed."
     try:
         done = subprocess.run(
             [py_spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
@@ -148,7 +148,7 @@ def from_outside(pid: int) -> str:
             timeout=_PY_SPY_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"It did not answer, and py-spy could not look: {error}."
+        return f"The worker did not answer, and py-spy failed: {error}."
     if done.returncode != 0:
-        return f"It did not answer, and py-spy could not look: {done.stderr.strip()}"
+        return f"The worker did not answer, and py-spy failed: {done.stderr.strip()}"
     return done.stdout

@@ -27,11 +27,11 @@ class Outlets:
 
 
 class StandardFiles:
-    """Connects the workers of a node; ``LocalProcs`` explains the arguments. ``duplicates``: filters, by
-    stream.
+    """Connects the standard files of a node's workers; ``LocalProcs`` explains the arguments.
+    ``duplicates``: filters, by stream.
 
-    Output that cannot be kept goes to the console, and ``warn`` is called: no training fails because of its
-    logs.
+    If a log file cannot be written, the output goes to the console and ``warn`` is called: no training fails
+    because of its logs.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StandardFiles:
                 Path(capture).parent.mkdir(parents=True, exist_ok=True)
                 copies.append(_open_for_writing(capture, os.O_APPEND))
         except OSError as error:
-            worker.dest = dest.unkept()
+            worker.dest = dest.without_files()
             self._not_kept(error, slot=worker.assignment.slot, rank=worker.assignment.rank)
         prefix = self._prefix(worker.assignment) if tee else b""
         return self._output.open(stream, prefix=prefix, copies=copies, terminal=not tee)
@@ -123,7 +123,7 @@ class StandardFiles:
 
     def _not_kept(self, error: OSError, **whose: int) -> None:
         why = f"{error.filename} cannot be written: {error.strerror}" if error.filename else str(error)
-        self._warn("log.not_kept", why=why, note="what is printed goes to the console only", **whose)
+        self._warn("log.not_kept", why=why, note="the output goes to the console only", **whose)
 
     def _prefix(self, a: Assignment) -> bytes:
         macros = {"role_name": self._role, "local_rank": a.local_rank, "rank": a.rank}
@@ -142,5 +142,5 @@ def _close_all(fds: Sequence[int]) -> None:
 def _duplicate_stdin() -> int:
     try:
         return os.dup(0)
-    except OSError:  # the agent has none
+    except OSError:  # the agent has no stdin
         return os.open(os.devnull, os.O_RDONLY)

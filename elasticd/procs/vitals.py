@@ -1,6 +1,6 @@
-"""The state of a process as the kernel sees it: cheap to read, and independent of the process.
+"""The state of a process as the kernel sees it: cheap to read, also if the process does not respond.
 
-Read from /proc: psutil tells neither how often each thread has waited nor where in the kernel a thread waits.
+Read from /proc: psutil reports neither how often each thread has waited nor where in the kernel it waits.
 """
 
 from __future__ import annotations

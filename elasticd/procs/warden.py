@@ -4,7 +4,7 @@ When the agent dies, the warden lives long enough to kill all workers and servic
 files. It also enforces the fence, so that workers stop in time even if the agent is stopped.
 
 Standard library only, one thread, started as ``python -I -S``: faults of torch, grpc or the agent's threads
-do not affect the warden, and a fork takes a fraction of a millisecond. The agent's end is ``warden_client``.
+do not affect the warden, and a fork takes a fraction of a millisecond. The agent uses ``warden_client``.
 
 The warden forks workers itself, or from a zygote (``zygote``) if one is ready. In both cases the workers are
 its children.
@@ -52,23 +52,23 @@ from elasticd.channel.warden_messages import (
     ZygoteNews,
     ZygoteToWarden,
 )
-from elasticd.procs.launch import CANNOT_RUN, launch, why_not
+from elasticd.procs.launch import CANNOT_RUN, launch, start_error
 from elasticd.procs.linux import (
     adopt_orphans,
     came_from,
     children,
+    is_resource_tracker,
     kill,
     kill_group,
     kill_tree,
     name_process,
     session_of,
     steady_now,
-    tidies_up,
 )
 from elasticd.procs.zygote import Fork, ZygoteProcess
 
 _REMEMBERED = 1024  # ended workers whose late orphans are still recognised
-_TIDYING_S = 2.0  # time for a resource tracker to remove a killed worker's shared memory
+_TRACKER_GRACE_S = 2.0  # time for a resource tracker to remove a killed worker's shared memory
 _LAST_REAPING_S = 5.0  # time for processes that SIGKILL does not end at once (stuck in a driver)
 
 
@@ -87,11 +87,11 @@ class _Child:
     fenced: bool = False
     failure: str = ""  # why it could not be started
 
-    def why_not(self) -> str | None:
+    def start_error(self) -> str | None:
         """Return why the program could not be started; None if it was. Call once, when the outcome is
         known."""
         errors, self.errors = self.errors, -1
-        return why_not(errors) if errors >= 0 else None
+        return start_error(errors) if errors >= 0 else None
 
 
 class WardenProcess:
@@ -103,11 +103,11 @@ class WardenProcess:
         self._children: dict[int, _Child] = {}
         self._zygote: ZygoteProcess | None = None
         self._fresh_at = 0.0  # when a worker was last started without the zygote
-        self._fresh_s: float | None = None  # from that start to the start of the first zygote
-        self._ended_early: dict[int, int] = {}  # exit codes of forks before they were taken
+        self._fresh_s: float | None = None  # the seconds from that start to the start of the first zygote
+        self._ended_early: dict[int, int] = {}  # by pid: exit codes of forks that ended before ``_take``
         self._ended_sessions: deque[int] = deque(maxlen=_REMEMBERED)
         self._ended_marks: deque[str] = deque(maxlen=_REMEMBERED)
-        self._tidying: dict[int, float] = {}  # resource trackers, and when to kill them
+        self._trackers: dict[int, float] = {}  # resource trackers, and when to kill them
         self._fence_at: float | None = None
         self._fence_passed = False
         self._paths: list[str] = []
@@ -245,12 +245,12 @@ class WardenProcess:
             self._tell(Spawned(child.id, pid))
 
     def _hear_beginning(self, child: _Child) -> None:
-        """Tell the agent that a service runs its program. If it cannot run, its end tells the agent, as with
-        a worker."""
+        """Tell the agent that a service runs its program. If the program cannot run, the agent is told when
+        the child exits, as with a worker."""
         if child.errors < 0:
             return
         self._selector.unregister(child.errors)
-        child.failure = child.why_not() or ""
+        child.failure = child.start_error() or ""
         if not child.failure:
             self._tell(Spawned(child.id, child.pid))
 
@@ -289,7 +289,7 @@ class WardenProcess:
     def _reap(self) -> None:
         while True:
             try:
-                # WNOWAIT: until it is reaped, its pid, group and session cannot be reused.
+                # WNOWAIT leaves the child a zombie for now, so its pid, group and session are not reused.
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
@@ -299,7 +299,7 @@ class WardenProcess:
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             if child is None:
                 os.waitpid(ended.si_pid, 0)
-                self._tidying.pop(ended.si_pid, None)
+                self._trackers.pop(ended.si_pid, None)
                 if self._zygote is not None and self._zygote.until is not None:
                     self._ended_early[ended.si_pid] = code
                 continue
@@ -313,14 +313,14 @@ class WardenProcess:
         self._sweep()
 
     def _finish(self, child: _Child, code: int, at: float) -> None:
-        """Kill what a reaped process left behind, and report its end."""
+        """Kill the orphans of a reaped process, and report its exit."""
         self._ended_sessions.append(child.pid)
         if child.mark:
             self._ended_marks.append(child.mark)
         self._sweep()
         if child.service:
             self._hear_beginning(child)
-        error = child.failure or child.why_not()
+        error = child.failure or child.start_error()
         self._tell_end(
             child.id, child.pid, code if error is None else CANNOT_RUN, at, error or "", child.fenced
         )
@@ -335,22 +335,24 @@ class WardenProcess:
 
         An orphan of a running worker is left alone: the worker may have started a daemon. Killing an orphan
         may orphan its children; they become children of the warden, and SIGCHLD leads to another sweep. A
-        resource tracker gets time to tidy up.
+        resource tracker gets time to remove shared memory.
         """
         deserted = not self._workers()
         for pid in children(os.getpid()):
             if pid in self._children or (self._zygote is not None and session_of(pid) == self._zygote.pid):
                 continue
             if deserted or came_from(pid, self._ended_sessions, self._ended_marks):
-                if tidies_up(pid) and not _is_past(self._tidying.setdefault(pid, steady_now() + _TIDYING_S)):
+                if is_resource_tracker(pid) and not _is_past(
+                    self._trackers.setdefault(pid, steady_now() + _TRACKER_GRACE_S)
+                ):
                     continue
-                self._tidying.pop(pid, None)
+                self._trackers.pop(pid, None)
                 kill_tree(pid)
 
     def _kill_group(self, child: _Child, near: Sequence[int]) -> None:
         """Kill the process group of the child, unless a resource tracker among ``near`` is in its session.
         ``_sweep`` then kills the rest of the group as orphans."""
-        if not any(session_of(pid) == child.pid and tidies_up(pid) for pid in near):
+        if not any(session_of(pid) == child.pid and is_resource_tracker(pid) for pid in near):
             kill_group(child.pid, signal.SIGKILL)
 
     def _workers(self, ids: Collection[int] | None = None) -> list[_Child]:
@@ -458,7 +460,7 @@ class WardenProcess:
 
     def _until_next_deadline(self) -> float | None:
         deadlines = [child.kill_at for child in self._children.values() if child.kill_at is not None]
-        deadlines += self._tidying.values()
+        deadlines += self._trackers.values()
         if self._fence_at is not None and not self._fence_passed:
             deadlines.append(self._fence_at)
         if self._give_up_at is not None:
@@ -478,13 +480,13 @@ class WardenProcess:
             if self._zygote.ready:
                 self._lose_zygote()
             else:
-                self._start_without(self._zygote.is_late())
+                self._start_without(self._zygote.give_up_late())
         for child in list(self._children.values()):
             if _is_past(child.kill_at):
                 child.kill_at = None
                 self._kill_group(child, children(child.pid))
                 kill(child.pid, signal.SIGKILL)  # the child may not have called setsid yet
-        if any(map(_is_past, self._tidying.values())):
+        if any(map(_is_past, self._trackers.values())):
             self._sweep()
 
 
@@ -507,7 +509,8 @@ def _remove(path: str) -> None:
 
 
 def main(socket_fd: int, agent_pid: int, worker_files: int | None) -> None:
-    """Run the warden of ``agent_pid``, which has the other end of the socket."""
+    """Run the warden of an agent. ``socket_fd``: the socket to the agent. ``worker_files``: see
+    ``Warden.start``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(socket_fd, False)

@@ -61,7 +61,7 @@ _STRAGGLERS_S = 5.0
 
 
 class WardenError(RuntimeError):
-    """A process could not be started, or the warden is gone. The message is one sentence."""
+    """A process could not be started, or the warden has ended. The message is one sentence."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Warden:
         self._closing = False
         self._lost = False
         self._over = False  # the thread has ended
-        self._keeper_lost: Callable[[], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._listen, name="elasticd-warden-client", daemon=True)
 
     @classmethod
@@ -129,14 +129,14 @@ class Warden:
         """Whether ``close`` was called."""
         return self._closing
 
-    def on_lost(self, keeper_lost: Callable[[], None]) -> None:
-        """Call ``keeper_lost`` if the warden dies by itself. Its workers and services are dead then, and were
-        reported as ended before."""
+    def on_lost(self, lost: Callable[[], None]) -> None:
+        """Call ``lost`` if the warden dies by itself, after all its workers and services were killed and
+        reported as ended."""
         with self._lock:
-            self._keeper_lost = keeper_lost
+            self._on_lost = lost
             if not self._lost:
                 return
-        keeper_lost()
+        lost()
 
     # ------------------------------------------------------------ workers
 
@@ -197,8 +197,8 @@ class Warden:
         heard: Callable[[ZygoteNews], None],
         ended: Callable[[Ended], None],
     ) -> None:
-        """Start the process that workers are forked from, or replace the present one. The zygote's socket is
-        its fourth file. ``heard`` is called with its messages."""
+        """Start the process that workers are forked from, or replace the present one. The process gets its
+        socket as its fourth file, after ``fds``. ``heard`` is called with the zygote's messages."""
         running = _Running(ended, "", True, heard=heard)
         program = _program(argv, env, cwd)
         self._spawn(lambda id: StartZygote(id, program), program, fds, running)
@@ -269,7 +269,7 @@ class Warden:
     # ------------------------------------------------------------ the end
 
     def remove_at_end(self, path: str | Path) -> None:
-        """Have the warden remove a file or folder when the agent is gone, for whatever reason."""
+        """Have the warden remove a file or folder after the agent has exited, for whatever reason."""
         self._tell(RemoveAtEnd(_portable(os.path.abspath(path))))
 
     def close(self, grace_s: float = 3.0) -> None:
@@ -301,7 +301,7 @@ class Warden:
         self._soon.append(call)
         self._nudge()
         if self._over:
-            self._call_those_waiting()
+            self._call_queued()
 
     def watch(self, file: socket.socket, readable: Callable[[], None]) -> None:
         """Call ``readable`` in the callback thread whenever ``file`` is readable."""
@@ -345,7 +345,7 @@ class Warden:
                 self._running[id] = running
         if lost:
             close_all(fds)
-            why = f"cannot run {program.argv[0]}: the warden is gone"
+            why = f"cannot run {program.argv[0]}: the warden has ended"
             end = Ended(id, 0, 127, time.time(), why)
             if running.service:
                 running.ended(end)
@@ -362,7 +362,7 @@ class Warden:
                 return
             with contextlib.suppress(
                 ChannelClosed
-            ):  # the listening thread sees the error too, and reports it
+            ):  # the listening thread gets the error too, and reports it
                 self._channel.post(message, fds)
             pending = self._channel.pending
         if pending:
@@ -384,7 +384,7 @@ class Warden:
                         _call(self._watched[key.fd])
                     else:
                         self._exchange(events)
-                self._call_those_waiting()
+                self._call_queued()
         except ChannelClosed:
             selector.unregister(self._channel)  # before its descriptor's number can be reused
             self._lose()
@@ -422,7 +422,7 @@ class Warden:
             case _:
                 assert_never(message)
 
-    def _call_those_waiting(self) -> None:
+    def _call_queued(self) -> None:
         with contextlib.suppress(IndexError):  # the queue is empty
             while True:
                 _call(self._soon.popleft())
@@ -444,15 +444,14 @@ class Warden:
             end = Ended(id, running.pid, -signal.SIGKILL, time.time(), error, fenced=bool(error))
             _call(partial(running.ended, end))
         with self._lock:
-            keeper_lost = None if self._closing else self._keeper_lost
-        if keeper_lost is not None:
-            _call(keeper_lost)
+            lost = None if self._closing else self._on_lost
+        if lost is not None:
+            _call(lost)
         self._over = True
-        self._call_those_waiting()
+        self._call_queued()
 
     def _kill_stragglers(self, left: Sequence[_Running]) -> None:
-        """Kill the processes that the warden's children had started. The kernel kills the children
-        themselves."""
+        """Kill the processes that the warden's children had started. The kernel has killed the children."""
         pids = {running.pid for running in left}
         marks = [running.mark for running in left if running.mark]
         give_up_at = time.monotonic() + _STRAGGLERS_S
@@ -464,7 +463,7 @@ class Warden:
                 kill_tree(pid)
             for pid in ours:
                 _reap(pid, give_up_at)
-        _log.error("processes of the killed warden would not die: %s", ours)
+        _log.error("processes that the warden's children left cannot be killed: pids %s", ours)
 
 
 def _reap(pid: int, give_up_at: float) -> None:

@@ -19,7 +19,7 @@ from elasticd.procs.link_protocol import LinkProtocol
 from elasticd.procs.logdest import STDERR, STDOUT, LogDest, trouble_with
 from elasticd.procs.output import Feed
 from elasticd.procs.page import Heartbeat, Page
-from elasticd.procs.worker_links import WorkerLine
+from elasticd.procs.worker_links import WorkerLink
 
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)  # signals of a crash
 _NOTHING = Heartbeat(0, 0, 0.0)
@@ -27,12 +27,12 @@ _NOTHING = Heartbeat(0, 0, 0.0)
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker process and its place in the round. ``life``: what it is doing. ``round``: the round that it
-    is in, or was in last; 0 before.
+    """One worker process and its place in the round. ``life``: its state. ``round``: its present or last
+    round; 0 before the first.
 
-    Output goes where it went at the start, under ``log_rank``. ``steps_before``, ``commits_before``: the
-    counts when the worker entered the round. ``hung``: why it was killed for a hang. ``held``: it has
-    reported a checkpoint, and waits for permission to go on.
+    ``dest``, ``log_rank``: where the output goes, and the local rank at the start, which names the files.
+    ``steps_before``, ``commits_before``: the counts when the worker entered the round. ``hung``: why it was
+    killed for a hang. ``held``: it has reported a checkpoint, and waits for permission to go on.
     """
 
     assignment: Assignment
@@ -47,19 +47,19 @@ class Worker:
     feeds: tuple[Feed, ...] = ()
     id: int = 0
     pid: int = 0
-    line: WorkerLine | None = None
-    talk: LinkProtocol = field(default_factory=LinkProtocol)
+    link: WorkerLink | None = None
+    protocol: LinkProtocol = field(default_factory=LinkProtocol)
     hung: str = ""
     held: bool = False
 
     def started(self, pid: int) -> None:
         self.pid = pid
-        if self.line is not None:
-            self.line.started(pid)
+        if self.link is not None:
+            self.link.started(pid)
 
     def tell(self, message: AgentToWorker) -> bool:
         """Send a message. Return whether it was sent."""
-        return self.line is not None and self.line.tell(message)
+        return self.link is not None and self.link.tell(message)
 
     def heartbeat(self) -> Heartbeat:
         return self.page.read() if self.page is not None else _NOTHING
@@ -80,7 +80,7 @@ class Worker:
     @property
     def steps(self) -> int:
         """Steps made in the round; for a linked worker, the committed steps."""
-        if self.talk.linked:
+        if self.protocol.linked:
             return max(0, self.told().commits - self.commits_before)
         return max(0, self.heartbeat().steps - self.steps_before)
 
@@ -120,17 +120,18 @@ class Worker:
         if hung:
             message = self.hung
         elif end.fenced:
-            message = end.error or "killed by its warden: the agent had not said in time that it may run on"
+            message = end.error or "killed by the warden: the agent did not renew the worker's time limit"
         elif not message and end.code != 0:
             message, traceback = read_error_file(self.error_file) or read_tail(self._stderr_tail(), end.code)
         place = self._log_place()
-        told = self.told() if end.code else Told()  # may be killed before its exit
+        # After a fatal error the worker may be killed before it exits, so any code but 0 is accepted.
+        told = self.told() if end.code else Told()
         if told.fatal:
             message = message.removeprefix(LAST_OUTPUT)  # the last line names the fatal error
         own_doing = end.code <= 0 or hung or end.fenced or end.error or told.fatal or told.astray is not None
         trouble = "" if own_doing else self._log_trouble()
         if trouble:
-            message = f"not its own fault but its node's: {trouble}"
+            message = f"the node is at fault, not the worker: {trouble}"
         return Exit(
             a.slot,
             a.rank,
@@ -164,7 +165,7 @@ class Worker:
         return tail_of(self.dest.file_of(STDERR, self.log_rank))
 
     def _log_place(self) -> str:
-        """Return the file with the worker's stderr, or the folder if stdout is there too."""
+        """Return the file with the worker's stderr, or the folder that has the files of stdout and stderr."""
         paths = [
             Path(path)
             for stream in (STDERR, STDOUT)

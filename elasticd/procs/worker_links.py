@@ -23,17 +23,17 @@ from elasticd.procs.warden_client import Warden
 _EARLY_MAX = 64
 
 
-class WorkerLine:
-    """The link of one worker, from before its start until after its end.
+class WorkerLink:
+    """The agent's end of one worker's link, from before the worker's start until after its exit.
 
-    ``heard`` is called with each message, and ``lost`` with the reason when the link ends other than by
-    ``hang_up``. Both are called in the warden client's thread.
+    ``heard`` is called with each message. ``lost`` is called when the worker closes the link, with "", or
+    sends an invalid message, with the reason. Both are called in the warden client's thread.
     """
 
     def __init__(
-        self, switchboard: Switchboard, heard: Callable[[WorkerToAgent], None], lost: Callable[[str], None]
+        self, listener: LinkListener, heard: Callable[[WorkerToAgent], None], lost: Callable[[str], None]
     ) -> None:
-        self._switchboard = switchboard
+        self._listener = listener
         self._heard = heard
         self._lost = lost
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class WorkerLine:
     def started(self, pid: int) -> None:
         """Note the pid of the worker's process. Called in the warden client's thread."""
         self.pid, self._started_at = pid, started_at(pid)
-        self._switchboard._is_known(self)
+        self._listener._is_known(self)
 
     def tell(self, message: AgentToWorker) -> bool:
         """Send a message, and return whether it was sent. Never blocks: the link to a worker that does not
@@ -57,40 +57,38 @@ class WorkerLine:
                 return True
             except ChannelClosed:
                 pass
-        self.hang_up()
+        self.close()
         return False
 
-    def release(self) -> None:
-        """End the link. The worker may connect again."""
-        self._close()
+    def close(self) -> None:
+        """End the connection, and refuse further ones."""
+        self._listener._forget(self)
+        self.disconnect()
 
-    def hang_up(self) -> None:
-        """End the link, and refuse further connections."""
-        self._switchboard._forget(self)
-        self._close()
-
-    def _close(self) -> None:
+    def disconnect(self) -> None:
+        """End the connection. The worker may connect again."""
         with self._lock:
             channel, self._channel = self._channel, None
             if channel is not None:
                 with contextlib.suppress(OSError):
-                    channel.socket.shutdown(socket.SHUT_RDWR)  # reaches the worker even if a fork has it
+                    # Reaches the worker even if a child of the agent has inherited the socket.
+                    channel.socket.shutdown(socket.SHUT_RDWR)
         if channel is not None:
-            self._switchboard._warden.unwatch(channel.socket)
+            self._listener._warden.unwatch(channel.socket)
 
-    def _is(self, pid: int) -> bool:
-        """Return whether ``pid`` is still the started process, not a later one with the same pid, and has no
-        link yet."""
+    def _may_connect(self, pid: int) -> bool:
+        """Return whether ``pid`` is still this worker's process, not a later one with the same pid, and has
+        not connected yet."""
         return self._channel is None and 0 < self._started_at == started_at(pid)
 
     def _open(self, sock: socket.socket) -> None:
         channel = Channel(sock, AGENT_TO_WORKER, WORKER_TO_AGENT)
         with self._lock:
             self._channel = channel
-        self._switchboard._warden.watch(sock, partial(self._readable, channel))
+        self._listener._warden.watch(sock, partial(self._readable, channel))
 
     def drain(self) -> None:
-        """Handle the messages that an ended worker has sent, up to the first that is none. Called in the
+        """Handle the messages that an ended worker has sent, up to the first invalid one. Called in the
         warden client's thread."""
         with contextlib.suppress(ChannelClosed):
             while (channel := self._channel) is not None and (heard := channel.poll()) is not None:
@@ -113,72 +111,74 @@ class WorkerLine:
             self._break("")
 
     def _break(self, why: str) -> None:
-        self._close()
+        self.disconnect()
         self._lost(why)
 
 
-class Switchboard:
+class LinkListener:
     """Accepts the connections of workers. ``address``: the value of ``ELASTICD_LINK`` in their
     environment."""
 
     def __init__(self, warden: Warden) -> None:
         self._warden = warden
         self.address = f"elasticd-link-{secrets.token_hex(16)}"
-        self._unborn: set[WorkerLine] = set()  # lines whose pid is not known yet
-        self._lines: dict[int, WorkerLine] = {}
-        self._early: dict[int, socket.socket] = {}  # by pid: may be a worker whose pid is not known yet
+        self._starting: set[WorkerLink] = set()  # links whose worker's pid is not known yet
+        self._links: dict[int, WorkerLink] = {}
+        self._early: dict[
+            int, socket.socket
+        ] = {}  # by pid: connections of processes not yet known as workers
         self._socket = listen(self.address)
         self._socket.setblocking(False)
-        warden.watch(self._socket, self._answer)
+        warden.watch(self._socket, self._accept)
 
-    def line(self, heard: Callable[[WorkerToAgent], None], lost: Callable[[str], None]) -> WorkerLine:
-        """Return a line for a worker that is about to start."""
-        line = WorkerLine(self, heard, lost)
-        self._unborn.add(line)
-        return line
+    def new_link(self, heard: Callable[[WorkerToAgent], None], lost: Callable[[str], None]) -> WorkerLink:
+        """Return a link for a worker that is about to start."""
+        link = WorkerLink(self, heard, lost)
+        self._starting.add(link)
+        return link
 
     def close(self) -> None:
-        """Accept no more connections. Existing lines stay open until their owners hang up."""
+        """Accept no more connections. Open connections stay open until their links are closed."""
         self._warden.unwatch(self._socket)
         self._refuse_early()
 
     # ------------------------------------------------------------ in the warden client's thread
 
-    def _answer(self) -> None:
+    def _accept(self) -> None:
         try:
             caller, _ = self._socket.accept()
-        except OSError:  # the caller has left, or no descriptor is free
+        except OSError:  # the process has disconnected, or no descriptor is free
             return
         pid = peer_of(caller)
-        line = self._lines.get(pid)
+        link = self._links.get(pid)
         if not is_ours(caller):
             caller.close()
-        elif line is not None and line._is(pid):
-            line._open(caller)
-        elif line is None and self._unborn and len(self._early) < _EARLY_MAX and pid not in self._early:
+        elif link is not None and link._may_connect(pid):
+            link._open(caller)
+        elif link is None and self._starting and len(self._early) < _EARLY_MAX and pid not in self._early:
             self._early[pid] = caller  # the worker may be faster than the warden's message
         else:
             caller.close()
 
-    def _is_known(self, line: WorkerLine) -> None:
-        self._unborn.discard(line)
-        self._lines[line.pid] = line
-        caller = self._early.pop(line.pid, None)
-        if caller is not None and line._is(line.pid):
-            line._open(caller)
+    def _is_known(self, link: WorkerLink) -> None:
+        self._starting.discard(link)
+        self._links[link.pid] = link
+        caller = self._early.pop(link.pid, None)
+        if caller is not None and link._may_connect(link.pid):
+            link._open(caller)
         elif caller is not None:
             caller.close()
-        if not self._unborn:
+        if not self._starting:
             self._refuse_early()
 
-    def _forget(self, line: WorkerLine) -> None:
-        self._unborn.discard(line)
-        if self._lines.get(line.pid) is line:
-            del self._lines[line.pid]
-        if not self._unborn:
+    def _forget(self, link: WorkerLink) -> None:
+        self._starting.discard(link)
+        if self._links.get(link.pid) is link:
+            del self._links[link.pid]
+        if not self._starting:
             self._warden.call_soon(self._refuse_early)
 
     def _refuse_early(self) -> None:
-        if not self._unborn:
+        if not self._starting:
             while self._early:
                 self._early.popitem()[1].close()

@@ -33,14 +33,14 @@ from elasticd.procs.preload import Preload, Say
 from elasticd.procs.standard_files import Outlets, StandardFiles
 from elasticd.procs.warden_client import Warden
 from elasticd.procs.worker import Worker
-from elasticd.procs.worker_links import Switchboard
+from elasticd.procs.worker_links import LinkListener
 
 _LAST_OUTPUT_S = 0.1  # the last output of a dead worker arrives in microseconds, unless the console is stuck
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A worker in the round that has a heartbeat. ``steps_before``: see ``Worker``."""
+    """A worker of the present round that has a page. ``steps_before``: see ``Worker``."""
 
     slot: int
     rank: int
@@ -95,7 +95,7 @@ class LocalProcs:
         self._cwd = str(cwd or os.getcwd())
         self._base_env = dict(os.environ if base_env is None else base_env)
         duplicates = {STDOUT: tuple(duplicate_stdout), STDERR: tuple(duplicate_stderr)}
-        self._plumbing = StandardFiles(reify, output or Output(), role, line_prefix, duplicates, warn)
+        self._standard_files = StandardFiles(reify, output or Output(), role, line_prefix, duplicates, warn)
         self._heartbeat = heartbeat
         self._whole_group = whole_group
         self._say = say
@@ -108,10 +108,10 @@ class LocalProcs:
         self._error_files: dict[int, str] = {}
         self.page_dir = shared_memory_dir()
         self._warden.remove_at_end(self.page_dir)
-        self._switchboard = Switchboard(warden) if heartbeat else None
+        self._links = LinkListener(warden) if heartbeat else None
         self._preload = Preload(warden, self.page_dir, say) if zygote and heartbeat else None
 
-    # ------------------------------------------------------------ the port
+    # ------------------------------------------------------------ core.ports.Procs
 
     def listen(self, news: Callable[[WorkerNews], None]) -> None:
         self._news = news
@@ -144,10 +144,10 @@ class LocalProcs:
             ending: list[Worker] = []
             for worker in self._workers.values():
                 leave = wire.Leave(worker.round, planned, going)
-                done = worker.talk.last is wire.Done and planned
+                done = worker.protocol.last is wire.Done and planned
                 if worker.life is Life.FAILING or (worker.life.in_round and done):
-                    ending.append(worker)  # it ends by itself, since its work in the round is over
-                elif worker.life.in_round and worker.talk.linked and worker.tell(leave):
+                    ending.append(worker)  # the worker has failed or finished, and exits by itself
+                elif worker.life.in_round and worker.protocol.linked and worker.tell(leave):
                     worker.become(Life.LEAVING)
                     told.append(worker)
                 elif worker.life.in_round:
@@ -165,9 +165,9 @@ class LocalProcs:
     def go_on(self, slots: tuple[int, ...]) -> None:
         with self._lock:
             for worker in (self._workers[slot] for slot in slots if slot in self._workers):
-                if worker.held and worker.line is not None:
+                if worker.held and worker.link is not None:
                     worker.held = False
-                    worker.line.release()
+                    worker.link.disconnect()
 
     def fence(self, until: float | None) -> None:
         self._warden.fence(None if until is None else until - self._clock())
@@ -176,7 +176,7 @@ class LocalProcs:
         with self._lock:
             return {slot: worker.steps for slot, worker in self._of_this_round()}
 
-    # ------------------------------------------------------------ beyond the port
+    # ------------------------------------------------------------ beyond core.ports.Procs
 
     def progress(self, round_number: int | None = None) -> tuple[SlotProgress, ...]:
         """Return the heartbeats of this round's workers, in the order of their slots; none if
@@ -235,15 +235,15 @@ class LocalProcs:
             return self._error_files.get(slot, "")
 
     def close(self) -> None:
-        """Remove the heartbeats, and pass on the last output. The workers must have ended."""
+        """Remove the pages, and pass on the last output. The workers must have ended."""
         with self._lock:
             for worker in self._workers.values():
                 _discard_page(worker)
-        if self._switchboard is not None:
-            self._switchboard.close()
+        if self._links is not None:
+            self._links.close()
         if self._preload is not None:
             self._preload.close()
-        self._plumbing.close()
+        self._standard_files.close()
         shutil.rmtree(self.page_dir, ignore_errors=True)
 
     # ------------------------------------------------------------ starting a worker
@@ -254,7 +254,7 @@ class LocalProcs:
         if not assignments:
             return
         envs = {a.local_rank: {**self._base_env, **a.env} for a in assignments}
-        outlets = self._plumbing.outlets(round_number, envs)
+        outlets = self._standard_files.outlets(round_number, envs)
         workers = []
         for a in assignments:
             life = become(None, Life.TRAINING if round_number else Life.STARTING)
@@ -279,17 +279,15 @@ class LocalProcs:
     def _launch(self, worker: Worker, env: dict[str, str], outlets: Outlets) -> None:
         a = worker.assignment
         mark = self._add_heartbeat(worker, env) if self._heartbeat else ""
-        if self._switchboard is not None:
-            worker.line = self._switchboard.line(
-                partial(self._heard, worker), partial(self._unlinked, worker)
-            )
-            env[wire.ADDRESS] = self._switchboard.address
+        if self._links is not None:
+            worker.link = self._links.new_link(partial(self._heard, worker), partial(self._unlinked, worker))
+            env[wire.ADDRESS] = self._links.address
         argv = self._command(a) if callable(self._command) else self._command
         worker.id = self._warden.spawn_worker(
             argv,
             env=env,
             cwd=self._cwd,
-            fds=self._plumbing.connect(worker, outlets),
+            fds=self._standard_files.connect(worker, outlets),
             mark=mark,
             whole_group=self._whole_group,
             fork=self._preload is not None and self._preload.suits(argv, env, self._cwd),
@@ -316,15 +314,15 @@ class LocalProcs:
     def _take_along(self, worker: Worker, round_number: int, assignment: Assignment) -> None:
         """Assign a live worker to this round: it enters now if it waits, else once it waits."""
         worker.assignment, worker.round = assignment, round_number
-        if worker.life is not Life.STOPPING:  # else its end follows, and is one of this round
+        if worker.life is not Life.STOPPING:  # a stopping worker exits soon; the exit counts for this round
             worker.become(Life.TRAINING)
         worker.steps_before, worker.commits_before = worker.heartbeat().steps, worker.told().commits
-        self._plumbing.relabel(worker)
-        if worker.talk.last is wire.Waiting:
+        self._standard_files.relabel(worker)
+        if worker.protocol.last is wire.Waiting:
             self._let_enter(worker)
 
     def _let_enter(self, worker: Worker) -> None:
-        worker.talk.told_to_enter(worker.round)
+        worker.protocol.told_to_enter(worker.round)
         if not worker.tell(wire.Enter(worker.round, worker.assignment.env)):
             self._stop([worker], signals.SIGKILL, 0.0)  # the worker would wait for ever
 
@@ -344,15 +342,15 @@ class LocalProcs:
         with self._lock:
             if not worker.alive:
                 return
-            worker.talk.hear(message)
+            worker.protocol.hear(message)
             slot, came_out = worker.assignment.slot, False
             if isinstance(message, wire.Waiting):
                 came_out = self._comes_to_wait(worker, message)
             if isinstance(message, wire.Broken) and message.fails and worker.life.in_round:
                 worker.become(Life.FAILING)
-            if isinstance(message, wire.Checkpointed) and not worker.talk.linked:
+            if isinstance(message, wire.Checkpointed) and not worker.protocol.linked:
                 worker.held = True
-                if worker.life is Life.STOPPING:  # this is the save before its end
+                if worker.life is Life.STOPPING:  # it has saved because it is to end
                     worker.tell(wire.Leave(worker.round, planned=True))
             number, steps = worker.round, worker.steps
         match message:
@@ -375,7 +373,7 @@ class LocalProcs:
                 self._news(WorkerReturned(slot, number))
 
     def _comes_to_wait(self, worker: Worker, message: wire.Waiting) -> bool:
-        """Return whether the worker has left its round."""
+        """Handle a worker's message that it waits. Return whether the worker has left its round."""
         if worker.life is Life.STOPPING:
             return False  # it ends soon
         if worker.life is Life.TRAINING and message.round == 0:
@@ -391,21 +389,21 @@ class LocalProcs:
         if why:
             self._say("worker.unlinked", slot=worker.assignment.slot, why=why)
         with self._lock:
-            if worker.talk.linked and worker.life in (Life.STARTING, Life.WAITING):
+            if worker.protocol.linked and worker.life in (Life.STARTING, Life.WAITING):
                 self._stop([worker], signals.SIGKILL, 0.0)  # without a link, the worker would wait for ever
 
     def _ended(self, worker: Worker, end: Ended) -> None:
         for feed in worker.feeds:
             feed.ended.wait(_LAST_OUTPUT_S)
-        if worker.line is not None:
-            worker.line.drain()  # such as the worker's word that its own exception ends it
-            worker.line.hang_up()
+        if worker.link is not None:
+            worker.link.drain()  # the last message may be that an exception ends the worker
+            worker.link.close()
         with self._lock:
             if end.code != 0:
                 self._error_files[worker.assignment.slot] = worker.error_file
             number, exited, exit = worker.round, worker.exited, worker.ended(end)
         if end.code != exit.code:
-            why = f"Python crashed as it was taken down ({signals.Signals(-end.code).name})"
+            why = f"Python crashed after the script had finished ({signals.Signals(-end.code).name})"
             self._warn(
                 "worker.crashed_at_exit", slot=exit.slot, rank=exit.rank, why=why, counts_as="finished"
             )

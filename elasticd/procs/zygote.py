@@ -1,5 +1,5 @@
-"""The warden's end of a zygote, the process that workers are forked from after it has imported their modules.
-Standard library only. The zygote itself is elasticd/worker/boot/elasticd_zygote.py.
+"""The warden's end of the channel to a zygote, a process that imports the workers' modules and forks workers.
+Standard library only. The zygote's code is elasticd/worker/boot/elasticd_zygote.py.
 
 A fork has three stages: it is requested, made, and taken. The forked process waits on its link until the
 warden takes it, and ends if the warden closes the link. Until then the warden keeps all it needs to start the
@@ -55,8 +55,8 @@ class Fork:
 
 
 class ZygoteProcess:
-    """Methods raise ``ChannelClosed`` if the process is gone. ``start_s``: how long a worker needed to start
-    without the zygote, imports included."""
+    """A running zygote. Methods raise ``ChannelClosed`` if the process has exited. ``start_s``: how long a
+    worker needed to start without the zygote, imports included."""
 
     def __init__(self, id: int, pid: int, sock: socket.socket, start_s: float) -> None:
         self.id = id
@@ -114,10 +114,11 @@ class ZygoteProcess:
                 raise
 
     def made(self, id: int) -> Fork | None:
-        """Return the request with this id; None if it was given up."""
+        """Return and forget the request with this id, now that the zygote has forked; None if the request was
+        given up."""
         return self._forks.pop(id, None)
 
-    def is_late(self) -> list[Fork]:
+    def give_up_late(self) -> list[Fork]:
         """Give up all requests because the imports take too long, and accept none until they are done."""
         self._late = True
         return self.give_up()

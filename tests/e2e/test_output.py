@@ -181,7 +181,7 @@ def test_a_log_disk_that_gets_full_is_its_nodes_fault_and_the_job_goes_on_withou
     assert ended.stdout.endswith("and so it ended\n")
     events = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
     (failed,) = (e for e in events if e["event"] == "worker.ended" and e["code"])
-    assert failed["message"].startswith("not its own fault but its node's: ")
+    assert failed["message"].startswith("the node is at fault, not the worker: ")
     assert failed["message"].endswith(".log cannot be written: No space left on device")
     assert [e["cause"] for e in events if e["event"] == "round.closing"] == ["node_fault"]
     assert [e["slot"] for e in events if e["event"] == "log.not_kept"] == [0]

@@ -36,7 +36,7 @@ def both(
 
 def run(bench: Bench, procs: LocalProcs, workers: int = 1) -> Ran:
     bench.console = console = Recorded()
-    procs._plumbing._output = Output(console)
+    procs._standard_files._output = Output(console)
     bench.start(procs, workers)
     exits = bench.wait(workers)
     return Ran(exits, console.written[1], console.written[2])

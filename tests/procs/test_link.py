@@ -28,7 +28,7 @@ from elasticd.core.facts import Exit
 from elasticd.core.ports import Assignment, WorkerCheckpointed
 from elasticd.procs.logdest import LogDest
 from elasticd.procs.warden_client import Warden
-from elasticd.procs.worker_links import Switchboard
+from elasticd.procs.worker_links import LinkListener
 from elasticd.procs.workers import LocalProcs
 from tests.contract.heard import Heard
 from tests.procs.agents import CALL, PATIENCE_S, PROGRAMS
@@ -295,7 +295,7 @@ def test_one_that_waits_and_is_cut_off_is_killed_as_nothing_can_be_made_of_it(be
 def test_a_worker_that_never_reads_holds_nobody_up_and_loses_its_link(bench: Bench) -> None:
     party = Party(bench, LINKED)
     party.start(1, "never reads")
-    party.until(lambda: party.procs._workers[10].talk.last is Enter)
+    party.until(lambda: party.procs._workers[10].protocol.last is Enter)
     for _ in range(100_000):  # as much as its socket takes
         party.leave(planned=True)
         if party.exits:
@@ -348,28 +348,28 @@ print("let in:", bool(link.recv(1)), flush=True)
 
 
 @pytest.fixture
-def switchboard() -> Iterator[Switchboard]:
+def listener() -> Iterator[LinkListener]:
     with Warden.start() as warden:
-        switchboard = Switchboard(warden)
-        yield switchboard
-        switchboard.close()
+        listener = LinkListener(warden)
+        yield listener
+        listener.close()
 
 
 class _Ear:
     """What is heard on a line."""
 
-    def __init__(self, switchboard: Switchboard) -> None:
+    def __init__(self, listener: LinkListener) -> None:
         self.messages: list[WorkerToAgent] = []
         self.changed = threading.Event()
-        self.line = switchboard.line(self._heard, lambda why: None)
+        self.link = listener.new_link(self._heard, lambda why: None)
 
     def _heard(self, message: WorkerToAgent) -> None:
         self.messages.append(message)
         self.changed.set()
 
 
-def _call(switchboard: Switchboard) -> Channel[WorkerToAgent, AgentToWorker]:
-    return Channel(connect(switchboard.address), WORKER_TO_AGENT, AGENT_TO_WORKER)
+def _call(listener: LinkListener) -> Channel[WorkerToAgent, AgentToWorker]:
+    return Channel(connect(listener.address), WORKER_TO_AGENT, AGENT_TO_WORKER)
 
 
 def _is_refused(link: Channel[WorkerToAgent, AgentToWorker]) -> bool:
@@ -380,50 +380,50 @@ def _is_refused(link: Channel[WorkerToAgent, AgentToWorker]) -> bool:
     return False
 
 
-def test_a_stranger_is_refused(switchboard: Switchboard) -> None:
-    with closing(_call(switchboard)) as link:
+def test_a_stranger_is_refused(listener: LinkListener) -> None:
+    with closing(_call(listener)) as link:
         assert _is_refused(link)
 
 
-def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(switchboard: Switchboard) -> None:
-    ear = _Ear(switchboard)
-    with closing(_call(switchboard)) as link:
+def test_one_who_calls_before_the_warden_has_told_of_it_is_let_in_then(listener: LinkListener) -> None:
+    ear = _Ear(listener)
+    with closing(_call(listener)) as link:
         link.send(Hello(1))
-        switchboard._warden.call_soon(lambda: ear.line.started(os.getpid()))
+        listener._warden.call_soon(lambda: ear.link.started(os.getpid()))
         assert ear.changed.wait(PATIENCE_S)
         assert ear.messages == [Hello(1)]
-        ear.line.hang_up()
+        ear.link.close()
         assert _is_refused(link)
 
 
-def test_a_stranger_who_calls_meanwhile_is_refused_then(switchboard: Switchboard) -> None:
-    ear = _Ear(switchboard)
-    with closing(_call(switchboard)) as link:
-        switchboard._warden.call_soon(lambda: ear.line.started(os.getppid()))
+def test_a_stranger_who_calls_meanwhile_is_refused_then(listener: LinkListener) -> None:
+    ear = _Ear(listener)
+    with closing(_call(listener)) as link:
+        listener._warden.call_soon(lambda: ear.link.started(os.getppid()))
         assert _is_refused(link)
 
 
 def test_a_stranger_is_refused_when_the_worker_it_might_have_been_could_not_be_started(
-    switchboard: Switchboard,
+    listener: LinkListener,
 ) -> None:
-    ear = _Ear(switchboard)
-    with closing(_call(switchboard)) as link:
-        ear.line.hang_up()
+    ear = _Ear(listener)
+    with closing(_call(listener)) as link:
+        ear.link.close()
         assert _is_refused(link)
 
 
-def test_a_process_that_got_the_number_of_a_worker_is_refused(switchboard: Switchboard) -> None:
-    ear = _Ear(switchboard)
+def test_a_process_that_got_the_number_of_a_worker_is_refused(listener: LinkListener) -> None:
+    ear = _Ear(listener)
     known = threading.Event()
 
     def started() -> None:
-        ear.line.started(os.getpid())
-        ear.line._started_at -= 1
+        ear.link.started(os.getpid())
+        ear.link._started_at -= 1
         known.set()
 
-    switchboard._warden.call_soon(started)
+    listener._warden.call_soon(started)
     assert known.wait(PATIENCE_S)
-    with closing(_call(switchboard)) as link:
+    with closing(_call(listener)) as link:
         assert _is_refused(link)
 
 

@@ -140,7 +140,7 @@ def test_py_spy_sees_where_a_stopped_worker_is(
 def test_without_py_spy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert "is not installed" in stacks.from_outside(os.getpid())
+    assert "is not installed" in stacks.py_spy_dump(os.getpid())
 
 
 def test_cpu_time_of_children_counts_as_the_workers(bench: Bench) -> None:

@@ -177,7 +177,7 @@ def test_what_is_said_of_such_a_failure_names_the_file_and_whose_fault_it_is(
     )
     (exit,) = bench.run(fills_up, reify=lambda _n, _e: LogDest(stdouts={0: str(log)}))
     assert exit.message == (
-        f"not its own fault but its node's: {log} cannot be written: No space left on device"
+        f"the node is at fault, not the worker: {log} cannot be written: No space left on device"
     )
 
 
@@ -405,8 +405,8 @@ def test_whoever_starts_a_worker_when_the_keeper_is_gone_hears_of_its_end(bench:
     bench.warden._thread.join()
     bench.start(procs)
     (exit,) = bench.wait()
-    assert (exit.code, "warden is gone" in exit.message) == (127, True)
-    with pytest.raises(WardenError, match="warden is gone"):
+    assert (exit.code, "warden has ended" in exit.message) == (127, True)
+    with pytest.raises(WardenError, match="warden has ended"):
         bench.warden.spawn_service(["/bin/true"])
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from elasticd.channel.framing import close_all, pair
 from elasticd.channel.warden_messages import ImportModules, Personal, Program, Spawn
-from elasticd.procs.launch import why_not
+from elasticd.procs.launch import start_error
 from elasticd.procs.linux import children, steady_now
 from elasticd.procs.workers import LocalProcs
 from elasticd.procs.zygote import ZygoteProcess
@@ -579,4 +579,4 @@ def test_the_warden_outlives_a_worker_that_is_killed_before_it_heard_its_go() ->
     ours, theirs = socket.socketpair()
     ours.send(b"g")
     theirs.close()
-    assert why_not(ours.detach()) is None
+    assert start_error(ours.detach()) is None

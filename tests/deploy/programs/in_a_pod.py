@@ -5,9 +5,9 @@ import select
 import signal
 import sys
 
-from elasticd.procs.init import part_from_init
+from elasticd.procs.init import fork_from_process_1
 
-part_from_init()
+fork_from_process_1()
 match sys.argv[1]:
     case "exit":
         sys.exit(int(sys.argv[2]))
