@@ -46,7 +46,7 @@ def events(job: str | None, follow: bool, as_json: bool, all_runs: bool) -> None
 
     seen: Iterable[Event]
     if follow:
-        seen = files.follow(folders, runs.jobs_place(state, job), _process)
+        seen = files.follow(folders, runs.job_folder(state, job), _process)
     else:
         seen = files.read(folders())
     for event in seen:

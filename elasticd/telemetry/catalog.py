@@ -83,7 +83,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _counter("worker_steps", "Optimizer steps made in the slot, by all its workers together.", "", _SLOT),
     _seconds(
         "step",
-        "Time of one optimizer step; beyond 250 a second, the mean of those of a second.",
+        "Time of one optimizer step; above 250 steps a second, the mean of each second.",
         _STEP_S,
         _SLOT,
     ),
@@ -94,7 +94,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _counter(
         "worker_restarts",
-        "Workers started in the slot in place of an earlier one, by why the round began.",
+        "Workers started in the slot in place of an earlier one, by the cause of the round.",
         "",
         ("slot", "cause"),
         *_RESUMED,
@@ -157,8 +157,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     # -------------------------------------------------------- time
     _counter(
         "time_seconds",
-        "Time of the slot, every second in exactly one kind. A step that is under way is in none yet. Only "
-        "scripts that use elasticd.worker tell which steps they make again (replayed, else productive).",
+        "Time of the slot, every second in exactly one kind. A step that is under way is in none yet. A "
+        "repeated step is replayed if the script uses elasticd.worker, else productive.",
         "seconds",
         ("slot", "kind"),
         *Kind,

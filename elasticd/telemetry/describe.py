@@ -226,7 +226,7 @@ def sentence(reason: r.Reason, now: float) -> str:
                 f"on {count(nodes, 'node')}: {cause(why)}"
             )
         case r.RoundClosing(number, why, nodes, failed):
-            # The log of the worker's node, and the charge, say how the worker failed.
+            # The log of the worker's node, and the FailureCharged event, say how the worker failed.
             who = (
                 f" ({worker(failed.node, failed.exit)})"
                 if failed
@@ -270,11 +270,11 @@ def sentence(reason: r.Reason, now: float) -> str:
             return f"the standby worker of slot {slot} {ending(code)}{said}; {again}"
         case r.WorkerEnded(_, slot, rank, code, message, hung):
             if hung:  # a WorkersHung event has just named the place
-                return f"rank {rank} (slot {slot}) was killed by elasticd, as it hung"
+                return f"rank {rank} (slot {slot}) was killed by elasticd, because it hung"
             said = f": {first_line(message)}" if message.strip() else ""
             return f"rank {rank} (slot {slot}) {ending(code)}{said}"
         case r.WorkersHung(number, verdict, evidence):
-            seen = f"; what was seen is in {evidence}" if evidence else ""
+            seen = f"; the evidence is in {evidence}" if evidence else ""
             return f"round {number} hangs: {hang(verdict)}{seen}"
         case r.VerdictDropped(number, verdict, late_s):
             return (
@@ -310,7 +310,7 @@ def sentence(reason: r.Reason, now: float) -> str:
         case r.StoreAway(cut_off, until):
             if not cut_off:
                 return "etcd does not answer; the workers go on"
-            stop = f"; the workers stop{_in(until, now)} unless it is back" if until is not None else ""
+            stop = f"; the workers stop{_in(until, now)} unless etcd answers" if until is not None else ""
             return f"this node is cut off from etcd{stop}"
         case r.StoreBack(away_s):
             return f"etcd is back after {span(away_s)}"
@@ -499,7 +499,7 @@ def event(reason: r.Reason) -> LogEvent:
         Outcome.REFUSED,
     ):
         level = "error"
-    # The leader charges the failure right after the close; the charge carries the long message.
+    # The leader charges the failure right after it closes the round; that event has the long message.
     said_later = isinstance(reason, r.RoundClosing) and reason.cause.charged
     flat: dict[str, object] = {}
     for f in fields(reason):

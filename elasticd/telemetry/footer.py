@@ -13,7 +13,7 @@ from rich.text import Text
 
 from elasticd.telemetry import describe, statustext
 from elasticd.telemetry.lines import cleaned
-from elasticd.telemetry.nodenames import shortened, told_apart
+from elasticd.telemetry.nodenames import short_names, shortened
 from elasticd.telemetry.status import JobStatus, Note, SlotState, SlotStatus
 
 _STATE_STYLES: dict[SlotState, str] = {
@@ -94,7 +94,7 @@ def _slots(s: JobStatus, width: int, rows: int) -> list[Text]:
     slots = [(node.node, slot) for node in s.nodes for slot in node.slots]
     if not slots or rows < 1:
         return []
-    names = told_apart({node for node, _ in slots})
+    names = short_names({node for node, _ in slots})
     cells = [_cell(slot, names[node] if len(names) > 1 else "") for node, slot in slots]
     widest = min(max(c.cell_len for c in cells), width - 1)
     columns = max(1, (width - 1 + _GAP) // (widest + _GAP))

@@ -43,13 +43,13 @@ _ITS_OWN = frozenset((48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 136
 
 
 def trouble(reading: GpuReading, spoilt_before: int) -> str:
-    """Return a clause about the GPU's own errors; empty for a healthy GPU. ``spoilt_before``: the uncorrected
-    memory errors that the GPU had when the job started on it."""
+    """Return a clause about the GPU's own errors; empty for a healthy GPU. ``spoilt_before``: the number of
+    uncorrected memory errors when the job started on the GPU."""
     told = sorted(set(reading.xids) & _ITS_OWN)
     if told:
         return f"its driver reports XID {', '.join(map(str, told))}"
     if reading.lost:
-        return "its driver has lost it: it is off the bus, or hangs"
+        return "its driver cannot reach it: it is off the bus, or hangs"
     spoilt = reading.ecc.get("uncorrected", 0) - spoilt_before
     return f"{spoilt} of its memory errors could not be corrected" if spoilt > 0 else ""
 

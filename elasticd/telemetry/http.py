@@ -5,12 +5,12 @@ Requests are bounded in size, time and number. When there are too many connectio
 so that idle connections block no probe.
 
 Other servers were measured with 32 connections that send half a request. uvicorn, waitress and cheroot then
-refuse a probe or make the probe wait. hypercorn and aiohttp answer, but bring six more packages or more.
-tornado brings none, and documents where a server can count connections.
+refuse a probe or make the probe wait. hypercorn and aiohttp answer, but install at least six more packages.
+tornado installs none, and documents a method that a subclass can override to count connections.
 
-DNS rebinding: a name server may tell a browser that a stranger's host name has this machine's address. The
-stranger's page could then read the pages here. Pages with more than numbers therefore require a Host header
-with an address, or with a known name of this machine.
+DNS rebinding: an attacker's name server may resolve the attacker's host name to this machine's address. The
+attacker's page in a browser could then read the pages here. Pages with more than numbers therefore require a
+Host header with an address, or with a known name of this machine.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class HttpServer:
 
     def _run(self, listener: socket.socket) -> None:
         with listener, self._over:
-            if self._somebody_comes(listener):
+            if self._is_connected_to(listener):
                 import asyncio
 
                 from elasticd.telemetry.http_site import serve
 
                 asyncio.run(serve(self._site, listener, self._context, self._over))
 
-    def _somebody_comes(self, listener: socket.socket) -> bool:
+    def _is_connected_to(self, listener: socket.socket) -> bool:
         """Wait for a connection or the end. Return True if a connection comes first."""
         with selectors.DefaultSelector() as either:
             either.register(listener, selectors.EVENT_READ)
@@ -117,7 +117,8 @@ class HttpServer:
 def context(tls: Tls) -> ssl.SSLContext:
     """Return a context for ``tls``. Raises OSError (ssl.SSLError is one) if the files cannot be used."""
     made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    made.load_cert_chain(tls.cert, tls.key, password="")  # without it an encrypted key asks the terminal
+    # Without a password, OpenSSL would ask for the one of an encrypted key on the terminal.
+    made.load_cert_chain(tls.cert, tls.key, password="")
     return made
 
 

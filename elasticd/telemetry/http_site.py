@@ -69,7 +69,7 @@ def _application(site: Site) -> Application:
         [
             (
                 re.escape(path) + "$",
-                _Shown,
+                _PageHandler,
                 {
                     "page": page,
                     "names": names if path in site.guarded else None,
@@ -78,13 +78,13 @@ def _application(site: Site) -> Application:
             )
             for path, page in site.pages.items()
         ],
-        default_handler_class=_Missing,
+        default_handler_class=_NotFoundHandler,
         default_handler_args={"here": here},
         log_function=lambda _: None,
     )
 
 
-class _Plain(RequestHandler):
+class _TextHandler(RequestHandler):
     """Answer in plain text, with headers that forbid to cache or embed the page."""
 
     def set_default_headers(self) -> None:
@@ -105,8 +105,8 @@ class _Plain(RequestHandler):
         """Answer an unsupported method, and a page that raised."""
         status = HTTPStatus(status_code)
         says = {
-            HTTPStatus.METHOD_NOT_ALLOWED: "there is nothing to change here",
-            HTTPStatus.INTERNAL_SERVER_ERROR: "cannot be shown; the agent's log says why",
+            HTTPStatus.METHOD_NOT_ALLOWED: "the pages can only be read: use GET or HEAD",
+            HTTPStatus.INTERNAL_SERVER_ERROR: "the page cannot be shown; the agent's log says why",
         }
         self.refuse(status, says.get(status, status.phrase))
 
@@ -115,15 +115,15 @@ class _Plain(RequestHandler):
             _log.error("cannot answer %s", self.request.path, exc_info=value)
 
 
-class _Missing(_Plain):
+class _NotFoundHandler(_TextHandler):
     def initialize(self, here: str) -> None:
         self._here = here
 
     def prepare(self) -> None:
-        self.refuse(HTTPStatus.NOT_FOUND, f"there are:\n{self._here}")
+        self.refuse(HTTPStatus.NOT_FOUND, f"no such page; the pages are:\n{self._here}")
 
 
-class _Shown(_Plain):
+class _PageHandler(_TextHandler):
     """A page. ``names``: the allowed names in the Host header, or None for any. ``token``: the token that the
     request must carry, or None."""
 
@@ -135,12 +135,15 @@ class _Shown(_Plain):
     def prepare(self) -> None:
         if self._names and not _is_one_of(self._names, self.request.headers.get("Host", "")):
             names = ", ".join(sorted(self._names))
-            self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"ask for this machine by its address, or as {names}")
-        elif self._token and not self._is_told(self._token):
-            self.set_header("WWW-Authenticate", 'Basic realm="elasticd"')  # makes a browser ask for it
-            self.refuse(HTTPStatus.UNAUTHORIZED, "give the token, as Bearer or as the password of any user")
+            self.refuse(HTTPStatus.MISDIRECTED_REQUEST, f"use this machine's address, or one of: {names}")
+        elif self._token and not self._has_token(self._token):
+            self.set_header(
+                "WWW-Authenticate", 'Basic realm="elasticd"'
+            )  # a browser then asks for a password
+            why = "this page needs the token: send it as a Bearer token, or as the password of any user"
+            self.refuse(HTTPStatus.UNAUTHORIZED, why)
 
-    def _is_told(self, token: str) -> bool:
+    def _has_token(self, token: str) -> bool:
         return hmac.compare_digest(_sent(self.request.headers.get("Authorization", "")), token.encode())
 
     def get(self) -> None:

@@ -30,7 +30,8 @@ PARTIAL_MAX_CHARS = 64 * 1024  # a longer line is broken in two, to bound memory
 
 
 class LineBuffer:
-    """The output of one writer. ``feed`` takes bytes and returns whole lines; the last, open line is kept.
+    """The output of one writer. ``feed`` takes bytes and returns whole lines. It keeps the open line, a
+    last line without an end.
 
     ``partial`` is the open line as a terminal shows it now, for example the latest state of a progress bar.
     """

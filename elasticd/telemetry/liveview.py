@@ -94,13 +94,13 @@ class PlainView(TerminalView):
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
         if stream in self._terminals and data:
             self._mid_line = not data.endswith(b"\n")
-        _tell(stream, data)
+        _write(stream, data)
 
     def line(self, text: str) -> None:
         # Do not print into the middle of a progress bar.
         start = "\n" if self._mid_line and 2 in self._terminals else ""
         self._mid_line = False
-        _tell(2, f"{start}{text}\n".encode(errors="replace"))
+        _write(2, f"{start}{text}\n".encode(errors="replace"))
 
     def close(self) -> None:
         pass
@@ -149,7 +149,7 @@ class LiveView(TerminalView):
 
     def write(self, stream: int, data: bytes, source: Hashable = None) -> None:
         if stream in self._piped or self._painter is None or self._closed:
-            _tell(stream, data)
+            _write(stream, data)
             return
         with self._wake:
             while self._pending_chars > PENDING_MAX_CHARS and not (self._closed or self._broken):
@@ -161,7 +161,7 @@ class LiveView(TerminalView):
             if self._painter is not None and not self._closed:
                 self._print(text.split("\n"))
                 return
-        _tell(2, (text + "\n").encode(errors="replace"))
+        _write(2, (text + "\n").encode(errors="replace"))
 
     def close(self) -> None:
         with self._wake:
@@ -271,7 +271,7 @@ def _cells(text: str) -> int:
     return Text.from_ansi(text).cell_len if text else 0
 
 
-def _tell(stream: int, data: bytes) -> None:
+def _write(stream: int, data: bytes) -> None:
     """Write the data, and ignore a closed reader (``elasticd run ... | head``): training goes on."""
     with suppress(OSError):
         _write_all(stream, data)

@@ -24,8 +24,8 @@ Format = Literal["auto", "console", "json"]
 
 
 class _Context:
-    """The fields of every event. They are process-wide: contextvars do not reach the threads of the edges.
-    The dict is replaced and never changed, so readers need no lock."""
+    """The fields of every event, for all threads: a contextvar would have its default value in each thread of
+    the edges. The dict is replaced and never changed, so readers need no lock."""
 
     fields: ClassVar[dict[str, object]] = {}
 

@@ -7,8 +7,8 @@ from collections.abc import Set
 LENGTH = 20  # the wanted length, in characters
 
 
-def told_apart(nodes: Set[str]) -> dict[str, str]:
-    """Return a short name for each node: without its domain and its middle, as far as the names still
+def short_names(nodes: Set[str]) -> dict[str, str]:
+    """Return a short name for each node. Its domain and its middle are left out as far as the names still
     differ."""
     hosts = {node: node.partition(".")[0] for node in nodes}
     if len(set(hosts.values())) < len(nodes) or any(host.isdigit() for host in hosts.values()):

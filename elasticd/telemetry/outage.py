@@ -33,8 +33,8 @@ class Outage:
     fault_at: float | None = None
 
     def see(self, round: Round, last_step_at: float) -> Outage:
-        """Return the outage after news of the round. ``last_step_at``: the last step of this node's workers
-        in the last live round, 0 for none."""
+        """Return the outage after the round has changed. ``last_step_at``: the last step of this node's
+        workers in the last live round, 0 for none."""
         if round.number < self.number:
             return self
         now = self

@@ -46,8 +46,8 @@ def state_dir() -> Path:
 
 def note(state: Path, job: str, node: str, began_at: float, folder: Path) -> None:
     """Link the folder under the job's name. Raises OSError."""
-    place = jobs_place(state, job)
-    _forget_those_gone(place.parent)
+    place = job_folder(state, job)
+    _remove_dead_links(place.parent)
     place.mkdir(parents=True, exist_ok=True)
     link = place / f"{began_at:.3f}-{node}"
     with suppress(FileExistsError):
@@ -57,8 +57,8 @@ def note(state: Path, job: str, node: str, began_at: float, folder: Path) -> Non
             old.unlink()
 
 
-def _forget_those_gone(jobs: Path) -> None:
-    """Remove the links whose folder is gone. Every run may have a new job name, so old links would pile
+def _remove_dead_links(jobs: Path) -> None:
+    """Remove the links whose folder was deleted. Every run may have a new job name, so old links would pile
     up."""
     for link in jobs.glob("*/*"):
         with suppress(OSError):
@@ -68,10 +68,10 @@ def _forget_those_gone(jobs: Path) -> None:
 
 
 def of_job(state: Path, job: str) -> list[KnownRun]:
-    """Return the runs of a job, oldest first, without those whose folder is gone."""
+    """Return the runs of a job whose folders exist, oldest first."""
     found = []
     with suppress(OSError):
-        for link in sorted(jobs_place(state, job).iterdir()):
+        for link in sorted(job_folder(state, job).iterdir()):
             began, _, node = link.name.partition("-")
             with suppress(ValueError):
                 if link.is_dir():
@@ -87,5 +87,5 @@ def jobs(state: Path) -> list[str]:
     return []
 
 
-def jobs_place(state: Path, job: str) -> Path:
+def job_folder(state: Path, job: str) -> Path:
     return state / "runs" / job

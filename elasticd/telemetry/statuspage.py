@@ -7,7 +7,7 @@ from html import escape
 
 from elasticd.telemetry import describe
 from elasticd.telemetry.lines import cleaned
-from elasticd.telemetry.nodenames import told_apart
+from elasticd.telemetry.nodenames import short_names
 from elasticd.telemetry.status import JobStatus, SlotStatus
 
 REFRESH_S = 2
@@ -46,7 +46,7 @@ th,td{padding:.25rem .3rem}td:first-child{max-width:5.5rem;white-space:normal;ov
 
 
 def render(s: JobStatus) -> str:
-    """Return the page of the agent that tells the status."""
+    """Return the page of an agent, which ``s.agent`` must describe."""
     s = cleaned(s)
     agent, own = s.agent, s.own
     assert agent is not None
@@ -62,7 +62,7 @@ def render(s: JobStatus) -> str:
     failed = f"Last failure, at {_clock(s.last_failure.at)}: {s.last_failure.text}" if s.last_failure else ""
     notes = [f"<p class=note>{escape(text)}</p>" for text in (agent.unready, s.waiting, failed) if text]
     spent = describe.spent(own.time) if own is not None and own.time else ""
-    names = told_apart({node.node for node in s.nodes})
+    names = short_names({node.node for node in s.nodes})
     told = ((_clock(event.at), escape(event.text)) for event in reversed(agent.events))
     events = [f"<li><time>{at}</time><span>{text}</span></li>" for at, text in told]
     return "".join(
@@ -90,7 +90,7 @@ def render(s: JobStatus) -> str:
 
 
 def _row(node: str, name: str, slot: SlotStatus) -> str:
-    """Return a slot. ``name``: the node's short name."""
+    """Return a row of the table. ``name``: the node's short name."""
     pace = "" if slot.steps_per_s is None else f"{slot.steps_per_s:.2f}"
     rank = "" if slot.rank is None else str(slot.rank)
     step = "" if slot.step is None else f"{slot.step:,}"

@@ -53,12 +53,13 @@ def lines(s: JobStatus) -> list[str]:
             )
         told += [f"    {_slot(slot, s.at)}" for slot in node.slots]
     if not s.nodes and not s.ended:
-        told.append("  no node is here")
+        told.append("  no node has joined")
     return told
 
 
 def notes(s: JobStatus) -> tuple[Note, ...]:
-    """Return what an agent's events would tell, sorted by time, for a status that was read from etcd."""
+    """Return notes that take the place of an agent's events where the status was read from etcd, sorted by
+    time."""
     told = []
     if s.time and (spent := describe.spent(s.time)):
         told.append(Note(s.at, spent))

@@ -1,4 +1,4 @@
-"""How fast workers step, from their heartbeats. Pure."""
+"""The steps per second of workers, from their heartbeats. Pure."""
 
 from __future__ import annotations
 

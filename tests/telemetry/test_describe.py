@@ -140,7 +140,7 @@ def test_a_worker_that_was_killed_because_it_hung_is_not_said_to_have_been_out_o
     by_elasticd = "was killed by elasticd: hung: rank 3 on node b is in job.py:88"
     assert describe.failure(Failure("b", exit)) == f"rank 3 (slot 1 on b) {by_elasticd}"
     ended = r.WorkerEnded(7, 1, 3, exit.code, exit.message, exit.hung)
-    assert describe.sentence(ended, NOW) == "rank 3 (slot 1) was killed by elasticd, as it hung"
+    assert describe.sentence(ended, NOW) == "rank 3 (slot 1) was killed by elasticd, because it hung"
 
 
 @pytest.mark.parametrize(

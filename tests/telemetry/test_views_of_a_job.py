@@ -12,7 +12,7 @@ from rich.text import Text
 
 from elasticd.core.facts import Laggard
 from elasticd.telemetry import footer, statuspage, statustext
-from elasticd.telemetry.nodenames import told_apart
+from elasticd.telemetry.nodenames import short_names
 from elasticd.telemetry.status import (
     CheckpointStatus,
     FailureStatus,
@@ -100,7 +100,7 @@ UNSTEPPED = {"step": None, "steps_per_s": None}
         ("live", "round 7 formed", {}),
         ("page", "00:01:01 round 7 formed", {}),
         ("status", "stopping  somebody asked for it with `elasticd stop`", {"stopping": True}),
-        ("status", "no node is here", {"nodes": ()}),
+        ("status", "no node has joined", {"nodes": ()}),
     ],
 )
 def test_a_view_says(views: str, text: str, what_is_so: dict[str, Any]) -> None:
@@ -177,11 +177,11 @@ def test_a_narrow_terminal_shows_the_world_first() -> None:
 
 def test_nodes_are_told_apart_however_alike_their_names_are() -> None:
     nodes = {f"gpu-worker-{n:03d}.training.cluster.example" for n in range(12)}
-    assert set(told_apart(nodes).values()) == {f"gpu-worker-{n:03d}" for n in range(12)}
+    assert set(short_names(nodes).values()) == {f"gpu-worker-{n:03d}" for n in range(12)}
     alike = {f"a-pool-of-{n}-machines-of-the-third-kind.example" for n in range(12)}
-    names = told_apart(alike)
+    names = short_names(alike)
     assert len(set(names.values())) == 12 and max(map(len, names.values())) < 30
     for known in ({"10.0.0.1", "11.0.0.1"}, {"a.here", "a.there"}, {"a"}):
-        assert told_apart(known) == {name: name for name in known}, "the first part alone says nothing"
+        assert short_names(known) == {name: name for name in known}, "the first part alone says nothing"
     text = screen(job(*(node(name, running(3, 5)) for name in sorted(alike))), 200, 60)
     assert len(set(re.findall(r"(\S+)/3 rank 5", text))) == 12
